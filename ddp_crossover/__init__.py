@@ -1,0 +1,28 @@
+"""DDP communication hooks that hide the wait for gradients.
+
+Example::
+
+    import ddp_crossover as dx
+
+    state = dx.attach(ddp, optimizer)   # after building both; the training loop stays as it is
+"""
+
+from ddp_crossover.agreement import DisagreementError
+from ddp_crossover.collectives import LegError
+from ddp_crossover.comm_hook import DearState, attach, dear_hook
+from ddp_crossover.fusion import FusionPlan
+from ddp_crossover.grad_scaler import GradScaler
+from ddp_crossover.stats import DearStats
+from ddp_crossover.wait_points import StaleParameterError
+
+__all__ = [
+    "DearState",
+    "DearStats",
+    "DisagreementError",
+    "FusionPlan",
+    "GradScaler",
+    "LegError",
+    "StaleParameterError",
+    "attach",
+    "dear_hook",
+]

@@ -1,0 +1,171 @@
+"""Legs: one reduce-scatter or one all-gather of a fusion buffer, and what a link must offer to run them.
+
+A :class:`Link` runs legs on a process group of its own. ``gloo_link`` does it by peer exchange from threads,
+``nccl_link`` on a CUDA stream. Neither knows of DDP, parameters or optimizers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+MAX_GROUPS = 2**16 - 1
+
+
+class LegError(RuntimeError):
+    """A leg failed on this rank: names the rank, the leg and the fusion group."""
+
+
+class CommClock:
+    """Time in which at least one leg is under way, and time in which compute waited for one.
+
+    Host time; on CUDA streams waits do not block the host and are not counted.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._legs_under_way = 0
+        self._since_s = 0.0
+        self.communication_s = 0.0
+        self.exposed_s = 0.0
+
+    def leg_started(self) -> None:
+        with self._lock:
+            if not self._legs_under_way:
+                self._since_s = time.perf_counter()
+            self._legs_under_way += 1
+
+    def leg_ended(self) -> None:
+        with self._lock:
+            self._legs_under_way -= 1
+            if not self._legs_under_way:
+                self.communication_s += time.perf_counter() - self._since_s
+
+
+class Leg(ABC):
+    """One leg under way.
+
+    Attributes:
+        label: what it is in messages, such as ``gather leg of fusion group 3``.
+    """
+
+    label: str
+
+    @abstractmethod
+    def wait(self) -> None:
+        """After this, work enqueued on the caller's side sees the result. Raises :class:`LegError`."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """After this, nothing reads or writes the buffer any more. Raises :class:`LegError`."""
+
+
+class ScatterLeg(Leg):
+    """A reduce-scatter under way."""
+
+    @abstractmethod
+    def shard(self) -> Tensor:
+        """This rank's slice of the buffer; holds the sum over ranks after :meth:`wait`."""
+
+
+class Link(ABC):
+    """Runs legs on one process group.
+
+    Attributes:
+        process_group: the group, not used by anybody else.
+        rank: this process' rank in the group.
+        world_size: ranks in the group.
+        sent_bytes: payload bytes that this rank has sent so far.
+        clock: times of legs and waits.
+    """
+
+    process_group: dist.ProcessGroup
+    rank: int
+    world_size: int
+    sent_bytes: int
+    clock: CommClock
+
+    @abstractmethod
+    def reduce_scatter(self, group: int, buffer: Tensor) -> ScatterLeg:
+        """Start to sum ``buffer`` (flat, contiguous) over ranks; each rank keeps its own slice of the sum.
+
+        Never blocks. ``buffer`` belongs to the link until the gather leg has been drained.
+        """
+
+    @abstractmethod
+    def all_gather(self, scatter: ScatterLeg) -> Leg:
+        """Start to hand every rank's slice to every rank, as soon as ``scatter`` is done. Never blocks."""
+
+    @abstractmethod
+    def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
+        """Both legs in a row; the future delivers ``buffer``, summed over ranks in place."""
+
+    @abstractmethod
+    def all_gather_small(self, value: Tensor) -> Tensor:
+        """Every rank's ``value`` stacked in rank order, shape ``(world_size, *value.shape)``."""
+
+    @abstractmethod
+    def next_iteration(self) -> None:
+        """Legs started from now on belong to the next training iteration."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release threads and the process group. Legs under way are given up."""
+
+
+def slice_bounds(numel: int, world_size: int, rank: int) -> tuple[int, int]:
+    """Elements of a flat buffer that ``rank`` reduces. Even when ``numel`` divides by ``world_size``."""
+    return numel * rank // world_size, numel * (rank + 1) // world_size
+
+
+def make_link(
+    process_group: dist.ProcessGroup,
+    device: torch.device,
+    timeout: timedelta,
+    own_group: dist.ProcessGroup | None = None,
+) -> Link:
+    """The link for a device type and backend, on a process group of its own over the same ranks.
+
+    Args:
+        process_group: whose ranks and backend to use.
+        device: where the gradients are.
+        timeout: after which a leg fails.
+        own_group: the group of its own; a new one by default.
+
+    Raises:
+        ValueError: if the backend is neither gloo nor NCCL.
+    """
+    # Imported here because both modules build on this one.
+    from ddp_crossover.gloo_link import GlooLink
+    from ddp_crossover.nccl_link import NcclLink
+    from ddp_crossover.staged_gloo_link import StagedGlooLink
+
+    backend = _backend_for(process_group, device)
+    links = {("gloo", "cpu"): GlooLink, ("gloo", "cuda"): StagedGlooLink, ("nccl", "cuda"): NcclLink}
+    link = links.get((backend, device.type))
+    if link is None:
+        raise ValueError(
+            f"dear_hook runs on gloo (CPU or CUDA parameters) and NCCL (CUDA parameters), but the process group "
+            f"uses {backend!r} for parameters on {device}; call init_process_group with one of these backends"
+        )
+    own_group = own_group or dist.new_group(
+        ranks=dist.get_process_group_ranks(process_group),
+        timeout=timeout,
+        backend=backend,
+        use_local_synchronization=True,
+        group_desc="ddp_crossover",
+    )
+    return link(own_group, device)
+
+
+def _backend_for(process_group: dist.ProcessGroup, device: torch.device) -> str:
+    """``cpu:gloo,cuda:nccl`` has one backend per device type; ``gloo`` has one for all."""
+    config = dist.get_backend_config(process_group)
+    by_device = dict(entry.split(":", 1) for entry in str(config).split(",") if entry.count(":") == 1)
+    return by_device.get(device.type, dist.get_backend(process_group))

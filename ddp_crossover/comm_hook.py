@@ -1,0 +1,406 @@
+"""DDP's side: the hook, and the state that one model and its optimizers share.
+
+DDP calls :func:`dear_hook` once for every gradient bucket. The first backward passes are plain all-reduces, until DDP's
+buckets have settled and two forwards have shown where each parameter is used. Then rank 0's plan is shared, and
+the pipeline (``dear``) takes over.
+"""
+# No `from __future__ import annotations` here: DDP checks the annotations of hooks, and wants types.
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddp_crossover import shards
+from ddp_crossover.agreement import all_gather_json, require_equal
+from ddp_crossover.collectives import Link, make_link
+from ddp_crossover.dear import Phase, Pipeline
+from ddp_crossover.first_use import FirstUseAudit
+from ddp_crossover.flush_points import FlushPoints
+from ddp_crossover.fusion import DEFAULT_FUSION_MB, FusionPlan, GradientSpec, plan_fusion
+from ddp_crossover.layouts import LayoutRecorder
+from ddp_crossover.refusals import refuse_model, refuse_optimizers, refuse_options
+from ddp_crossover.separability import why_not_separable
+from ddp_crossover.stats import DearStats, FallbackLog
+from ddp_crossover.torch_internals import (
+    call_after_backward,
+    comm_hooks_of,
+    managed_parameters,
+    process_group_timeout,
+)
+from ddp_crossover.updates import DeferredUpdates, hyperparameters, untouched_slots
+from ddp_crossover.wait_points import ForwardWatch, WaitPoints
+
+
+class DearState:
+    """Everything that one DDP model and its optimizers need; the first argument of ``register_comm_hook``.
+
+    Args:
+        ddp: the model.
+        optimizer: its optimizer, or a list of all its optimizers.
+        process_group: process group for our traffic, over the same ranks as ``ddp.process_group``. Default: a
+            new one with the same backend and timeout, so that DDP's own traffic never queues behind ours.
+        fusion_mb: target size of a fusion group in MiB. Larger groups cost less latency, smaller ones
+            overlap more finely. Default 8.
+        schedule: ``"auto"`` or ``"dear"``: reduce-scatter in backward, all-gather in use order during the next
+            forward. ``"allreduce"``: plain all-reduce in the hook, nothing deferred.
+        strict: debugging aid. Parameters that wait for an update hold NaN until it is applied, so that a
+            read that nothing has intercepted cannot hide. Costs a copy of the parameters.
+
+    Raises:
+        TypeError, ValueError: for what cannot be trained exactly; the message names the way out.
+        DisagreementError: if ranks were set up differently.
+
+    Example::
+
+        state = DearState(ddp, optimizer)
+        ddp.register_comm_hook(state, dear_hook)
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        fusion_mb: float | None = None,
+        schedule: str = "auto",
+        strict: bool = False,
+    ) -> None:
+        refuse_model(ddp)
+        refuse_options(schedule, fusion_mb)
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        refuse_optimizers(ddp, optimizers)
+        self._ddp = ddp
+        self._fusion_mb = DEFAULT_FUSION_MB if fusion_mb is None else fusion_mb
+        self._named = managed_parameters(ddp)
+        self._every_parameter = list(ddp.parameters())
+        self._device = self._named[0][1].device
+        self._link = _link_for(ddp, process_group, self._device)
+        self._fallbacks = FallbackLog()
+        self._plain_reason = _why_plain(ddp, schedule)
+        _require_same_setup(self._link, self._device, self._named, optimizers, schedule, self._fusion_mb)
+        self._updates = DeferredUpdates(
+            [(one, why_not_separable(one)) for one in optimizers], self._fallbacks, strict=strict
+        )
+        self._pipeline: Pipeline | None = None
+        self._waits: WaitPoints | None = None
+        self._layouts = LayoutRecorder([parameter for _, parameter in self._named])
+        self._audit = FirstUseAudit(ddp.module, [parameter for _, parameter in self._named])
+        self._watch = ForwardWatch(ddp, self._before_forward, self._after_forward)
+        self._flush_points = FlushPoints(ddp, self.synchronize, self._flush_for_reader)
+        self._in_backward = False
+        self._last_bucket = -1
+        self._seen_forward = False
+        self._detached = False
+        self._iterations = self._pipelined_iterations = 0
+        self._started_s: float | None = None
+
+    # What users call.
+
+    @property
+    def plan(self) -> FusionPlan | None:
+        """The fusion plan in force; None during the first iterations and with plain all-reduce."""
+        return self._pipeline.plan if self._pipeline is not None else None
+
+    def synchronize(self) -> None:
+        """Apply all pending updates now.
+
+        Needed only before parameters are read in a way that nothing can intercept, such as ``p.data`` of a
+        parameter that was put aside earlier. Forwards, ``state_dict()``, ``parameters()`` and copies of
+        the model do it by themselves.
+        """
+        self._updates.flush()
+
+    @contextlib.contextmanager
+    def synchronized(self) -> Iterator[None]:
+        """Within it nothing is pending: parameters may be read and written in any way."""
+        self.synchronize()
+        before, self._updates.enabled = self._updates.enabled, False
+        try:
+            yield
+        finally:
+            self._updates.enabled = before
+            self.synchronize()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the norm of all gradients of the model, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+        The norm is taken from this rank's shards and agreed on by all ranks (every rank must call it); the factor
+        is applied when the gradients are used. So it waits for reduce-scatters, never for all-gathers.
+        If a gradient has been read or changed already, the stock function does the work.
+
+        Args:
+            max_norm: norm to clip to.
+            norm_type: p of the p-norm, may be ``inf``.
+
+        Returns:
+            The norm before clipping: 0-dim, on the parameters' device, fp32 (fp64 with fp64 gradients).
+        """
+        pipeline = self._pipeline
+        if pipeline is not None and pipeline.phase is Phase.REDUCED:
+            slots = untouched_slots(pipeline, self._every_parameter)
+            norm = shards.total_norm(pipeline, slots, float(norm_type))
+            if norm is not None:
+                assert slots is not None
+                factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+                shards.scale_later(slots, factor)
+                return norm
+        return torch.nn.utils.clip_grad_norm_(self._every_parameter, max_norm, norm_type)
+
+    def stats(self) -> DearStats:
+        """Figures of this rank since attach."""
+        clock = self._link.clock
+        return DearStats(
+            iterations=self._iterations,
+            pipelined_iterations=self._pipelined_iterations,
+            deferred_steps=self._updates.deferred_steps,
+            elapsed_s=0.0 if self._started_s is None else time.perf_counter() - self._started_s,
+            communication_s=clock.communication_s,
+            exposed_s=clock.exposed_s,
+            sent_bytes=self._link.sent_bytes,
+            fallbacks=dict(self._fallbacks.counts),
+        )
+
+    def detach(self) -> None:
+        """Apply what is pending and remove every hook; the script goes on as plain DDP."""
+        if self._detached:
+            return
+        self._detached = True
+        if self._pipeline is not None:
+            self._pipeline.retire()
+            self._pipeline.unwrap_gradients()
+        if self._waits is not None:
+            self._waits.remove()
+        self._audit.end_forward(completed=False)
+        for part in (self._updates, self._watch, self._flush_points):
+            part.remove()
+        self._link.close()
+
+    def __deepcopy__(self, memo: dict) -> NoReturn:  # type: ignore[type-arg]
+        raise TypeError("a DearState belongs to one model: copy ddp.module, and attach to the copy")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a DearState cannot be pickled: save state_dict() of model and optimizer")
+
+    # DDP's backward.
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """The work of :func:`dear_hook`."""
+        if self._detached:
+            return allreduce_hook(self._ddp.process_group, bucket)
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "dear_hook cannot be captured in a CUDA graph, because its step spans two iterations: "
+                "capture without the hook, or call state.detach() first"
+            )
+        # An index that comes again means that the backward before this one broke off.
+        if not self._in_backward or bucket.index() <= self._last_bucket:
+            self._begin_backward()
+        self._last_bucket = bucket.index()
+        self._layouts.record(bucket)
+        future = self._plain_all_reduce(bucket) if self._pipeline is None else self._stage(bucket)
+        if self._layouts.complete:
+            # Once more, for the graph task of the last bucket: reentrant checkpointing has several.
+            call_after_backward(self._graph_task_ended)
+        return future
+
+    def _begin_backward(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.retire()
+        self._in_backward = True
+        self._layouts.begin_backward()
+        self._replan_if_settled()
+        if self._pipeline is not None:
+            self._pipeline.begin_backward()
+        self._link.next_iteration()
+        call_after_backward(self._graph_task_ended)
+
+    def _plain_all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer()
+        buffer.mul_(1.0 / self._link.world_size)
+        return self._link.all_reduce(bucket.index(), buffer)
+
+    def _stage(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        assert self._pipeline is not None
+        buffer = bucket.buffer()
+        self._pipeline.stage(bucket.index(), buffer, bucket.parameters(), bucket.gradients)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        # Complete at once: backward waits for nothing, and DDP believes that it is done.
+        future.set_result(buffer)
+        return future
+
+    def _graph_task_ended(self) -> None:
+        # DDP's own callback is queued behind this one, and copies buckets into gradients.
+        call_after_backward(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        may_skip = getattr(self._ddp, "skip_all_reduce_unused_params", False)
+        if not self._in_backward or not (self._layouts.complete or may_skip):
+            return
+        self._in_backward = False
+        self._layouts.end_backward()
+        self._iterations += 1
+        if self._started_s is None:
+            self._started_s = time.perf_counter()
+        if self._pipeline is not None:
+            self._pipelined_iterations += 1
+            self._pipeline.end_backward()
+        elif self._plain_reason is not None:
+            self._fallbacks.note(self._plain_reason)
+
+    # The plan.
+
+    def _replan_if_settled(self) -> None:
+        if self._plain_reason is not None or not self._audit.done:
+            return
+        if not self._layouts.settled_anew():
+            return
+        self._updates.flush()
+        if self._waits is not None:
+            self._waits.remove()
+        plan = self._agree_on_plan()
+        self._layouts.adopt()
+        self._pipeline = Pipeline(
+            plan,
+            self._named,
+            self._layouts.strides(),
+            self._link,
+            # With bucket views DDP hands out the reduced bucket even for what no rank has used.
+            unwritten_is_unused=self._ddp.find_unused_parameters and not self._ddp.gradient_as_bucket_view,
+        )
+        self._updates.use(self._pipeline)
+        self._waits = WaitPoints(self._ddp, self._pipeline, self._audit, lambda: self._watch.depth > 0)
+
+    def _agree_on_plan(self) -> FusionPlan:
+        """Rank 0's orders make the plan on every rank; then all compare what came out."""
+        count = len(self._named)
+        proposals = all_gather_json(
+            {
+                "arrival": self._layouts.arrival_order(),
+                "use": [self._audit.use_rank(index) for index in range(count)],
+            },
+            self._link.process_group,
+            self._device,
+        )
+        plan = plan_fusion(
+            [_spec(name, parameter) for name, parameter in self._named],
+            proposals[0]["arrival"],
+            proposals[0]["use"],
+            world_size=self._link.world_size,
+            fusion_mb=self._fusion_mb,
+        )
+        require_equal(
+            "fusion plan",
+            {"arrival order": proposals[self._link.rank]["arrival"], "digest": plan.digest()},
+            self._link.process_group,
+            self._device,
+        )
+        return plan
+
+    # Forwards, and other readers.
+
+    def _before_forward(self) -> None:
+        if not self._seen_forward:
+            self._seen_forward = True
+            if not any(state is self for _, state in comm_hooks_of(self._ddp)):
+                self._fallbacks.note(
+                    "a DearState was built but its hook is not registered: call "
+                    "ddp.register_comm_hook(state, dear_hook), or use attach(ddp, optimizer)"
+                )
+        if not self._audit.done:
+            self._audit.begin_forward()
+        if self._waits is not None:
+            self._waits.begin_forward()
+
+    def _after_forward(self, returned: bool) -> None:
+        if not self._audit.done:
+            self._audit.end_forward(completed=returned)
+        if self._waits is not None:
+            self._waits.end_forward()
+
+    def _flush_for_reader(self) -> None:
+        if self._pipeline is not None and self._pipeline.has_updates:
+            self._fallbacks.note(
+                "parameters() was called between optimizer.step() and the next forward: all updates were waited "
+                "for. Put aside list(ddp.parameters()) before the loop if only gradients are looked at"
+            )
+            self.synchronize()
+
+
+def dear_hook(state: DearState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook: reduce-scatter now, all-gather during the next forward.
+
+    Use it as ``ddp.register_comm_hook(state, dear_hook)`` with a :class:`DearState`. Trains exactly as DDP does.
+    Source: DeAR, arXiv 2302.12445.
+    """
+    return state.reduce(bucket)
+
+
+def attach(ddp: DistributedDataParallel, optimizer: Optimizer | Sequence[Optimizer], **options: object) -> DearState:
+    """Build a :class:`DearState` and register :func:`dear_hook` in one go; ``options`` are its keywords."""
+    state = DearState(ddp, optimizer, **options)  # type: ignore[arg-type]
+    ddp.register_comm_hook(state, dear_hook)
+    return state
+
+
+def _link_for(ddp: DistributedDataParallel, process_group: dist.ProcessGroup | None, device: torch.device) -> Link:
+    if process_group is not None:
+        ranks, wanted = map(dist.get_process_group_ranks, (process_group, ddp.process_group))
+        if ranks != wanted:
+            raise ValueError(
+                f"process_group has the ranks {ranks}, but the model is replicated over {wanted}: "
+                "make it over the same ranks, or leave it out"
+            )
+    return make_link(
+        ddp.process_group, device, process_group_timeout(ddp.process_group, device), own_group=process_group
+    )
+
+
+def _why_plain(ddp: DistributedDataParallel, schedule: str) -> str | None:
+    if schedule == "allreduce":
+        return "schedule='allreduce': plain all-reduce in the hook, as asked for"
+    if ddp.is_multi_device_module:
+        return "the module spans several devices: plain all-reduce in the hook"
+    return None
+
+
+def _require_same_setup(
+    link: Link,
+    device: torch.device,
+    named: Sequence[tuple[str, torch.nn.Parameter]],
+    optimizers: Sequence[Optimizer],
+    schedule: str,
+    fusion_mb: float,
+) -> None:
+    name_of = {id(parameter): name for name, parameter in named}
+    setup = {
+        "options": {"schedule": schedule, "fusion_mb": fusion_mb},
+        "parameters": {name: f"{tuple(parameter.shape)} {parameter.dtype}" for name, parameter in named},
+        "optimizers": [
+            {
+                "type": type(optimizer).__name__,
+                "param_groups": [
+                    {
+                        "params": [name_of.get(id(p), "not in the model") for p in group["params"]],
+                        **{key: str(value) for key, value in hyperparameters(group).items()},
+                    }
+                    for group in optimizer.param_groups
+                ],
+            }
+            for optimizer in optimizers
+        ],
+    }
+    require_equal("setup", setup, link.process_group, device)
+
+
+def _spec(name: str, parameter: torch.nn.Parameter) -> GradientSpec:
+    arena = f"{parameter.dtype} on {parameter.device.type}".removeprefix("torch.")
+    return GradientSpec(name, parameter.numel(), parameter.element_size(), arena)

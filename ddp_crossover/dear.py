@@ -1,0 +1,369 @@
+"""The DeAR pipeline: scatter legs during backward, gather legs during the next forward.
+
+A pipeline owns the fusion buffers of one plan and follows each gradient from DDP's bucket to the optimizer update:
+staged, scattered, gathered, delivered to whoever reads ``.grad``, applied. It decides which leg is launched when and
+who waits. It knows nothing of DDP's hook contract (``comm_hook``) or of how an update is computed (``updates``).
+
+Source: DeAR, arXiv 2302.12445, section III. Unlike there, gather legs carry gradients, not parameters, so they need no
+optimizer and may start before ``step()``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ddp_crossover.collectives import Leg, Link, ScatterLeg
+from ddp_crossover.fusion import FusionGroup, FusionPlan
+from ddp_crossover.gradients import PendingGrad, PendingGradPool
+from ddp_crossover.layouts import same_objects
+
+
+class Phase(enum.Enum):
+    """Where one iteration stands. Whatever breaks off, the next backward starts from IDLE."""
+
+    IDLE = "nothing staged"  # -> BACKWARD: the first bucket arrives
+    BACKWARD = "buckets arrive, scatter legs leave"  # -> REDUCED: end of backward; -> IDLE: it broke off
+    REDUCED = "gather legs are out, .grad is pending"  # -> IDLE: the next backward retires everything
+
+
+class Slot:
+    """One parameter and its place in the fusion buffers.
+
+    Attributes:
+        index: position among the parameters that DDP manages.
+        name: full name, for messages.
+        parameter: the parameter.
+        view: its gradient inside the fusion buffers.
+        groups: the fusion groups that carry a piece of it.
+        pending: makes its ``PendingGrad``.
+        delivery: what its ``PendingGrad`` calls to get the value.
+        update: what the optimizer still has to do with it, opaque to the pipeline; None if nothing.
+        scales: factors (0-dim tensors) that the gradient is multiplied by once it is complete.
+        version_before: version of ``.grad`` when its bucket arrived, to see whether DDP wrote to it.
+    """
+
+    __slots__ = (
+        "delivery",
+        "groups",
+        "index",
+        "name",
+        "parameter",
+        "pending",
+        "scales",
+        "update",
+        "version_before",
+        "view",
+    )
+
+    def __init__(self, index: int, name: str, parameter: Parameter, view: Tensor) -> None:
+        self.index = index
+        self.name = name
+        self.parameter = parameter
+        self.view = view
+        self.groups: list[GroupInFlight] = []
+        self.pending = PendingGradPool(view)
+        self.update: object | None = None
+        self.scales: tuple[Tensor, ...] = ()
+        self.version_before = -1
+        self.delivery: Delivery
+
+
+class GroupInFlight:
+    """A fusion group, its buffer, and its legs in the present iteration."""
+
+    def __init__(self, spec: FusionGroup, buffer: Tensor, slots: list[Slot]) -> None:
+        self.spec = spec
+        self.buffer = buffer
+        self.slots = slots
+        self.missing = len(spec.pieces)
+        self.scatter: ScatterLeg | None = None
+        self.gather: Leg | None = None
+        self.complete = True
+        self.has_updates = False
+
+
+class _Staging(NamedTuple):
+    """How the gradients of one bucket get into the fusion buffers."""
+
+    parameters: list[Tensor]
+    copies: list[tuple[int, int, Tensor]]  # bucket elements [low, high) -> arena elements
+    slots: list[Slot]
+    arrivals: list[tuple[GroupInFlight, int]]  # group, number of its pieces in this bucket
+
+
+class Pipeline:
+    """All fusion groups of one model.
+
+    Args:
+        plan: which gradient travels in which group.
+        parameters: named parameters, in the plan's numbering.
+        strides: stride of each gradient.
+        link: runs the legs.
+        unwritten_is_unused: a ``.grad`` that DDP does not write to at the end of backward belongs to a
+            parameter that no rank has used, and stays what it is.
+    """
+
+    def __init__(
+        self,
+        plan: FusionPlan,
+        parameters: Sequence[tuple[str, Parameter]],
+        strides: Sequence[tuple[int, ...]],
+        link: Link,
+        *,
+        unwritten_is_unused: bool = False,
+    ) -> None:
+        self.unwritten_is_unused = unwritten_is_unused
+        self.plan = plan
+        self.link = link
+        self.phase = Phase.IDLE
+        self.has_updates = False
+        self.apply_updates: Callable[[list[Slot]], None] = _no_updates
+        self._inverse_world_size = 1.0 / link.world_size
+        self._stagings: dict[int, _Staging] = {}
+        self._arrived: list[_Staging] = []
+
+        arena_of = {p.parameter: group.arena for group in plan.groups for p in group.pieces}
+        like = {arena: parameters[index][1] for index, arena in arena_of.items()}
+        self._arenas = {
+            arena: torch.zeros(numel, dtype=like[arena].dtype, device=like[arena].device)
+            for arena, numel in plan.arena_numel.items()
+        }
+        self.slots = [
+            Slot(
+                index,
+                name,
+                parameter,
+                self._arenas[arena_of[index]].as_strided(parameter.shape, strides[index], plan.offsets[index]),
+            )
+            for index, (name, parameter) in enumerate(parameters)
+        ]
+        for slot in self.slots:
+            slot.delivery = Delivery(self, slot)
+        self.slot_of = {slot.parameter: slot for slot in self.slots}
+        self.groups = [self._group(spec) for spec in plan.groups]
+
+    def _group(self, spec: FusionGroup) -> GroupInFlight:
+        buffer = self._arenas[spec.arena].narrow(0, spec.offset, spec.numel)
+        group = GroupInFlight(spec, buffer, [self.slots[p.parameter] for p in spec.pieces])
+        for slot in group.slots:
+            slot.groups.append(group)
+        return group
+
+    # Backward.
+
+    def begin_backward(self) -> None:
+        """Make room for the next iteration."""
+        assert self.phase is Phase.IDLE
+        for group in self.groups:
+            group.missing = len(group.spec.pieces)
+            group.scatter = group.gather = None
+            group.complete = False
+        self._arrived.clear()
+        self.phase = Phase.BACKWARD
+
+    def stage(
+        self, index: int, buffer: Tensor, parameters: list[Tensor], gradients: Callable[[], list[Tensor]]
+    ) -> None:
+        """Copy one DDP bucket into the fusion buffers and launch the scatter legs that became complete.
+
+        Args:
+            index: the bucket's index.
+            buffer: its flat gradients; left as they are.
+            parameters: its parameters.
+            gradients: its gradients as views of ``buffer``, asked for only if the bucket has changed.
+        """
+        staging = self._stagings.get(index)
+        if staging is None or not same_objects(staging.parameters, parameters):
+            staging = self._stagings[index] = self._plan_staging(buffer, parameters, gradients())
+        for low, high, target in staging.copies:
+            torch.mul(buffer[low:high], self._inverse_world_size, out=target)
+        self._arrived.append(staging)
+        if self.unwritten_is_unused:
+            for slot in staging.slots:
+                slot.version_before = _version(slot.parameter.grad)
+        for group, pieces in staging.arrivals:
+            group.missing -= pieces
+            if not group.missing:
+                group.scatter = self.link.reduce_scatter(group.spec.index, group.buffer)
+
+    def end_backward(self) -> None:
+        """Launch the gather legs in use order and put a PendingGrad into every ``.grad``."""
+        self._complete_partly_staged_groups()
+        for index in self.plan.use_order:
+            group = self.groups[index]
+            if group.scatter is not None:
+                group.gather = self.link.all_gather(group.scatter)
+            else:
+                group.complete = True
+        for slot in self.slots:
+            grad = slot.parameter.grad
+            if grad is None or all(group.scatter is None for group in slot.groups):
+                continue
+            if self.unwritten_is_unused and _version(grad) == slot.version_before:
+                continue
+            slot.scales = ()
+            pending = slot.pending.take(grad)
+            memory = grad.resolve() if isinstance(grad, PendingGrad) else grad
+            pending.arm(slot.delivery, memory)
+            if pending is not grad:
+                slot.parameter.grad = pending
+        self.phase = Phase.REDUCED
+
+    def _complete_partly_staged_groups(self) -> None:
+        """DDP leaves out buckets that no rank has used, the same ones everywhere; they count as zeros."""
+        arrived: set[Slot] | None = None
+        for group in self.groups:
+            if 0 < group.missing < len(group.spec.pieces):
+                arrived = arrived or {slot for s in self._arrived for slot in s.slots}
+                for slot in group.slots:
+                    if slot not in arrived:
+                        slot.view.zero_()
+                group.scatter = self.link.reduce_scatter(group.spec.index, group.buffer)
+
+    def _plan_staging(self, buffer: Tensor, parameters: list[Tensor], gradients: list[Tensor]) -> _Staging:
+        slots = [self.slot_of[parameter] for parameter in parameters]  # type: ignore[index]
+        copies: list[tuple[int, int, Tensor]] = []
+        low = high = target = -1
+        arena: Tensor | None = None
+        for slot, gradient in zip(slots, gradients, strict=True):
+            assert gradient.stride() == slot.view.stride() or gradient.numel() < 2, slot.name
+            here = gradient.storage_offset() - buffer.storage_offset()
+            there = slot.view.storage_offset()
+            own_arena = self._arenas[slot.groups[0].spec.arena]
+            # Neighbours in the bucket that are neighbours in the arena travel in one copy.
+            if own_arena is arena and here == high and there == target + (high - low):
+                high += gradient.numel()
+            else:
+                if arena is not None:
+                    copies.append((low, high, arena[target : target + high - low]))
+                low, high, target, arena = here, here + gradient.numel(), there, own_arena
+        if arena is not None:
+            copies.append((low, high, arena[target : target + high - low]))
+        counts: dict[GroupInFlight, int] = {}
+        for slot in slots:
+            for group in slot.groups:
+                counts[group] = counts.get(group, 0) + 1
+        arrivals = sorted(counts.items(), key=lambda item: item[0].spec.index)
+        return _Staging(parameters, copies, slots, arrivals)
+
+    # Forward, and everybody else who needs a result.
+
+    def is_pending(self, slot: Slot) -> bool:
+        """Whether the parameter's gradient is on the wire and nobody has looked at it."""
+        pending = slot.pending.current
+        return not pending.resolved and slot.parameter.grad is pending
+
+    def catch_up(self, groups: Iterable[GroupInFlight]) -> None:
+        """Apply the updates that these groups' parameters still wait for. Cheap when there are none."""
+        due = [group for group in groups if group.has_updates]
+        if not due:
+            return
+        slots: dict[Slot, None] = {}
+        for group in due:
+            self.complete(group)
+        for group in due:
+            for slot in group.slots:
+                if slot.update is not None and all(part.complete for part in slot.groups):
+                    slots[slot] = None
+        self._apply(list(slots))
+
+    def flush(self) -> None:
+        """Apply all updates that have been asked for."""
+        if self.has_updates:
+            self.catch_up(self.groups)
+
+    def defer(self, slot: Slot, update: object) -> None:
+        """Note an update that is to be applied once the parameter's gradient is complete."""
+        slot.update = update
+        self.has_updates = True
+        for group in slot.groups:
+            group.has_updates = True
+
+    def _apply(self, slots: list[Slot]) -> None:
+        self.scale(slots)
+        self.apply_updates(slots)
+        for group in {group for slot in slots for group in slot.groups}:
+            group.has_updates = any(slot.update is not None for slot in group.slots)
+        self.has_updates = any(group.has_updates for group in self.groups)
+
+    def complete(self, group: GroupInFlight) -> None:
+        """Wait until the group's buffer holds the reduced gradients."""
+        if not group.complete:
+            assert group.gather is not None
+            with torch.profiler.record_function(f"ddp_crossover::wait[{group.spec.index}]"):
+                # Protects the optimizer, or whoever reads `.grad`, from half-gathered gradients.
+                group.gather.wait()
+            group.complete = True
+
+    def scale(self, slots: Iterable[Slot]) -> None:
+        """Multiply complete gradients by the factors that clipping or the loss scaler left for them."""
+        by_factors: dict[tuple[int, ...], list[Slot]] = {}
+        for slot in slots:
+            if slot.scales:
+                by_factors.setdefault(tuple(map(id, slot.scales)), []).append(slot)
+        for alike in by_factors.values():
+            for factor in alike[0].scales:
+                torch._foreach_mul_([slot.view for slot in alike], factor)
+            for slot in alike:
+                slot.scales = ()
+
+    def retire(self) -> None:
+        """End the iteration: nothing of it may be left when its buffers are filled again."""
+        if self.phase is Phase.IDLE:
+            return
+        self.flush()
+        if self.phase is Phase.REDUCED:
+            for slot in self.slots:
+                pending = slot.pending.current
+                if pending.resolved:
+                    continue
+                if slot.parameter.grad is pending:
+                    pending.resolve()
+                elif slot.pending.held_elsewhere():
+                    # DDP's memory belongs to the next gradient already.
+                    pending.abandon_memory()
+                    pending.resolve()
+                else:
+                    pending.disarm()
+        for group in self.groups:
+            leg = group.gather or group.scatter
+            if leg is not None and self.phase is Phase.REDUCED:
+                # Protects peers that still receive from this buffer.
+                leg.drain()
+        self.phase = Phase.IDLE
+
+    def unwrap_gradients(self) -> None:
+        """Leave plain tensors in every ``.grad``."""
+        for slot in self.slots:
+            if isinstance(grad := slot.parameter.grad, PendingGrad):
+                slot.parameter.grad = grad.resolve()
+
+
+class Delivery(NamedTuple):
+    """Delivers the reduced gradient of one parameter to its PendingGrad."""
+
+    pipeline: Pipeline
+    slot: Slot
+
+    def __call__(self, memory: Tensor) -> Tensor:
+        for group in self.slot.groups:
+            self.pipeline.complete(group)
+        with torch.no_grad():
+            self.pipeline.scale([self.slot])
+            return memory.copy_(self.slot.view)
+
+
+def _no_updates(slots: list[Slot]) -> None:
+    assert not slots
+
+
+def _version(grad: Tensor | None) -> int:
+    if grad is None:
+        return -1
+    return (grad.resolve() if isinstance(grad, PendingGrad) else grad)._version

@@ -1,0 +1,234 @@
+"""The tensor-fusion planner: which gradient elements travel together, and in which order.
+
+Pure: sizes and orders in, a :class:`FusionPlan` out. This file knows nothing of processes, streams or
+tensors' contents, so the same input gives the same plan on every rank.
+
+A plan lays every gradient of one dtype and device out in one flat *arena*, in arrival order. A fusion group is a
+contiguous range of its arena. Groups are cut between parameters where that is possible; a parameter larger than a
+group is cut at a multiple of ``world_size``, so only the end of a group that ends with a parameter needs padding,
+and a parameter's own elements always stay contiguous.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+MB = 2**20
+DEFAULT_FUSION_MB = 8.0
+
+
+@dataclass(frozen=True)
+class GradientSpec:
+    """What the planner knows of one gradient.
+
+    Attributes:
+        name: full parameter name, for messages.
+        numel: number of elements, may be zero.
+        itemsize_bytes: bytes per element.
+        arena: which arena it lives in; gradients of different dtype or device never share one.
+    """
+
+    name: str
+    numel: int
+    itemsize_bytes: int
+    arena: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``[start, start + numel)`` of gradient ``parameter``, in the parameter's memory order."""
+
+    parameter: int
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class FusionGroup:
+    """One reduce-scatter and one all-gather.
+
+    Attributes:
+        index: position in arrival order; the name of the group on the wire and in messages.
+        arena: the arena that it is a range of.
+        offset: first element in the arena.
+        numel: elements including padding, a multiple of the world size.
+        padding: elements at the end that belong to no gradient, fewer than the world size.
+        pieces: what it carries, in arena order.
+    """
+
+    index: int
+    arena: str
+    offset: int
+    numel: int
+    padding: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class FusionPlan:
+    """The fusion groups of one model, in arrival order, and how to send them.
+
+    Attributes:
+        world_size: ranks that share each group.
+        fusion_mb: target size of a group in MiB.
+        groups: all fusion groups, in arrival order.
+        use_order: group indices in the order in which the next forward needs them.
+        offsets: first element of each parameter in its arena.
+        arena_numel: elements of each arena, padding included.
+    """
+
+    world_size: int
+    fusion_mb: float
+    groups: tuple[FusionGroup, ...]
+    use_order: tuple[int, ...]
+    offsets: tuple[int, ...]
+    arena_numel: dict[str, int]
+
+    def digest(self) -> str:
+        """Hash that is equal on two ranks exactly when their plans are."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        lines = [f"FusionPlan: {len(self.groups)} groups of about {self.fusion_mb:g} MiB, world size {self.world_size}"]
+        position = {group: place for place, group in enumerate(self.use_order)}
+        for group in self.groups:
+            parameters = [piece.parameter for piece in group.pieces]
+            span = f"{parameters[0]}..{parameters[-1]}" if parameters else "none"
+            lines.append(
+                f"  [{group.index}] {group.arena}: {group.numel} elements, padding {group.padding}, "
+                f"parameters {span}, gathered {position[group.index] + 1}."
+            )
+        return "\n".join(lines)
+
+
+def plan_fusion(
+    specs: Sequence[GradientSpec],
+    arrival_order: Sequence[int],
+    use_rank: Sequence[int],
+    *,
+    world_size: int,
+    fusion_mb: float = DEFAULT_FUSION_MB,
+) -> FusionPlan:
+    """Cut and merge gradients into fusion groups.
+
+    Args:
+        specs: one entry per parameter.
+        arrival_order: parameter indices in the order in which backward produces their gradients.
+        use_rank: per parameter, when the forward first uses it (smaller is earlier).
+        world_size: ranks per group; group sizes are multiples of it.
+        fusion_mb: target size of a group in MiB.
+
+    Returns:
+        A plan in which every element of every gradient lies in exactly one group.
+
+    Raises:
+        ValueError: if ``arrival_order`` is no permutation, or a size makes no sense.
+    """
+    if sorted(arrival_order) != list(range(len(specs))):
+        raise ValueError("arrival_order must name every parameter exactly once")
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if not fusion_mb > 0:
+        raise ValueError(f"fusion_mb must be greater than 0 MiB, got {fusion_mb}")
+
+    groups: list[FusionGroup] = []
+    offsets = [0] * len(specs)
+    arena_numel: dict[str, int] = {}
+    for arena in dict.fromkeys(specs[i].arena for i in arrival_order):
+        members = [i for i in arrival_order if specs[i].arena == arena]
+        cutter = _ArenaCutter(arena, world_size, fusion_mb, first_index=len(groups))
+        for parameter in members:
+            offsets[parameter] = cutter.offset
+            cutter.add(parameter, specs[parameter])
+        groups += cutter.finish()
+        arena_numel[arena] = cutter.offset
+
+    groups = _in_arrival_order(groups, arrival_order)
+    return FusionPlan(
+        world_size=world_size,
+        fusion_mb=fusion_mb,
+        groups=tuple(groups),
+        use_order=_use_order(groups, use_rank),
+        offsets=tuple(offsets),
+        arena_numel=arena_numel,
+    )
+
+
+class _ArenaCutter:
+    """Lays gradients into one arena and closes a group whenever the target size is reached."""
+
+    def __init__(self, arena: str, world_size: int, fusion_mb: float, first_index: int) -> None:
+        self._arena = arena
+        self._world_size = world_size
+        self._fusion_mb = fusion_mb
+        self._index = first_index
+        self._groups: list[FusionGroup] = []
+        self._pieces: list[Piece] = []
+        self._start = 0
+        self.offset = 0
+
+    def add(self, parameter: int, spec: GradientSpec) -> None:
+        capacity = self._capacity(spec.itemsize_bytes)
+        held = self.offset - self._start
+        if held and held + spec.numel > capacity:
+            self._close()
+        start = 0
+        for cut in self._cuts(spec.numel, capacity):
+            self._append(Piece(parameter, start, cut - start))
+            self._close()
+            start = cut
+        self._append(Piece(parameter, start, spec.numel - start))
+
+    def finish(self) -> list[FusionGroup]:
+        if self._pieces:
+            self._close()
+        return self._groups
+
+    def _capacity(self, itemsize_bytes: int) -> int:
+        numel = int(self._fusion_mb * MB) // itemsize_bytes
+        return max(numel // self._world_size, 1) * self._world_size
+
+    def _cuts(self, numel: int, capacity: int) -> list[int]:
+        """Where to cut a gradient so that its pieces are even, at most ``capacity`` and need no padding."""
+        pieces = -(-numel // capacity)
+        even = -(-numel // max(pieces, 1))
+        size = -(-even // self._world_size) * self._world_size
+        return list(range(size, numel, size)) if pieces > 1 else []
+
+    def _append(self, piece: Piece) -> None:
+        self._pieces.append(piece)
+        self.offset += piece.numel
+
+    def _close(self) -> None:
+        padding = -(self.offset - self._start) % self._world_size
+        self.offset += padding
+        self._groups.append(
+            FusionGroup(
+                index=self._index,
+                arena=self._arena,
+                offset=self._start,
+                numel=self.offset - self._start,
+                padding=padding,
+                pieces=tuple(self._pieces),
+            )
+        )
+        self._index += 1
+        self._pieces = []
+        self._start = self.offset
+
+
+def _in_arrival_order(groups: list[FusionGroup], arrival: Sequence[int]) -> list[FusionGroup]:
+    """Number the groups of all arenas by when their last gradient arrives."""
+    when = {parameter: place for place, parameter in enumerate(arrival)}
+    ordered = sorted(groups, key=lambda group: (max(when[p.parameter] for p in group.pieces), group.index))
+    return [replace(group, index=index) for index, group in enumerate(ordered)]
+
+
+def _use_order(groups: Sequence[FusionGroup], use_rank: Sequence[int]) -> tuple[int, ...]:
+    first_use = {group.index: min(use_rank[piece.parameter] for piece in group.pieces) for group in groups}
+    # Among groups that are needed at the same time the last to arrive comes first: it is the
+    # nearer to the front of the network.
+    return tuple(sorted(first_use, key=lambda index: (first_use[index], -index)))

@@ -1,0 +1,410 @@
+"""Legs over gloo, by direct exchange between peers.
+
+Gloo's own reduce-scatter sends twice the bytes, and its all-gather cannot be told from outside to start when a
+reduction is done. So each rank sends every peer that peer's slice, adds what it receives *in rank order* (the same sum
+whatever arrives first), and sends its reduced slice to everybody. All receives of a group are posted before its
+sends: a receive announced behind data halves the throughput of a connection.
+
+Three threads, because gloo's calls block: one posts, one adds up, one waits for gather legs. The thread that trains
+only ever waits on Python events, so Ctrl-C reaches it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from ddp_crossover.collectives import (
+    MAX_GROUPS,
+    CommClock,
+    Leg,
+    LegError,
+    Link,
+    ScatterLeg,
+    slice_bounds,
+)
+
+_ITERATION_TAGS = 2**14  # 14 bits of iteration, 1 of leg, 16 of group: a gloo tag has 31.
+_SMALL_GROUP = MAX_GROUPS
+
+
+class _Message(NamedTuple):
+    peer: int
+    tensor: Tensor
+
+
+class GlooLeg(Leg):
+    """A leg whose progress other threads report through an event."""
+
+    def __init__(self, link: GlooLink, label: str) -> None:
+        self.label = label
+        self._link = link
+        self._done = threading.Event()
+        self._drained = threading.Event()
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        self._await(self._done)
+
+    def drain(self) -> None:
+        self._await(self._drained)
+
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self._error = self._error or error
+        self._done.set()
+        if error is not None:
+            self.finish_drain()
+
+    def finish_drain(self) -> None:
+        self._drained.set()
+
+    def _await(self, event: threading.Event) -> None:
+        if not event.is_set():
+            start_s = time.perf_counter()
+            event.wait()
+            self._link.clock.exposed_s += time.perf_counter() - start_s
+        if self._error is not None:
+            raise self._link.describe(self.label, self._error) from self._error
+
+
+class GlooScatterLeg(GlooLeg, ScatterLeg):
+    """A reduce-scatter, and the receives of the all-gather that will follow it."""
+
+    def __init__(self, link: GlooLink, group: int, buffer: Tensor) -> None:
+        super().__init__(link, f"scatter leg of fusion group {group}")
+        self.group = group
+        self.buffer = buffer
+        self.iteration = link.iteration
+        self.incoming: list[Tensor] = []
+        self.scatter_receives: list[dist.Work] = []
+        self.gather_receives: list[dist.Work] = []
+        self.sends: list[dist.Work] = []
+
+    def shard(self) -> Tensor:
+        return self.slice_of(self._link.rank)
+
+    def slice_of(self, rank: int) -> Tensor:
+        low, high = slice_bounds(self.buffer.numel(), self._link.world_size, rank)
+        return self.buffer[low:high]
+
+    def before_posting(self) -> None:
+        """Make the buffer ready to be sent; runs on the posting thread."""
+
+
+class GlooGatherLeg(GlooLeg):
+    """An all-gather that starts when its scatter leg is done."""
+
+    def __init__(self, link: GlooLink, scatter: GlooScatterLeg) -> None:
+        super().__init__(link, f"gather leg of fusion group {scatter.group}")
+        self.scatter = scatter
+        self.on_drained: Callable[[BaseException | None], None] | None = None
+
+    def finish_drain(self) -> None:
+        super().finish_drain()
+        if self.on_drained is not None:
+            on_drained, self.on_drained = self.on_drained, None
+            on_drained(self._error)
+
+
+class GlooLink(Link):
+    """Peer exchange of CPU tensors."""
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+        self.sent_bytes = 0
+        self.clock = CommClock()
+        self.iteration = 0
+        self.process_group = process_group
+        self._peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        self._scratch = _ScratchPool()
+        self._small_exchanges = 0
+        self._wake = threading.Condition()
+        self._scatters: deque[GlooScatterLeg] = deque()
+        self._gathers: list[GlooGatherLeg] = []
+        self._urgent: deque[Callable[[], None]] = deque()
+        self._closed = False
+        self._failure: LegError | None = None
+        self._to_reduce: queue.SimpleQueue[GlooScatterLeg | None] = queue.SimpleQueue()
+        self._to_gather: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        for name, target in (
+            ("post", self._post_forever),
+            ("reduce", self._reduce_forever),
+            ("gather", self._gather_forever),
+        ):
+            # Daemons: a leg that hangs on a dead peer must not keep the process alive.
+            threading.Thread(target=target, name=f"ddp_crossover-{name}", daemon=True).start()
+
+    def next_iteration(self) -> None:
+        self.iteration += 1
+
+    def reduce_scatter(self, group: int, buffer: Tensor) -> GlooScatterLeg:
+        return self._start_scatter(GlooScatterLeg(self, group, buffer))
+
+    def all_gather(self, scatter: ScatterLeg) -> GlooGatherLeg:
+        return self._start_gather(GlooGatherLeg(self, cast(GlooScatterLeg, scatter)))
+
+    def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        gather = GlooGatherLeg(self, GlooScatterLeg(self, group, buffer))
+
+        def complete(error: BaseException | None) -> None:
+            if error is None:
+                future.set_result(buffer)
+            else:
+                future.set_exception(self.describe(gather.label, error))
+
+        # Not before the sends are out: DDP may overwrite its bucket as soon as the future is done.
+        gather.on_drained = complete
+        self._start_scatter(gather.scatter)
+        self._start_gather(gather)
+        return future
+
+    def all_gather_small(self, value: Tensor) -> Tensor:
+        rows = value.new_empty((self.world_size, *value.shape))
+        rows[self.rank] = value
+        leg = GlooLeg(self, "exchange of norms")
+        self._small_exchanges += 1
+        tag = self._tag(self._small_exchanges, leg=0, group=_SMALL_GROUP)
+
+        def exchange() -> None:
+            try:
+                receives = self._receive([_Message(peer, rows[peer]) for peer in self._peers], tag)
+                sends = self._send([_Message(peer, rows[self.rank]) for peer in self._peers], tag)
+            except Exception as error:
+                leg.finish(error)
+                return
+            self._to_gather.put(lambda: self._finish(leg, [*receives, *sends]))
+
+        with self._wake:
+            self._raise_failure()
+            self._urgent.append(exchange)
+            self._wake.notify()
+        leg.wait()
+        return rows
+
+    def close(self) -> None:
+        with self._wake:
+            if self._closed:
+                return
+            self._closed = True
+            self._wake.notify()
+        self._to_reduce.put(None)
+        self._to_gather.put(None)
+
+    def describe(self, label: str, error: BaseException) -> LegError:
+        if isinstance(error, LegError):
+            return error
+        return LegError(
+            f"rank {self.rank}: the {label} failed: {error}. A peer has probably died or stopped "
+            "answering; this process' gradients are incomplete, so end it and restart the job from a checkpoint"
+        )
+
+    # The training thread's side of the posting thread.
+
+    def _start_scatter(self, leg: GlooScatterLeg) -> GlooScatterLeg:
+        with self._wake:
+            self._raise_failure()
+            self.clock.leg_started()
+            self._scatters.append(leg)
+            self._wake.notify()
+        return leg
+
+    def _start_gather(self, leg: GlooGatherLeg) -> GlooGatherLeg:
+        with self._wake:
+            self._raise_failure()
+            self.clock.leg_started()
+            self._gathers.append(leg)
+            self._wake.notify()
+        return leg
+
+    def _raise_failure(self) -> None:
+        """After one leg has failed the others fail at once, not each after a timeout of its own."""
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise RuntimeError("the communication threads of this DearState have been closed")
+
+    # Thread 1: posts. Scatter legs first, then the gather legs that are ready, in the order asked for.
+
+    def _post_forever(self) -> None:
+        while True:
+            with self._wake:
+                while (job := self._next_job()) is None and not self._closed:
+                    self._wake.wait()
+            if job is None:
+                return
+            job()
+
+    def _next_job(self) -> Callable[[], None] | None:
+        if self._urgent:
+            return self._urgent.popleft()
+        if self._scatters:
+            scatter = self._scatters.popleft()
+            return lambda: self._post_scatter(scatter)
+        for place, gather in enumerate(self._gathers):
+            if gather.scatter.is_done():
+                del self._gathers[place]
+                return lambda: self._post_gather(gather)
+        return None
+
+    def _post_scatter(self, leg: GlooScatterLeg) -> None:
+        try:
+            self._raise_failure()
+            with record_function(f"ddp_crossover::reduce_scatter[{leg.group}]"):
+                leg.before_posting()
+                tag = self._tag(leg.iteration, 0, leg.group)
+                leg.incoming = [self._scratch.take(leg.shard()) for _ in self._peers]
+                leg.scatter_receives = self._receive(
+                    [_Message(*pair) for pair in zip(self._peers, leg.incoming, strict=True)], tag
+                )
+                # Safe this early: a peer sends its reduced slice only after it has received ours.
+                leg.gather_receives = self._receive(
+                    [_Message(peer, leg.slice_of(peer)) for peer in self._peers],
+                    self._tag(leg.iteration, 1, leg.group),
+                )
+                leg.sends = self._send([_Message(peer, leg.slice_of(peer)) for peer in self._peers], tag)
+        except Exception as error:
+            self._end(leg, error)
+        else:
+            self._to_reduce.put(leg)
+
+    def _post_gather(self, leg: GlooGatherLeg) -> None:
+        scatter = leg.scatter
+        try:
+            scatter.wait()  # done already: this only passes its error on
+            with record_function(f"ddp_crossover::all_gather[{scatter.group}]"):
+                scatter.sends += self._send(
+                    [_Message(peer, scatter.shard()) for peer in self._peers],
+                    self._tag(scatter.iteration, 1, scatter.group),
+                )
+        except Exception as error:
+            self._end(leg, error)
+        else:
+            self._to_gather.put(lambda: self._complete_gather(leg))
+
+    def _tag(self, iteration: int, leg: int, group: int) -> int:
+        return (iteration % _ITERATION_TAGS) << 17 | leg << 16 | group
+
+    def _receive(self, messages: list[_Message], tag: int) -> list[dist.Work]:
+        return [
+            cast(
+                dist.Work,
+                dist.irecv(m.tensor, group=self.process_group, group_src=m.peer, tag=tag),
+            )
+            for m in messages
+            if m.tensor.numel()
+        ]
+
+    def _send(self, messages: list[_Message], tag: int) -> list[dist.Work]:
+        messages = [m for m in messages if m.tensor.numel()]
+        self.sent_bytes += sum(m.tensor.nbytes for m in messages)
+        return [
+            cast(
+                dist.Work,
+                dist.isend(m.tensor, group=self.process_group, group_dst=m.peer, tag=tag),
+            )
+            for m in messages
+        ]
+
+    # Thread 2: adds up.
+
+    def _reduce_forever(self) -> None:
+        while (leg := self._to_reduce.get()) is not None:
+            error = None
+            try:
+                self._raise_failure()
+                for receive in leg.scatter_receives:
+                    receive.wait()
+                _add_in_rank_order(leg.shard(), self.rank, leg.incoming)
+                self._scratch.give_back(leg.incoming)
+            except Exception as caught:
+                error = caught
+            self._end(leg, error)
+
+    # Thread 3: waits for gather legs.
+
+    def _gather_forever(self) -> None:
+        while (job := self._to_gather.get()) is not None:
+            job()
+
+    def _complete_gather(self, leg: GlooGatherLeg) -> None:
+        try:
+            self._raise_failure()
+            for receive in leg.scatter.gather_receives:
+                receive.wait()
+            self.after_gather(leg)
+        except Exception as error:
+            self._end(leg, error)
+        else:
+            self._end(leg, None)
+            # Behind the gather legs that are queued already: nobody waits for a drained send yet.
+            self._to_gather.put(lambda: self._drain(leg))
+
+    def _drain(self, leg: GlooGatherLeg) -> None:
+        try:
+            for send in leg.scatter.sends:
+                send.wait()
+        except Exception as error:
+            leg.finish(error)
+        leg.finish_drain()
+
+    def _finish(self, leg: GlooLeg, works: list[dist.Work]) -> None:
+        try:
+            for work in works:
+                work.wait()
+        except Exception as error:
+            leg.finish(error)
+        else:
+            leg.finish()
+
+    def after_gather(self, leg: GlooGatherLeg) -> None:
+        """Bring the gathered buffer to where it is needed; runs on the gathering thread."""
+
+    def _end(self, leg: GlooLeg, error: BaseException | None) -> None:
+        """A leg is over: tell who waits for it, and let the poster look at what it made possible."""
+        self.clock.leg_ended()
+        with self._wake:
+            if error is not None and self._failure is None:
+                self._failure = self.describe(leg.label, error)
+            leg.finish(error if error is None else self._failure)
+            self._wake.notify()
+
+
+class _ScratchPool:
+    """Receive memory, kept: fresh pages for every leg cost more than the addition."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+
+    def take(self, like: Tensor) -> Tensor:
+        free = self._free.get((like.dtype, like.numel()))
+        # Pinned, channels-last or otherwise special memory is of no use here.
+        return free.pop() if free else torch.empty(like.numel(), dtype=like.dtype)
+
+    def give_back(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            self._free.setdefault((tensor.dtype, tensor.numel()), []).append(tensor)
+
+
+def _add_in_rank_order(own: Tensor, rank: int, incoming: list[Tensor]) -> None:
+    """``own`` becomes ``((x0 + x1) + x2) + ...`` over ranks, rounded after each addition."""
+    terms = [*incoming[:rank], own, *incoming[rank:]]
+    if len(terms) == 1:
+        return
+    total = terms[0]
+    for term in terms[1:-1]:
+        total.add_(term)
+    torch.add(total, terms[-1], out=own)

@@ -1,0 +1,43 @@
+"""A loss scaler that looks at shards instead of waiting for gathered gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ddp_crossover import shards
+from ddp_crossover.dear import Phase
+from ddp_crossover.updates import optimizer_parameters, pipeline_of, untouched_slots
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Drop-in ``torch.amp.GradScaler`` that keeps the overlap of ``dear_hook``.
+
+    Gradients that are still on the wire are checked on this rank's shards, all ranks agree on ``found_inf``, and the
+    unscaling is done when the gathered gradients are used. Everything else is torch's. The stock scaler gives the
+    same parameters, it only waits for all gradients first.
+
+    Example::
+
+        scaler = dx.GradScaler("cuda")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        pipeline = pipeline_of(optimizer)
+        if pipeline is None or pipeline.phase is not Phase.REDUCED:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        slots = untouched_slots(pipeline, optimizer_parameters(optimizer))
+        if slots and not allow_fp16 and any(slot.view.dtype is torch.float16 for slot in slots):
+            raise ValueError("Attempting to unscale FP16 gradients: keep the parameters in fp32.")
+        found = shards.found_inf(pipeline, slots)
+        if found is None:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        assert slots is not None
+        shards.scale_later(slots, inv_scale.to(found.device).reshape(()))
+        return {found.device: found}

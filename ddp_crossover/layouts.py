@@ -1,0 +1,91 @@
+"""Which gradients come in which DDP bucket, and whether that has settled.
+
+DDP rebuilds its buckets once, in the second or third forward, in the order in which gradients have arrived. A plan is
+worth making when two backward passes in a row have shown the same buckets; if they ever change again, it is made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class BucketGradient(NamedTuple):
+    """One gradient of a bucket."""
+
+    parameter: int
+    stride: tuple[int, ...]
+
+
+_Layout = dict[int, tuple[BucketGradient, ...]]
+
+
+class LayoutRecorder:
+    """Watches the buckets of every backward pass.
+
+    Args:
+        parameters: the parameters, numbered as in the plan.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._now: _Layout = {}
+        self._arrived = 0
+        self._last: _Layout = {}
+        self._before_last: _Layout = {}
+        self._planned: _Layout = {}
+        self._known_buckets: dict[int, list[Tensor]] = {}
+
+    def begin_backward(self) -> None:
+        """Forget what an unfinished backward has left."""
+        self._now = {}
+        self._arrived = 0
+
+    def record(self, bucket: dist.GradBucket) -> None:
+        """Note one bucket. Cheap when it holds the same parameters as in the last iteration."""
+        index, parameters = bucket.index(), bucket.parameters()
+        self._arrived += len(parameters)
+        known = self._known_buckets.get(index)
+        if known is not None and index in self._last and same_objects(known, parameters):
+            self._now[index] = self._last[index]
+            return
+        self._known_buckets[index] = parameters
+        self._now[index] = tuple(
+            BucketGradient(self._index_of[id(parameter)], gradient.stride())
+            for parameter, gradient in zip(parameters, bucket.gradients(), strict=True)
+        )
+
+    @property
+    def complete(self) -> bool:
+        """Whether every gradient of this backward has arrived."""
+        return self._arrived == len(self._index_of)
+
+    def end_backward(self) -> None:
+        """The backward pass has finished."""
+        if self.complete:
+            self._before_last, self._last = self._last, self._now
+
+    def settled_anew(self) -> bool:
+        """Whether the last two backward passes agree with each other and not with the plan."""
+        return bool(self._last) and self._last == self._before_last and self._last != self._planned
+
+    def adopt(self) -> None:
+        """The plan in force was made from this layout."""
+        self._planned = self._last
+
+    def arrival_order(self) -> list[int]:
+        """Parameters in the order in which their gradients arrive."""
+        return [gradient.parameter for index in sorted(self._last) for gradient in self._last[index]]
+
+    def strides(self) -> list[tuple[int, ...]]:
+        """Stride of each parameter's gradient."""
+        found = {g.parameter: g.stride for bucket in self._last.values() for g in bucket}
+        return [found[index] for index in range(len(found))]
+
+
+def same_objects(left: Sequence[object], right: Sequence[object]) -> bool:
+    """Whether two sequences hold the very same objects."""
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))

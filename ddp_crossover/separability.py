@@ -1,0 +1,154 @@
+"""Can an optimizer's step be split over its parameters? Found out by trying, on a small clone.
+
+An update may be deferred per fusion group only if stepping some parameters now and others later gives the same bits as
+stepping all at once, and if a step in which gradients are missing leaves no trace. Elementwise and per-parameter
+optimizers pass; those that couple parameters (a global norm, a shared counter in ``param_groups``) do not.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ddp_crossover.torch_internals import has_raw_step, raw_step
+
+_STEPS = 3
+_SAMPLES_PER_KIND = 2
+_SAMPLE_EDGE = 3
+
+
+def why_not_separable(optimizer: Optimizer) -> str | None:
+    """The reason for which this optimizer's updates must not be deferred, or None.
+
+    Works on a clone with a few tiny parameters; the optimizer, its parameters and the global random state
+    stay untouched.
+    """
+    if not has_raw_step(optimizer):
+        return "its step() has been replaced, or is not torch.optim's kind of step()"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "differentiable=True"
+    devices = {p.device for g in optimizer.param_groups for p in g["params"] if p.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            whole, split = _Clone(optimizer), _Clone(optimizer)
+            for step in range(_STEPS):
+                whole.set_gradients(step)
+                raw_step(whole.optimizer)(whole.optimizer)
+                split.set_gradients(step)
+                split.step_one_by_one()
+    except Exception as error:
+        return f"a trial on a small clone failed ({type(error).__name__}: {error})"
+    if split.closure_calls != _STEPS:
+        return "its step() does not call the closure exactly once"
+    if not _same(whole.everything(), split.everything()):
+        return "it updates parameters together (a trial on a small clone gave different results)"
+    return None
+
+
+class _Clone:
+    """An optimizer of the same type and settings over a few tiny parameters."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer: Optimizer = object.__new__(type(optimizer))
+        attributes = {k: v for k, v in vars(optimizer).items() if k != "step"}
+        self.closure_calls = 0
+        groups = [
+            {**_without_parameters(group), "params": _samples(group["params"], seed)}
+            for seed, group in enumerate(optimizer.param_groups)
+        ]
+        for name, value in attributes.items():
+            if name not in ("param_groups", "state"):
+                setattr(self.optimizer, name, _private_copy(value))
+        self.optimizer.param_groups = groups
+        self.optimizer.state = defaultdict(dict)
+        self.parameters: list[Tensor] = [p for group in groups for p in group["params"]]
+
+    def set_gradients(self, step: int) -> None:
+        for index, parameter in enumerate(self.parameters):
+            parameter.grad = _noise(parameter, seed=1000 * (step + 1) + index)
+
+    def step_one_by_one(self) -> None:
+        """As ``updates`` does it: a step that finds no gradient, then one step per parameter."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
+
+        def hide() -> None:
+            self.closure_calls += 1
+            for parameter in self.parameters:
+                parameter.grad = None
+
+        raw_step(optimizer)(optimizer, closure=hide)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        try:
+            for group in groups:
+                for parameter in group["params"]:
+                    optimizer.param_groups = [{**_without_parameters(group), "params": [parameter]}]
+                    raw_step(optimizer)(optimizer)
+        finally:
+            optimizer.param_groups = groups
+
+    def everything(self) -> list[Any]:
+        """All that a step may have changed."""
+        optimizer = self.optimizer
+        return [
+            self.parameters,
+            [optimizer.state.get(parameter) for parameter in self.parameters],
+            [_without_parameters(group) for group in optimizer.param_groups],
+            {name: value for name, value in vars(optimizer).items() if isinstance(value, (int, float, bool, Tensor))},
+        ]
+
+
+def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    kept = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
+
+
+def _samples(parameters: list[Tensor], seed: int) -> list[Tensor]:
+    """Tiny stand-ins, a few for each kind of parameter (dimensions, dtype, device)."""
+    kinds: dict[tuple[Any, ...], int] = {}
+    samples = []
+    for parameter in parameters:
+        kind = (parameter.dim(), parameter.dtype, parameter.device)
+        kinds[kind] = kinds.get(kind, 0) + 1
+        if kinds[kind] > _SAMPLES_PER_KIND:
+            continue
+        shape = [_SAMPLE_EDGE + kinds[kind]] * parameter.dim()
+        sample = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+        with torch.no_grad():
+            sample.copy_(_noise(sample, seed=100 * seed + len(samples)))
+        samples.append(sample.requires_grad_())
+    return samples
+
+
+def _noise(like: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(like.shape, generator=generator).to(like)
+
+
+def _private_copy(value: Any) -> Any:
+    if isinstance(value, OrderedDict):
+        return OrderedDict()  # step and state_dict hooks stay with the original
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # an attribute that cannot be copied is shared: at worst the trial fails
+        return value
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return (
+            left.dtype == right.dtype
+            and left.shape == right.shape
+            and bool(torch.all((left == right) | (left.isnan() & right.isnan())))
+        )
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(left[k], right[k]) for k in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return bool(left == right)

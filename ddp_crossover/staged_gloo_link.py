@@ -1,0 +1,81 @@
+"""Legs of CUDA tensors over gloo, which has no send or receive for them: staged through pinned host memory."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_crossover.collectives import ScatterLeg
+from ddp_crossover.gloo_link import GlooGatherLeg, GlooLink, GlooScatterLeg
+
+
+class _StagedScatterLeg(GlooScatterLeg):
+    """A reduce-scatter of a device buffer by way of its host copy."""
+
+    def __init__(self, link: StagedGlooLink, group: int, buffer: Tensor, host: Tensor) -> None:
+        super().__init__(link, group, host)
+        self.device_buffer = buffer
+        self._copied = torch.cuda.Event()
+        copy_stream = link.to_host_stream
+        copy_stream.wait_stream(torch.cuda.current_stream(buffer.device))
+        with torch.cuda.stream(copy_stream):
+            host.copy_(buffer, non_blocking=True)
+            self._copied.record(copy_stream)
+
+    def before_posting(self) -> None:
+        # Protects the peers from a half-copied buffer. Blocks the posting thread only.
+        self._copied.synchronize()
+
+
+class _StagedGatherLeg(GlooGatherLeg):
+    """An all-gather that ends with the copy back to the device."""
+
+    def __init__(self, link: StagedGlooLink, scatter: _StagedScatterLeg) -> None:
+        super().__init__(link, scatter)
+        self.device_buffer = scatter.device_buffer
+        self.on_device = torch.cuda.Event()
+
+    def wait(self) -> None:
+        super().wait()
+        torch.cuda.current_stream(self.device_buffer.device).wait_event(self.on_device)
+
+    def drain(self) -> None:
+        super().drain()
+        torch.cuda.current_stream(self.device_buffer.device).wait_event(self.on_device)
+
+
+class StagedGlooLink(GlooLink):
+    """Peer exchange of CUDA tensors. Host waits are unavoidable: the CPU moves the bytes."""
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+        self.to_host_stream = torch.cuda.Stream(device)
+        self._to_device_stream = torch.cuda.Stream(device)
+        self._device = device
+        self._host_buffers: dict[int, Tensor] = {}
+        super().__init__(process_group, device)
+
+    def reduce_scatter(self, group: int, buffer: Tensor) -> GlooScatterLeg:
+        host = self._host_buffers.get(group)
+        if host is None or host.numel() != buffer.numel() or host.dtype != buffer.dtype:
+            host = torch.empty(buffer.numel(), dtype=buffer.dtype, pin_memory=True)
+            self._host_buffers[group] = host
+        return self._start_scatter(_StagedScatterLeg(self, group, buffer, host))
+
+    def all_gather(self, scatter: ScatterLeg) -> GlooGatherLeg:
+        assert isinstance(scatter, _StagedScatterLeg)
+        return self._start_gather(_StagedGatherLeg(self, scatter))
+
+    def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
+        work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def all_gather_small(self, value: Tensor) -> Tensor:
+        return super().all_gather_small(value.cpu()).to(value.device)
+
+    def after_gather(self, leg: GlooGatherLeg) -> None:
+        assert isinstance(leg, _StagedGatherLeg)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._to_device_stream):
+            leg.device_buffer.copy_(leg.scatter.buffer, non_blocking=True)
+            leg.on_device.record(self._to_device_stream)

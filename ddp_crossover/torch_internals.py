@@ -1,0 +1,119 @@
+"""Every use of torch that is not public, each behind one small function.
+
+Checked on torch 2.13.0 and 2.15.0. Where a name is gone, the error says so instead of failing far away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+CHECKED_ON = "2.13 and 2.15"
+
+
+def _private(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        raise RuntimeError(
+            f"ddp_crossover needs {getattr(owner, '__name__', type(owner).__name__)}.{name}, which torch "
+            f"{torch.__version__} does not have (checked on torch {CHECKED_ON}); "
+            "install one of these versions, or train without the hook"
+        ) from None
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the autograd graph task that is running has ended."""
+    _private(Variable._execution_engine, "queue_callback")(callback)
+
+
+def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """The optimizer's ``step`` without step hooks, profiler range or scheduler counters."""
+    return _private(type(optimizer).step, "__wrapped__")  # type: ignore[no-any-return]
+
+
+def has_raw_step(optimizer: Optimizer) -> bool:
+    """Whether :func:`raw_step` is to be had, and ``step`` was not replaced on the instance."""
+    step = vars(optimizer).get("step")
+    # A learning-rate scheduler wraps `step` on the instance only to count the calls.
+    replaced = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+    return hasattr(type(optimizer).step, "__wrapped__") and not replaced
+
+
+def move_to_front(hooks_of: Optimizer, handle: RemovableHandle) -> None:
+    """Make a step post-hook the first to run, so that users' post-hooks see gradients in place."""
+    _private(hooks_of, "_optimizer_step_post_hooks").move_to_end(handle.id, last=False)
+
+
+def step_pre_hooks(optimizer: Optimizer) -> list[Any]:
+    """The step pre-hooks of an optimizer, in the order in which they run."""
+    return list(_private(optimizer, "_optimizer_step_pre_hooks").values())
+
+
+def process_group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """The timeout with which ``group`` was made, so that our own group gets the same."""
+    backend = _private(group, "_get_backend")(device)
+    return _private(backend.options, "_timeout")  # type: ignore[no-any-return]
+
+
+def comm_hooks_of(ddp: DistributedDataParallel) -> list[Any]:
+    """Communication hooks that the user has registered already."""
+    return list(_private(ddp, "_comm_hooks"))
+
+
+def reduces_this_backward(ddp: DistributedDataParallel) -> bool:
+    """False inside ``ddp.no_sync()``."""
+    return bool(_private(ddp, "require_backward_grad_sync"))
+
+
+def managed_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+    """Named parameters that DDP reduces, in its own order, each once."""
+    ignored: set[str] = _private(ddp, "parameters_to_ignore")
+    return [
+        (name, parameter)
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    ]
+
+
+def gradients_left_in_optimizer_hooks(parameter: torch.nn.Parameter) -> bool:
+    """Whether something runs as soon as this gradient is accumulated (optimizer in backward)."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None)) or hasattr(
+        parameter, "_in_backward_optimizers"
+    )
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``module.compile()`` was called: calling the module then runs none of its hooks eagerly."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def call_before_compiled(module: torch.nn.Module, before: Callable[[], None]) -> Callable[[], None]:
+    """Run ``before`` outside of, and ahead of, the code of ``module.compile()``; returns the undoing."""
+    compiled = _private(module, "_compiled_call_impl")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before()
+        return compiled(*args, **kwargs)
+
+    module._compiled_call_impl = call
+
+    def undo() -> None:
+        if module._compiled_call_impl is call:
+            module._compiled_call_impl = compiled
+
+    return undo
+
+
+def use_count(tensor: torch.Tensor) -> int:
+    """Number of C++ references to a tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return int(_private(torch.Tensor, "_use_count")(tensor))
