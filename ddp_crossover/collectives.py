@@ -79,6 +79,7 @@ class Link(ABC):
 
     Attributes:
         process_group: the group, not used by anybody else.
+        owns_process_group: whether to destroy the group along with the link.
         rank: this process' rank in the group.
         world_size: ranks in the group.
         sent_bytes: payload bytes that this rank has sent so far.
@@ -86,6 +87,7 @@ class Link(ABC):
     """
 
     process_group: dist.ProcessGroup
+    owns_process_group: bool = False
     rank: int
     world_size: int
     sent_bytes: int
@@ -114,9 +116,11 @@ class Link(ABC):
     def next_iteration(self) -> None:
         """Legs started from now on belong to the next training iteration."""
 
-    @abstractmethod
     def close(self) -> None:
-        """Release threads and the process group. Legs under way are given up."""
+        """Release the process group. No leg may be under way."""
+        if self.owns_process_group:
+            self.owns_process_group = False
+            dist.destroy_process_group(self.process_group)
 
 
 def slice_bounds(numel: int, world_size: int, rank: int) -> tuple[int, int]:
@@ -154,14 +158,19 @@ def make_link(
             f"dear_hook runs on gloo (CPU or CUDA parameters) and NCCL (CUDA parameters), but the process group "
             f"uses {backend!r} for parameters on {device}; call init_process_group with one of these backends"
         )
-    own_group = own_group or dist.new_group(
+    if own_group is not None:
+        return link(own_group, device)
+    own_group = dist.new_group(
         ranks=dist.get_process_group_ranks(process_group),
         timeout=timeout,
         backend=backend,
         use_local_synchronization=True,
         group_desc="ddp_crossover",
     )
-    return link(own_group, device)
+    assert isinstance(own_group, dist.ProcessGroup)  # every rank of it calls this
+    made = link(own_group, device)
+    made.owns_process_group = True
+    return made
 
 
 def _backend_for(process_group: dist.ProcessGroup, device: torch.device) -> str:

@@ -30,6 +30,7 @@ from ddp_crossover.refusals import refuse_model, refuse_optimizers, refuse_optio
 from ddp_crossover.separability import why_not_separable
 from ddp_crossover.stats import DearStats, FallbackLog
 from ddp_crossover.torch_internals import (
+    GradBucket,
     call_after_backward,
     comm_hooks_of,
     managed_parameters,
@@ -192,7 +193,7 @@ class DearState:
 
     # DDP's backward.
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """The work of :func:`dear_hook`."""
         if self._detached:
             return allreduce_hook(self._ddp.process_group, bucket)
@@ -223,12 +224,12 @@ class DearState:
         self._link.next_iteration()
         call_after_backward(self._graph_task_ended)
 
-    def _plain_all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _plain_all_reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
         buffer.mul_(1.0 / self._link.world_size)
         return self._link.all_reduce(bucket.index(), buffer)
 
-    def _stage(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _stage(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         assert self._pipeline is not None
         buffer = bucket.buffer()
         self._pipeline.stage(bucket.index(), buffer, bucket.parameters(), bucket.gradients)
@@ -335,7 +336,7 @@ class DearState:
             self.synchronize()
 
 
-def dear_hook(state: DearState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def dear_hook(state: DearState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: reduce-scatter now, all-gather during the next forward.
 
     Use it as ``ddp.register_comm_hook(state, dear_hook)`` with a :class:`DearState`. Trains exactly as DDP does.

@@ -11,6 +11,7 @@ optimizer and may start before ``step()``.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -42,14 +43,14 @@ class Slot:
         view: its gradient inside the fusion buffers.
         groups: the fusion groups that carry a piece of it.
         pending: makes its ``PendingGrad``.
-        delivery: what its ``PendingGrad`` calls to get the value.
+        deliver: what its ``PendingGrad`` calls to get the value.
         update: what the optimizer still has to do with it, opaque to the pipeline; None if nothing.
         scales: factors (0-dim tensors) that the gradient is multiplied by once it is complete.
         version_before: version of ``.grad`` when its bucket arrived, to see whether DDP wrote to it.
     """
 
     __slots__ = (
-        "delivery",
+        "deliver",
         "groups",
         "index",
         "name",
@@ -71,7 +72,7 @@ class Slot:
         self.update: object | None = None
         self.scales: tuple[Tensor, ...] = ()
         self.version_before = -1
-        self.delivery: Delivery
+        self.deliver: Callable[[Tensor], Tensor]
 
 
 class GroupInFlight:
@@ -144,7 +145,7 @@ class Pipeline:
             for index, (name, parameter) in enumerate(parameters)
         ]
         for slot in self.slots:
-            slot.delivery = Delivery(self, slot)
+            slot.deliver = functools.partial(self._deliver, slot)
         self.slot_of = {slot.parameter: slot for slot in self.slots}
         self.groups = [self._group(spec) for spec in plan.groups]
 
@@ -210,7 +211,7 @@ class Pipeline:
             slot.scales = ()
             pending = slot.pending.take(grad)
             memory = grad.resolve() if isinstance(grad, PendingGrad) else grad
-            pending.arm(slot.delivery, memory)
+            pending.arm(slot.deliver, memory)
             if pending is not grad:
                 slot.parameter.grad = pending
         self.phase = Phase.REDUCED
@@ -233,8 +234,8 @@ class Pipeline:
         arena: Tensor | None = None
         for slot, gradient in zip(slots, gradients, strict=True):
             assert gradient.stride() == slot.view.stride() or gradient.numel() < 2, slot.name
-            here = gradient.storage_offset() - buffer.storage_offset()
-            there = slot.view.storage_offset()
+            here = int(gradient.storage_offset()) - int(buffer.storage_offset())
+            there = int(slot.view.storage_offset())
             own_arena = self._arenas[slot.groups[0].spec.arena]
             # Neighbours in the bucket that are neighbours in the arena travel in one copy.
             if own_arena is arena and here == high and there == target + (high - low):
@@ -301,6 +302,13 @@ class Pipeline:
                 group.gather.wait()
             group.complete = True
 
+    def _deliver(self, slot: Slot, memory: Tensor) -> Tensor:
+        for group in slot.groups:
+            self.complete(group)
+        with torch.no_grad():
+            self.scale([slot])
+            return memory.copy_(slot.view)
+
     def scale(self, slots: Iterable[Slot]) -> None:
         """Multiply complete gradients by the factors that clipping or the loss scaler left for them."""
         by_factors: dict[tuple[int, ...], list[Slot]] = {}
@@ -343,20 +351,6 @@ class Pipeline:
         for slot in self.slots:
             if isinstance(grad := slot.parameter.grad, PendingGrad):
                 slot.parameter.grad = grad.resolve()
-
-
-class Delivery(NamedTuple):
-    """Delivers the reduced gradient of one parameter to its PendingGrad."""
-
-    pipeline: Pipeline
-    slot: Slot
-
-    def __call__(self, memory: Tensor) -> Tensor:
-        for group in self.slot.groups:
-            self.pipeline.complete(group)
-        with torch.no_grad():
-            self.pipeline.scale([self.slot])
-            return memory.copy_(self.slot.view)
 
 
 def _no_updates(slots: list[Slot]) -> None:

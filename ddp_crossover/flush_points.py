@@ -1,7 +1,7 @@
 """Everything that reads parameters without a forward waits for pending updates first.
 
-``state_dict``, ``load_state_dict``, ``parameters()`` and copies of an attached model give what plain DDP would give. What
-cannot be made right (a copy of the DDP object itself, pickling an attached module) says how to get there.
+``state_dict``, ``load_state_dict``, ``parameters()`` and copies of an attached model give what plain DDP would give.
+What cannot be made right (a copy of the DDP object itself, pickling an attached module) says how to get there.
 """
 
 from __future__ import annotations

@@ -141,8 +141,7 @@ def plan_fusion(
         members = [i for i in arrival_order if specs[i].arena == arena]
         cutter = _ArenaCutter(arena, world_size, fusion_mb, first_index=len(groups))
         for parameter in members:
-            offsets[parameter] = cutter.offset
-            cutter.add(parameter, specs[parameter])
+            offsets[parameter] = cutter.add(parameter, specs[parameter])
         groups += cutter.finish()
         arena_numel[arena] = cutter.offset
 
@@ -170,17 +169,20 @@ class _ArenaCutter:
         self._start = 0
         self.offset = 0
 
-    def add(self, parameter: int, spec: GradientSpec) -> None:
+    def add(self, parameter: int, spec: GradientSpec) -> int:
+        """Lay out one gradient; returns its first element in the arena."""
         capacity = self._capacity(spec.itemsize_bytes)
         held = self.offset - self._start
         if held and held + spec.numel > capacity:
             self._close()
+        first = self.offset
         start = 0
         for cut in self._cuts(spec.numel, capacity):
             self._append(Piece(parameter, start, cut - start))
             self._close()
             start = cut
         self._append(Piece(parameter, start, spec.numel - start))
+        return first
 
     def finish(self) -> list[FusionGroup]:
         if self._pieces:

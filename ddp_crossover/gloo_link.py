@@ -139,13 +139,13 @@ class GlooLink(Link):
         self._failure: LegError | None = None
         self._to_reduce: queue.SimpleQueue[GlooScatterLeg | None] = queue.SimpleQueue()
         self._to_gather: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        for name, target in (
-            ("post", self._post_forever),
-            ("reduce", self._reduce_forever),
-            ("gather", self._gather_forever),
-        ):
-            # Daemons: a leg that hangs on a dead peer must not keep the process alive.
-            threading.Thread(target=target, name=f"ddp_crossover-{name}", daemon=True).start()
+        loops = (self._post_forever, self._reduce_forever, self._gather_forever)
+        # Daemons: a leg that hangs on a dead peer must not keep the process alive.
+        self._threads = [
+            threading.Thread(target=loop, name=f"ddp_crossover-{loop.__name__[1:]}", daemon=True) for loop in loops
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def next_iteration(self) -> None:
         self.iteration += 1
@@ -164,7 +164,7 @@ class GlooLink(Link):
             if error is None:
                 future.set_result(buffer)
             else:
-                future.set_exception(self.describe(gather.label, error))
+                future.set_exception(self.describe(gather.label, error))  # type: ignore[arg-type]
 
         # Not before the sends are out: DDP may overwrite its bucket as soon as the future is done.
         gather.on_drained = complete
@@ -196,6 +196,7 @@ class GlooLink(Link):
         return rows
 
     def close(self) -> None:
+        """End the threads, then release the process group."""
         with self._wake:
             if self._closed:
                 return
@@ -203,6 +204,10 @@ class GlooLink(Link):
             self._wake.notify()
         self._to_reduce.put(None)
         self._to_gather.put(None)
+        if self._failure is None:  # else a thread may hang in the group for a timeout yet
+            for thread in self._threads:
+                thread.join()
+            super().close()
 
     def describe(self, label: str, error: BaseException) -> LegError:
         if isinstance(error, LegError):

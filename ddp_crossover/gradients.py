@@ -77,13 +77,13 @@ class PendingGrad(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor) -> PendingGrad:
-        pending = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        pending = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
         pending._value = None
         pending._deliver = None
         pending._memory = None
-        return pending  # type: ignore[no-any-return]
+        return pending
 
     def arm(self, deliver: Callable[[Tensor], Tensor], memory: Tensor) -> None:
         """Make it pending again.
@@ -100,11 +100,6 @@ class PendingGrad(Tensor):
     def resolved(self) -> bool:
         """Whether the reduced gradient has been delivered already."""
         return self._deliver is None
-
-    @property
-    def source(self) -> Callable[[Tensor], Tensor] | None:
-        """Who will deliver the value; None once it has been delivered."""
-        return self._deliver
 
     def resolve(self) -> Tensor:
         """Wait for the reduced gradient and return it as a plain tensor."""
@@ -154,7 +149,9 @@ class PendingGrad(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         # Reached from C++ only: AccumulateGrad adds to it, DDP's reducer copies it and into it.
         plain_args, plain_kwargs = tree_map_only(PendingGrad, PendingGrad.resolve, (args, kwargs or {}))
         out = func(*plain_args, **plain_kwargs)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
+
+from ddp_crossover.torch_internals import GradBucket
 
 
 class BucketGradient(NamedTuple):
@@ -44,7 +45,7 @@ class LayoutRecorder:
         self._now = {}
         self._arrived = 0
 
-    def record(self, bucket: dist.GradBucket) -> None:
+    def record(self, bucket: GradBucket) -> None:
         """Note one bucket. Cheap when it holds the same parameters as in the last iteration."""
         index, parameters = bucket.index(), bucket.parameters()
         self._arrived += len(parameters)

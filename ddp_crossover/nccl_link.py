@@ -98,8 +98,5 @@ class NcclLink(Link):
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return rows
 
-    def close(self) -> None:
-        """The process group ends with the process or with ``destroy_process_group``."""
-
     def _count(self, buffer: Tensor) -> None:
         self.sent_bytes += buffer.nbytes * (self.world_size - 1) // self.world_size

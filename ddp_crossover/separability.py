@@ -112,7 +112,7 @@ def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
 def _samples(parameters: list[Tensor], seed: int) -> list[Tensor]:
     """Tiny stand-ins, a few for each kind of parameter (dimensions, dtype, device)."""
     kinds: dict[tuple[Any, ...], int] = {}
-    samples = []
+    samples: list[Tensor] = []
     for parameter in parameters:
         kind = (parameter.dim(), parameter.dtype, parameter.device)
         kinds[kind] = kinds.get(kind, 0) + 1

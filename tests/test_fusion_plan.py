@@ -1,0 +1,156 @@
+"""Properties of the planner: nothing lost, nothing twice, nothing more padded than it must be."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_crossover.fusion import MB, FusionPlan, GradientSpec, plan_fusion
+
+SIZES = st.one_of(st.integers(0, 40), st.integers(0, 5_000), st.just(10**10))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[GradientSpec], list[int], list[int], int, float]:
+    sizes = draw(st.lists(SIZES, min_size=1, max_size=30))
+    arenas = {"fp32": 4, "bf16": 2}
+    specs = []
+    for index, numel in enumerate(sizes):
+        arena = draw(st.sampled_from(sorted(arenas)))
+        specs.append(GradientSpec(f"p{index}", numel, arenas[arena], arena))
+    arrival = draw(st.permutations(range(len(sizes))))
+    use_rank = draw(st.lists(st.integers(-1, 20), min_size=len(sizes), max_size=len(sizes)))
+    world_size = draw(st.integers(1, 9))
+    # Huge gradients in tiny groups would be millions of groups: keep their number sane.
+    smallest = 1e-5 if max(sizes) < 10**6 else 100.0
+    fusion_mb = draw(st.floats(smallest, 1000.0))
+    return specs, arrival, use_rank, world_size, fusion_mb
+
+
+def plan_of(problem: tuple[list[GradientSpec], list[int], list[int], int, float]) -> FusionPlan:
+    specs, arrival, use_rank, world_size, fusion_mb = problem
+    return plan_fusion(specs, arrival, use_rank, world_size=world_size, fusion_mb=fusion_mb)
+
+
+@given(problems())
+def test_every_gradient_element_is_in_exactly_one_group(problem) -> None:
+    specs, plan = problem[0], plan_of(problem)
+    covered: dict[int, list[tuple[int, int]]] = {index: [] for index in range(len(specs))}
+    for group in plan.groups:
+        for piece in group.pieces:
+            covered[piece.parameter].append((piece.start, piece.numel))
+    for index, spec in enumerate(specs):
+        end = 0
+        for start, numel in sorted(covered[index]):
+            assert start == end
+            end += numel
+        assert end == spec.numel
+        assert covered[index], "even an empty gradient belongs to a group"
+
+
+@given(problems())
+def test_a_piece_lies_inside_its_group_where_the_gradient_lies_in_the_arena(problem) -> None:
+    plan = plan_of(problem)
+    for group in plan.groups:
+        place = group.offset
+        for piece in group.pieces:
+            assert place == plan.offsets[piece.parameter] + piece.start
+            place += piece.numel
+        assert place + group.padding == group.offset + group.numel
+
+
+@given(problems())
+def test_groups_tile_their_arena(problem) -> None:
+    plan = plan_of(problem)
+    for arena, numel in plan.arena_numel.items():
+        end = 0
+        for group in sorted(plan.groups, key=lambda g: (g.offset, g.numel)):
+            if group.arena == arena:
+                assert group.offset == end
+                end += group.numel
+        assert end == numel
+
+
+@given(problems())
+def test_padding_is_below_world_size_and_only_where_needed(problem) -> None:
+    plan = plan_of(problem)
+    for group in plan.groups:
+        assert group.numel % plan.world_size == 0
+        payload = sum(piece.numel for piece in group.pieces)
+        assert group.padding == -payload % plan.world_size
+
+
+@given(problems())
+def test_arrival_order_is_kept(problem) -> None:
+    specs, arrival = problem[0], problem[1]
+    plan = plan_of(problem)
+    for arena in plan.arena_numel:
+        carried = [p.parameter for g in plan.groups if g.arena == arena for p in g.pieces]
+        distinct = list(dict.fromkeys(carried))
+        assert distinct == [index for index in arrival if specs[index].arena == arena]
+    last = {parameter: place for place, parameter in enumerate(arrival)}
+    complete = [max(last[p.parameter] for p in group.pieces) for group in plan.groups]
+    assert complete == sorted(complete)
+    assert [group.index for group in plan.groups] == list(range(len(plan.groups)))
+
+
+@given(problems())
+def test_groups_are_gathered_in_use_order(problem) -> None:
+    use_rank, plan = problem[2], plan_of(problem)
+    first_use = [min(use_rank[p.parameter] for p in plan.groups[g].pieces) for g in plan.use_order]
+    assert first_use == sorted(first_use)
+    assert sorted(plan.use_order) == list(range(len(plan.groups)))
+
+
+@given(problems())
+def test_a_group_is_no_larger_than_asked_for(problem) -> None:
+    specs, plan = problem[0], plan_of(problem)
+    for group in plan.groups:
+        itemsize = specs[group.pieces[0].parameter].itemsize_bytes
+        payload = group.numel - group.padding
+        smallest_possible = plan.world_size
+        assert payload <= max(plan.fusion_mb * MB / itemsize, smallest_possible)
+
+
+@given(problems())
+def test_equal_input_gives_an_equal_plan(problem) -> None:
+    assert plan_of(problem).digest() == plan_of(problem).digest()
+
+
+def test_different_plans_have_different_digests() -> None:
+    specs = [GradientSpec("a", 10, 4, "fp32"), GradientSpec("b", 10, 4, "fp32")]
+    one = plan_fusion(specs, [0, 1], [0, 1], world_size=2)
+    other = plan_fusion(specs, [1, 0], [0, 1], world_size=2)
+    assert one.digest() != other.digest()
+
+
+def test_small_gradients_are_merged_and_a_large_one_is_cut_evenly() -> None:
+    specs = [
+        GradientSpec("large", 1000, 4, "fp32"),
+        GradientSpec("a", 10, 4, "fp32"),
+        GradientSpec("b", 10, 4, "fp32"),
+    ]
+    plan = plan_fusion(specs, [2, 1, 0], [0, 1, 2], world_size=2, fusion_mb=400 * 4 / MB)
+    assert [[p.parameter for p in g.pieces] for g in plan.groups] == [[2, 1], [0], [0], [0]]
+    assert [g.numel for g in plan.groups[1:]] == [334, 334, 332]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"arrival_order": [0, 0]}, "exactly once"),
+        ({"world_size": 0}, "world_size"),
+        ({"fusion_mb": 0.0}, "fusion_mb"),
+        ({"fusion_mb": float("nan")}, "fusion_mb"),
+    ],
+)
+def test_impossible_input_is_named(changes, words) -> None:
+    good = {"arrival_order": [0, 1], "use_rank": [0, 1], "world_size": 2, "fusion_mb": 1.0}
+    specs = [GradientSpec("a", 3, 4, "fp32"), GradientSpec("b", 3, 4, "fp32")]
+    with pytest.raises(ValueError, match=words):
+        plan_fusion(specs, **{**good, **changes})
+
+
+settings.register_profile("suite", deadline=None, max_examples=200)
+settings.load_profile("suite")
