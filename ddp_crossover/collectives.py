@@ -10,6 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -160,15 +161,14 @@ def make_link(
         )
     if own_group is not None:
         return link(own_group, device)
-    own_group = dist.new_group(
+    new_group = dist.new_group(
         ranks=dist.get_process_group_ranks(process_group),
         timeout=timeout,
         backend=backend,
         use_local_synchronization=True,
         group_desc="ddp_crossover",
     )
-    assert isinstance(own_group, dist.ProcessGroup)  # every rank of it calls this
-    made = link(own_group, device)
+    made = link(cast(dist.ProcessGroup, new_group), device)  # a member: every rank of it calls this
     made.owns_process_group = True
     return made
 

@@ -77,7 +77,7 @@ class DearState:
     ) -> None:
         refuse_model(ddp)
         refuse_options(schedule, fusion_mb)
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         refuse_optimizers(ddp, optimizers)
         self._ddp = ddp
         self._fusion_mb = DEFAULT_FUSION_MB if fusion_mb is None else fusion_mb
@@ -328,12 +328,14 @@ class DearState:
             self._waits.end_forward()
 
     def _flush_for_reader(self) -> None:
-        if self._pipeline is not None and self._pipeline.has_updates:
+        if self._pipeline is None or not self._pipeline.has_updates:
+            return
+        if not self._watch.depth:  # within a forward it is dynamo that asks, while it compiles
             self._fallbacks.note(
                 "parameters() was called between optimizer.step() and the next forward: all updates were waited "
                 "for. Put aside list(ddp.parameters()) before the loop if only gradients are looked at"
             )
-            self.synchronize()
+        self.synchronize()
 
 
 def dear_hook(state: DearState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -116,6 +116,8 @@ class _FlushFirst(_Method):
     def __init__(self, module: nn.Module, name: str, points: FlushPoints) -> None:
         self._original = getattr(module, name)
         self._points = points
+        # Dynamo (torch 2.15, wrap_module) asks every module's `named_parameters` for this.
+        self.__func__ = getattr(type(module), name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         self._points.read_parameters()
