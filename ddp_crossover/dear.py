@@ -328,17 +328,17 @@ class Pipeline:
         self.flush()
         if self.phase is Phase.REDUCED:
             for slot in self.slots:
-                pending = slot.pending.current
-                if pending.resolved:
+                pool = slot.pending  # no name for the object itself: that would be one more holder
+                if pool.current.resolved:
                     continue
-                if slot.parameter.grad is pending:
-                    pending.resolve()
-                elif slot.pending.held_elsewhere():
+                if slot.parameter.grad is pool.current:
+                    pool.current.resolve()
+                elif pool.held_elsewhere():
                     # DDP's memory belongs to the next gradient already.
-                    pending.abandon_memory()
-                    pending.resolve()
+                    pool.current.abandon_memory()
+                    pool.current.resolve()
                 else:
-                    pending.disarm()
+                    pool.current.disarm()
         for group in self.groups:
             leg = group.gather or group.scatter
             if leg is not None and self.phase is Phase.REDUCED:

@@ -1,0 +1,1 @@
+"""What `train.py` needs beside the training loop: data, checkpoints, timing, display."""
