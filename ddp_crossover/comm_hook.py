@@ -8,6 +8,7 @@ the pipeline (``dear``) takes over.
 
 import contextlib
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
@@ -79,7 +80,9 @@ class DearState:
         refuse_options(schedule, fusion_mb)
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         refuse_optimizers(ddp, optimizers)
-        self._ddp = ddp
+        # Weak: the reducer, which is C++ and opaque to the garbage collector, holds this state.
+        self._ddp = weakref.ref(ddp)
+        self._process_group = ddp.process_group
         self._fusion_mb = DEFAULT_FUSION_MB if fusion_mb is None else fusion_mb
         self._named = managed_parameters(ddp)
         self._every_parameter = list(ddp.parameters())
@@ -103,6 +106,8 @@ class DearState:
         self._detached = False
         self._iterations = self._pipelined_iterations = 0
         self._started_s: float | None = None
+        # A model that is dropped without detach() must not leave threads and sockets behind.
+        weakref.finalize(self, self._link.close).atexit = False
 
     # What users call.
 
@@ -191,12 +196,18 @@ class DearState:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a DearState cannot be pickled: save state_dict() of model and optimizer")
 
+    @property
+    def _model(self) -> DistributedDataParallel:
+        ddp = self._ddp()
+        assert ddp is not None  # it is running
+        return ddp
+
     # DDP's backward.
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """The work of :func:`dear_hook`."""
         if self._detached:
-            return allreduce_hook(self._ddp.process_group, bucket)
+            return allreduce_hook(self._process_group, bucket)
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "dear_hook cannot be captured in a CUDA graph, because its step spans two iterations: "
@@ -243,7 +254,7 @@ class DearState:
         call_after_backward(self._backward_ended)
 
     def _backward_ended(self) -> None:
-        may_skip = getattr(self._ddp, "skip_all_reduce_unused_params", False)
+        may_skip = getattr(self._model, "skip_all_reduce_unused_params", False)
         if not self._in_backward or not (self._layouts.complete or may_skip):
             return
         self._in_backward = False
@@ -275,10 +286,10 @@ class DearState:
             self._layouts.strides(),
             self._link,
             # With bucket views DDP hands out the reduced bucket even for what no rank has used.
-            unwritten_is_unused=self._ddp.find_unused_parameters and not self._ddp.gradient_as_bucket_view,
+            unwritten_is_unused=self._model.find_unused_parameters and not self._model.gradient_as_bucket_view,
         )
         self._updates.use(self._pipeline)
-        self._waits = WaitPoints(self._ddp, self._pipeline, self._audit, lambda: self._watch.depth > 0)
+        self._waits = WaitPoints(self._model, self._pipeline, self._audit, lambda: self._watch.depth > 0)
 
     def _agree_on_plan(self) -> FusionPlan:
         """Rank 0's orders make the plan on every rank; then all compare what came out."""
@@ -311,7 +322,7 @@ class DearState:
     def _before_forward(self) -> None:
         if not self._seen_forward:
             self._seen_forward = True
-            if not any(state is self for _, state in comm_hooks_of(self._ddp)):
+            if not any(state is self for _, state in comm_hooks_of(self._model)):
                 self._fallbacks.note(
                     "a DearState was built but its hook is not registered: call "
                     "ddp.register_comm_hook(state, dear_hook), or use attach(ddp, optimizer)"

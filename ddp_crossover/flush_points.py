@@ -7,6 +7,7 @@ What cannot be made right (a copy of the DDP object itself, pickling an attached
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -51,37 +52,45 @@ class FlushPoints:
         flush: Callable[[], None],
         flush_for_reader: Callable[[], None],
     ) -> None:
-        self._ddp = ddp
+        self._ddp = weakref.ref(ddp)  # nothing that DDP's reducer holds may hold DDP
         self._flush = flush
         self._flush_for_reader = flush_for_reader
         self._handles: list[RemovableHandle] = []
         self._suspended = False
         self.install()
 
+    @property
+    def _model(self) -> DistributedDataParallel:
+        ddp = self._ddp()
+        assert ddp is not None  # one of its methods is running
+        return ddp
+
     def install(self) -> None:
         """Hang everything up."""
-        for module in self._ddp.modules():
+        ddp = self._model
+        for module in ddp.modules():
             self._handles += [
                 module.register_state_dict_pre_hook(_Flush(self._flush)),
                 module.register_load_state_dict_pre_hook(_Flush(self._flush)),
             ]
-        for module in (self._ddp, self._ddp.module):
+        for module in (ddp, ddp.module):
             _set(module, "parameters", _FlushFirst(module, "parameters", self))
             _set(module, "named_parameters", _FlushFirst(module, "named_parameters", self))
             _set(module, "zero_grad", _WithoutFlush(module, "zero_grad", self))
-        for module in self._ddp.module.modules():
+        for module in ddp.module.modules():
             _set(module, "__deepcopy__", _CleanCopy(module, self))
-        _set(self._ddp, "__deepcopy__", _Refuse(DEEPCOPY_ADVICE))
-        _set(self._ddp, "__reduce_ex__", _Refuse(PICKLE_ADVICE))
-        _set(self._ddp, "join", _Refuse(JOIN_ADVICE))
-        _set(self._ddp, "join_hook", _Refuse(JOIN_ADVICE))
+        _set(ddp, "__deepcopy__", _Refuse(DEEPCOPY_ADVICE))
+        _set(ddp, "__reduce_ex__", _Refuse(PICKLE_ADVICE))
+        _set(ddp, "join", _Refuse(JOIN_ADVICE))
+        _set(ddp, "join_hook", _Refuse(JOIN_ADVICE))
 
     def remove(self) -> None:
         """Take everything down."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for module in self._ddp.modules():
+        ddp = self._ddp()
+        for module in ddp.modules() if ddp is not None else ():
             for name in [n for n, value in vars(module).items() if isinstance(value, _Method)]:
                 del module.__dict__[name]
 
