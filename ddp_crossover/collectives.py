@@ -6,6 +6,7 @@ A :class:`Link` runs legs on a process group of its own. ``gloo_link`` does it b
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -117,11 +118,17 @@ class Link(ABC):
     def next_iteration(self) -> None:
         """Legs started from now on belong to the next training iteration."""
 
+    def shut_down(self) -> None:
+        """Close at the end of the program, or when the model has been dropped."""
+        self.close()
+
     def close(self) -> None:
         """Release the process group. No leg may be under way."""
         if self.owns_process_group:
             self.owns_process_group = False
-            dist.destroy_process_group(self.process_group)
+            # The user's own destroy_process_group() may have taken it already.
+            with contextlib.suppress(ValueError):
+                dist.destroy_process_group(self.process_group)
 
 
 def slice_bounds(numel: int, world_size: int, rank: int) -> tuple[int, int]:

@@ -107,7 +107,7 @@ class DearState:
         self._iterations = self._pipelined_iterations = 0
         self._started_s: float | None = None
         # A model that is dropped without detach() must not leave threads and sockets behind.
-        weakref.finalize(self, self._link.close).atexit = False
+        weakref.finalize(self, self._link.shut_down)
 
     # What users call.
 
@@ -283,7 +283,6 @@ class DearState:
         self._pipeline = Pipeline(
             plan,
             self._named,
-            self._layouts.strides(),
             self._link,
             # With bucket views DDP hands out the reduced bucket even for what no rank has used.
             unwritten_is_unused=self._model.find_unused_parameters and not self._model.gradient_as_bucket_view,

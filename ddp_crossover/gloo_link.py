@@ -12,6 +12,7 @@ only ever waits on Python events, so Ctrl-C reaches it.
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -35,6 +36,7 @@ from ddp_crossover.collectives import (
 
 _ITERATION_TAGS = 2**14  # 14 bits of iteration, 1 of leg, 16 of group: a gloo tag has 31.
 _SMALL_GROUP = MAX_GROUPS
+_SHUT_DOWN_S = 60.0  # a peer that is that far behind has a problem of its own
 
 
 class _Message(NamedTuple):
@@ -113,6 +115,7 @@ class GlooGatherLeg(GlooLeg):
 
     def finish_drain(self) -> None:
         super().finish_drain()
+        self._link.gather_drained()
         if self.on_drained is not None:
             on_drained, self.on_drained = self.on_drained, None
             on_drained(self._error)
@@ -135,6 +138,7 @@ class GlooLink(Link):
         self._scatters: deque[GlooScatterLeg] = deque()
         self._gathers: list[GlooGatherLeg] = []
         self._urgent: deque[Callable[[], None]] = deque()
+        self._open_gathers = 0  # asked for and not drained
         self._closed = False
         self._failure: LegError | None = None
         self._to_reduce: queue.SimpleQueue[GlooScatterLeg | None] = queue.SimpleQueue()
@@ -191,9 +195,19 @@ class GlooLink(Link):
         with self._wake:
             self._raise_failure()
             self._urgent.append(exchange)
-            self._wake.notify()
+            self._wake.notify_all()
         leg.wait()
         return rows
+
+    def shut_down(self) -> None:
+        """Let gather legs end first: peers still wait for our slices, and a thread must not die inside of gloo."""
+        if hasattr(sys, "last_type"):
+            return  # an exception ends this process: peers may never answer
+        with self._wake:
+            self._wake.wait_for(lambda: not self._open_gathers or self._failure is not None, _SHUT_DOWN_S)
+            if self._open_gathers:
+                return
+        self.close()
 
     def close(self) -> None:
         """End the threads, then release the process group."""
@@ -201,13 +215,19 @@ class GlooLink(Link):
             if self._closed:
                 return
             self._closed = True
-            self._wake.notify()
+            self._wake.notify_all()
         self._to_reduce.put(None)
         self._to_gather.put(None)
         if self._failure is None:  # else a thread may hang in the group for a timeout yet
             for thread in self._threads:
                 thread.join()
             super().close()
+
+    def gather_drained(self) -> None:
+        """A gather leg is over, for better or worse."""
+        with self._wake:
+            self._open_gathers -= 1
+            self._wake.notify_all()
 
     def describe(self, label: str, error: BaseException) -> LegError:
         if isinstance(error, LegError):
@@ -224,15 +244,16 @@ class GlooLink(Link):
             self._raise_failure()
             self.clock.leg_started()
             self._scatters.append(leg)
-            self._wake.notify()
+            self._wake.notify_all()
         return leg
 
     def _start_gather(self, leg: GlooGatherLeg) -> GlooGatherLeg:
         with self._wake:
             self._raise_failure()
             self.clock.leg_started()
+            self._open_gathers += 1
             self._gathers.append(leg)
-            self._wake.notify()
+            self._wake.notify_all()
         return leg
 
     def _raise_failure(self) -> None:
@@ -364,7 +385,8 @@ class GlooLink(Link):
                 send.wait()
         except Exception as error:
             leg.finish(error)
-        leg.finish_drain()
+        else:
+            leg.finish_drain()
 
     def _finish(self, leg: GlooLeg, works: list[dist.Work]) -> None:
         try:
@@ -385,7 +407,7 @@ class GlooLink(Link):
             if error is not None and self._failure is None:
                 self._failure = self.describe(leg.label, error)
             leg.finish(error if error is None else self._failure)
-            self._wake.notify()
+            self._wake.notify_all()
 
 
 class _ScratchPool:

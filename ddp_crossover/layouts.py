@@ -7,21 +7,13 @@ worth making when two backward passes in a row have shown the same buckets; if t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ddp_crossover.torch_internals import GradBucket
 
-
-class BucketGradient(NamedTuple):
-    """One gradient of a bucket."""
-
-    parameter: int
-    stride: tuple[int, ...]
-
-
-_Layout = dict[int, tuple[BucketGradient, ...]]
+_Layout = dict[int, tuple[int, ...]]  # bucket index -> parameters, in bucket order
 
 
 class LayoutRecorder:
@@ -54,10 +46,7 @@ class LayoutRecorder:
             self._now[index] = self._last[index]
             return
         self._known_buckets[index] = parameters
-        self._now[index] = tuple(
-            BucketGradient(self._index_of[id(parameter)], gradient.stride())
-            for parameter, gradient in zip(parameters, bucket.gradients(), strict=True)
-        )
+        self._now[index] = tuple(self._index_of[id(parameter)] for parameter in parameters)
 
     @property
     def complete(self) -> bool:
@@ -79,12 +68,20 @@ class LayoutRecorder:
 
     def arrival_order(self) -> list[int]:
         """Parameters in the order in which their gradients arrive."""
-        return [gradient.parameter for index in sorted(self._last) for gradient in self._last[index]]
+        return [parameter for index in sorted(self._last) for parameter in self._last[index]]
 
-    def strides(self) -> list[tuple[int, ...]]:
-        """Stride of each parameter's gradient."""
-        found = {g.parameter: g.stride for bucket in self._last.values() for g in bucket}
-        return [found[index] for index in range(len(found))]
+
+def gradient_stride(parameter: Tensor) -> tuple[int, ...]:
+    """Stride of ``parameter.grad``: that of a dense parameter, else contiguous (DDP's ``Bucket.bucket_views_in``).
+
+    ``GradBucket.gradients()`` does not tell: it shows every gradient as if it were contiguous.
+    """
+    numel = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size > 1 and stride != numel:
+            return torch.empty(parameter.shape, device="meta").stride()
+        numel *= size
+    return parameter.stride()
 
 
 def same_objects(left: Sequence[object], right: Sequence[object]) -> bool:

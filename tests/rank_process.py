@@ -1,0 +1,86 @@
+"""What runs inside each rank that the harness starts: tasks come through a pipe, answers go back."""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import signal
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Every stack of a rank that hangs is written at this signal, so that a timeout says where it hung.
+DUMP_SIGNAL = signal.SIGUSR1
+
+
+def rank_main(pipe: Connection, rank: int, world_size: int, directory: str, group_timeout_s: float) -> None:
+    """Run one task after another, each on a process group of its own, until told to leave."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(directory, "store"), world_size)
+    timeout = timedelta(seconds=group_timeout_s)
+    with open(stacks_file(Path(directory), rank), "w") as stacks:
+        faulthandler.register(DUMP_SIGNAL, stacks, all_threads=True)
+        run_number = 0
+        while task := _next_task(pipe):
+            run_number += 1
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(f"run{run_number}", store),
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+            )
+            last = _answer(pipe, task)
+            # Also ends the groups that the function made: with hundreds of runs their sockets would
+            # run out.
+            dist.destroy_process_group()
+            if last:
+                break
+        faulthandler.unregister(DUMP_SIGNAL)
+
+
+def _next_task(pipe: Connection) -> bytes:
+    try:
+        return pipe.recv_bytes()
+    except EOFError:  # the test run itself has ended
+        return b""
+
+
+def _answer(pipe: Connection, task: bytes) -> bool:
+    """Run one task and send back what it returned or raised. Returns whether it was to be the last."""
+    try:
+        fn, args, last = load(task)
+    except Exception:
+        pipe.send_bytes(dump((None, traceback.format_exc())))
+        return True
+    try:
+        answer = dump((fn(*args), None))
+    # SystemExit and KeyboardInterrupt are outcomes as well, and tests of faults ask for them.
+    except BaseException:
+        answer = dump((None, traceback.format_exc()))
+    pipe.send_bytes(answer)
+    return last
+
+
+def stacks_file(directory: Path, rank: int) -> Path:
+    """Where `DUMP_SIGNAL` makes the rank write its stacks."""
+    return directory / f"stacks-{rank}"
+
+
+def dump(value: Any) -> bytes:
+    """For a pipe. Not pickle alone, which would hand tensors over in shared memory."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def load(data: bytes) -> Any:
+    """What `dump` was given."""
+    return torch.load(io.BytesIO(data), weights_only=False)

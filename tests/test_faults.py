@@ -1,0 +1,279 @@
+"""When something breaks: an error that says what, soon, and never a hang or a model trained on
+garbage.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from equivalence import SGD, Case, Run, check_case, snapshot
+from harness import Outcome, run_faulty_ranks, run_ranks
+from models import DeepNet
+
+GROUP_TIMEOUT_S = 4.0
+# From the peer's end, or from the group's timeout, until this process has left.
+GRACE_S = 12.0
+FAULT_AT = 8
+
+
+def _train(at_fault: Callable[[], None], where: str, patience_s: float = 0.0) -> str:
+    """Train; the last rank calls `at_fault` in "forward", "backward" or after "step" of one
+    iteration.
+    """
+    run = Run(Case(model=DeepNet, steps=FAULT_AT + 20), with_dear=True)
+    run.attach()
+    armed = False
+
+    def trip(*_: Any) -> None:
+        if armed:
+            at_fault()
+
+    middle = run.model.module[6]
+    if where == "forward":
+        middle.register_forward_hook(trip)
+    elif where == "backward":
+        middle.weight.register_hook(trip)
+    for index, (x, y) in enumerate(run.batches()):
+        armed = index == FAULT_AT and run.rank == dist.get_world_size() - 1
+        run.optimizer.zero_grad()
+        run.loss(run.model(x), y).backward()
+        run.optimizer.step()
+        if where == "step":
+            trip()
+    return "trained to the end"
+
+
+def _kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop_self() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _leave_training() -> None:
+    """As a rank that has run out of data: alive, but it takes part no more."""
+    time.sleep(GROUP_TIMEOUT_S + 3)
+    os._exit(0)
+
+
+def _assert_lost_peer_is_named(survivors: list[Outcome], within_s: float) -> None:
+    for outcome in survivors:
+        assert outcome.error is not None, f"rank {outcome.rank}: {outcome.result}"
+        last_line = outcome.error.strip().splitlines()[-1]
+        assert re.search(r"rank \d", last_line), outcome.error
+        assert re.search(r"(scatter|gather) leg", last_line), outcome.error
+        assert re.search(r"group \d", last_line), outcome.error
+        assert outcome.exitcode == 0
+        assert outcome.seconds < within_s
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_killed_rank_ends_the_others_with_an_error_that_names_it(world_size, where) -> None:
+    outcomes = run_faulty_ranks(_train, world_size, _kill_self, where, group_timeout_s=GROUP_TIMEOUT_S)
+    assert outcomes[-1].exitcode == -signal.SIGKILL
+    _assert_lost_peer_is_named(outcomes[:-1], within_s=GROUP_TIMEOUT_S + GRACE_S)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+def test_a_stopped_rank_ends_the_others_within_the_timeout(where) -> None:
+    outcomes = run_faulty_ranks(
+        _train,
+        2,
+        _stop_self,
+        where,
+        group_timeout_s=GROUP_TIMEOUT_S,
+        stops=frozenset({1}),
+    )
+    _assert_lost_peer_is_named(outcomes[:-1], within_s=GROUP_TIMEOUT_S + GRACE_S)
+
+
+def test_a_rank_that_stops_training_ends_the_others_within_the_timeout() -> None:
+    outcomes = run_faulty_ranks(_train, 2, _leave_training, "step", group_timeout_s=GROUP_TIMEOUT_S)
+    _assert_lost_peer_is_named(outcomes[:-1], within_s=GROUP_TIMEOUT_S + GRACE_S)
+
+
+def _wait_for_a_stopped_peer_and_get_interrupted() -> str:
+    if dist.get_rank() == 0:
+        interrupt = threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGINT))
+        interrupt.daemon = True
+        interrupt.start()
+    return _train(_stop_self, "backward")
+
+
+def test_ctrl_c_ends_a_rank_that_waits_for_a_stopped_peer() -> None:
+    outcomes = run_faulty_ranks(
+        _wait_for_a_stopped_peer_and_get_interrupted,
+        2,
+        group_timeout_s=60,
+        timeout_s=40,
+        stops=frozenset({1}),
+    )
+    assert outcomes[0].error is not None
+    assert outcomes[0].error.strip().endswith("KeyboardInterrupt")
+    assert outcomes[0].seconds < 3 + GRACE_S
+
+
+def _train_and_return_attached() -> str:
+    run = Run(Case(model=DeepNet, steps=6), with_dear=True)
+    for x, y in run.batches():
+        run.optimizer.zero_grad()
+        run.loss(run.model(x), y).backward()
+        run.optimizer.step()
+    return "gather legs may be in flight"
+
+
+def test_a_script_may_end_without_detach() -> None:
+    """With complete interpreters, which run their atexit handlers and destructors."""
+    run_ranks(_train_and_return_attached, 2, start_method="spawn", timeout_s=90)
+
+
+class _FailingBackward(torch.autograd.Function):
+    """The identity, whose backward raises once."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if _FailingBackward.armed:
+            _FailingBackward.armed = False
+            raise ZeroDivisionError("the user's own")
+        return gradient
+
+
+def _train_through_an_exception(with_dear: bool, layer: int, fails: bool) -> dict[str, Any]:
+    """Backward raises at one iteration, whose step is left out; `fails=False` leaves it out anyway."""
+    run = Run(Case(model=DeepNet, optimizer=SGD), with_dear)
+    run.attach()
+    run.model.module[layer].register_forward_hook(lambda module, inputs, output: _FailingBackward.apply(output))
+    refused = None
+    for index, (x, y) in enumerate(run.batches()):
+        run.optimizer.zero_grad()
+        if index != FAULT_AT:
+            try:
+                run.loss(run.model(x), y).backward()
+            except RuntimeError as error:
+                refused = str(error)
+                break
+            run.optimizer.step()
+        elif fails:
+            _FailingBackward.armed = True
+            with pytest.raises(ZeroDivisionError):
+                run.loss(run.model(x), y).backward()
+    run.optimizer.zero_grad()
+    state = snapshot(run.model.module.state_dict())
+    if run.state is not None:
+        run.state.detach()
+    return {"refused": refused, "state": state, "steps": index}
+
+
+# The layer decides how many of the gradients are under way when backward fails.
+@pytest.mark.parametrize("layer", [0, 6, 14], ids=["last_gradient", "middle", "first_gradient"])
+def test_after_an_exception_in_backward_nothing_trains_on_garbage(on_ranks, layer) -> None:
+    expected = on_ranks(_train_through_an_exception, 2, False, layer, False)[0]
+    for seen in on_ranks(_train_through_an_exception, 2, True, layer, True):
+        if seen["refused"] is None:
+            for name, value in expected["state"].items():
+                assert torch.equal(seen["state"][name], value), name
+        else:
+            # Plain DDP refuses to go on as well. What counts is that the parameters were left
+            # alone.
+            assert seen["steps"] == FAULT_AT + 1
+            before = on_ranks(_parameters_before_the_fault, 2)[0]
+            for name, value in before.items():
+                assert torch.equal(seen["state"][name], value), name
+
+
+def _parameters_before_the_fault() -> dict[str, torch.Tensor]:
+    run = Run(Case(model=DeepNet, optimizer=SGD, steps=FAULT_AT), with_dear=False)
+    for x, y in run.batches():
+        run.optimizer.zero_grad()
+        run.loss(run.model(x), y).backward()
+        run.optimizer.step()
+    return snapshot(run.model.module.state_dict())
+
+
+class _UsersError(Exception):
+    pass
+
+
+def _exception_in_forward(run: Run) -> Iterator[Any]:
+    """A forward that raises half-way: some modules have had their updates applied, some have not."""
+    armed = False
+
+    def trip(*_: Any) -> None:
+        if armed:
+            raise _UsersError
+
+    run.model.module[6].register_forward_pre_hook(trip)
+    for index, (x, y) in enumerate(run.batches()):
+        run.optimizer.zero_grad()
+        armed = index % 5 == 4
+        try:
+            output = run.model(x)
+        except _UsersError:
+            continue
+        loss = run.loss(output, y)
+        loss.backward()
+        run.optimizer.step()
+        yield loss
+
+
+def _exception_in_step_hook(run: Run) -> Iterator[Any]:
+    """A step hook that raises: this step does not take place, the next one does."""
+    armed = False
+
+    def trip(*_: Any) -> None:
+        if armed:
+            raise _UsersError
+
+    run.optimizer.register_step_pre_hook(trip)
+    for index, (x, y) in enumerate(run.batches()):
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        armed = index % 5 == 4
+        try:
+            run.optimizer.step()
+        except _UsersError:
+            yield "no step"
+        yield loss
+
+
+def _exception_in_closure(run: Run) -> Iterator[Any]:
+    """A closure that raises after its backward."""
+    for index, (x, y) in enumerate(run.batches()):
+
+        def closure(index: int = index, x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            run.optimizer.zero_grad()
+            loss = run.loss(run.model(x), y)
+            loss.backward()
+            if index % 5 == 4:
+                raise _UsersError
+            return loss
+
+        try:
+            yield run.optimizer.step(closure)
+        except _UsersError:
+            yield "no step"
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
+@pytest.mark.parametrize("loop", [_exception_in_forward, _exception_in_step_hook, _exception_in_closure])
+def test_a_users_exception_costs_one_step_and_nothing_else(on_ranks, loop, strict) -> None:
+    case = Case(loop, model=DeepNet, strict=strict, pipelined=loop is not _exception_in_closure)
+    check_case(case, on_ranks)

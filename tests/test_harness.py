@@ -1,0 +1,84 @@
+"""The harness itself: a failure in any rank must fail the test, quickly and with its traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankFailure, run_faulty_ranks, run_ranks
+
+
+def _sum_of_ranks() -> torch.Tensor:
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total)
+    return total
+
+
+def _raise_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("only rank 1 objects")
+    time.sleep(60)
+
+
+def _hang_on_rank_0() -> None:
+    if dist.get_rank() == 0:
+        _sleep_where_the_stack_shows_it()
+
+
+def _sleep_where_the_stack_shows_it() -> None:
+    time.sleep(60)
+
+
+def _leave_a_thread_behind() -> None:
+    threading.Thread(target=time.sleep, args=(60,)).start()
+
+
+def _signal_rank_1(number: int) -> str:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        return type(error).__name__
+    return "no error"
+
+
+def test_results_come_back_in_rank_order() -> None:
+    assert [total.item() for total in run_ranks(_sum_of_ranks, 3)] == [3.0, 3.0, 3.0]
+
+
+def test_a_pool_runs_one_function_after_another(on_ranks) -> None:
+    assert on_ranks(os.getpid, 2) == on_ranks(os.getpid, 2)
+    assert [total.item() for total in on_ranks(_sum_of_ranks, 2)] == [1.0, 1.0]
+
+
+def test_the_first_failure_ends_the_others_and_shows_its_traceback() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match=r"rank 1 of 2 failed(.|\n)*only rank 1 objects"):
+        run_ranks(_raise_on_rank_1, 2)
+    assert time.monotonic() - start < 20, "rank 0 sleeps for 60 s and must not be waited for"
+
+
+def test_a_hang_is_reported_with_the_stack_it_hangs_in() -> None:
+    with pytest.raises(RankFailure, match="_sleep_where_the_stack_shows_it"):
+        run_ranks(_hang_on_rank_0, 2, timeout_s=2)
+
+
+def test_a_thread_that_keeps_the_process_alive_is_a_failure(monkeypatch) -> None:
+    monkeypatch.setattr("harness.EXIT_TIMEOUT_S", 1.0)
+    with pytest.raises(RankFailure, match="did not exit"):
+        run_ranks(_leave_a_thread_behind, 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_outcomes_tell_who_was_killed_and_what_the_others_saw(number: int) -> None:
+    stops = frozenset({1} if number == signal.SIGSTOP else ())
+    lost, killed = run_faulty_ranks(_signal_rank_1, 2, number, group_timeout_s=2, timeout_s=20, stops=stops)
+    assert (lost.exitcode, lost.error, lost.result != "no error") == (0, None, True)
+    assert killed.exitcode == -signal.SIGKILL
