@@ -151,7 +151,7 @@ def make_link(
         own_group: the group of its own; a new one by default.
 
     Raises:
-        ValueError: if the backend is neither gloo nor NCCL.
+        ValueError: if the backend is neither gloo nor NCCL, or ``own_group`` has other ranks.
     """
     # Imported here because both modules build on this one.
     from ddp_crossover.gloo_link import GlooLink
@@ -166,10 +166,16 @@ def make_link(
             f"dear_hook runs on gloo (CPU or CUDA parameters) and NCCL (CUDA parameters), but the process group "
             f"uses {backend!r} for parameters on {device}; call init_process_group with one of these backends"
         )
+    ranks = dist.get_process_group_ranks(process_group)
     if own_group is not None:
+        if (others := dist.get_process_group_ranks(own_group)) != ranks:
+            raise ValueError(
+                f"process_group has the ranks {others}, but the model is replicated over {ranks}: "
+                "make it over the same ranks, or leave it out"
+            )
         return link(own_group, device)
     new_group = dist.new_group(
-        ranks=dist.get_process_group_ranks(process_group),
+        ranks=ranks,
         timeout=timeout,
         backend=backend,
         use_local_synchronization=True,

@@ -20,12 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_crossover import shards
-from ddp_crossover.agreement import all_gather_json, require_equal
 from ddp_crossover.collectives import Link, make_link
+from ddp_crossover.consensus import agree_on_plan, require_same_setup
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.first_use import FirstUseAudit
 from ddp_crossover.flush_points import FlushPoints
-from ddp_crossover.fusion import DEFAULT_FUSION_MB, FusionPlan, GradientSpec, plan_fusion
+from ddp_crossover.fusion import DEFAULT_FUSION_MB, FusionPlan
 from ddp_crossover.layouts import LayoutRecorder
 from ddp_crossover.refusals import refuse_model, refuse_optimizers, refuse_options
 from ddp_crossover.separability import why_not_separable
@@ -37,7 +37,7 @@ from ddp_crossover.torch_internals import (
     managed_parameters,
     process_group_timeout,
 )
-from ddp_crossover.updates import DeferredUpdates, hyperparameters, untouched_slots
+from ddp_crossover.updates import DeferredUpdates, untouched_slots
 from ddp_crossover.wait_points import ForwardWatch, WaitPoints
 
 
@@ -87,10 +87,11 @@ class DearState:
         self._named = managed_parameters(ddp)
         self._every_parameter = list(ddp.parameters())
         self._device = self._named[0][1].device
-        self._link = _link_for(ddp, process_group, self._device)
+        timeout = process_group_timeout(ddp.process_group, self._device)
+        self._link: Link = make_link(ddp.process_group, self._device, timeout, own_group=process_group)
         self._fallbacks = FallbackLog()
         self._plain_reason = _why_plain(ddp, schedule)
-        _require_same_setup(self._link, self._device, self._named, optimizers, schedule, self._fusion_mb)
+        require_same_setup(self._link, self._named, optimizers, schedule, self._fusion_mb)
         self._updates = DeferredUpdates(
             [(one, why_not_separable(one)) for one in optimizers], self._fallbacks, strict=strict
         )
@@ -278,7 +279,13 @@ class DearState:
         self._updates.flush()
         if self._waits is not None:
             self._waits.remove()
-        plan = self._agree_on_plan()
+        plan = agree_on_plan(
+            self._named,
+            self._layouts.arrival_order(),
+            [self._audit.use_rank(index) for index in range(len(self._named))],
+            self._link,
+            self._fusion_mb,
+        )
         self._layouts.adopt()
         self._pipeline = Pipeline(
             plan,
@@ -289,32 +296,6 @@ class DearState:
         )
         self._updates.use(self._pipeline)
         self._waits = WaitPoints(self._model, self._pipeline, self._audit, lambda: self._watch.depth > 0)
-
-    def _agree_on_plan(self) -> FusionPlan:
-        """Rank 0's orders make the plan on every rank; then all compare what came out."""
-        count = len(self._named)
-        proposals = all_gather_json(
-            {
-                "arrival": self._layouts.arrival_order(),
-                "use": [self._audit.use_rank(index) for index in range(count)],
-            },
-            self._link.process_group,
-            self._device,
-        )
-        plan = plan_fusion(
-            [_spec(name, parameter) for name, parameter in self._named],
-            proposals[0]["arrival"],
-            proposals[0]["use"],
-            world_size=self._link.world_size,
-            fusion_mb=self._fusion_mb,
-        )
-        require_equal(
-            "fusion plan",
-            {"arrival order": proposals[self._link.rank]["arrival"], "digest": plan.digest()},
-            self._link.process_group,
-            self._device,
-        )
-        return plan
 
     # Forwards, and other readers.
 
@@ -364,56 +345,9 @@ def attach(ddp: DistributedDataParallel, optimizer: Optimizer | Sequence[Optimiz
     return state
 
 
-def _link_for(ddp: DistributedDataParallel, process_group: dist.ProcessGroup | None, device: torch.device) -> Link:
-    if process_group is not None:
-        ranks, wanted = map(dist.get_process_group_ranks, (process_group, ddp.process_group))
-        if ranks != wanted:
-            raise ValueError(
-                f"process_group has the ranks {ranks}, but the model is replicated over {wanted}: "
-                "make it over the same ranks, or leave it out"
-            )
-    return make_link(
-        ddp.process_group, device, process_group_timeout(ddp.process_group, device), own_group=process_group
-    )
-
-
 def _why_plain(ddp: DistributedDataParallel, schedule: str) -> str | None:
     if schedule == "allreduce":
         return "schedule='allreduce': plain all-reduce in the hook, as asked for"
     if ddp.is_multi_device_module:
         return "the module spans several devices: plain all-reduce in the hook"
     return None
-
-
-def _require_same_setup(
-    link: Link,
-    device: torch.device,
-    named: Sequence[tuple[str, torch.nn.Parameter]],
-    optimizers: Sequence[Optimizer],
-    schedule: str,
-    fusion_mb: float,
-) -> None:
-    name_of = {id(parameter): name for name, parameter in named}
-    setup = {
-        "options": {"schedule": schedule, "fusion_mb": fusion_mb},
-        "parameters": {name: f"{tuple(parameter.shape)} {parameter.dtype}" for name, parameter in named},
-        "optimizers": [
-            {
-                "type": type(optimizer).__name__,
-                "param_groups": [
-                    {
-                        "params": [name_of.get(id(p), "not in the model") for p in group["params"]],
-                        **{key: str(value) for key, value in hyperparameters(group).items()},
-                    }
-                    for group in optimizer.param_groups
-                ],
-            }
-            for optimizer in optimizers
-        ],
-    }
-    require_equal("setup", setup, link.process_group, device)
-
-
-def _spec(name: str, parameter: torch.nn.Parameter) -> GradientSpec:
-    arena = f"{parameter.dtype} on {parameter.device.type}".removeprefix("torch.")
-    return GradientSpec(name, parameter.numel(), parameter.element_size(), arena)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, cast
@@ -27,12 +26,12 @@ from torch.profiler import record_function
 from ddp_crossover.collectives import (
     MAX_GROUPS,
     CommClock,
-    Leg,
     LegError,
     Link,
     ScatterLeg,
-    slice_bounds,
 )
+from ddp_crossover.gloo_legs import GlooGatherLeg, GlooLeg, GlooScatterLeg
+from ddp_crossover.reduction import ScratchPool, add_in_rank_order
 
 _ITERATION_TAGS = 2**14  # 14 bits of iteration, 1 of leg, 16 of group: a gloo tag has 31.
 _SMALL_GROUP = MAX_GROUPS
@@ -42,83 +41,6 @@ _SHUT_DOWN_S = 60.0  # a peer that is that far behind has a problem of its own
 class _Message(NamedTuple):
     peer: int
     tensor: Tensor
-
-
-class GlooLeg(Leg):
-    """A leg whose progress other threads report through an event."""
-
-    def __init__(self, link: GlooLink, label: str) -> None:
-        self.label = label
-        self._link = link
-        self._done = threading.Event()
-        self._drained = threading.Event()
-        self._error: BaseException | None = None
-
-    def wait(self) -> None:
-        self._await(self._done)
-
-    def drain(self) -> None:
-        self._await(self._drained)
-
-    def is_done(self) -> bool:
-        return self._done.is_set()
-
-    def finish(self, error: BaseException | None = None) -> None:
-        self._error = self._error or error
-        self._done.set()
-        if error is not None:
-            self.finish_drain()
-
-    def finish_drain(self) -> None:
-        self._drained.set()
-
-    def _await(self, event: threading.Event) -> None:
-        if not event.is_set():
-            start_s = time.perf_counter()
-            event.wait()
-            self._link.clock.exposed_s += time.perf_counter() - start_s
-        if self._error is not None:
-            raise self._link.describe(self.label, self._error) from self._error
-
-
-class GlooScatterLeg(GlooLeg, ScatterLeg):
-    """A reduce-scatter, and the receives of the all-gather that will follow it."""
-
-    def __init__(self, link: GlooLink, group: int, buffer: Tensor) -> None:
-        super().__init__(link, f"scatter leg of fusion group {group}")
-        self.group = group
-        self.buffer = buffer
-        self.iteration = link.iteration
-        self.incoming: list[Tensor] = []
-        self.scatter_receives: list[dist.Work] = []
-        self.gather_receives: list[dist.Work] = []
-        self.sends: list[dist.Work] = []
-
-    def shard(self) -> Tensor:
-        return self.slice_of(self._link.rank)
-
-    def slice_of(self, rank: int) -> Tensor:
-        low, high = slice_bounds(self.buffer.numel(), self._link.world_size, rank)
-        return self.buffer[low:high]
-
-    def before_posting(self) -> None:
-        """Make the buffer ready to be sent; runs on the posting thread."""
-
-
-class GlooGatherLeg(GlooLeg):
-    """An all-gather that starts when its scatter leg is done."""
-
-    def __init__(self, link: GlooLink, scatter: GlooScatterLeg) -> None:
-        super().__init__(link, f"gather leg of fusion group {scatter.group}")
-        self.scatter = scatter
-        self.on_drained: Callable[[BaseException | None], None] | None = None
-
-    def finish_drain(self) -> None:
-        super().finish_drain()
-        self._link.gather_drained()
-        if self.on_drained is not None:
-            on_drained, self.on_drained = self.on_drained, None
-            on_drained(self._error)
 
 
 class GlooLink(Link):
@@ -132,7 +54,7 @@ class GlooLink(Link):
         self.iteration = 0
         self.process_group = process_group
         self._peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        self._scratch = _ScratchPool()
+        self._scratch = ScratchPool()
         self._small_exchanges = 0
         self._wake = threading.Condition()
         self._scatters: deque[GlooScatterLeg] = deque()
@@ -354,7 +276,7 @@ class GlooLink(Link):
                 self._raise_failure()
                 for receive in leg.scatter_receives:
                     receive.wait()
-                _add_in_rank_order(leg.shard(), self.rank, leg.incoming)
+                add_in_rank_order(leg.shard(), self.rank, leg.incoming)
                 self._scratch.give_back(leg.incoming)
             except Exception as caught:
                 error = caught
@@ -408,30 +330,3 @@ class GlooLink(Link):
                 self._failure = self.describe(leg.label, error)
             leg.finish(error if error is None else self._failure)
             self._wake.notify_all()
-
-
-class _ScratchPool:
-    """Receive memory, kept: fresh pages for every leg cost more than the addition."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
-
-    def take(self, like: Tensor) -> Tensor:
-        free = self._free.get((like.dtype, like.numel()))
-        # Pinned, channels-last or otherwise special memory is of no use here.
-        return free.pop() if free else torch.empty(like.numel(), dtype=like.dtype)
-
-    def give_back(self, tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            self._free.setdefault((tensor.dtype, tensor.numel()), []).append(tensor)
-
-
-def _add_in_rank_order(own: Tensor, rank: int, incoming: list[Tensor]) -> None:
-    """``own`` becomes ``((x0 + x1) + x2) + ...`` over ranks, rounded after each addition."""
-    terms = [*incoming[:rank], own, *incoming[rank:]]
-    if len(terms) == 1:
-        return
-    total = terms[0]
-    for term in terms[1:-1]:
-        total.add_(term)
-    torch.add(total, terms[-1], out=own)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ddp_crossover.collectives import slice_bounds
-from ddp_crossover.dear import GroupInFlight, Pipeline, Slot
+from ddp_crossover.dear import Pipeline
+from ddp_crossover.slots import GroupInFlight, Slot
 
 
 def total_norm(pipeline: Pipeline, slots: list[Slot] | None, norm_type: float) -> Tensor | None:

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_crossover.collectives import ScatterLeg
-from ddp_crossover.gloo_link import GlooGatherLeg, GlooLink, GlooScatterLeg
+from ddp_crossover.gloo_legs import GlooGatherLeg, GlooScatterLeg
+from ddp_crossover.gloo_link import GlooLink
 
 
 class _StagedScatterLeg(GlooScatterLeg):

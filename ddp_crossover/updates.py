@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ddp_crossover.dear import Phase, Pipeline, Slot
+from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.gradients import PendingGrad
+from ddp_crossover.slots import Slot
 from ddp_crossover.stats import FallbackLog
 from ddp_crossover.torch_internals import move_to_front, raw_step, step_pre_hooks
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ddp_crossover.dear import GroupInFlight, Pipeline, Slot
+from ddp_crossover.dear import Pipeline
 from ddp_crossover.first_use import FirstUseAudit, owners
 from ddp_crossover.hooks import Hook
+from ddp_crossover.slots import GroupInFlight, Slot
 from ddp_crossover.torch_internals import call_before_compiled, is_compiled
 
 

@@ -1,0 +1,68 @@
+"""What is known of each parameter and each fusion group while an iteration is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from ddp_crossover.collectives import Leg, ScatterLeg
+from ddp_crossover.fusion import FusionGroup
+from ddp_crossover.gradients import PendingGradPool
+
+
+class Slot:
+    """One parameter and its place in the fusion buffers.
+
+    Attributes:
+        index: position among the parameters that DDP manages.
+        name: full name, for messages.
+        parameter: the parameter.
+        view: its gradient inside the fusion buffers.
+        groups: the fusion groups that carry a piece of it.
+        pending: makes its ``PendingGrad``.
+        deliver: what its ``PendingGrad`` calls to get the value.
+        update: what the optimizer still has to do with it, opaque to the pipeline; None if nothing.
+        scales: factors (0-dim tensors) that the gradient is multiplied by once it is complete.
+        version_before: version of ``.grad`` when its bucket arrived, to see whether DDP wrote to it.
+    """
+
+    __slots__ = (
+        "deliver",
+        "groups",
+        "index",
+        "name",
+        "parameter",
+        "pending",
+        "scales",
+        "update",
+        "version_before",
+        "view",
+    )
+
+    def __init__(self, index: int, name: str, parameter: Parameter, view: Tensor) -> None:
+        self.index = index
+        self.name = name
+        self.parameter = parameter
+        self.view = view
+        self.groups: list[GroupInFlight] = []
+        self.pending = PendingGradPool(view)
+        self.update: object | None = None
+        self.scales: tuple[Tensor, ...] = ()
+        self.version_before = -1
+        self.deliver: Callable[[Tensor], Tensor]
+
+
+class GroupInFlight:
+    """A fusion group, its buffer, and its legs in the present iteration."""
+
+    def __init__(self, spec: FusionGroup, buffer: Tensor, slots: list[Slot]) -> None:
+        self.spec = spec
+        self.buffer = buffer
+        self.slots = slots
+        self.missing = len(spec.pieces)
+        self.scatter: ScatterLeg | None = None
+        self.gather: Leg | None = None
+        self.complete = True
+        self.has_updates = False
