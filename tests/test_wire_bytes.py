@@ -65,13 +65,14 @@ def _send_a_megabyte() -> int:
         dist.send(message, 1)
     else:
         dist.recv(message, 0)
+    dist.barrier()  # a send ends when the socket has the bytes, the count goes up when they leave
     return tcp_bytes_sent() - before
 
 
 def test_the_meter_counts_what_gloo_sends(on_ranks) -> None:
     sender, receiver = on_ranks(_send_a_megabyte, 2)
     assert sender == pytest.approx(1_000_000, rel=0.01)
-    assert receiver < 1000
+    assert receiver < 10_000
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

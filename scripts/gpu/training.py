@@ -1,0 +1,286 @@
+"""A small training job with every setting that the checks vary, run with plain DDP or with DeAR."""
+
+import hashlib
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+SEED = 20
+INPUTS, OUTPUTS = 24, 10
+# Cut the small models into several DDP buckets and fusion groups.
+BUCKET_MB = 0.01
+FUSION_MB = 0.008
+INITIAL_LOSS_SCALE = 2.0**12
+MAX_NORM = 0.1  # the losses here have gradients of norm 0.2 and more, so this clips
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a training job does.
+
+    Attributes:
+        optimizer: name of a class in ``torch.optim``.
+        options: its keyword arguments.
+        model: a name in ``MODELS``.
+        dtype: of the parameters.
+        bucket_view: DDP's ``gradient_as_bucket_view``.
+        strict: DeAR's ``strict``.
+        accumulate: backward passes per step, all but the last under ``no_sync``.
+        clip: ``stock`` or ``own`` gradient clipping; empty for none.
+        scaler: ``stock`` or ``own`` loss scaler; empty for none.
+        poisoned_step: step whose gradients overflow; -1 for none.
+        autocast: dtype of autocast; empty for none.
+        set_to_none: argument of ``zero_grad``.
+        steps: optimizer steps.
+        fusion_mb: size of a fusion group.
+    """
+
+    optimizer: str = "SGD"
+    options: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.05})
+    model: str = "odd"
+    dtype: str = "float32"
+    bucket_view: bool = True
+    strict: bool = False
+    accumulate: int = 1
+    clip: str = ""
+    scaler: str = ""
+    poisoned_step: int = -1
+    autocast: str = ""
+    set_to_none: bool = True
+    steps: int = 16
+    fusion_mb: float = FUSION_MB
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Stock clipping and the stock scaler look at gradients, so no update can be deferred."""
+        return "stock" in (self.clip, self.scaler)
+
+    @property
+    def exact(self) -> bool:
+        """Our own clipping adds up the norm in another order than the stock function."""
+        return self.clip != "own"
+
+
+class OddNet(nn.Module):
+    """Sizes that divide by nothing, a scalar, an empty parameter, and parameters of the root itself."""
+
+    def __init__(self, hidden: int = 61) -> None:
+        super().__init__()
+        self.first = nn.Linear(INPUTS, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.blocks = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(3))
+        self.last = nn.Linear(hidden, OUTPUTS)
+        self.scalar = nn.Parameter(torch.tensor(0.7))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.norm(self.first(x))) * self.scalar
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.last(x) + self.empty.sum()
+
+
+class ConvNet(nn.Module):
+    """Channels-last convolutions with batch norm, whose buffers DDP broadcasts in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 8, kernel_size=(3, 1), padding=(1, 0))
+        self.norm = nn.BatchNorm2d(8)
+        self.mix = nn.Conv2d(8, 8, kernel_size=3, padding=1)
+        self.head = nn.Linear(8 * INPUTS, OUTPUTS)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = x.view(-1, 1, INPUTS // 4, 4).contiguous(memory_format=torch.channels_last)
+        return self.head(torch.relu(self.mix(torch.relu(self.norm(self.conv(image))))).flatten(1))
+
+
+class WideNet(nn.Module):
+    """Large matrices, whose gradients come late: a leg that does not wait for them sends old ones."""
+
+    def __init__(self, width: int, layers: int = 5) -> None:
+        super().__init__()
+        self.lift = nn.Linear(INPUTS, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.head = nn.Linear(width, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lift(x)
+        for layer in self.layers:
+            x = LateGradient.apply(torch.tanh(layer(x)))
+        return self.head(x)
+
+
+class BranchNet(nn.Module):
+    """Two branches on two streams, ordered for their inputs and outputs as the rules of CUDA streams ask."""
+
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.Linear(INPUTS, width), nn.Tanh(), nn.Linear(width, OUTPUTS)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.branches
+        if x.device.type != "cuda":
+            return first(x) + second(x)
+        here, side = torch.cuda.current_stream(x.device), torch.cuda.Stream(x.device)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            y = second(x)
+        z = first(x)
+        here.wait_stream(side)
+        for tensor, stream in ((x, side), (y, here)):
+            tensor.record_stream(stream)
+        return LateGradient.apply(z + y)
+
+
+class LateGradient(torch.autograd.Function):
+    """Identity, in front of whose gradient the device sleeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        device_sleep(gradient.device)
+        return gradient
+
+
+def device_sleep(device: torch.device, cycles: int = 10_000_000) -> None:
+    """Keep the current stream busy, by default for some 5 ms. Nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda._sleep(cycles)
+
+
+MODELS = {
+    "odd": OddNet,
+    "conv": ConvNet,
+    "branches": BranchNet,
+    "wide": lambda: WideNet(1024),
+    "narrow": lambda: WideNet(48),
+}
+
+
+class Job:
+    """One training job on one rank."""
+
+    def __init__(self, recipe: Recipe, device: torch.device, rank: int, with_dear: bool) -> None:
+        self.recipe, self.device, self.rank = recipe, device, rank
+        torch.manual_seed(SEED)
+        net = MODELS[recipe.model]().to(device, getattr(torch, recipe.dtype))
+        device_ids = [device.index] if device.type == "cuda" else None
+        self.ddp = DistributedDataParallel(
+            net, device_ids=device_ids, gradient_as_bucket_view=recipe.bucket_view, bucket_cap_mb=BUCKET_MB
+        )
+        self.optimizer = getattr(torch.optim, recipe.optimizer)(self.ddp.parameters(), **recipe.options)
+        self.parameters = list(self.ddp.parameters())
+        self.state: Any = None
+        scaler_class = torch.amp.GradScaler
+        if with_dear:
+            import ddp_crossover as dx  # here, so that plain DDP runs without it
+
+            self.state = dx.attach(self.ddp, self.optimizer, fusion_mb=recipe.fusion_mb, strict=recipe.strict)
+            scaler_class = dx.GradScaler if recipe.scaler == "own" else scaler_class
+        enabled = bool(recipe.scaler)
+        self.scaler = scaler_class(device.type, init_scale=INITIAL_LOSS_SCALE, enabled=enabled)
+
+    def batch(self, index: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, the same whenever they are asked for, different on every rank."""
+        generator = torch.Generator().manual_seed(1000 * index + self.rank)
+        x, y = torch.randn(16, INPUTS, generator=generator), torch.randn(16, OUTPUTS, generator=generator)
+        return x.to(self.device), y.to(self.device)
+
+    def step(self, batches: list[tuple[Tensor, Tensor]], poison: float = 1.0) -> dict[str, Tensor]:
+        """One optimizer step; returns what a training script would log."""
+        recipe = self.recipe
+        for place, (x, y) in enumerate(batches):
+            last = place == len(batches) - 1
+            with nullcontext() if last else self.ddp.no_sync():
+                with self._autocast():
+                    output = self.ddp(x.to(getattr(torch, recipe.dtype)))
+                    loss = nn.functional.mse_loss(output.float(), y) * (poison / len(batches))
+                self.scaler.scale(loss).backward()
+        seen = {"loss": loss.detach()}
+        if recipe.clip:
+            self.scaler.unscale_(self.optimizer)
+            seen["norm"] = self._clip()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=recipe.set_to_none)
+        return seen
+
+    def _autocast(self) -> Any:
+        if not self.recipe.autocast:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=getattr(torch, self.recipe.autocast))
+
+    def _clip(self) -> Tensor:
+        if self.recipe.clip == "own" and self.state is not None:
+            return self.state.clip_grad_norm_(MAX_NORM)
+        return nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
+
+    def train(self) -> dict[str, Any]:
+        """All steps; everything that can be seen of them, and of model and optimizer afterwards."""
+        recipe, seen = self.recipe, {}
+        for index in range(recipe.steps):
+            batches = [self.batch(index * recipe.accumulate + place) for place in range(recipe.accumulate)]
+            poison = float("inf") if index == recipe.poisoned_step else 1.0
+            for name, value in self.step(batches, poison).items():
+                seen[f"{name} of step {index}"] = value.clone()
+            if recipe.scaler:
+                seen[f"loss scale after step {index}"] = self.scaler.get_scale()
+        # No synchronize(): state dicts must be right without.
+        seen["model"] = self.ddp.module.state_dict()
+        seen["optimizer"] = self.optimizer.state_dict()
+        return _leaves(seen)
+
+    def close(self) -> None:
+        """Take DeAR off again."""
+        if self.state is not None:
+            self.state.detach()
+
+
+def _leaves(value: Any, path: str = "") -> dict[str, Any]:
+    """Nested dicts and lists as one dict from path to value; tensors copied to the host."""
+    if isinstance(value, (Mapping, list, tuple)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        return {k: v for key, item in items for k, v in _leaves(item, f"{path}.{key}".lstrip(".")).items()}
+    return {path: value.detach().cpu().clone() if isinstance(value, Tensor) else value}
+
+
+def difference(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> tuple[float, list[str]]:
+    """Largest difference, and the paths of all that is not equal bit for bit (a NaN equals a NaN)."""
+    if actual.keys() != expected.keys():
+        return float("inf"), sorted(actual.keys() ^ expected.keys())
+    largest, paths = 0.0, []
+    for path, value in expected.items():
+        other = actual[path]
+        if not isinstance(value, Tensor):
+            if other != value:
+                paths.append(f"{path}: {other!r} instead of {value!r}")
+            continue
+        if other.shape != value.shape or other.dtype != value.dtype:
+            return float("inf"), [f"{path}: {other.dtype} {tuple(other.shape)}"]
+        unequal = (other != value) & ~(other.isnan() & value.isnan())
+        if bool(unequal.any()):
+            paths.append(path)
+            gap = float((other.double() - value.double()).abs()[unequal].max())
+            largest = max(largest, gap if gap == gap else float("inf"))
+    return largest, paths
+
+
+def digest(values: Mapping[str, Any]) -> str:
+    """Hash of the parameters, for comparing ranks. Batch statistics are each rank's own."""
+    sha = hashlib.sha256()
+    for path, value in values.items():
+        if path.startswith("model.") and "running_" not in path:
+            sha.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
