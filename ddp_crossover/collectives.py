@@ -76,6 +76,39 @@ class ScatterLeg(Leg):
         """This rank's slice of the buffer; holds the sum over ranks after :meth:`wait`."""
 
 
+class StreamOrder:
+    """Orders the CUDA streams that a forward may run on: who reads waits for what another stream has written.
+
+    An update is applied once, at the first wait point that needs it, on the stream that is current there. A module on
+    another stream, which uses the same parameters or others of the same fusion group, finds nothing left to do.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._stream: torch.cuda.Stream | None = None
+        self._written: torch.cuda.Event | None = None
+
+    def join(self) -> None:
+        """Before reading or writing what :meth:`mark` was called for. Costs nothing on CPU."""
+        if self._stream is None or self._written is None:
+            return
+        stream = self._link.current_stream()
+        if stream is not None and stream != self._stream:
+            stream.wait_event(self._written)
+
+    def mark(self) -> None:
+        """After reading or writing. Whoever calls it has joined before, so one event stands for all streams."""
+        self._stream = self._link.current_stream()
+        if self._stream is not None:
+            self._written = self._written or torch.cuda.Event()
+            self._written.record(self._stream)
+
+    def keep(self, tensor: Tensor) -> None:
+        """The stream that is current reads ``tensor``, which may have been made on another and be dropped soon."""
+        if (stream := self._link.current_stream()) is not None:
+            tensor.record_stream(stream)
+
+
 class Link(ABC):
     """Runs legs on one process group.
 
@@ -118,6 +151,13 @@ class Link(ABC):
     def next_iteration(self) -> None:
         """Legs started from now on belong to the next training iteration."""
 
+    def adopt(self, buffer: Tensor) -> None:  # noqa: B027  (memory that is not CUDA's needs nothing)
+        """Legs are going to use this memory. It may be dropped while the last of them is still under way."""
+
+    def current_stream(self) -> torch.cuda.Stream | None:
+        """The CUDA stream that the caller works on; None where work is done in the order of the calls."""
+        return None
+
     def shut_down(self) -> None:
         """Close at the end of the program, or when the model has been dropped."""
         self.close()
@@ -126,9 +166,13 @@ class Link(ABC):
         """Release the process group. No leg may be under way."""
         if self.owns_process_group:
             self.owns_process_group = False
-            # The user's own destroy_process_group() may have taken it already.
-            with contextlib.suppress(ValueError):
-                dist.destroy_process_group(self.process_group)
+            release(self.process_group)
+
+
+def release(process_group: dist.ProcessGroup) -> None:
+    """Destroy a process group, unless the user's own ``destroy_process_group()`` has taken it already."""
+    with contextlib.suppress(ValueError):
+        dist.destroy_process_group(process_group)
 
 
 def slice_bounds(numel: int, world_size: int, rank: int) -> tuple[int, int]:
@@ -167,22 +211,29 @@ def make_link(
             f"uses {backend!r} for parameters on {device}; call init_process_group with one of these backends"
         )
     ranks = dist.get_process_group_ranks(process_group)
-    if own_group is not None:
-        if (others := dist.get_process_group_ranks(own_group)) != ranks:
-            raise ValueError(
-                f"process_group has the ranks {others}, but the model is replicated over {ranks}: "
-                "make it over the same ranks, or leave it out"
-            )
-        return link(own_group, device)
-    new_group = dist.new_group(
-        ranks=ranks,
-        timeout=timeout,
-        backend=backend,
-        use_local_synchronization=True,
-        group_desc="ddp_crossover",
-    )
-    made = link(cast(dist.ProcessGroup, new_group), device)  # a member: every rank of it calls this
-    made.owns_process_group = True
+    if own_group is not None and (others := dist.get_process_group_ranks(own_group)) != ranks:
+        raise ValueError(
+            f"process_group has the ranks {others}, but the model is replicated over {ranks}: "
+            "make it over the same ranks, or leave it out"
+        )
+
+    def new_group(purpose: str) -> dist.ProcessGroup:
+        group = dist.new_group(
+            ranks=ranks,
+            timeout=timeout,
+            backend=backend,
+            # Ranks outside of it know nothing of a subgroup's model, and do not call this.
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+            group_desc=f"ddp_crossover {purpose}",
+        )
+        return cast(dist.ProcessGroup, group)  # a member: every rank of it calls this
+
+    process_group = own_group if own_group is not None else new_group("legs")
+    if link is NcclLink:
+        made: Link = NcclLink(process_group, device, small_group=new_group("norms"))
+    else:
+        made = link(process_group, device)
+    made.owns_process_group = own_group is None
     return made
 
 

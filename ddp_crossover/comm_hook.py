@@ -15,7 +15,6 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -37,7 +36,7 @@ from ddp_crossover.torch_internals import (
     managed_parameters,
     process_group_timeout,
 )
-from ddp_crossover.updates import DeferredUpdates, untouched_slots
+from ddp_crossover.updates import DeferredUpdates
 from ddp_crossover.wait_points import ForwardWatch, WaitPoints
 
 
@@ -140,9 +139,10 @@ class DearState:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the norm of all gradients of the model, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-        The norm is taken from this rank's shards and agreed on by all ranks (every rank must call it); the factor
-        is applied when the gradients are used. So it waits for reduce-scatters, never for all-gathers.
-        If a gradient has been read or changed already, the stock function does the work.
+        Each rank contributes the norm of its shards (so every rank must call it); the factor is applied when the
+        gradients are used. So it waits for reduce-scatters, never for all-gathers. A gradient that has been
+        read or changed already counts as it is now. The stock function does the work where some gradient
+        does not travel: in the first iterations, and with parameters that DDP was told to ignore.
 
         Args:
             max_norm: norm to clip to.
@@ -152,13 +152,11 @@ class DearState:
             The norm before clipping: 0-dim, on the parameters' device, fp32 (fp64 with fp64 gradients).
         """
         pipeline = self._pipeline
-        if pipeline is not None and pipeline.phase is Phase.REDUCED:
-            slots = untouched_slots(pipeline, self._every_parameter)
-            norm = shards.total_norm(pipeline, slots, float(norm_type))
-            if norm is not None:
-                assert slots is not None
-                factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
-                shards.scale_later(slots, factor)
+        if pipeline is not None and pipeline.phase is Phase.REDUCED and norm_type > 0:
+            gradients = shards.gradients_of(pipeline, self._every_parameter)
+            if gradients is not None:
+                norm = shards.total_norm(pipeline, gradients, float(norm_type))
+                shards.scale(gradients, torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
                 return norm
         return torch.nn.utils.clip_grad_norm_(self._every_parameter, max_norm, norm_type)
 
@@ -208,7 +206,7 @@ class DearState:
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """The work of :func:`dear_hook`."""
         if self._detached:
-            return allreduce_hook(self._process_group, bucket)
+            return self._reduce_detached(bucket)
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "dear_hook cannot be captured in a CUDA graph, because its step spans two iterations: "
@@ -223,7 +221,16 @@ class DearState:
         if self._layouts.complete:
             # Once more, for the graph task of the last bucket: reentrant checkpointing has several.
             call_after_backward(self._graph_task_ended)
+        elif bucket.is_last() and not self._may_skip_buckets():
+            names = ", ".join(self._named[index][0] for index in self._layouts.missing())
+            raise RuntimeError(
+                f"DDP does not reduce {names}, which did not require a gradient when it was built: freeze and unfreeze "
+                "parameters before building DistributedDataParallel, then attach"
+            )
         return future
+
+    def _may_skip_buckets(self) -> bool:
+        return bool(getattr(self._model, "skip_all_reduce_unused_params", False))
 
     def _begin_backward(self) -> None:
         if self._pipeline is not None:
@@ -241,6 +248,13 @@ class DearState:
         buffer.mul_(1.0 / self._link.world_size)
         return self._link.all_reduce(bucket.index(), buffer)
 
+    def _reduce_detached(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """What DDP does without a hook: it cannot be taken out of DDP again."""
+        buffer = bucket.buffer().mul_(1.0 / self._process_group.size())
+        work = dist.all_reduce(buffer, group=self._process_group, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda future: future.value()[0])
+
     def _stage(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         assert self._pipeline is not None
         buffer = bucket.buffer()
@@ -255,8 +269,7 @@ class DearState:
         call_after_backward(self._backward_ended)
 
     def _backward_ended(self) -> None:
-        may_skip = getattr(self._model, "skip_all_reduce_unused_params", False)
-        if not self._in_backward or not (self._layouts.complete or may_skip):
+        if not self._in_backward or not (self._layouts.complete or self._may_skip_buckets()):
             return
         self._in_backward = False
         self._layouts.end_backward()

@@ -31,7 +31,7 @@ def require_same_setup(
                 "param_groups": [
                     {
                         "params": [name_of.get(id(p), "not in the model") for p in group["params"]],
-                        **{key: str(value) for key, value in hyperparameters(group).items()},
+                        **{key: _comparable(value) for key, value in hyperparameters(group).items()},
                     }
                     for group in optimizer.param_groups
                 ],
@@ -40,6 +40,17 @@ def require_same_setup(
         ],
     }
     require_equal("setup", setup, link.process_group, named[0][1].device)
+
+
+def _comparable(value: object) -> object:
+    """A hyperparameter as something that is equal on two ranks when it means the same."""
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist())
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return [_comparable(item) for item in value]
+    return type(value).__name__  # functions and objects differ in their address at least
 
 
 def agree_on_plan(

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_crossover.collectives import Link
+from ddp_crossover.collectives import Link, StreamOrder
 from ddp_crossover.fusion import FusionGroup, FusionPlan
 from ddp_crossover.gradients import PendingGrad
 from ddp_crossover.layouts import gradient_stride, same_objects
 from ddp_crossover.slots import GroupInFlight, Slot
+from ddp_crossover.torch_internals import allow_foreach
 
 
 class Phase(enum.Enum):
@@ -65,8 +66,10 @@ class Pipeline:
         self.unwritten_is_unused = unwritten_is_unused
         self.plan = plan
         self.link = link
+        self.order = StreamOrder(link)
         self.phase = Phase.IDLE
         self.has_updates = False
+        self.iteration = 0
         self.apply_updates: Callable[[list[Slot]], None] = _no_updates
         self._inverse_world_size = 1.0 / link.world_size
         self._stagings: dict[int, _Staging] = {}
@@ -78,6 +81,9 @@ class Pipeline:
             arena: torch.zeros(numel, dtype=like[arena].dtype, device=like[arena].device)
             for arena, numel in plan.arena_numel.items()
         }
+        for arena in self._arenas.values():
+            link.adopt(arena)
+        allow_foreach(PendingGrad)
         self.slots = [
             Slot(
                 index,
@@ -91,7 +97,7 @@ class Pipeline:
         ]
         for slot in self.slots:
             slot.deliver = functools.partial(self._deliver, slot)
-        self.slot_of = {slot.parameter: slot for slot in self.slots}
+        self.slot_of: dict[Tensor, Slot] = {slot.parameter: slot for slot in self.slots}
         self.groups = [self._group(spec) for spec in plan.groups]
 
     def _group(self, spec: FusionGroup) -> GroupInFlight:
@@ -111,6 +117,7 @@ class Pipeline:
             group.scatter = group.gather = None
             group.complete = False
         self._arrived.clear()
+        self.iteration += 1
         self.phase = Phase.BACKWARD
 
     def stage(
@@ -127,8 +134,10 @@ class Pipeline:
         staging = self._stagings.get(index)
         if staging is None or not same_objects(staging.parameters, parameters):
             staging = self._stagings[index] = self._plan_staging(buffer, parameters, gradients())
+        self.order.join()
         for low, high, target in staging.copies:
             torch.mul(buffer[low:high], self._inverse_world_size, out=target)
+        self.order.mark()
         self._arrived.append(staging)
         if self.unwritten_is_unused:
             for slot in staging.slots:
@@ -140,6 +149,7 @@ class Pipeline:
 
     def end_backward(self) -> None:
         """Launch the gather legs in use order and put a PendingGrad into every ``.grad``."""
+        self.order.join()
         self._complete_partly_staged_groups()
         for index in self.plan.use_order:
             group = self.groups[index]
@@ -173,7 +183,7 @@ class Pipeline:
                 group.scatter = self.link.reduce_scatter(group.spec.index, group.buffer)
 
     def _plan_staging(self, buffer: Tensor, parameters: list[Tensor], gradients: list[Tensor]) -> _Staging:
-        slots = [self.slot_of[parameter] for parameter in parameters]  # type: ignore[index]
+        slots = [self.slot_of[parameter] for parameter in parameters]
         copies: list[tuple[int, int, Tensor]] = []
         low = high = target = -1
         arena: Tensor | None = None
@@ -206,6 +216,7 @@ class Pipeline:
 
     def catch_up(self, groups: Iterable[GroupInFlight]) -> None:
         """Apply the updates that these groups' parameters still wait for. Cheap when there are none."""
+        self.order.join()
         due = [group for group in groups if group.has_updates]
         if not due:
             return
@@ -220,6 +231,7 @@ class Pipeline:
 
     def flush(self) -> None:
         """Apply all updates that have been asked for."""
+        self.order.join()
         if self.has_updates:
             self.catch_up(self.groups)
 
@@ -236,9 +248,11 @@ class Pipeline:
         for group in {group for slot in slots for group in slot.groups}:
             group.has_updates = any(slot.update is not None for slot in group.slots)
         self.has_updates = any(group.has_updates for group in self.groups)
+        self.order.mark()
 
     def complete(self, group: GroupInFlight) -> None:
         """Wait until the group's buffer holds the reduced gradients."""
+        self.order.join()
         if not group.complete:
             assert group.gather is not None
             with torch.profiler.record_function(f"ddp_crossover::wait[{group.spec.index}]"):
@@ -251,7 +265,9 @@ class Pipeline:
             self.complete(group)
         with torch.no_grad():
             self.scale([slot])
-            return memory.copy_(slot.view)
+            memory.copy_(slot.view)
+        self.order.mark()
+        return memory
 
     def scale(self, slots: Iterable[Slot]) -> None:
         """Multiply complete gradients by the factors that clipping or the loss scaler left for them."""
@@ -261,6 +277,7 @@ class Pipeline:
                 by_factors.setdefault(tuple(map(id, slot.scales)), []).append(slot)
         for alike in by_factors.values():
             for factor in alike[0].scales:
+                self.order.keep(factor)
                 torch._foreach_mul_([slot.view for slot in alike], factor)
             for slot in alike:
                 slot.scales = ()
@@ -269,6 +286,8 @@ class Pipeline:
         """End the iteration: nothing of it may be left when its buffers are filled again."""
         if self.phase is Phase.IDLE:
             return
+        for slot in self.slots if self.has_updates else ():
+            slot.applied_unused = slot.update is not None
         self.flush()
         if self.phase is Phase.REDUCED:
             for slot in self.slots:
@@ -302,6 +321,6 @@ def _no_updates(slots: list[Slot]) -> None:
 
 
 def _version(grad: Tensor | None) -> int:
-    if grad is None:
-        return -1
-    return (grad.resolve() if isinstance(grad, PendingGrad) else grad)._version
+    # Of the object that DDP sees: what it writes through a PendingGrad counts there.
+    with torch._C.DisableTorchFunctionSubclass():
+        return -1 if grad is None else grad._version

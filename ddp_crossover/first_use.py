@@ -146,6 +146,8 @@ class _Left(Hook):
 class _ReadMode(TorchDispatchMode):
     """Reports every tensor that an operator gets."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, note_read: Callable[[Tensor], None]) -> None:
         super().__init__()
         self._note_read = note_read

@@ -37,6 +37,10 @@ class _Flush(Hook):
         self._flush()
 
 
+# Methods of a module that hand out or change parameters. `_apply` is behind `to`, `half` and their like.
+_READERS = ("parameters", "named_parameters", "get_parameter", "apply", "_apply")
+
+
 class FlushPoints:
     """Hooks and instance methods on an attached model.
 
@@ -73,9 +77,9 @@ class FlushPoints:
                 module.register_state_dict_pre_hook(_Flush(self._flush)),
                 module.register_load_state_dict_pre_hook(_Flush(self._flush)),
             ]
-        for module in (ddp, ddp.module):
-            _set(module, "parameters", _FlushFirst(module, "parameters", self))
-            _set(module, "named_parameters", _FlushFirst(module, "named_parameters", self))
+        for module in ddp.modules():
+            for name in _READERS:
+                _set(module, name, _FlushFirst(module, name, self))
             _set(module, "zero_grad", _WithoutFlush(module, "zero_grad", self))
         for module in ddp.module.modules():
             _set(module, "__deepcopy__", _CleanCopy(module, self))

@@ -63,7 +63,7 @@ class GlooLink(Link):
         self._open_gathers = 0  # asked for and not drained
         self._closed = False
         self._failure: LegError | None = None
-        self._to_reduce: queue.SimpleQueue[GlooScatterLeg | None] = queue.SimpleQueue()
+        self._to_reduce: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._to_gather: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         loops = (self._post_forever, self._reduce_forever, self._gather_forever)
         # Daemons: a leg that hangs on a dead peer must not keep the process alive.
@@ -112,7 +112,8 @@ class GlooLink(Link):
             except Exception as error:
                 leg.finish(error)
                 return
-            self._to_gather.put(lambda: self._finish(leg, [*receives, *sends]))
+            # Not on thread 3: the norm must not wait for gather legs.
+            self._to_reduce.put(lambda: self._finish(leg, [*receives, *sends]))
 
         with self._wake:
             self._raise_failure()
@@ -142,7 +143,8 @@ class GlooLink(Link):
         self._to_gather.put(None)
         if self._failure is None:  # else a thread may hang in the group for a timeout yet
             for thread in self._threads:
-                thread.join()
+                if thread is not threading.current_thread():  # where garbage happened to be collected
+                    thread.join()
             super().close()
 
     def gather_drained(self) -> None:
@@ -227,7 +229,7 @@ class GlooLink(Link):
         except Exception as error:
             self._end(leg, error)
         else:
-            self._to_reduce.put(leg)
+            self._to_reduce.put(lambda: self._reduce(leg))
 
     def _post_gather(self, leg: GlooGatherLeg) -> None:
         scatter = leg.scatter
@@ -270,17 +272,20 @@ class GlooLink(Link):
     # Thread 2: adds up.
 
     def _reduce_forever(self) -> None:
-        while (leg := self._to_reduce.get()) is not None:
-            error = None
-            try:
-                self._raise_failure()
-                for receive in leg.scatter_receives:
-                    receive.wait()
-                add_in_rank_order(leg.shard(), self.rank, leg.incoming)
-                self._scratch.give_back(leg.incoming)
-            except Exception as caught:
-                error = caught
+        while (job := self._to_reduce.get()) is not None:
+            job()
+
+    def _reduce(self, leg: GlooScatterLeg) -> None:
+        try:
+            self._raise_failure()
+            for receive in leg.scatter_receives:
+                receive.wait()
+            add_in_rank_order(leg.shard(), self.rank, leg.incoming)
+            self._scratch.give_back(leg.incoming)
+        except Exception as error:
             self._end(leg, error)
+        else:
+            self._end(leg, None)
 
     # Thread 3: waits for gather legs.
 

@@ -8,15 +8,15 @@ from torch.optim import Optimizer
 
 from ddp_crossover import shards
 from ddp_crossover.dear import Phase
-from ddp_crossover.updates import optimizer_parameters, pipeline_of, untouched_slots
+from ddp_crossover.updates import optimizer_parameters, pipeline_of
 
 
 class GradScaler(torch.amp.GradScaler):
     """Drop-in ``torch.amp.GradScaler`` that keeps the overlap of ``dear_hook``.
 
-    Gradients that are still on the wire are checked on this rank's shards, all ranks agree on ``found_inf``, and the
-    unscaling is done when the gathered gradients are used. Everything else is torch's. The stock scaler gives the
-    same parameters, it only waits for all gradients first.
+    Each rank checks its own shards, all ranks get the same ``found_inf``, and gradients that are still on the wire are
+    unscaled when they have been gathered and are used. Everything else is torch's. The stock scaler gives the same
+    parameters, it only waits for all gradients first.
 
     Example::
 
@@ -32,12 +32,12 @@ class GradScaler(torch.amp.GradScaler):
         pipeline = pipeline_of(optimizer)
         if pipeline is None or pipeline.phase is not Phase.REDUCED:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        slots = untouched_slots(pipeline, optimizer_parameters(optimizer))
-        if slots and not allow_fp16 and any(slot.view.dtype is torch.float16 for slot in slots):
-            raise ValueError("Attempting to unscale FP16 gradients: keep the parameters in fp32.")
-        found = shards.found_inf(pipeline, slots)
-        if found is None:
+        gradients = shards.gradients_of(pipeline, optimizer_parameters(optimizer))
+        if gradients is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        assert slots is not None
-        shards.scale_later(slots, inv_scale.to(found.device).reshape(()))
+        slots = [*gradients.on_the_wire, *gradients.in_memory]
+        if not allow_fp16 and any(slot.view.dtype is torch.float16 for slot in slots):
+            raise ValueError("Attempting to unscale FP16 gradients: keep the parameters in fp32.")
+        found = shards.found_inf(pipeline, gradients)
+        shards.scale(gradients, inv_scale.to(found.device).reshape(()))
         return {found.device: found}

@@ -46,12 +46,22 @@ class LayoutRecorder:
             self._now[index] = self._last[index]
             return
         self._known_buckets[index] = parameters
+        if any(id(parameter) not in self._index_of for parameter in parameters):
+            raise RuntimeError(
+                "DDP reduces a parameter that did not require a gradient when dear_hook was attached: freeze and "
+                "unfreeze parameters before building DistributedDataParallel, then attach"
+            )
         self._now[index] = tuple(self._index_of[id(parameter)] for parameter in parameters)
 
     @property
     def complete(self) -> bool:
         """Whether every gradient of this backward has arrived."""
         return self._arrived == len(self._index_of)
+
+    def missing(self) -> list[int]:
+        """Parameters whose gradients have not arrived in this backward."""
+        arrived = {parameter for bucket in self._now.values() for parameter in bucket}
+        return [index for index in self._index_of.values() if index not in arrived]
 
     def end_backward(self) -> None:
         """The backward pass has finished."""

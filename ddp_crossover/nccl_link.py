@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from ddp_crossover.collectives import CommClock, Leg, Link, ScatterLeg, slice_bounds
+from ddp_crossover.collectives import CommClock, Leg, Link, ScatterLeg, release, slice_bounds
 
 # torch 2.13 renamed both; the old names warn there.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -46,18 +46,29 @@ class _NcclScatterLeg(_NcclLeg, ScatterLeg):
 class NcclLink(Link):
     """Reduce-scatter and all-gather in the order in which they are asked for, the same on all ranks.
 
+    Small exchanges have a group and a stream of their own: on that of the legs a norm would be known only after all
+    gather legs that have been asked for.
+
     ``sent_bytes`` is what a ring sends, ``(n - 1) / n`` of the buffer per leg: NCCL does not tell.
+
+    Args:
+        process_group: for the legs.
+        device: where the gradients are.
+        small_group: for small exchanges, over the same ranks. It belongs to the link.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device, small_group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         self.sent_bytes = 0
         self.clock = CommClock()
         self.process_group = process_group
+        self._small_group = small_group
+        self._closed = False
         self._device = device
         # High priority: a small kernel that compute kernels would otherwise keep waiting.
         self._stream = torch.cuda.Stream(device, priority=-1)
+        self._small_stream = torch.cuda.Stream(device, priority=-1)
 
     def next_iteration(self) -> None:
         """Nothing to tell apart: NCCL matches by order."""
@@ -67,7 +78,7 @@ class NcclLink(Link):
         shard = buffer[low:high]
         with record_function(f"ddp_crossover::reduce_scatter[{group}]"):
             # Protects the staging copies, which are on the caller's stream.
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._stream.wait_stream(self.current_stream())
             with torch.cuda.stream(self._stream):
                 _reduce_scatter(shard, buffer, group=self.process_group)
         self._count(buffer)
@@ -92,11 +103,37 @@ class NcclLink(Link):
 
     def all_gather_small(self, value: Tensor) -> Tensor:
         rows = value.new_empty((self.world_size, *value.shape))
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            _all_gather(rows.view(-1), value.reshape(-1), group=self.process_group)
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        # Protects `value`, which is made on the caller's stream.
+        self._small_stream.wait_stream(self.current_stream())
+        with torch.cuda.stream(self._small_stream):
+            _all_gather(rows.view(-1), value.reshape(-1), group=self._small_group)
+        # Protects who reads the rows.
+        self.current_stream().wait_stream(self._small_stream)
         return rows
+
+    def adopt(self, buffer: Tensor) -> None:
+        buffer.record_stream(self._stream)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def shut_down(self) -> None:
+        """Do nothing: to destroy an NCCL group is a collective.
+
+        Garbage collection and the end of a process come when they like, maybe on this rank only, maybe because of an
+        exception. The user's ``destroy_process_group()``, or the end of the process, takes the groups.
+        """
+
+    def close(self) -> None:
+        """Release the process groups; all ranks call it."""
+        if self._closed:
+            return
+        self._closed = True
+        # Protects legs under way, which the end of their group would abort.
+        self._stream.synchronize()
+        self._small_stream.synchronize()
+        release(self._small_group)
+        super().close()
 
     def _count(self, buffer: Tensor) -> None:
         self.sent_bytes += buffer.nbytes * (self.world_size - 1) // self.world_size

@@ -60,7 +60,17 @@ def _refuse_parameters(ddp: DistributedDataParallel) -> None:
                 f"{name}.weight has sparse gradients, which have no place in a flat buffer: build {name} with "
                 "sparse=False"
             )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{name or 'the model'} is a TorchScript module, whose forward runs no hooks: use the module that it "
+                "was scripted from, with torch.compile for speed"
+            )
     for name, parameter in managed_parameters(ddp):
+        if parameter.is_complex():
+            raise ValueError(
+                f"{name} is complex, and gradients travel as real numbers: make it a real parameter and use "
+                "torch.view_as_complex in forward"
+            )
         if gradients_left_in_optimizer_hooks(parameter):
             raise ValueError(
                 f"{name} is updated inside backward (register_post_accumulate_grad_hook or "

@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals import has_raw_step, raw_step
 
-_STEPS = 3
+# Enough for counters that act every few steps, and gradients on both sides of a threshold on their size.
+_STEPS = 12
+_MAGNITUDES = (1.0, 1e-4, 1e4)
 _SAMPLES_PER_KIND = 2
 _SAMPLE_EDGE = 3
 
@@ -32,6 +34,8 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
         return "its step() has been replaced, or is not torch.optim's kind of step()"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True"
+    if (name := _unknown_attribute(optimizer)) is not None:
+        return f"it keeps something of its own in .{name}"
     devices = {p.device for g in optimizer.param_groups for p in g["params"] if p.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices=list(devices)):
@@ -58,7 +62,7 @@ class _Clone:
         attributes = {k: v for k, v in vars(optimizer).items() if k != "step"}
         self.closure_calls = 0
         groups = [
-            {**_without_parameters(group), "params": _samples(group["params"], seed)}
+            {**_awake(_without_parameters(group)), "params": _samples(group["params"], seed)}
             for seed, group in enumerate(optimizer.param_groups)
         ]
         for name, value in attributes.items():
@@ -70,7 +74,8 @@ class _Clone:
 
     def set_gradients(self, step: int) -> None:
         for index, parameter in enumerate(self.parameters):
-            parameter.grad = _noise(parameter, seed=1000 * (step + 1) + index)
+            noise = _noise(parameter, seed=1000 * (step + 1) + index)
+            parameter.grad = noise * _MAGNITUDES[step % len(_MAGNITUDES)]
 
     def step_one_by_one(self) -> None:
         """As ``updates`` does it: a step that finds no gradient, then one step per parameter."""
@@ -131,13 +136,31 @@ def _noise(like: Tensor, seed: int) -> Tensor:
     return torch.randn(like.shape, generator=generator).to(like)
 
 
+def _unknown_attribute(optimizer: Optimizer) -> str | None:
+    """An attribute that could hold other parameters, another optimizer, or anything that a clone would share."""
+    usual = vars(torch.optim.SGD([torch.zeros(1)])).keys() | {"step"}
+    for name, value in vars(optimizer).items():
+        if name not in usual and not _is_plain(value):
+            return name
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device))
+
+
+def _awake(group: dict[str, Any]) -> dict[str, Any]:
+    """A learning rate of 0, as at the start of a warm-up, would make all optimizers look alike."""
+    return {**group, "lr": 1e-3} if "lr" in group and not float(group["lr"]) else group
+
+
 def _private_copy(value: Any) -> Any:
-    if isinstance(value, OrderedDict):
-        return OrderedDict()  # step and state_dict hooks stay with the original
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # an attribute that cannot be copied is shared: at worst the trial fails
-        return value
+    # Step and state_dict hooks stay with the original.
+    return OrderedDict() if isinstance(value, OrderedDict) else copy.deepcopy(value)
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -24,11 +24,13 @@ class Slot:
         pending: makes its ``PendingGrad``.
         deliver: what its ``PendingGrad`` calls to get the value.
         update: what the optimizer still has to do with it, opaque to the pipeline; None if nothing.
+        applied_unused: its last update was applied by the next backward, because no forward had waited for it.
         scales: factors (0-dim tensors) that the gradient is multiplied by once it is complete.
         version_before: version of ``.grad`` when its bucket arrived, to see whether DDP wrote to it.
     """
 
     __slots__ = (
+        "applied_unused",
         "deliver",
         "groups",
         "index",
@@ -49,6 +51,7 @@ class Slot:
         self.groups: list[GroupInFlight] = []
         self.pending = PendingGradPool(view)
         self.update: object | None = None
+        self.applied_unused = False
         self.scales: tuple[Tensor, ...] = ()
         self.version_before = -1
         self.deliver: Callable[[Tensor], Tensor]

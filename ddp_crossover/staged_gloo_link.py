@@ -17,7 +17,8 @@ class _StagedScatterLeg(GlooScatterLeg):
     def __init__(self, link: StagedGlooLink, group: int, buffer: Tensor, host: Tensor) -> None:
         super().__init__(link, group, host)
         self.device_buffer = buffer
-        self._copied = torch.cuda.Event()
+        # Blocking: the posting thread sleeps while it waits, and leaves its core to the others.
+        self._copied = torch.cuda.Event(blocking=True)
         copy_stream = link.to_host_stream
         copy_stream.wait_stream(torch.cuda.current_stream(buffer.device))
         with torch.cuda.stream(copy_stream):
@@ -70,10 +71,18 @@ class StagedGlooLink(GlooLink):
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
         assert work is not None
+        self.sent_bytes += 2 * buffer.nbytes * (self.world_size - 1) // self.world_size  # what a ring sends
         return work.get_future().then(lambda future: future.value()[0])
 
     def all_gather_small(self, value: Tensor) -> Tensor:
         return super().all_gather_small(value.cpu()).to(value.device)
+
+    def adopt(self, buffer: Tensor) -> None:
+        for stream in (self.to_host_stream, self._to_device_stream):
+            buffer.record_stream(stream)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
 
     def after_gather(self, leg: GlooGatherLeg) -> None:
         assert isinstance(leg, _StagedGatherLeg)

@@ -5,7 +5,9 @@ Checked on torch 2.13.0 and 2.15.0. Where a name is gone, the error says so inst
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -57,6 +59,20 @@ def move_to_front(hooks_of: Optimizer, handle: RemovableHandle) -> None:
 def step_pre_hooks(optimizer: Optimizer) -> list[Any]:
     """The step pre-hooks of an optimizer, in the order in which they run."""
     return list(_private(optimizer, "_optimizer_step_pre_hooks").values())
+
+
+@contextlib.contextmanager
+def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """No step hooks, not even where a subclass calls the decorated ``super().step()``."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    hooks = {name: _private(optimizer, name) for name in names}
+    for name in names:
+        setattr(optimizer, name, OrderedDict())
+    try:
+        yield
+    finally:
+        for name, value in hooks.items():
+            setattr(optimizer, name, value)
 
 
 def process_group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
@@ -112,6 +128,16 @@ def call_before_compiled(module: torch.nn.Module, before: Callable[[], None]) ->
             module._compiled_call_impl = compiled
 
     return undo
+
+
+def allow_foreach(tensor_class: type[torch.Tensor]) -> None:
+    """Let torch's foreach implementations take tensors of this class, as DTensor does for itself.
+
+    On CUDA the stock ``clip_grad_norm_`` goes gradient by gradient for classes that are not on the list.
+    """
+    supported = _private(_private(torch.utils, "_foreach_utils"), "_foreach_supported_types")
+    if tensor_class not in supported:
+        supported.append(tensor_class)
 
 
 def use_count(tensor: torch.Tensor) -> int:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +25,7 @@ from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.gradients import PendingGrad
 from ddp_crossover.slots import Slot
 from ddp_crossover.stats import FallbackLog
-from ddp_crossover.torch_internals import move_to_front, raw_step, step_pre_hooks
+from ddp_crossover.torch_internals import move_to_front, raw_step, step_pre_hooks, without_step_hooks
 
 # GradScaler hands these to fused optimizers as attributes, for the duration of one step.
 _SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
@@ -66,6 +68,9 @@ class DeferredUpdates:
         self._fallbacks = fallbacks
         self._strict = strict
         self._stepping: Optimizer | None = None
+        self._step_frame: FrameType | None = None
+        self._nested_calls = 0
+        self._iteration = 0
         self._hidden: list[tuple[Slot, PendingGrad, int]] = []
         self._snapshot: _Snapshot | None = None
         self._reasons = dict(optimizers)
@@ -101,19 +106,25 @@ class DeferredUpdates:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._stepping is optimizer and self._hidden:
-            return None  # a subclass' step calls super().step(): one step, two calls of the hooks
-        self._restore_gradients()  # a step before this one may have raised
+        if self._stepping is optimizer and _is_running(self._step_frame):
+            self._nested_calls += 1  # a subclass' step calls super().step(): one step, two calls of the hooks
+            return None
         pipeline = self.pipeline
         if pipeline is None:
             return None
+        self._recover_from_broken_step(pipeline)
         if pipeline.phase is Phase.BACKWARD and _has_gradients(optimizer):
             raise RuntimeError(
                 "optimizer.step() after a backward that did not finish: its gradients have not been "
                 "summed over ranks. Skip this step, set the gradients to None, and restart from a checkpoint"
             )
-        pipeline.catch_up({g for s in self._waiting(optimizer) for g in s.groups})
+        if pipeline.has_updates:
+            # Whosever update it is: two optimizers may share a parameter.
+            slots = [pipeline.slot_of.get(parameter) for parameter in optimizer_parameters(optimizer)]
+            pipeline.catch_up({g for s in slots if s is not None and s.update is not None for g in s.groups})
         reason = self._reasons[optimizer]
+        if reason is None and (len(args) > 2 or set(kwargs) - {"closure"}):
+            reason = "it was called with arguments besides the closure"
         if reason is not None:
             self._fallbacks.note(f"{type(optimizer).__name__}.step() waits for all gradients: {reason}")
         if reason is not None or not self.enabled:
@@ -127,8 +138,8 @@ class DeferredUpdates:
             self._hide_gradients(optimizer)
             return loss
 
-        self._stepping = optimizer
-        return args[:1], {**kwargs, "closure": closure}
+        self._stepping, self._step_frame, self._iteration = optimizer, sys._getframe(1), pipeline.iteration
+        return args[:1], {"closure": closure}
 
     def _hide_gradients(self, optimizer: Optimizer) -> None:
         pipeline = self.pipeline
@@ -158,6 +169,9 @@ class DeferredUpdates:
         pipeline = self.pipeline
         if self._stepping is not optimizer or pipeline is None:
             return
+        if self._nested_calls:
+            self._nested_calls -= 1
+            return
         hidden, snapshot = self._hidden, self._snapshot
         self._restore_gradients()
         if snapshot is None:
@@ -169,15 +183,17 @@ class DeferredUpdates:
     def _restore_gradients(self) -> None:
         for slot, grad, _ in self._hidden:
             slot.parameter.grad = grad
-        self._stepping, self._hidden, self._snapshot = None, [], None
+        self._forget_step()
 
-    def _waiting(self, optimizer: Optimizer) -> Iterator[Slot]:
-        assert self.pipeline is not None
-        if not self.pipeline.has_updates:
-            return
-        for slot in self.pipeline.slots:
-            if isinstance(slot.update, _Update) and slot.update.snapshot.optimizer is optimizer:
-                yield slot
+    def _recover_from_broken_step(self, pipeline: Pipeline) -> None:
+        """A step that raised has left its gradients hidden; they count unless a backward has come since."""
+        if self._hidden and self._iteration == pipeline.iteration:
+            self._restore_gradients()
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._stepping, self._step_frame, self._nested_calls = None, None, 0
+        self._hidden, self._snapshot = [], None
 
     def _hide_parameter(self, parameter: Tensor) -> Tensor | None:
         if not self._strict:
@@ -211,7 +227,7 @@ def _step_on(snapshot: _Snapshot, groups: dict[int, list[Slot]]) -> None:
     for slot in slots:
         slot.parameter.grad = slot.view
     try:
-        with _as_if_called_by_the_user(), _present_as(optimizer, snapshot, groups):
+        with _as_if_called_by_the_user(), without_step_hooks(optimizer), _present_as(optimizer, snapshot, groups):
             raw_step(optimizer)(optimizer)
     finally:
         for slot, gradient in zip(slots, gradients, strict=True):
@@ -274,25 +290,6 @@ def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def untouched_slots(pipeline: Pipeline, parameters: Iterable[Tensor]) -> list[Slot] | None:
-    """The gradients of these parameters, or None unless all are on the wire and were never looked at."""
-    slots = []
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        slot = pipeline.slot_of.get(parameter)  # type: ignore[call-overload]
-        if slot is None or not pipeline.is_pending(slot) or slot.update is not None:
-            return None
-        slots.append(slot)
-    if any(not _same_factors(slot, slots[0]) for slot in slots):
-        return None
-    return slots
-
-
-def _same_factors(left: Slot, right: Slot) -> bool:
-    return list(map(id, left.scales)) == list(map(id, right.scales))
-
-
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     """A param group without its parameters, safe from later changes."""
     return {key: _copied(value) for key, value in group.items() if key not in ("params", "param_names")}
@@ -301,7 +298,17 @@ def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return copy.copy(value) if isinstance(value, (list, dict, set)) else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_copied, value))
+    return copy.copy(value) if isinstance(value, (dict, set)) else value
+
+
+def _is_running(frame: FrameType | None) -> bool:
+    """Whether the call that ``frame`` belongs to has not returned or raised yet."""
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is not None
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

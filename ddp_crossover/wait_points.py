@@ -38,6 +38,7 @@ class ForwardWatch:
         on_end: Callable[[bool], None],
     ) -> None:
         self.depth = 0
+        self._handled: BaseException | None = None
         self._on_begin = on_begin
         self._on_end = on_end
         # Never part of a compiled graph: what they decide changes from one forward to the next.
@@ -47,12 +48,14 @@ class ForwardWatch:
         ]
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        self.depth += 1
+        self.depth = 1  # not one more: a KeyboardInterrupt may have skipped the end
+        self._handled = sys.exc_info()[1]
         self._on_begin()
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.depth = max(self.depth - 1, 0)
-        self._on_end(sys.exc_info()[0] is None)
+        self.depth = 0
+        # The model may be called where an exception is being handled; only a new one is its own.
+        self._on_end(sys.exc_info()[1] is self._handled)
 
     def remove(self) -> None:
         """Take the hooks down."""
@@ -102,26 +105,32 @@ class WaitPoints:
         """Take the hooks down."""
         for undo in self._undo:
             undo()
-        for guard in self._guards.values():
+        self._disarm()
+
+    def _disarm(self) -> None:
+        for slot, guard in self._guards.items():
+            slot.applied_unused = False
             guard.remove()
         self._guards.clear()
 
     def begin_forward(self) -> None:
         """Wait for what the root itself uses, and for what no audit has seen used."""
+        self._disarm()
         self._pipeline.catch_up(self._at_root)
 
     def end_forward(self) -> None:
         """Updates that no module of this forward waited for: no gradient may come of them."""
-        for slot in [slot for slot in self._guards if slot.update is None]:
-            self._guards.pop(slot).remove()
         if not self._pipeline.has_updates or not torch.is_grad_enabled():
             return
         for slot in self._pipeline.slots:
-            if slot.update is not None and slot not in self._guards:
+            if slot.update is not None and slot.parameter.requires_grad:
+                slot.applied_unused = False
                 self._guards[slot] = slot.parameter.register_hook(_RefuseStale(slot))
 
     def wait(self, groups: list[GroupInFlight]) -> None:
         """Apply the updates of these groups; all updates if a module is called from outside."""
+        # Before the early exit: another stream may have applied them.
+        self._pipeline.order.join()
         if self._pipeline.has_updates:
             if self._inside_forward():
                 self._pipeline.catch_up(groups)
@@ -155,7 +164,7 @@ class _RefuseStale(Hook):
         self._slot = slot
 
     def __call__(self, gradient: Tensor) -> None:
-        if self._slot.update is not None:
+        if self._slot.update is not None or self._slot.applied_unused:
             raise StaleParameterError(
                 f"{self._slot.name} was used by this forward in a way that the first forwards did not show, before "
                 "its update was applied. Call state.synchronize() before such a forward, or attach "

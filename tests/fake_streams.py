@@ -1,0 +1,171 @@
+"""CUDA streams for a machine without CUDA: all work is done on the CPU at once, and who has waited for whom is kept.
+
+Every stream has a vector clock. A `wait_stream` or `wait_event` merges the other's into it, as of the moment of the
+wait or the record. Two accesses to the same bytes from two streams, one of them a write, are a race unless the later
+stream's clock includes the earlier access: on a GPU nothing would keep their order then.
+
+Only accesses to storages that are `watched` count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from ddp_crossover import dear, gloo_link, nccl_link
+from ddp_crossover.gradients import PendingGrad
+
+# They make another tensor of the same memory, and neither read nor write it.
+_ALIASING = ("aten::slice", "aten::detach", "aten::as_strided", "aten::narrow", "aten::alias", "aten::t")
+
+
+class FakeStream:
+    """A stream: the vector clock of what it is ordered behind."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.clock: Counter[FakeStream] = Counter()
+
+    def tick(self) -> int:
+        self.clock[self] += 1
+        return self.clock[self]
+
+    def wait_stream(self, other: FakeStream) -> None:
+        other.tick()
+        self.clock |= other.clock
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.clock |= event.clock
+
+    def synchronize(self) -> None:
+        pass
+
+
+class FakeEvent:
+    """What a stream knew when it was recorded."""
+
+    def __init__(self, **options: Any) -> None:
+        self.clock: Counter[FakeStream] = Counter()
+
+    def record(self, stream: FakeStream) -> None:
+        stream.tick()
+        self.clock = stream.clock.copy()
+
+
+class Access(NamedTuple):
+    low: int
+    high: int
+    writes: bool
+    stream: FakeStream
+    time: int
+    what: str
+
+
+class Gpu(TorchDispatchMode):
+    """Sees every operation, and on which stream it would run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main = self.current = FakeStream()
+        self.watched: set[int] = set()
+        self.recorded: set[tuple[int, FakeStream]] = set()
+        self.races: Counter[tuple[str, str]] = Counter()
+        self.seen = 0
+        self._accesses: list[Access] = []
+
+    @contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        """What `torch.cuda.stream` does."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        self.watched.add(tensor.untyped_storage().data_ptr())
+
+    def access(self, tensor: torch.Tensor, *, writes: bool, what: str) -> None:
+        if not tensor.numel() or tensor.untyped_storage().data_ptr() not in self.watched:
+            return
+        low, high = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+        now = Access(low, high, writes, self.current, self.current.tick(), what)
+        self.seen += 1
+        kept = []
+        for then in self._accesses:
+            if then.low < high and low < then.high and (writes or then.writes):
+                if self.current.clock[then.stream] < then.time:
+                    self.races[then.what, what] += 1
+                elif writes and low <= then.low and then.high <= high:
+                    continue  # whoever is ordered behind this access is behind that one too
+            kept.append(then)
+        self._accesses = [*kept, now]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if not (name.startswith("c10d") or "view" in name or name in _ALIASING):
+            named = {argument.name: argument for argument in func._schema.arguments}
+            given = [*zip(func._schema.arguments, args, strict=False), *((named[key], kwargs[key]) for key in kwargs)]
+            for argument, value in given:
+                writes = bool(argument.alias_info and argument.alias_info.is_write)
+                for tensor in tree_iter(value):
+                    if isinstance(tensor, torch.Tensor) and not isinstance(tensor, PendingGrad):
+                        self.access(tensor, writes=writes, what=name)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def fake_gpu(*, gather_writes: bool = True) -> Iterator[Gpu]:
+    """Within it a CPU model trains over `NcclLink` on fake streams. Call it on a gloo group of one rank.
+
+    `gather_writes=False`: an all-gather leaves this rank's own shard alone, which at world size 1 is everything.
+    Else it counts as writing all, as it does on other ranks, so that nobody may read early.
+    """
+    gpu = Gpu()
+    reduce_scatter, all_gather = nccl_link._reduce_scatter, nccl_link._all_gather
+    make_pipeline = dear.Pipeline.__init__
+
+    def scatter(shard: torch.Tensor, buffer: torch.Tensor, **options: Any) -> Any:
+        gpu.access(buffer, writes=False, what="reduce_scatter")
+        gpu.access(shard, writes=True, what="reduce_scatter")
+        return reduce_scatter(shard, buffer, **options)
+
+    def gather(buffer: torch.Tensor, shard: torch.Tensor, **options: Any) -> Any:
+        gpu.access(shard, writes=False, what="all_gather")
+        if gather_writes:
+            gpu.access(buffer, writes=True, what="all_gather")
+        return all_gather(buffer, shard, **options)
+
+    def watched_pipeline(pipeline: dear.Pipeline, *args: Any, **options: Any) -> None:
+        make_pipeline(pipeline, *args, **options)
+        for arena in pipeline._arenas.values():
+            gpu.watch(arena)
+
+    def record_stream(tensor: torch.Tensor, stream: FakeStream) -> None:
+        gpu.recorded.add((tensor.untyped_storage().data_ptr(), stream))
+
+    replacements = [
+        (torch.cuda, "Stream", FakeStream),
+        (torch.cuda, "Event", FakeEvent),
+        (torch.cuda, "stream", gpu.on),
+        (torch.cuda, "current_stream", lambda *device: gpu.current),
+        (torch.Tensor, "record_stream", record_stream),
+        (gloo_link, "GlooLink", nccl_link.NcclLink),
+        (nccl_link, "_reduce_scatter", scatter),
+        (nccl_link, "_all_gather", gather),
+        (dear.Pipeline, "__init__", watched_pipeline),
+    ]
+    with ExitStack() as stack:
+        for owner, name, replacement in replacements:
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        with gpu:
+            yield gpu
