@@ -180,6 +180,13 @@ def slice_bounds(numel: int, world_size: int, rank: int) -> tuple[int, int]:
     return numel * rank // world_size, numel * (rank + 1) // world_size
 
 
+def all_reduce_sum(buffer: Tensor, process_group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
+    """The backend's own all-reduce, in place; the future delivers ``buffer``."""
+    work = dist.all_reduce(buffer, group=process_group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])
+
+
 def make_link(
     process_group: dist.ProcessGroup,
     device: torch.device,

@@ -19,14 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_crossover import shards
-from ddp_crossover.collectives import Link, make_link
+from ddp_crossover.collectives import Link, all_reduce_sum, make_link
 from ddp_crossover.consensus import agree_on_plan, require_same_setup
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.first_use import FirstUseAudit
 from ddp_crossover.flush_points import FlushPoints
 from ddp_crossover.fusion import DEFAULT_FUSION_MB, FusionPlan
 from ddp_crossover.layouts import LayoutRecorder
-from ddp_crossover.refusals import refuse_model, refuse_optimizers, refuse_options
+from ddp_crossover.refusals import refuse_model, refuse_optimizers, refuse_options, why_plain_all_reduce
 from ddp_crossover.separability import why_not_separable
 from ddp_crossover.stats import DearStats, FallbackLog
 from ddp_crossover.torch_internals import (
@@ -89,7 +89,7 @@ class DearState:
         timeout = process_group_timeout(ddp.process_group, self._device)
         self._link: Link = make_link(ddp.process_group, self._device, timeout, own_group=process_group)
         self._fallbacks = FallbackLog()
-        self._plain_reason = _why_plain(ddp, schedule)
+        self._plain_reason = why_plain_all_reduce(ddp, schedule)
         require_same_setup(self._link, self._named, optimizers, schedule, self._fusion_mb)
         self._updates = DeferredUpdates(
             [(one, why_not_separable(one)) for one in optimizers], self._fallbacks, strict=strict
@@ -206,7 +206,8 @@ class DearState:
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """The work of :func:`dear_hook`."""
         if self._detached:
-            return self._reduce_detached(bucket)
+            # As DDP does without a hook, which cannot be taken out of it again.
+            return all_reduce_sum(bucket.buffer().mul_(1.0 / self._link.world_size), self._process_group)
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "dear_hook cannot be captured in a CUDA graph, because its step spans two iterations: "
@@ -247,13 +248,6 @@ class DearState:
         buffer = bucket.buffer()
         buffer.mul_(1.0 / self._link.world_size)
         return self._link.all_reduce(bucket.index(), buffer)
-
-    def _reduce_detached(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """What DDP does without a hook: it cannot be taken out of DDP again."""
-        buffer = bucket.buffer().mul_(1.0 / self._process_group.size())
-        work = dist.all_reduce(buffer, group=self._process_group, async_op=True)
-        assert work is not None
-        return work.get_future().then(lambda future: future.value()[0])
 
     def _stage(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         assert self._pipeline is not None
@@ -356,11 +350,3 @@ def attach(ddp: DistributedDataParallel, optimizer: Optimizer | Sequence[Optimiz
     state = DearState(ddp, optimizer, **options)  # type: ignore[arg-type]
     ddp.register_comm_hook(state, dear_hook)
     return state
-
-
-def _why_plain(ddp: DistributedDataParallel, schedule: str) -> str | None:
-    if schedule == "allreduce":
-        return "schedule='allreduce': plain all-reduce in the hook, as asked for"
-    if ddp.is_multi_device_module:
-        return "the module spans several devices: plain all-reduce in the hook"
-    return None

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from ddp_crossover.collectives import CommClock, Leg, Link, ScatterLeg, release, slice_bounds
+from ddp_crossover.collectives import CommClock, Leg, Link, ScatterLeg, all_reduce_sum, release, slice_bounds
 
 # torch 2.13 renamed both; the old names warn there.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -95,11 +95,9 @@ class NcclLink(Link):
         return _NcclLeg(f"gather leg of fusion group {leg.group}", self._stream)
 
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
-        assert work is not None
         self._count(buffer)
         self._count(buffer)
-        return work.get_future().then(lambda future: future.value()[0])
+        return all_reduce_sum(buffer, self.process_group)
 
     def all_gather_small(self, value: Tensor) -> Tensor:
         rows = value.new_empty((self.world_size, *value.shape))

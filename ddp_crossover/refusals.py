@@ -108,3 +108,12 @@ def refuse_options(schedule: str, fusion_mb: float | None) -> None:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if fusion_mb is not None and not fusion_mb > 0:
         raise ValueError(f"fusion_mb must be greater than 0 (MiB per fusion group), got {fusion_mb}")
+
+
+def why_plain_all_reduce(ddp: DistributedDataParallel, schedule: str) -> str | None:
+    """The reason for which this model is right but not pipelined, or None."""
+    if schedule == "allreduce":
+        return "schedule='allreduce': plain all-reduce in the hook, as asked for"
+    if ddp.is_multi_device_module:
+        return "the module spans several devices: plain all-reduce in the hook"
+    return None

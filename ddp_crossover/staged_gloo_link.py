@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_crossover.collectives import ScatterLeg
+from ddp_crossover.collectives import ScatterLeg, all_reduce_sum
 from ddp_crossover.gloo_legs import GlooGatherLeg, GlooScatterLeg
 from ddp_crossover.gloo_link import GlooLink
 
@@ -69,10 +69,8 @@ class StagedGlooLink(GlooLink):
         return self._start_gather(_StagedGatherLeg(self, scatter))
 
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
-        assert work is not None
         self.sent_bytes += 2 * buffer.nbytes * (self.world_size - 1) // self.world_size  # what a ring sends
-        return work.get_future().then(lambda future: future.value()[0])
+        return all_reduce_sum(buffer, self.process_group)
 
     def all_gather_small(self, value: Tensor) -> Tensor:
         return super().all_gather_small(value.cpu()).to(value.device)
