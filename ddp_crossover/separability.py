@@ -37,16 +37,24 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
     if (name := _unknown_attribute(optimizer)) is not None:
         return f"it keeps something of its own in .{name}"
     devices = {p.device for g in optimizer.param_groups for p in g["params"] if p.device.type == "cuda"}
-    try:
-        with torch.random.fork_rng(devices=list(devices)):
-            whole, split = _Clone(optimizer), _Clone(optimizer)
-            for step in range(_STEPS):
-                whole.set_gradients(step)
-                raw_step(whole.optimizer)(whole.optimizer)
-                split.set_gradients(step)
-                split.step_one_by_one()
-    except Exception as error:
-        return f"a trial on a small clone failed ({type(error).__name__}: {error})"
+    failure = ""
+    # Fresh state first. Some optimizers (Adagrad up to torch 2.11) make theirs when they are built.
+    for with_state in (False, True):
+        try:
+            with torch.random.fork_rng(devices=list(devices)):
+                return _try(optimizer, with_state)
+        except Exception as error:
+            failure = f"a trial on a small clone failed ({type(error).__name__}: {error})"
+    return failure
+
+
+def _try(optimizer: Optimizer, with_state: bool) -> str | None:
+    whole, split = _Clone(optimizer, with_state), _Clone(optimizer, with_state)
+    for step in range(_STEPS):
+        whole.set_gradients(step)
+        raw_step(whole.optimizer)(whole.optimizer)
+        split.set_gradients(step)
+        split.step_one_by_one()
     if split.closure_calls != _STEPS:
         return "its step() does not call the closure exactly once"
     if not _same(whole.everything(), split.everything()):
@@ -57,12 +65,13 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
 class _Clone:
     """An optimizer of the same type and settings over a few tiny parameters."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, with_state: bool) -> None:
         self.optimizer: Optimizer = object.__new__(type(optimizer))
         attributes = {k: v for k, v in vars(optimizer).items() if k != "step"}
         self.closure_calls = 0
+        originals: dict[Tensor, Tensor] = {}
         groups = [
-            {**_awake(_without_parameters(group)), "params": _samples(group["params"], seed)}
+            {**_awake(_without_parameters(group)), "params": _samples(group["params"], seed, originals)}
             for seed, group in enumerate(optimizer.param_groups)
         ]
         for name, value in attributes.items():
@@ -70,6 +79,9 @@ class _Clone:
                 setattr(self.optimizer, name, _private_copy(value))
         self.optimizer.param_groups = groups
         self.optimizer.state = defaultdict(dict)
+        for stand_in, original in originals.items() if with_state else ():
+            for key, value in optimizer.state.get(original, {}).items():
+                self.optimizer.state[stand_in][key] = _state_of_sample(value, original, stand_in)
         self.parameters: list[Tensor] = [p for group in groups for p in group["params"]]
 
     def set_gradients(self, step: int) -> None:
@@ -114,8 +126,8 @@ def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
     return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
 
 
-def _samples(parameters: list[Tensor], seed: int) -> list[Tensor]:
-    """Tiny stand-ins, a few for each kind of parameter (dimensions, dtype, device)."""
+def _samples(parameters: list[Tensor], seed: int, originals: dict[Tensor, Tensor]) -> list[Tensor]:
+    """Tiny stand-ins, a few for each kind of parameter (dimensions, dtype, device); notes whom they stand for."""
     kinds: dict[tuple[Any, ...], int] = {}
     samples: list[Tensor] = []
     for parameter in parameters:
@@ -128,7 +140,16 @@ def _samples(parameters: list[Tensor], seed: int) -> list[Tensor]:
         with torch.no_grad():
             sample.copy_(_noise(sample, seed=100 * seed + len(samples)))
         samples.append(sample.requires_grad_())
+        originals[sample] = parameter
     return samples
+
+
+def _state_of_sample(value: Any, original: Tensor, sample: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if value.dim() and value.shape == original.shape and value.numel():
+        return torch.full_like(sample, value.flatten()[0].item(), dtype=value.dtype, requires_grad=False)
+    return value.clone()
 
 
 def _noise(like: Tensor, seed: int) -> Tensor:
