@@ -61,11 +61,11 @@ class Leg(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """After this, work enqueued on the caller's side sees the result. Raises :class:`LegError`."""
+        """After this, work enqueued on the caller's side sees the result, and after a gather leg may write into the buffer.
 
-    @abstractmethod
-    def drain(self) -> None:
-        """After this, nothing reads or writes the buffer any more. Raises :class:`LegError`."""
+        Raises:
+            LegError: if the leg failed, or one before it did.
+        """
 
 
 class ScatterLeg(Leg):
@@ -132,7 +132,7 @@ class Link(ABC):
     def reduce_scatter(self, group: int, buffer: Tensor) -> ScatterLeg:
         """Start to sum ``buffer`` (flat, contiguous) over ranks; each rank keeps its own slice of the sum.
 
-        Never blocks. ``buffer`` belongs to the link until the gather leg has been drained.
+        Never blocks. ``buffer`` belongs to the link until the gather leg is over.
         """
 
     @abstractmethod

@@ -139,10 +139,8 @@ class DearState:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the norm of all gradients of the model, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-        Each rank contributes the norm of its shards (so every rank must call it); the factor is applied when the
-        gradients are used. So it waits for reduce-scatters, never for all-gathers. A gradient that has been
-        read or changed already counts as it is now. The stock function does the work where some gradient
-        does not travel: in the first iterations, and with parameters that DDP was told to ignore.
+        Every rank must call it: each gives the norm of its shards; the factor is applied when gradients are used.
+        The stock function does the work in the first iterations, and with parameters that DDP ignores.
 
         Args:
             max_norm: norm to clip to.

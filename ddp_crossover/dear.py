@@ -303,10 +303,9 @@ class Pipeline:
                 else:
                     pool.current.disarm()
         for group in self.groups:
-            leg = group.gather or group.scatter
-            if leg is not None and self.phase is Phase.REDUCED:
+            if group.gather is not None:
                 # Protects peers that still receive from this buffer.
-                leg.drain()
+                group.gather.wait()
         self.phase = Phase.IDLE
 
     def unwrap_gradients(self) -> None:

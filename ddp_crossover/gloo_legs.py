@@ -23,34 +23,22 @@ class GlooLeg(Leg):
         self.label = label
         self._link = link
         self._done = threading.Event()
-        self._drained = threading.Event()
         self._error: BaseException | None = None
 
     def wait(self) -> None:
-        self._await(self._done)
-
-    def drain(self) -> None:
-        self._await(self._drained)
+        if not self._done.is_set():
+            start_s = time.perf_counter()
+            self._done.wait()
+            self._link.clock.exposed_s += time.perf_counter() - start_s
+        if self._error is not None:
+            raise self._link.describe(self.label, self._error) from self._error
 
     def is_done(self) -> bool:
         return self._done.is_set()
 
     def finish(self, error: BaseException | None = None) -> None:
-        self._error = self._error or error
+        self._error = error
         self._done.set()
-        if error is not None:
-            self.finish_drain()
-
-    def finish_drain(self) -> None:
-        self._drained.set()
-
-    def _await(self, event: threading.Event) -> None:
-        if not event.is_set():
-            start_s = time.perf_counter()
-            event.wait()
-            self._link.clock.exposed_s += time.perf_counter() - start_s
-        if self._error is not None:
-            raise self._link.describe(self.label, self._error) from self._error
 
 
 class GlooScatterLeg(GlooLeg, ScatterLeg):
@@ -78,16 +66,15 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
 
 
 class GlooGatherLeg(GlooLeg):
-    """An all-gather that starts when its scatter leg is done."""
+    """An all-gather that starts when its scatter leg is done, and ends when nobody reads the buffer any more."""
 
     def __init__(self, link: GlooLink, scatter: GlooScatterLeg) -> None:
         super().__init__(link, f"gather leg of fusion group {scatter.group}")
         self.scatter = scatter
-        self.on_drained: Callable[[BaseException | None], None] | None = None
+        self.on_done: Callable[[BaseException | None], None] | None = None
 
-    def finish_drain(self) -> None:
-        super().finish_drain()
-        self._link.gather_drained()
-        if self.on_drained is not None:
-            on_drained, self.on_drained = self.on_drained, None
-            on_drained(self._error)
+    def finish(self, error: BaseException | None = None) -> None:
+        super().finish(error)
+        self._link.gather_ended()
+        if self.on_done is not None:
+            self.on_done(error)

@@ -60,7 +60,7 @@ class GlooLink(Link):
         self._scatters: deque[GlooScatterLeg] = deque()
         self._gathers: list[GlooGatherLeg] = []
         self._urgent: deque[Callable[[], None]] = deque()
-        self._open_gathers = 0  # asked for and not drained
+        self._open_gathers = 0  # asked for and not over
         self._closed = False
         self._failure: LegError | None = None
         self._to_reduce: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -92,8 +92,7 @@ class GlooLink(Link):
             else:
                 future.set_exception(self.describe(gather.label, error))  # type: ignore[arg-type]
 
-        # Not before the sends are out: DDP may overwrite its bucket as soon as the future is done.
-        gather.on_drained = complete
+        gather.on_done = complete
         self._start_scatter(gather.scatter)
         self._start_gather(gather)
         return future
@@ -147,7 +146,7 @@ class GlooLink(Link):
                     thread.join()
             super().close()
 
-    def gather_drained(self) -> None:
+    def gather_ended(self) -> None:
         """A gather leg is over, for better or worse."""
         with self._wake:
             self._open_gathers -= 1
@@ -298,22 +297,14 @@ class GlooLink(Link):
             self._raise_failure()
             for receive in leg.scatter.gather_receives:
                 receive.wait()
+            # Whoever waits for this leg may write into the buffer: scale it, step in place, stage anew.
+            for send in leg.scatter.sends:
+                send.wait()
             self.after_gather(leg)
         except Exception as error:
             self._end(leg, error)
         else:
             self._end(leg, None)
-            # Behind the gather legs that are queued already: nobody waits for a drained send yet.
-            self._to_gather.put(lambda: self._drain(leg))
-
-    def _drain(self, leg: GlooGatherLeg) -> None:
-        try:
-            for send in leg.scatter.sends:
-                send.wait()
-        except Exception as error:
-            leg.finish(error)
-        else:
-            leg.finish_drain()
 
     def _finish(self, leg: GlooLeg, works: list[dist.Work]) -> None:
         try:

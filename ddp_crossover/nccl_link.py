@@ -28,9 +28,6 @@ class _NcclLeg(Leg):
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._done)
 
-    def drain(self) -> None:
-        self.wait()
-
 
 class _NcclScatterLeg(_NcclLeg, ScatterLeg):
     def __init__(self, group: int, buffer: Tensor, shard: Tensor, stream: torch.cuda.Stream) -> None:

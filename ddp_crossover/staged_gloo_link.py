@@ -42,10 +42,6 @@ class _StagedGatherLeg(GlooGatherLeg):
         super().wait()
         torch.cuda.current_stream(self.device_buffer.device).wait_event(self.on_device)
 
-    def drain(self) -> None:
-        super().drain()
-        torch.cuda.current_stream(self.device_buffer.device).wait_event(self.on_device)
-
 
 class StagedGlooLink(GlooLink):
     """Peer exchange of CUDA tensors. Host waits are unavoidable: the CPU moves the bytes."""
