@@ -61,7 +61,7 @@ class Leg(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """After this, work enqueued on the caller's side sees the result, and after a gather leg may write into the buffer.
+        """After this, the caller's work sees the result, and after a gather leg may write into the buffer.
 
         Raises:
             LegError: if the leg failed, or one before it did.

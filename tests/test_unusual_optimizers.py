@@ -82,8 +82,9 @@ def _decaying(model: nn.Module) -> Optimizer:
     return DecayAfterwards(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def test_a_subclass_that_works_after_super_step_is_one_step(on_ranks) -> None:
-    check_case(Case(model=DeepNet, optimizer=_decaying), on_ranks)
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
+def test_a_subclass_that_works_after_super_step_is_one_step(on_ranks, strict) -> None:
+    check_case(Case(model=DeepNet, optimizer=_decaying, strict=strict), on_ranks)
 
 
 class Interrupted(SGD):
