@@ -86,11 +86,6 @@ def comm_hooks_of(ddp: DistributedDataParallel) -> list[Any]:
     return list(_private(ddp, "_comm_hooks"))
 
 
-def reduces_this_backward(ddp: DistributedDataParallel) -> bool:
-    """False inside ``ddp.no_sync()``."""
-    return bool(_private(ddp, "require_backward_grad_sync"))
-
-
 def managed_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
     """Named parameters that DDP reduces, in its own order, each once."""
     ignored: set[str] = _private(ddp, "parameters_to_ignore")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from equivalence import SGD, Case, Run, check_case, plain_loop, snapshot
+from loops import accumulate_without_no_sync, zero_grad_keeping_memory
 from models import DeepNet, OddNet
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,27 +17,7 @@ from wirings import SkippingNet
 import ddp_crossover as dx
 
 
-def _keep_gradients(run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        run.optimizer.zero_grad(set_to_none=False)
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        run.optimizer.step()
-        yield loss
-
-
-def _two_backwards_per_step(run: Run) -> Iterator[Any]:
-    batches = run.batches(per_step=2)
-    for x, y in batches:
-        run.optimizer.zero_grad()
-        run.loss(run.model(x), y).backward()
-        loss = run.loss(run.model(next(batches)[0]), y)
-        loss.backward()
-        run.optimizer.step()
-        yield loss
-
-
-@pytest.mark.parametrize("loop", [_keep_gradients, _two_backwards_per_step])
+@pytest.mark.parametrize("loop", [zero_grad_keeping_memory, accumulate_without_no_sync])
 @pytest.mark.parametrize("model", [DeepNet, SkippingNet])
 @pytest.mark.parametrize("view", [True, False])
 def test_kept_gradients_with_find_unused_parameters_are_reduced(on_ranks, loop, model, view) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from equivalence import Case, Run, check_case, plain_loop
+from loops import every_optimizer_steps
 from models import DeepNet
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -18,19 +19,8 @@ def _two_over_the_same(model: nn.Module) -> list[Optimizer]:
     return [SGD(model.parameters(), lr=0.1), SGD(list(model.parameters())[:3], lr=0.05, momentum=0.9)]
 
 
-def _all_step(run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        for one in run.optimizers:
-            one.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        for one in run.optimizers:
-            one.step()
-        yield loss
-
-
 def test_two_optimizers_may_share_a_parameter(on_ranks) -> None:
-    check_case(Case(_all_step, model=DeepNet, optimizer=_two_over_the_same, pipelined=False), on_ranks)
+    check_case(Case(every_optimizer_steps, model=DeepNet, optimizer=_two_over_the_same, pipelined=False), on_ranks)
 
 
 class ScaledSGD(SGD):
