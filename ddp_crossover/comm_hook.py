@@ -215,8 +215,9 @@ class DearState:
         if not self._in_backward or bucket.index() <= self._last_bucket:
             self._begin_backward()
         self._last_bucket = bucket.index()
-        self._layouts.record(bucket)
-        future = self._plain_all_reduce(bucket) if self._pipeline is None else self._stage(bucket)
+        parameters = bucket.parameters()
+        self._layouts.record(bucket.index(), parameters)
+        future = self._plain_all_reduce(bucket) if self._pipeline is None else self._stage(bucket, parameters)
         if self._layouts.complete:
             # Once more, for the graph task of the last bucket: reentrant checkpointing has several.
             call_after_backward(self._graph_task_ended)
@@ -247,10 +248,10 @@ class DearState:
         buffer.mul_(1.0 / self._link.world_size)
         return self._link.all_reduce(bucket.index(), buffer)
 
-    def _stage(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def _stage(self, bucket: GradBucket, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
         assert self._pipeline is not None
         buffer = bucket.buffer()
-        self._pipeline.stage(bucket.index(), buffer, bucket.parameters(), bucket.gradients)
+        self._pipeline.stage(bucket.index(), buffer, parameters, bucket.gradients)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         # Complete at once: backward waits for nothing, and DDP believes that it is done.
         future.set_result(buffer)

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddp_crossover.torch_internals import GradBucket
-
 _Layout = dict[int, tuple[int, ...]]  # bucket index -> parameters, in bucket order
 
 
@@ -30,28 +28,22 @@ class LayoutRecorder:
         self._last: _Layout = {}
         self._before_last: _Layout = {}
         self._planned: _Layout = {}
-        self._known_buckets: dict[int, list[Tensor]] = {}
 
     def begin_backward(self) -> None:
         """Forget what an unfinished backward has left."""
         self._now = {}
         self._arrived = 0
 
-    def record(self, bucket: GradBucket) -> None:
-        """Note one bucket. Cheap when it holds the same parameters as in the last iteration."""
-        index, parameters = bucket.index(), bucket.parameters()
+    def record(self, bucket: int, parameters: Sequence[Tensor]) -> None:
+        """Note one bucket, by its index, and what it holds."""
         self._arrived += len(parameters)
-        known = self._known_buckets.get(index)
-        if known is not None and index in self._last and same_objects(known, parameters):
-            self._now[index] = self._last[index]
-            return
-        self._known_buckets[index] = parameters
-        if any(id(parameter) not in self._index_of for parameter in parameters):
+        indices = tuple([self._index_of.get(id(parameter), -1) for parameter in parameters])
+        if -1 in indices:
             raise RuntimeError(
                 "DDP reduces a parameter that did not require a gradient when dear_hook was attached: freeze and "
                 "unfreeze parameters before building DistributedDataParallel, then attach"
             )
-        self._now[index] = tuple(self._index_of[id(parameter)] for parameter in parameters)
+        self._now[bucket] = indices
 
     @property
     def complete(self) -> bool:
