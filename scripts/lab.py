@@ -20,19 +20,18 @@ import os
 import shutil
 import signal
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType, TracebackType
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 
-from lab_parts import namespaces
-from lab_parts.commands import HostResult, OnLine, Run
-from lab_parts.namespaces import CommandError, call
+from lab_parts import links, namespaces
+from lab_parts.commands import OnLine, Run
+from lab_parts.links import Shaping
+from lab_parts.results import HostResult, LabError
+from lab_parts.signals import ending_signals_raise, uninterrupted
 
 __all__ = ["HostResult", "Lab", "LabError", "why_no_lab"]
 
 MAX_HOSTS = 8
-INTERFACE = "eth0"
 # Namespaces have ports of their own, so a fixed one is always free.
 MASTER_PORT = 29500
 # How long the others may go on after one host has failed: often enough to say what they saw of it.
@@ -44,19 +43,6 @@ TIMEOUT_EXIT_CODE = 124  # as of timeout(1)
 REFUSED_EXIT_CODE = 2
 
 
-class LabError(Exception):
-    """The lab cannot be built, a host failed, or time ran out.
-
-    `results` holds what every host has said, empty if nothing ran; `failed_rank` the host that
-    failed first, None after a timeout.
-    """
-
-    def __init__(self, message: str, results: Sequence[HostResult] = (), failed_rank: int | None = None) -> None:
-        super().__init__(message)
-        self.results = list(results)
-        self.failed_rank = failed_rank
-
-
 def why_no_lab() -> str | None:
     """What keeps this process from building a lab and what to do about it; None when nothing does.
 
@@ -65,37 +51,37 @@ def why_no_lab() -> str | None:
     for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("taskset", "util-linux")):
         if shutil.which(tool) is None:
             return f"the lab needs `{tool}`, which is not in PATH: install {package} (and have /usr/sbin in PATH)"
-    name = namespaces.new_prefix() + "probe"
-    inside = ("-n", name)
+    host = namespaces.new_prefix() + "probe"
     rights = "run as root (sudo); in a container, start that with --privileged"
-    kernel = "needs the kernel module {0}: `modprobe {0}` on the machine itself"
-    trials = (
-        (("ip", "netns", "add", name), rights),
-        (("ip", *inside, "link", "add", INTERFACE, "type", "veth", "peer", "name", "peer0"), kernel.format("veth")),
-        (("ip", *inside, "link", "add", "br0", "type", "bridge"), kernel.format("bridge")),
-        (_tbf(name, "1gbit", "256kb", "20ms"), kernel.format("sch_tbf")),
-        (("ip", "netns", "exec", name, "true"), rights),
+    module = "the kernel may lack the module {0}: try `modprobe {0}` outside of containers"
+    trials: tuple[tuple[Callable[[], None], str], ...] = (
+        (lambda: namespaces.call("ip", "netns", "add", host), rights),
+        (lambda: links.add_cable(host, links.INTERFACE, host, "peer0"), module.format("veth")),
+        (lambda: links.add_bridge(host), module.format("bridge")),
+        (lambda: links.shape(host, Shaping("1gbit", "256kb", "20ms")), module.format("sch_tbf")),
+        (lambda: namespaces.call("ip", "netns", "exec", host, "true"), rights),
     )
     try:
-        for command, way_out in trials:
+        for attempt, way_out in trials:
             try:
-                call(*command)
-            except CommandError as error:
+                attempt()
+            except LabError as error:
                 return f"the lab cannot be built here: {error}; {way_out}"
     finally:
-        namespaces.remove(namespaces.existing(name))
+        namespaces.remove(namespaces.existing(host))
     return None
 
 
 class Lab:
     """`hosts` (2 to 8) hosts, joined by links on which each sends at `rate`; None leaves them unshaped.
 
-    `rate`, `burst` and `latency` are written as for `tc` (tc-tbf(8)): "1gbit", "256kb", "20ms". A burst
-    below 1/250 s of the rate does not reach the rate. Each host is pinned to one of the cores that
-    this process may use, in turn. While it is open, SIGTERM and SIGHUP raise SystemExit, if they had no
-    handler, so that the lab is removed. After SIGKILL the next lab of this machine removes it.
+    `rate`, `burst` and `latency` are written as for `tc` (tc-tbf(8)): "1gbit", "256kb", "20ms". Each host is
+    pinned to one of the cores that this process may use, in turn. While the lab is open, SIGTERM and SIGHUP
+    raise SystemExit unless they had a handler, so that it is removed. After SIGKILL the next lab on this
+    machine removes it.
 
-    Raises LabError when it cannot be built, with the way out, and ValueError for a wrong number of hosts.
+    Raises ValueError for a wrong number of hosts; entering it raises LabError with the way out when it cannot
+    be built.
     """
 
     def __init__(
@@ -104,21 +90,19 @@ class Lab:
         if not 2 <= hosts <= MAX_HOSTS:
             raise ValueError(f"hosts must be 2 to {MAX_HOSTS}, not {hosts}")
         self.hosts = hosts
-        self._rate, self._burst, self._latency = rate, burst, latency
+        self._shaping = Shaping(rate, burst, latency)
         self._prefix = namespaces.new_prefix()
+        self._namespaces = [f"{self._prefix}host{rank}" for rank in range(hosts)]
         self._signals = contextlib.ExitStack()
 
     def __enter__(self) -> "Lab":
-        if reason := why_no_lab():
-            raise LabError(reason)
-        self._signals.enter_context(_ending_signals_raise())
+        self._signals.enter_context(ending_signals_raise())
         try:
+            if reason := why_no_lab():
+                raise LabError(reason)
             namespaces.remove(namespaces.leftovers())
-            self._build()
-            self.reshape(self._rate)
-        except CommandError as error:
-            self._close()
-            raise LabError(str(error)) from error
+            links.connect(self._namespaces, switch=f"{self._prefix}switch")
+            self._shape()
         except BaseException:
             self._close()
             raise
@@ -130,9 +114,20 @@ class Lab:
         self._close()
 
     def _close(self) -> None:
-        with _uninterrupted():
+        with self._signals, uninterrupted():
             namespaces.remove(namespaces.existing(self._prefix))
-        self._signals.close()
+
+    def reshape(self, rate: str | None, *, burst: str | None = None, latency: str | None = None) -> None:
+        """Change the rate of every host, also while they run (from `on_line` or another thread); None: no limit.
+
+        What is not given stays. Raises LabError when `tc` refuses the values.
+        """
+        self._shaping = Shaping(rate, burst or self._shaping.burst, latency or self._shaping.latency)
+        self._shape()
+
+    def _shape(self) -> None:
+        for host in self._namespaces:
+            links.shape(host, self._shaping)
 
     def run(
         self,
@@ -152,16 +147,16 @@ class Lab:
         run = Run(on_line)
         try:
             cores = sorted(os.sched_getaffinity(0))
-            for rank in range(self.hosts):
+            for rank, host in enumerate(self._namespaces):
                 pinned = ["taskset", "-c", str(cores[rank % len(cores)]), *command]
-                inside = ["ip", "netns", "exec", self._host(rank), *pinned]
+                inside = ["ip", "netns", "exec", host, *pinned]
                 run.start(rank, inside, {**os.environ, **self._environment(rank), **(env or {})})
             run.follow(timeout_s, until=lambda: run.ended or run.failed is not None)
             timed_out = not run.ended and run.failed is None
             if run.failed is not None:
                 run.follow(FAILURE_GRACE_S, until=lambda: run.ended)
         finally:
-            with _uninterrupted():
+            with uninterrupted():
                 self._end(run)
         results = [host.result() for host in run.hosts]
         if timed_out:
@@ -170,23 +165,6 @@ class Lab:
             raise LabError(_failure(run.failed.result()), results, run.failed.rank)
         return results
 
-    def reshape(self, rate: str | None, *, burst: str | None = None, latency: str | None = None) -> None:
-        """Change the rate of every host, also while they run (from `on_line` or another thread); None: no limit.
-
-        What is not given stays. Raises LabError when `tc` refuses the values.
-        """
-        self._rate, self._burst, self._latency = rate, burst or self._burst, latency or self._latency
-        for rank in range(self.hosts):
-            host = self._host(rank)
-            if rate is None:
-                command: tuple[str, ...] = (*_qdisc(host), "noqueue")
-            else:
-                command = _tbf(host, rate, self._burst, self._latency)
-            try:
-                call(*command)
-            except CommandError as error:
-                raise LabError(f"the links cannot be shaped so: {error}") from error
-
     def _end(self, run: Run) -> None:
         """End what still runs, and take in the last of its output. Nothing runs any more afterwards."""
         try:
@@ -194,7 +172,7 @@ class Lab:
             run.follow(END_GRACE_S, until=lambda: run.ended)
         finally:
             run.send(signal.SIGKILL)
-            namespaces.kill_processes(map(self._host, range(self.hosts)))
+            namespaces.kill_processes(self._namespaces)
             run.reap()
         try:
             # Everybody who could write is gone, so this reads what is left in the pipes and returns.
@@ -202,37 +180,10 @@ class Lab:
         finally:
             run.close()
 
-    def _host(self, rank: int) -> str:
-        return f"{self._prefix}host{rank}"
-
-    def _build(self) -> None:
-        """Namespaces and links. Every interface is made inside of them: deleting them deletes all."""
-        for rank in range(self.hosts):
-            call("ip", "netns", "add", self._host(rank))
-        if self.hosts == 2:
-            peer = ("peer", "name", INTERFACE, "netns", self._host(1))
-            call("ip", "-n", self._host(0), "link", "add", INTERFACE, "type", "veth", *peer)
-        else:
-            self._build_bridge()
-        for rank in range(self.hosts):
-            inside = ("ip", "-n", self._host(rank))
-            call(*inside, "addr", "add", f"{_address(rank)}/24", "dev", INTERFACE)
-            call(*inside, "link", "set", INTERFACE, "up")
-            call(*inside, "link", "set", "lo", "up")
-
-    def _build_bridge(self) -> None:
-        switch = f"{self._prefix}switch"
-        call("ip", "netns", "add", switch)
-        call("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
-        call("ip", "-n", switch, "link", "set", "br0", "up")
-        for rank in range(self.hosts):
-            peer = ("peer", "name", f"port{rank}", "netns", switch)
-            call("ip", "-n", self._host(rank), "link", "add", INTERFACE, "type", "veth", *peer)
-            call("ip", "-n", switch, "link", "set", f"port{rank}", "master", "br0", "up")
-
     def _environment(self, rank: int) -> dict[str, str]:
-        """What torchrun gives a worker (torch/distributed/elastic/agent/server/local_elastic_agent.py), and the
-        interface."""
+        """What torchrun gives a worker (torch/distributed/elastic/agent/server/local_elastic_agent.py), and
+        which way to the others.
+        """
         return {
             "RANK": str(rank),
             "LOCAL_RANK": "0",
@@ -244,7 +195,7 @@ class Lab:
             "LOCAL_WORLD_SIZE": "1",
             "GROUP_WORLD_SIZE": str(self.hosts),
             "ROLE_WORLD_SIZE": str(self.hosts),
-            "MASTER_ADDR": _address(0),
+            "MASTER_ADDR": links.address(0),
             "MASTER_PORT": str(MASTER_PORT),
             "TORCHELASTIC_RUN_ID": self._prefix.rstrip("."),
             "TORCHELASTIC_RESTART_COUNT": "0",
@@ -253,23 +204,11 @@ class Lab:
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "GLOO_SOCKET_IFNAME": INTERFACE,
-            "NCCL_SOCKET_IFNAME": INTERFACE,
+            "GLOO_SOCKET_IFNAME": links.INTERFACE,
+            "NCCL_SOCKET_IFNAME": links.INTERFACE,
             # NCCL takes ranks with equal ids for one machine and would go through its memory.
-            "NCCL_HOSTID": f"{self._prefix}host{rank}",
+            "NCCL_HOSTID": self._namespaces[rank],
         }
-
-
-def _address(rank: int) -> str:
-    return f"10.0.0.{rank + 1}"
-
-
-def _qdisc(host: str) -> tuple[str, ...]:
-    return ("tc", "-n", host, "qdisc", "replace", "dev", INTERFACE, "root")
-
-
-def _tbf(host: str, rate: str, burst: str, latency: str) -> tuple[str, ...]:
-    return (*_qdisc(host), "tbf", "rate", rate, "burst", burst, "latency", latency)
 
 
 def _failure(result: HostResult) -> str:
@@ -278,36 +217,6 @@ def _failure(result: HostResult) -> str:
         how = f"signal {signal.Signals(-result.returncode).name}"
     tail = "\n".join((result.stderr.strip() or result.stdout.strip()).splitlines()[-TAIL_LINES:])
     return f"host {result.rank} ended with {how}" + (f"; its last output:\n{tail}" if tail else "")
-
-
-@contextlib.contextmanager
-def _ending_signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit where they would end the process on the spot."""
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    with contextlib.ExitStack() as stack:
-        # Python runs handlers on the main thread and lets no other one set them.
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is signal.SIG_DFL:
-                    stack.callback(signal.signal, number, signal.signal(number, leave))
-        yield
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Signals that ask for an end wait until this is over: a second Ctrl-C must not stop the cleaning up."""
-    came: list[int] = []
-    with contextlib.ExitStack() as stack:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if callable(signal.getsignal(number)):
-                    stack.callback(signal.signal, number, signal.signal(number, lambda n, _: came.append(n)))
-        yield
-    for number in came[:1]:
-        signal.raise_signal(number)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,20 +9,11 @@ import selectors
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+
+from lab_parts.results import HostResult
 
 # Called with the rank, "stdout" or "stderr", and a line without its end.
 OnLine = Callable[[int, str, str], None]
-
-
-class HostResult(NamedTuple):
-    """What became of one host's command. A negative `returncode` is the signal that ended it."""
-
-    rank: int
-    returncode: int
-    stdout: str
-    stderr: str
-    seconds: float
 
 
 class HostCommand:

@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from lab_parts.results import LabError
+
 FAMILY = "ddplab"
 # Where `ip netns` keeps its names (iproute2, ip-netns(8)).
 NETNS_DIR = Path("/run/netns")
@@ -21,17 +23,13 @@ NETNS_DIR = Path("/run/netns")
 KILL_TIMEOUT_S = 5.0
 
 
-class CommandError(Exception):
-    """`ip` or `tc` refused; the message holds the command and what it said."""
-
-
 def call(*command: str) -> None:
-    """Run a command of the system; raises CommandError with its own words when it fails."""
+    """Run a command of the system; raises LabError with what it said when it fails."""
     # In a session of its own, a Ctrl-C does not reach it: half a cleaning up would be worse than none.
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True)
     if done.returncode:
         said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-        raise CommandError(f"`{shlex.join(command)}` failed: {said}")
+        raise LabError(f"`{shlex.join(command)}` failed: {said}")
 
 
 def new_prefix() -> str:
@@ -72,7 +70,7 @@ def remove(names: Iterable[str]) -> None:
     for name in names:
         try:
             call("ip", "netns", "delete", name)
-        except CommandError:
+        except LabError:
             # Two labs that start at once may both find the same leftovers.
             if (NETNS_DIR / name).exists():
                 raise
@@ -84,7 +82,7 @@ def kill_processes(names: Iterable[str]) -> None:
     deadline_s = time.monotonic() + KILL_TIMEOUT_S
     while pids := processes(names):
         if time.monotonic() > deadline_s:
-            raise CommandError(f"processes {pids} of the lab do not end; the kernel holds them")
+            raise LabError(f"processes {pids} of the lab do not end; the kernel holds them")
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
