@@ -236,15 +236,25 @@ def start_stubborn(tmp_path: Path) -> tuple[subprocess.Popen[str], list[int]]:
 
 
 @needs_lab
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_removes_everything_and_a_second_one_does_not_stop_that(tmp_path: Path, number: int) -> None:
-    job, pids = start_stubborn(tmp_path)
-    os.killpg(job.pid, number)
-    # The hosts ignore SIGTERM, so the lab is still waiting for them.
-    time.sleep(0.3)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_removes_the_lab_and_is_the_exit_code(number: int) -> None:
+    job = start_cli("--", "sh", "-c", "echo $$; sleep 1000")
+    assert job.stdout is not None
+    pids = [int(job.stdout.readline().split()[-1]) for _ in range(2)]
     os.killpg(job.pid, number)
     job.communicate(timeout=20)
     assert job.returncode == 128 + number
+    assert own_namespaces(job.pid) == []
+    assert [pid for pid in pids if namespaces.start_ticks(pid)] == []
+
+
+@needs_lab
+def test_an_impatient_user_does_not_stop_the_cleaning_up(tmp_path: Path) -> None:
+    job, pids = start_stubborn(tmp_path)
+    while job.poll() is None and own_namespaces(job.pid):
+        os.killpg(job.pid, signal.SIGINT)
+        time.sleep(0.001)
+    job.communicate(timeout=20)
     assert own_namespaces(job.pid) == []
     assert [pid for pid in pids if namespaces.start_ticks(pid)] == []
 
