@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
 from typing import cast
 
@@ -119,6 +120,7 @@ class Link(ABC):
         world_size: ranks in the group.
         sent_bytes: payload bytes that this rank has sent so far.
         clock: times of legs and waits.
+        orders_gathers: gather legs may leave ranks in different orders, so the link chooses as it goes.
     """
 
     process_group: dist.ProcessGroup
@@ -127,6 +129,7 @@ class Link(ABC):
     world_size: int
     sent_bytes: int
     clock: CommClock
+    orders_gathers: bool = False
 
     @abstractmethod
     def reduce_scatter(self, group: int, buffer: Tensor) -> ScatterLeg:
@@ -136,8 +139,24 @@ class Link(ABC):
         """
 
     @abstractmethod
-    def all_gather(self, scatter: ScatterLeg) -> Leg:
-        """Start to hand every rank's slice to every rank, as soon as ``scatter`` is done. Never blocks."""
+    def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> Leg:
+        """Start to hand every rank's slice to every rank, as soon as ``scatter`` is done. Never blocks.
+
+        Args:
+            scatter: the scatter leg of the same group.
+            urgency: where ranks may differ in the order of gather legs, those that are ready leave in this order
+                (smaller first) when the link would be idle. None: in the order of the calls.
+        """
+
+    def soon(self, job: Callable[[], None]) -> None:
+        """Run ``job`` before any leg that is started later; maybe on another thread. On CUDA at once, on the stream."""
+        job()
+
+    def finish_jobs(self) -> None:  # noqa: B027  (nothing to wait for where jobs run at once)
+        """Wait until all jobs given to :meth:`soon` have run."""
+
+    def set_pace(self, s_per_byte: float) -> None:  # noqa: B027  (a fixed order needs no pace)
+        """Tell how long the link takes to send a byte, so that it is known when it is idle."""
 
     @abstractmethod
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:

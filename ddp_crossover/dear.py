@@ -61,8 +61,10 @@ class Pipeline:
         parameters: Sequence[tuple[str, Parameter]],
         link: Link,
         *,
+        planned: bool = True,
         unwritten_is_unused: bool = False,
     ) -> None:
+        self._planned = planned
         self.unwritten_is_unused = unwritten_is_unused
         self.plan = plan
         self.link = link
@@ -71,6 +73,7 @@ class Pipeline:
         self.has_updates = False
         self.iteration = 0
         self.apply_updates: Callable[[list[Slot]], None] = _no_updates
+        self._urgency = {group: place for place, group in enumerate(plan.use_order)}
         self._inverse_world_size = 1.0 / link.world_size
         self._stagings: dict[int, _Staging] = {}
         self._arrived: list[_Staging] = []
@@ -134,10 +137,7 @@ class Pipeline:
         staging = self._stagings.get(index)
         if staging is None or not same_objects(staging.parameters, parameters):
             staging = self._stagings[index] = self._plan_staging(buffer, parameters, gradients())
-        self.order.join()
-        for low, high, target in staging.copies:
-            torch.mul(buffer[low:high], self._inverse_world_size, out=target)
-        self.order.mark()
+        self.link.soon(functools.partial(self._copy, buffer, staging.copies))
         self._arrived.append(staging)
         if self.unwritten_is_unused:
             for slot in staging.slots:
@@ -145,18 +145,30 @@ class Pipeline:
         for group, pieces in staging.arrivals:
             group.missing -= pieces
             if not group.missing:
-                group.scatter = self.link.reduce_scatter(group.spec.index, group.buffer)
+                self._launch(group)
+
+    @torch.no_grad()
+    def _copy(self, buffer: Tensor, copies: list[tuple[int, int, Tensor]]) -> None:
+        self.order.join()
+        for low, high, target in copies:
+            torch.mul(buffer[low:high], self._inverse_world_size, out=target)
+        self.order.mark()
+
+    def _launch(self, group: GroupInFlight) -> None:
+        index = group.spec.index
+        group.scatter = self.link.reduce_scatter(index, group.buffer)
+        if self._planned and self.link.orders_gathers:
+            group.gather = self.link.all_gather(group.scatter, self._urgency[index])
 
     def end_backward(self) -> None:
         """Launch the gather legs in use order and put a PendingGrad into every ``.grad``."""
         self.order.join()
         self._complete_partly_staged_groups()
-        for index in self.plan.use_order:
-            group = self.groups[index]
-            if group.scatter is not None:
-                group.gather = self.link.all_gather(group.scatter)
-            else:
-                group.complete = True
+        for group in self.groups:
+            group.complete = group.scatter is None
+        self._gather_in_use_order()
+        # Protects DDP's buckets, which are the memory of `.grad`, from whoever writes there next.
+        self.link.finish_jobs()
         for slot in self.slots:
             grad = slot.parameter.grad
             if grad is None or all(group.scatter is None for group in slot.groups):
@@ -171,6 +183,12 @@ class Pipeline:
                 slot.parameter.grad = pending
         self.phase = Phase.REDUCED
 
+    def _gather_in_use_order(self) -> None:
+        for index in self.plan.use_order:
+            group = self.groups[index]
+            if group.scatter is not None and group.gather is None:
+                group.gather = self.link.all_gather(group.scatter)
+
     def _complete_partly_staged_groups(self) -> None:
         """DDP leaves out buckets that no rank has used, the same ones everywhere; they count as zeros."""
         arrived: set[Slot] | None = None
@@ -180,7 +198,7 @@ class Pipeline:
                 for slot in group.slots:
                     if slot not in arrived:
                         slot.view.zero_()
-                group.scatter = self.link.reduce_scatter(group.spec.index, group.buffer)
+                self._launch(group)
 
     def _plan_staging(self, buffer: Tensor, parameters: list[Tensor], gradients: list[Tensor]) -> _Staging:
         slots = [self.slot_of[parameter] for parameter in parameters]
@@ -302,6 +320,8 @@ class Pipeline:
                     pool.current.resolve()
                 else:
                     pool.current.disarm()
+        if self.phase is Phase.BACKWARD:  # it broke off, on all ranks alike
+            self._gather_in_use_order()
         for group in self.groups:
             if group.gather is not None:
                 # Protects peers that still receive from this buffer.

@@ -66,11 +66,21 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
 
 
 class GlooGatherLeg(GlooLeg):
-    """An all-gather that starts when its scatter leg is done, and ends when nobody reads the buffer any more."""
+    """An all-gather that starts when its scatter leg is done, and ends when nobody reads the buffer any more.
 
-    def __init__(self, link: GlooLink, scatter: GlooScatterLeg) -> None:
+    Attributes:
+        scatter: the scatter leg.
+        urgency: smaller goes first among those that are ready; None keeps the order of asking.
+        paced: only when the link has nothing else to send.
+    """
+
+    def __init__(
+        self, link: GlooLink, scatter: GlooScatterLeg, urgency: int | None = None, *, paced: bool = True
+    ) -> None:
         super().__init__(link, f"gather leg of fusion group {scatter.group}")
         self.scatter = scatter
+        self.urgency = urgency
+        self.paced = paced
         self.on_done: Callable[[BaseException | None], None] | None = None
 
     def finish(self, error: BaseException | None = None) -> None:

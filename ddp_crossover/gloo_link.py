@@ -5,8 +5,8 @@ reduction is done. So each rank sends every peer that peer's slice, adds what it
 whatever arrives first), and sends its reduced slice to everybody. All receives of a group are posted before its
 sends: a receive announced behind data halves the throughput of a connection.
 
-Three threads, because gloo's calls block: one posts, one adds up, one waits for gather legs. The thread that trains
-only ever waits on Python events, so Ctrl-C reaches it.
+Threads, because gloo's calls block: one stages and posts (what comes next, ``gloo_posting`` says), one adds up, a few
+wait for gather legs. The thread that trains only ever waits on Python events, so Ctrl-C reaches it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
@@ -31,10 +30,13 @@ from ddp_crossover.collectives import (
     ScatterLeg,
 )
 from ddp_crossover.gloo_legs import GlooGatherLeg, GlooLeg, GlooScatterLeg
+from ddp_crossover.gloo_posting import PostQueue
 from ddp_crossover.reduction import ScratchPool, add_in_rank_order
 
 _ITERATION_TAGS = 2**14  # 14 bits of iteration, 1 of leg, 16 of group: a gloo tag has 31.
 _SMALL_GROUP = MAX_GROUPS
+# Peers need not finish gather legs in the order in which we do: one late leg must not hide that others are done.
+_GATHER_THREADS = 4
 _SHUT_DOWN_S = 60.0  # a peer that is that far behind has a problem of its own
 
 
@@ -46,6 +48,8 @@ class _Message(NamedTuple):
 class GlooLink(Link):
     """Peer exchange of CPU tensors."""
 
+    orders_gathers = True
+
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
@@ -56,16 +60,14 @@ class GlooLink(Link):
         self._peers = [rank for rank in range(self.world_size) if rank != self.rank]
         self._scratch = ScratchPool()
         self._small_exchanges = 0
+        self._queue = PostQueue()
         self._wake = threading.Condition()
-        self._scatters: deque[GlooScatterLeg] = deque()
-        self._gathers: list[GlooGatherLeg] = []
-        self._urgent: deque[Callable[[], None]] = deque()
         self._open_gathers = 0  # asked for and not over
         self._closed = False
         self._failure: LegError | None = None
         self._to_reduce: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._to_gather: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        loops = (self._post_forever, self._reduce_forever, self._gather_forever)
+        loops = [self._post_forever, self._reduce_forever, *[self._gather_forever] * _GATHER_THREADS]
         # Daemons: a leg that hangs on a dead peer must not keep the process alive.
         self._threads = [
             threading.Thread(target=loop, name=f"ddp_crossover-{loop.__name__[1:]}", daemon=True) for loop in loops
@@ -79,12 +81,30 @@ class GlooLink(Link):
     def reduce_scatter(self, group: int, buffer: Tensor) -> GlooScatterLeg:
         return self._start_scatter(GlooScatterLeg(self, group, buffer))
 
-    def all_gather(self, scatter: ScatterLeg) -> GlooGatherLeg:
-        return self._start_gather(GlooGatherLeg(self, cast(GlooScatterLeg, scatter)))
+    def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> GlooGatherLeg:
+        return self._start_gather(GlooGatherLeg(self, cast(GlooScatterLeg, scatter), urgency))
+
+    def soon(self, job: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                job()
+            except Exception as error:
+                self._fail("staging of gradients", error)
+
+        self._raise_failure()
+        self._queue.put(run)
+
+    def finish_jobs(self) -> None:
+        done = threading.Event()
+        self._queue.put(done.set)
+        done.wait()
+
+    def set_pace(self, s_per_byte: float) -> None:
+        self._queue.clock.s_per_byte = s_per_byte
 
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        gather = GlooGatherLeg(self, GlooScatterLeg(self, group, buffer))
+        gather = GlooGatherLeg(self, GlooScatterLeg(self, group, buffer), urgency=group, paced=False)
 
         def complete(error: BaseException | None) -> None:
             if error is None:
@@ -114,10 +134,8 @@ class GlooLink(Link):
             # Not on thread 3: the norm must not wait for gather legs.
             self._to_reduce.put(lambda: self._finish(leg, [*receives, *sends]))
 
-        with self._wake:
-            self._raise_failure()
-            self._urgent.append(exchange)
-            self._wake.notify_all()
+        self._raise_failure()
+        self._queue.put_urgent(exchange)
         leg.wait()
         return rows
 
@@ -137,9 +155,10 @@ class GlooLink(Link):
             if self._closed:
                 return
             self._closed = True
-            self._wake.notify_all()
+        self._queue.close()
         self._to_reduce.put(None)
-        self._to_gather.put(None)
+        for _ in range(_GATHER_THREADS):
+            self._to_gather.put(None)
         if self._failure is None:  # else a thread may hang in the group for a timeout yet
             for thread in self._threads:
                 if thread is not threading.current_thread():  # where garbage happened to be collected
@@ -163,20 +182,17 @@ class GlooLink(Link):
     # The training thread's side of the posting thread.
 
     def _start_scatter(self, leg: GlooScatterLeg) -> GlooScatterLeg:
-        with self._wake:
-            self._raise_failure()
-            self.clock.leg_started()
-            self._scatters.append(leg)
-            self._wake.notify_all()
+        self._raise_failure()
+        self.clock.leg_started()
+        self._queue.put(lambda: self._post_scatter(leg))
         return leg
 
     def _start_gather(self, leg: GlooGatherLeg) -> GlooGatherLeg:
+        self._raise_failure()
+        self.clock.leg_started()
         with self._wake:
-            self._raise_failure()
-            self.clock.leg_started()
             self._open_gathers += 1
-            self._gathers.append(leg)
-            self._wake.notify_all()
+        self._queue.put_gather(leg)
         return leg
 
     def _raise_failure(self) -> None:
@@ -186,28 +202,14 @@ class GlooLink(Link):
         if self._closed:
             raise RuntimeError("the communication threads of this DearState have been closed")
 
-    # Thread 1: posts. Scatter legs first, then the gather legs that are ready, in the order asked for.
+    # Thread 1: stages and posts.
 
     def _post_forever(self) -> None:
-        while True:
-            with self._wake:
-                while (job := self._next_job()) is None and not self._closed:
-                    self._wake.wait()
-            if job is None:
-                return
-            job()
-
-    def _next_job(self) -> Callable[[], None] | None:
-        if self._urgent:
-            return self._urgent.popleft()
-        if self._scatters:
-            scatter = self._scatters.popleft()
-            return lambda: self._post_scatter(scatter)
-        for place, gather in enumerate(self._gathers):
-            if gather.scatter.is_done():
-                del self._gathers[place]
-                return lambda: self._post_gather(gather)
-        return None
+        while (task := self._queue.next()) is not None:
+            if isinstance(task, GlooGatherLeg):
+                self._post_gather(task)
+            else:
+                task()
 
     def _post_scatter(self, leg: GlooScatterLeg) -> None:
         try:
@@ -259,7 +261,9 @@ class GlooLink(Link):
 
     def _send(self, messages: list[_Message], tag: int) -> list[dist.Work]:
         messages = [m for m in messages if m.tensor.numel()]
-        self.sent_bytes += sum(m.tensor.nbytes for m in messages)
+        sent_bytes = sum(m.tensor.nbytes for m in messages)
+        self.sent_bytes += sent_bytes
+        self._queue.clock.posted(sent_bytes)
         return [
             cast(
                 dist.Work,
@@ -286,7 +290,7 @@ class GlooLink(Link):
         else:
             self._end(leg, None)
 
-    # Thread 3: waits for gather legs.
+    # The others: wait for gather legs.
 
     def _gather_forever(self) -> None:
         while (job := self._to_gather.get()) is not None:
@@ -321,8 +325,13 @@ class GlooLink(Link):
     def _end(self, leg: GlooLeg, error: BaseException | None) -> None:
         """A leg is over: tell who waits for it, and let the poster look at what it made possible."""
         self.clock.leg_ended()
+        leg.finish(None if error is None else self._fail(leg.label, error))
+        self._queue.look_again()
+
+    def _fail(self, label: str, error: BaseException) -> LegError:
+        """The first failure is everybody's failure."""
         with self._wake:
-            if error is not None and self._failure is None:
-                self._failure = self.describe(leg.label, error)
-            leg.finish(error if error is None else self._failure)
-            self._wake.notify_all()
+            if self._failure is None:
+                self._failure = self.describe(label, error)
+                self._wake.notify_all()
+            return self._failure

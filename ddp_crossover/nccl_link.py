@@ -81,7 +81,7 @@ class NcclLink(Link):
         self._count(buffer)
         return _NcclScatterLeg(group, buffer, shard, self._stream)
 
-    def all_gather(self, scatter: ScatterLeg) -> Leg:
+    def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> Leg:
         leg = cast(_NcclScatterLeg, scatter)
         with (
             record_function(f"ddp_crossover::all_gather[{leg.group}]"),

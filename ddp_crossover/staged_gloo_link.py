@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,8 +35,8 @@ class _StagedScatterLeg(GlooScatterLeg):
 class _StagedGatherLeg(GlooGatherLeg):
     """An all-gather that ends with the copy back to the device."""
 
-    def __init__(self, link: StagedGlooLink, scatter: _StagedScatterLeg) -> None:
-        super().__init__(link, scatter)
+    def __init__(self, link: StagedGlooLink, scatter: _StagedScatterLeg, urgency: int | None) -> None:
+        super().__init__(link, scatter, urgency)
         self.device_buffer = scatter.device_buffer
         self.on_device = torch.cuda.Event()
 
@@ -60,13 +62,16 @@ class StagedGlooLink(GlooLink):
             self._host_buffers[group] = host
         return self._start_scatter(_StagedScatterLeg(self, group, buffer, host))
 
-    def all_gather(self, scatter: ScatterLeg) -> GlooGatherLeg:
+    def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> GlooGatherLeg:
         assert isinstance(scatter, _StagedScatterLeg)
-        return self._start_gather(_StagedGatherLeg(self, scatter))
+        return self._start_gather(_StagedGatherLeg(self, scatter, urgency))
 
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         self.sent_bytes += 2 * buffer.nbytes * (self.world_size - 1) // self.world_size  # what a ring sends
         return all_reduce_sum(buffer, self.process_group)
+
+    def soon(self, job: Callable[[], None]) -> None:
+        job()  # in the order of the stream
 
     def all_gather_small(self, value: Tensor) -> Tensor:
         return super().all_gather_small(value.cpu()).to(value.device)

@@ -1,0 +1,106 @@
+"""What the posting thread of ``gloo_link`` does next.
+
+Work that cannot wait comes first: exchanges of norms, then staging and scatter legs in the order in which they were
+asked for. Gather legs fill what is left of the link. Those of the planned schedule are posted as they become ready,
+the most urgent first, and only when the link has next to nothing left to send: a gather leg in the socket buffer stands
+in front of every later scatter leg. Those of the paper's schedule keep the order in which they were asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+
+from ddp_crossover.gloo_legs import GlooGatherLeg
+
+Job = Callable[[], None]
+
+# Posted this long before the link runs dry: a thread needs part of it to wake up.
+_LEAD_S = 2e-3
+
+
+class SendClock:
+    """When the link will have sent what was posted to it.
+
+    A send counts as complete when it is in the socket buffer, which holds megabytes, so it tells nothing of the link.
+    """
+
+    def __init__(self) -> None:
+        self.s_per_byte = 0.0
+        self._idle_at_s = 0.0
+
+    def posted(self, sent_bytes: int) -> None:
+        """Note what was handed to the sockets."""
+        self._idle_at_s = max(self._idle_at_s, time.perf_counter()) + sent_bytes * self.s_per_byte
+
+    def busy_s(self) -> float:
+        """Seconds until the link has sent all that was posted."""
+        return self._idle_at_s - time.perf_counter()
+
+
+class PostQueue:
+    """Jobs for the posting thread, from any thread."""
+
+    def __init__(self) -> None:
+        self.clock = SendClock()
+        self._changed = threading.Condition()
+        self._urgent: deque[Job] = deque()
+        self._jobs: deque[Job] = deque()
+        self._in_order: deque[GlooGatherLeg] = deque()
+        self._as_ready: list[GlooGatherLeg] = []
+        self._closed = False
+
+    def put_urgent(self, job: Job) -> None:
+        """Ahead of everything else."""
+        self._put(self._urgent, job)
+
+    def put(self, job: Job) -> None:
+        """After the jobs that were put before, ahead of gather legs."""
+        self._put(self._jobs, job)
+
+    def put_gather(self, leg: GlooGatherLeg) -> None:
+        """When its scatter leg is done, and the schedule says so."""
+        with self._changed:
+            if leg.urgency is None:
+                self._in_order.append(leg)
+            else:
+                insort(self._as_ready, leg, key=lambda one: one.urgency or 0)
+            self._changed.notify()
+
+    def look_again(self) -> None:
+        """A scatter leg has ended: a gather leg may have become ready."""
+        with self._changed:
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Let the posting thread end."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def next(self) -> Job | GlooGatherLeg | None:
+        """Wait for something to do; None once closed."""
+        with self._changed:
+            while not self._closed:
+                for queue in (self._urgent, self._jobs):
+                    if queue:
+                        return queue.popleft()
+                if self._in_order and self._in_order[0].scatter.is_done():
+                    return self._in_order.popleft()
+                place = next((i for i, leg in enumerate(self._as_ready) if leg.scatter.is_done()), None)
+                wait_s = None
+                if place is not None:
+                    leg = self._as_ready[place]
+                    wait_s = self.clock.busy_s() - _LEAD_S if leg.paced else 0.0
+                    if wait_s <= 0:
+                        return self._as_ready.pop(place)
+                self._changed.wait(wait_s)
+            return None
+
+    def _put(self, queue: deque[Job], job: Job) -> None:
+        with self._changed:
+            queue.append(job)
+            self._changed.notify()
