@@ -31,13 +31,19 @@ from ddp_crossover.separability import why_not_separable
 from ddp_crossover.stats import DearStats, FallbackLog
 from ddp_crossover.torch_internals import (
     GradBucket,
+    bucket_cap_bytes,
     call_after_backward,
     comm_hooks_of,
     managed_parameters,
     process_group_timeout,
+    rebuild_buckets,
 )
 from ddp_crossover.updates import DeferredUpdates
 from ddp_crossover.wait_points import ForwardWatch, WaitPoints
+
+# A hook call costs tens of microseconds: so fine that it does not show, so coarse that there are not too many.
+_ARRIVAL_BYTES = 2**20
+_MAX_BUCKETS = 256
 
 
 class DearState:
@@ -82,6 +88,7 @@ class DearState:
         # Weak: the reducer, which is C++ and opaque to the garbage collector, holds this state.
         self._ddp = weakref.ref(ddp)
         self._process_group = ddp.process_group
+        self._schedule = schedule
         self._fusion_mb = DEFAULT_FUSION_MB if fusion_mb is None else fusion_mb
         self._named = managed_parameters(ddp)
         self._every_parameter = list(ddp.parameters())
@@ -91,6 +98,8 @@ class DearState:
         self._fallbacks = FallbackLog()
         self._plain_reason = why_plain_all_reduce(ddp, schedule)
         require_same_setup(self._link, self._named, optimizers, schedule, self._fusion_mb)
+        if self._plain_reason is None:
+            _let_gradients_arrive_early(ddp, self._named)
         self._updates = DeferredUpdates(
             [(one, why_not_separable(one)) for one in optimizers], self._fallbacks, strict=strict
         )
@@ -297,6 +306,7 @@ class DearState:
             plan,
             self._named,
             self._link,
+            planned=self._schedule == "auto",
             # With bucket views DDP hands out the reduced bucket even for what no rank has used.
             unwritten_is_unused=self._model.find_unused_parameters and not self._model.gradient_as_bucket_view,
         )
@@ -333,6 +343,17 @@ class DearState:
                 "for. Put aside list(ddp.parameters()) before the loop if only gradients are looked at"
             )
         self.synchronize()
+
+
+def _let_gradients_arrive_early(ddp: DistributedDataParallel, named: list[tuple[str, torch.nn.Parameter]]) -> None:
+    """Smaller DDP buckets: a gradient is in the hook's hands only when its whole bucket is complete.
+
+    What travels together is the planner's choice, so DDP's 25 MiB would only cost overlap.
+    """
+    total_bytes = sum(parameter.nbytes for _, parameter in named)
+    cap_bytes = max(_ARRIVAL_BYTES, total_bytes // _MAX_BUCKETS)
+    if cap_bytes < bucket_cap_bytes(ddp):
+        rebuild_buckets(ddp, cap_bytes)
 
 
 def dear_hook(state: DearState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

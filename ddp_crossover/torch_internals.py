@@ -6,6 +6,7 @@ Checked on torch 2.11.0 and 2.15.0. Where a name is gone, the error says so inst
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -94,6 +95,40 @@ def managed_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn
         for name, parameter in ddp.module.named_parameters()
         if parameter.requires_grad and name not in ignored
     ]
+
+
+def bucket_cap_bytes(ddp: DistributedDataParallel) -> int:
+    """Above which size DDP starts a new bucket."""
+    return int(_private(ddp, "bucket_bytes_cap"))
+
+
+def rebuild_buckets(ddp: DistributedDataParallel, cap_bytes: int) -> None:
+    """Give DDP a reducer with buckets of another size, in the way of its own ``__setstate__``.
+
+    No hook may be registered yet. The attributes stay: dynamo's DDPOptimizer cuts graphs by them.
+    """
+    settings: dict[str, Any] = {"bucket_bytes_cap": cap_bytes}
+    if hasattr(ddp, "_bucket_config"):  # from torch 2.13 on
+        settings["_bucket_config"] = dataclasses.replace(
+            ddp._bucket_config,
+            bucket_bytes_cap=cap_bytes,
+            per_bucket_bytes_caps=(),
+            first_bucket_bytes_cap=cap_bytes,
+        )
+    else:
+        settings["bucket_bytes_cap_default"] = False
+    before = {name: _private(ddp, name) for name in settings}
+    _private(ddp, "_remove_autograd_hooks")()
+    parameters, is_sparse = _private(ddp, "_build_params_for_reducer")()
+    names = _private(ddp, "_build_debug_param_to_name_mapping")(parameters)
+    vars(ddp).update(settings)
+    try:
+        _private(ddp, "_ddp_init_helper")(parameters, is_sparse, names, ddp.static_graph)
+    finally:
+        vars(ddp).update(before)
+    if ddp.static_graph:
+        ddp.reducer._set_static_graph()
+        ddp.logger._set_static_graph()  # type: ignore[union-attr]
 
 
 def gradients_left_in_optimizer_hooks(parameter: torch.nn.Parameter) -> bool:
