@@ -182,6 +182,7 @@ def test_it_stops_early_and_says_why() -> None:
     assert result.reason == "no neighbour of 4 MiB was faster"
     assert len(result.trials) < 10
     assert len(ran) == result.steps
+    assert all(len(set(trial.steps_s)) == 1 for trial in result.trials), "a step of warm-up was counted"
     assert result.describe() == (
         f"tuned in {len(result.trials)} trials, {result.steps} steps: 4 MiB groups, 300 ms a step "
         "(plain all-reduce 400 ms); stopped because no neighbour of 4 MiB was faster"
