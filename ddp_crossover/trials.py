@@ -1,0 +1,178 @@
+"""What the tuner has measured, and what may be concluded from it: noise, drift of the machine, who is faster.
+
+Pure: numbers in, numbers out, and no arithmetic but Python's own, so ranks that were fed the same times conclude the
+same. Knows nothing of budgets or of what to try next.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import median
+
+AUTO, ALLREDUCE = "auto", "allreduce"
+
+# Faster by less than this is not faster: nobody would notice, and every change of plan is a risk.
+MIN_GAIN = 0.01
+# The standard deviation of normal noise from its median absolute deviation, and that of a median from that of its
+# samples (the median's asymptotic variance is pi / 2 times the mean's). Samples are few, so both are rough.
+STD_PER_MAD = 1.4826
+STD_OF_MEDIAN = math.sqrt(math.pi / 2)
+# How far, relatively, the machine is expected to drift from one trial to the next, and the least noise of a median that
+# is believed. Only their ratio matters, and it not much: half or twice the drift finds the same sizes in simulations.
+DRIFT_PER_TRIAL = 0.02
+MIN_NOISE = 0.001
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to reduce gradients that can be tried.
+
+    Attributes:
+        fusion_mb: target size of a fusion group in MiB; means nothing to plain all-reduce.
+        schedule: ``"auto"`` or ``"allreduce"``.
+    """
+
+    fusion_mb: float
+    schedule: str = AUTO
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.fusion_mb) and self.fusion_mb > 0):
+            raise ValueError(f"fusion_mb={self.fusion_mb!r}: give a size in MiB greater than 0")
+        if self.schedule not in (AUTO, ALLREDUCE):
+            raise ValueError(f"schedule={self.schedule!r}: only {AUTO!r} and {ALLREDUCE!r} can be tuned")
+
+    def __str__(self) -> str:
+        return "plain all-reduce" if self.schedule == ALLREDUCE else f"{self.fusion_mb:.3g} MiB"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Consecutive training steps under one candidate.
+
+    Attributes:
+        candidate: what they ran under.
+        steps_s: how long each took, in seconds, warm-up left out. Never empty.
+    """
+
+    candidate: Candidate
+    steps_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.steps_s:
+            raise ValueError(f"a trial of {self.candidate} without a measured step")
+
+    @property
+    def median_s(self) -> float:
+        return median(self.steps_s)
+
+    @property
+    def spread_s(self) -> float:
+        """Median absolute deviation from the median, in seconds."""
+        return median(abs(step_s - self.median_s) for step_s in self.steps_s)
+
+
+class TrialLog:
+    """All trials so far. Times of different trials are compared as if all had run on the machine as it is now.
+
+    A shared machine or link gets slower and faster while it is being measured. Whatever was measured twice shows by how
+    much, and the trials in between are corrected: see :meth:`_fit_slowness`.
+    """
+
+    def __init__(self) -> None:
+        self.trials: list[Trial] = []
+        self._slowness: list[float] = []
+
+    def add(self, trial: Trial) -> None:
+        """Take note of a trial that has just ended."""
+        self.trials.append(trial)
+        self._slowness = self._fit_slowness()
+
+    def count(self, candidate: Candidate) -> int:
+        """How often it was tried."""
+        return sum(trial.candidate == candidate for trial in self.trials)
+
+    def age(self, candidate: Candidate) -> int:
+        """How many trials of others there were since it was last tried."""
+        return next(i for i, trial in enumerate(reversed(self.trials)) if trial.candidate == candidate)
+
+    def candidates(self, schedule: str) -> list[Candidate]:
+        """Those tried, in the order of their first trial."""
+        tried = dict.fromkeys(trial.candidate for trial in self.trials)
+        return [candidate for candidate in tried if candidate.schedule == schedule]
+
+    def time_s(self, candidate: Candidate) -> float:
+        """Its median step time in seconds, as the machine is now."""
+        return median(
+            step_s * math.exp(-self._slowness[index])
+            for index, trial in enumerate(self.trials)
+            if trial.candidate == candidate
+            for step_s in trial.steps_s
+        )
+
+    def faster(self, one: Candidate, other: Candidate) -> bool:
+        """Whether ``one`` is faster than ``other`` by more than the noise, and by more than 1%."""
+        margin = max(MIN_GAIN, math.hypot(self._noise(one), self._noise(other)))
+        return math.log(self.time_s(other) / self.time_s(one)) > margin
+
+    def fastest(self) -> Candidate:
+        """The first ``"auto"`` candidate that no later one was faster than."""
+        best, *others = self.candidates(AUTO)
+        for other in others:
+            if self.faster(other, best):
+                best = other
+        return best
+
+    def winner(self) -> Candidate:
+        """The fastest, or plain all-reduce unless the fastest beats it."""
+        fastest = self.fastest()
+        beaten = all(self.faster(fastest, plain) for plain in self.candidates(ALLREDUCE))
+        return fastest if beaten else self.candidates(ALLREDUCE)[0]
+
+    def _noise(self, candidate: Candidate) -> float:
+        """Relative standard deviation of :meth:`time_s`, from the spread of all trials."""
+        steps = sum(len(trial.steps_s) for trial in self.trials if trial.candidate == candidate)
+        return self._step_noise() * STD_OF_MEDIAN / math.sqrt(steps)
+
+    def _step_noise(self) -> float:
+        """Relative standard deviation of one step within its trial."""
+        deviations = [abs(step_s / trial.median_s - 1) for trial in self.trials for step_s in trial.steps_s]
+        return STD_PER_MAD * median(deviations)
+
+    def _fit_slowness(self) -> list[float]:
+        """Per trial, natural logarithm of how much slower the machine was than in the last.
+
+        The least-squares fit of ``log(median) = candidate + slowness + noise``, where slowness takes a random walk:
+        with P the projection that removes each candidate's mean and L the Laplacian of the path of trials, the
+        solution of (P + noise^2 / drift^2 L) slowness = P log(median), with the last slowness 0.
+        """
+        noise = self._step_noise() * STD_OF_MEDIAN / math.sqrt(len(self.trials[-1].steps_s))
+        stiffness = (max(noise, MIN_NOISE) / DRIFT_PER_TRIAL) ** 2
+        log_s = [math.log(trial.median_s) for trial in self.trials]
+        rows = []
+        for i, trial in enumerate(self.trials[:-1]):
+            alike = [j for j, other in enumerate(self.trials) if other.candidate == trial.candidate]
+            row = [0.0] * len(self.trials)
+            row[i] = 1.0 + stiffness * (1 if i == 0 else 2)
+            row[i + 1] -= stiffness
+            if i > 0:
+                row[i - 1] -= stiffness
+            for j in alike:
+                row[j] -= 1 / len(alike)
+            row[-1] = log_s[i] - sum(log_s[j] for j in alike) / len(alike)
+            rows.append(row)
+        return [*_solved(rows), 0.0]
+
+
+def _solved(rows: list[list[float]]) -> list[float]:
+    """Solution of a symmetric positive definite system; each row ends with its right-hand side."""
+    for i, pivot in enumerate(rows):
+        for row in rows[i + 1 :]:
+            factor = row[i] / pivot[i]
+            for j in range(i, len(row)):
+                row[j] -= factor * pivot[j]
+    solution = [0.0] * len(rows)
+    for i in reversed(range(len(rows))):
+        known = sum(rows[i][j] * solution[j] for j in range(i + 1, len(rows)))
+        solution[i] = (rows[i][-1] - known) / rows[i][i]
+    return solution
