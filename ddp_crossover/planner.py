@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ddp_crossover.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.fusion import MB, FusionGroup, FusionPlan, GradientSpec, plan_fusion
@@ -50,6 +51,7 @@ def choose_plan(
     *,
     world_size: int,
     wire_itemsize_bytes: int | None = None,
+    fused_all_reduce: bool = True,
     candidates_mb: Sequence[float] = CANDIDATES_MB,
 ) -> PlannedStep:
     """Search the group size, and the small groups for which one all-reduce beats two legs.
@@ -60,7 +62,9 @@ def choose_plan(
         link: measured link between this number of ranks.
         wire_itemsize_bytes: bytes per element on the wire, where gradients travel in another dtype than their own.
             Group sizes in MiB then mean bytes on the wire.
-        candidates_mb: group sizes to try, in MiB.
+        fused_all_reduce: whether an all-reduce pays ``per_leg_s`` once, as one operation does on NCCL. If not, it is
+            a scatter and a gather leg back to back, as ours on gloo, and no group gains from staying unsplit.
+        candidates_mb: group sizes to try, in MiB; each with tapered groups and without.
 
     Raises:
         ValueError: if the profile does not belong to these parameters, or there is no candidate.
@@ -71,30 +75,86 @@ def choose_plan(
         raise ValueError("candidates_mb must name at least one group size")
     if wire_itemsize_bytes is not None:
         specs = [replace(spec, itemsize_bytes=wire_itemsize_bytes) for spec in specs]
-    plans = {
-        fusion_mb: plan_fusion(specs, arrival_order, use_rank, world_size=world_size, fusion_mb=fusion_mb, taper=True)
-        for fusion_mb in worthwhile_sizes_mb(specs, candidates_mb)
-    }
-    candidates_s = {mb: predict_step(plan, specs, profile, link, "auto").step_s for mb, plan in plans.items()}
-    allreduce_s = min(
-        predict_step(_unsplit(plan, plan.groups), specs, profile, link, "allreduce").step_s for plan in plans.values()
-    )
-    fastest_s = min(candidates_s.values())
-    best_mb = max(mb for mb, step_s in candidates_s.items() if step_s <= fastest_s * (1 + _TIE))
-    plan, step = _with_plain_groups(plans[best_mb], specs, profile, link)
+    problem = _Problem(specs, arrival_order, use_rank, profile, link, world_size, fused_all_reduce)
+    auto = _try_sizes(problem, "auto", candidates_mb)
+    _, allreduce = _best(_try_sizes(problem, "allreduce", candidates_mb))
+    _, chosen = _best(auto)
+    plan, step = _with_plain_groups(chosen, specs, profile, link) if fused_all_reduce else chosen
     return PlannedStep(
         plan=replace(plan, schedule="auto", launch_order=step.launch_order),
         step_s=step.step_s,
-        candidates_s=candidates_s,
-        allreduce_s=allreduce_s,
-        prefers_allreduce=allreduce_s <= step.step_s * (1 + _TIE),
+        candidates_s={fusion_mb: candidate.step.step_s for fusion_mb, candidate in auto.items()},
+        allreduce_s=allreduce.step.step_s,
+        prefers_allreduce=allreduce.step.step_s <= step.step_s * (1 + _TIE),
     )
 
 
-def worthwhile_sizes_mb(specs: Sequence[GradientSpec], candidates_mb: Sequence[float]) -> list[float]:
-    """Candidates without those that cut the model into more groups than a step could handle; never none."""
+def best_of_sizes(
+    specs: Sequence[GradientSpec],
+    profile: ComputeProfile,
+    link: LinkModel,
+    world_size: int,
+    schedule: Schedule,
+    *,
+    fused_all_reduce: bool = True,
+    candidates_mb: Sequence[float] = CANDIDATES_MB,
+) -> tuple[float, SimulatedStep]:
+    """The best group size of a schedule in MiB and its predicted step, with orders taken from the profile's times."""
+    parameters = range(len(specs))
+    arrival_order = sorted(parameters, key=lambda index: profile.arrival_s[index])
+    by_use = sorted(parameters, key=lambda index: profile.use_s[index])
+    use_rank = [by_use.index(index) for index in parameters]
+    problem = _Problem(specs, arrival_order, use_rank, profile, link, world_size, fused_all_reduce)
+    fusion_mb, candidate = _best(_try_sizes(problem, schedule, candidates_mb))
+    return fusion_mb, candidate.step
+
+
+class _Problem(NamedTuple):
+    specs: Sequence[GradientSpec]
+    arrival_order: Sequence[int]
+    use_rank: Sequence[int]
+    profile: ComputeProfile
+    link: LinkModel
+    world_size: int
+    fused_all_reduce: bool
+
+
+class _Candidate(NamedTuple):
+    plan: FusionPlan
+    step: SimulatedStep
+
+
+def _try_sizes(problem: _Problem, schedule: Schedule, candidates_mb: Sequence[float]) -> dict[float, _Candidate]:
+    """Plan and simulate each group size, but for those that cut the model into too many groups."""
+    specs = problem.specs
+    tapers = (True, False) if schedule == "auto" else (False,)
     total_mb = sum(spec.numel * spec.itemsize_bytes for spec in specs) / MB
-    return [mb for mb in candidates_mb if total_mb <= mb * _MAX_GROUPS] or [max(candidates_mb)]
+    sizes_mb = [mb for mb in candidates_mb if total_mb <= mb * _MAX_GROUPS] or [max(candidates_mb)]
+    candidates = {}
+    for fusion_mb in sizes_mb:
+        shapes = [_try(problem, schedule, fusion_mb, taper) for taper in tapers]
+        candidates[fusion_mb] = min(shapes, key=lambda candidate: candidate.step.step_s)
+    return candidates
+
+
+def _try(problem: _Problem, schedule: Schedule, fusion_mb: float, taper: bool) -> _Candidate:
+    plan = plan_fusion(
+        problem.specs,
+        problem.arrival_order,
+        problem.use_rank,
+        world_size=problem.world_size,
+        fusion_mb=fusion_mb,
+        taper=taper,
+    )
+    if schedule == "allreduce" and problem.fused_all_reduce:
+        plan = _unsplit(plan, plan.groups)
+    return _Candidate(plan, predict_step(plan, problem.specs, problem.profile, problem.link, schedule))
+
+
+def _best(candidates: dict[float, _Candidate]) -> tuple[float, _Candidate]:
+    fastest_s = min(candidate.step.step_s for candidate in candidates.values())
+    largest_mb = max(mb for mb, candidate in candidates.items() if candidate.step.step_s <= fastest_s * (1 + _TIE))
+    return largest_mb, candidates[largest_mb]
 
 
 def predict_step(
@@ -116,16 +176,15 @@ def _timed(group: FusionGroup, specs: Sequence[GradientSpec], profile: ComputePr
 
 
 def _with_plain_groups(
-    plan: FusionPlan, specs: Sequence[GradientSpec], profile: ComputeProfile, link: LinkModel
-) -> tuple[FusionPlan, SimulatedStep]:
+    candidate: _Candidate, specs: Sequence[GradientSpec], profile: ComputeProfile, link: LinkModel
+) -> _Candidate:
     """Leave small groups unsplit, one by one, where that shortens the step."""
-    step = predict_step(plan, specs, profile, link, "auto")
-    for group in _overhead_bound(plan, specs, link)[:_MAX_PLAIN_TRIALS]:
-        trial = _unsplit(plan, [group])
-        trial_step = predict_step(trial, specs, profile, link, "auto")
-        if trial_step.step_s < step.step_s:
-            plan, step = trial, trial_step
-    return plan, step
+    for group in _overhead_bound(candidate.plan, specs, link)[:_MAX_PLAIN_TRIALS]:
+        plan = _unsplit(candidate.plan, [group])
+        step = predict_step(plan, specs, profile, link, "auto")
+        if step.step_s < candidate.step.step_s:
+            candidate = _Candidate(plan, step)
+    return candidate
 
 
 def _overhead_bound(plan: FusionPlan, specs: Sequence[GradientSpec], link: LinkModel) -> list[FusionGroup]:
