@@ -1,4 +1,4 @@
-"""The tensor-fusion planner: which gradient elements travel together, and in which order.
+"""Tensor fusion: which gradient elements travel together, and in which order. :mod:`planner` chooses the sizes.
 
 Pure: sizes and orders in, a :class:`FusionPlan` out. This file knows nothing of processes, streams or
 tensors' contents, so the same input gives the same plan on every rank.
@@ -7,6 +7,9 @@ A plan lays every gradient of one dtype and device out in one flat *arena*, in a
 contiguous range of its arena. Groups are cut between parameters where that is possible; a parameter larger than a
 group is cut at a multiple of ``world_size``, so only the end of a group that ends with a parameter needs padding,
 and a parameter's own elements always stay contiguous.
+
+With ``taper`` groups are small at both ends of an arena. The first to arrive lets the link start early; the last to
+arrive is the first that the forward needs, so nothing hides its two legs.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 
 MB = 2**20
 DEFAULT_FUSION_MB = 8.0
+_TAPER = 8  # the smallest group of a tapered arena is this many times smaller than fusion_mb
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class FusionGroup:
-    """One reduce-scatter and one all-gather.
+    """One reduce-scatter and one all-gather, or one all-reduce.
 
     Attributes:
         index: position in arrival order; the name of the group on the wire and in messages.
@@ -57,6 +61,7 @@ class FusionGroup:
         numel: elements including padding, a multiple of the world size.
         padding: elements at the end that belong to no gradient, fewer than the world size.
         pieces: what it carries, in arena order.
+        split: whether it travels as two legs; else as one plain all-reduce.
     """
 
     index: int
@@ -65,6 +70,7 @@ class FusionGroup:
     numel: int
     padding: int
     pieces: tuple[Piece, ...]
+    split: bool = True
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,10 @@ class FusionPlan:
         use_order: group indices in the order in which the next forward needs them.
         offsets: first element of each parameter in its arena.
         arena_numel: elements of each arena, padding included.
+        schedule: ``"dear"``: gather legs follow all scatter legs, in use order; ``"auto"``: also between them.
+        launch_order: (kind, group) of every leg of one iteration, for links that need one order on all ranks. Kinds
+            are ``"scatter"``, ``"gather"`` and, for a group that is not split, ``"all_reduce"``. Empty if
+            nothing has been simulated: then it is the one that ``schedule="dear"`` describes.
     """
 
     world_size: int
@@ -86,20 +96,26 @@ class FusionPlan:
     use_order: tuple[int, ...]
     offsets: tuple[int, ...]
     arena_numel: dict[str, int]
+    schedule: str = "dear"
+    launch_order: tuple[tuple[str, int], ...] = ()
 
     def digest(self) -> str:
         """Hash that is equal on two ranks exactly when their plans are."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     def __str__(self) -> str:
-        lines = [f"FusionPlan: {len(self.groups)} groups of about {self.fusion_mb:g} MiB, world size {self.world_size}"]
+        lines = [
+            f"FusionPlan: {len(self.groups)} groups of at most {self.fusion_mb:g} MiB, world size {self.world_size}, "
+            f"schedule {self.schedule}"
+        ]
         position = {group: place for place, group in enumerate(self.use_order)}
         for group in self.groups:
             parameters = [piece.parameter for piece in group.pieces]
             span = f"{parameters[0]}..{parameters[-1]}" if parameters else "none"
+            how = "" if group.split else ", plain all-reduce"
             lines.append(
                 f"  [{group.index}] {group.arena}: {group.numel} elements, padding {group.padding}, "
-                f"parameters {span}, gathered {position[group.index] + 1}."
+                f"parameters {span}, gathered {position[group.index] + 1}.{how}"
             )
         return "\n".join(lines)
 
@@ -111,6 +127,7 @@ def plan_fusion(
     *,
     world_size: int,
     fusion_mb: float = DEFAULT_FUSION_MB,
+    taper: bool = False,
 ) -> FusionPlan:
     """Cut and merge gradients into fusion groups.
 
@@ -120,6 +137,8 @@ def plan_fusion(
         use_rank: per parameter, when the forward first uses it (smaller is earlier).
         world_size: ranks per group; group sizes are multiples of it.
         fusion_mb: target size of a group in MiB.
+        taper: make groups smaller towards both ends of each arena: half of the distance to the nearer end, at
+            least ``fusion_mb / 8``.
 
     Returns:
         A plan in which every element of every gradient lies in exactly one group.
@@ -139,7 +158,8 @@ def plan_fusion(
     arena_numel: dict[str, int] = {}
     for arena in dict.fromkeys(specs[i].arena for i in arrival_order):
         members = [i for i in arrival_order if specs[i].arena == arena]
-        cutter = _ArenaCutter(arena, world_size, fusion_mb, first_index=len(groups))
+        total_numel = sum(specs[i].numel for i in members)
+        cutter = _ArenaCutter(arena, world_size, fusion_mb, total_numel if taper else None, first_index=len(groups))
         for parameter in members:
             offsets[parameter] = cutter.add(parameter, specs[parameter])
         groups += cutter.finish()
@@ -159,28 +179,31 @@ def plan_fusion(
 class _ArenaCutter:
     """Lays gradients into one arena and closes a group whenever the target size is reached."""
 
-    def __init__(self, arena: str, world_size: int, fusion_mb: float, first_index: int) -> None:
+    def __init__(
+        self, arena: str, world_size: int, fusion_mb: float, taper_over_numel: int | None, first_index: int
+    ) -> None:
         self._arena = arena
         self._world_size = world_size
         self._fusion_mb = fusion_mb
+        self._taper_over_numel = taper_over_numel
         self._index = first_index
         self._groups: list[FusionGroup] = []
         self._pieces: list[Piece] = []
         self._start = 0
+        self._closed_numel = 0  # without padding
         self.offset = 0
 
     def add(self, parameter: int, spec: GradientSpec) -> int:
         """Lay out one gradient; returns its first element in the arena."""
-        capacity = self._capacity(spec.itemsize_bytes)
         held = self.offset - self._start
-        if held and held + spec.numel > capacity:
+        if held and held + spec.numel > self._capacity(spec.itemsize_bytes):
             self._close()
         first = self.offset
         start = 0
-        for cut in self._cuts(spec.numel, capacity):
-            self._append(Piece(parameter, start, cut - start))
+        while size := self._cut(spec.numel - start, spec.itemsize_bytes):
+            self._append(Piece(parameter, start, size))
             self._close()
-            start = cut
+            start += size
         self._append(Piece(parameter, start, spec.numel - start))
         return first
 
@@ -190,21 +213,27 @@ class _ArenaCutter:
         return self._groups
 
     def _capacity(self, itemsize_bytes: int) -> int:
-        numel = int(self._fusion_mb * MB) // itemsize_bytes
-        return max(numel // self._world_size, 1) * self._world_size
+        """Elements that the group that is open now may hold."""
+        target_numel = self._fusion_mb * MB / itemsize_bytes
+        if self._taper_over_numel is not None:
+            to_nearer_end = min(self._closed_numel, self._taper_over_numel - self._closed_numel)
+            target_numel = min(max(to_nearer_end / 2, target_numel / _TAPER), target_numel)
+        return max(int(target_numel) // self._world_size, 1) * self._world_size
 
-    def _cuts(self, numel: int, capacity: int) -> list[int]:
-        """Where to cut a gradient so that its pieces are even, at most ``capacity`` and need no padding."""
-        pieces = -(-numel // capacity)
-        even = -(-numel // max(pieces, 1))
-        size = -(-even // self._world_size) * self._world_size
-        return list(range(size, numel, size)) if pieces > 1 else []
+    def _cut(self, numel: int, itemsize_bytes: int) -> int:
+        """Size of the next piece of a gradient too large for a group, even and in need of no padding; else 0."""
+        pieces = -(-numel // self._capacity(itemsize_bytes))
+        if pieces <= 1:
+            return 0
+        even = -(-numel // pieces)
+        return -(-even // self._world_size) * self._world_size
 
     def _append(self, piece: Piece) -> None:
         self._pieces.append(piece)
         self.offset += piece.numel
 
     def _close(self) -> None:
+        self._closed_numel += self.offset - self._start
         padding = -(self.offset - self._start) % self._world_size
         self.offset += padding
         self._groups.append(

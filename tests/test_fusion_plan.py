@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_crossover.fusion import MB, FusionPlan, GradientSpec, plan_fusion
 
+# Before the tests: @given keeps the settings that it finds.
+settings.register_profile("suite", deadline=None, max_examples=100)
+settings.load_profile("suite")
+
 SIZES = st.one_of(st.integers(0, 40), st.integers(0, 5_000), st.just(10**10))
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[list[GradientSpec], list[int], list[int], int, float]:
+def problems(draw: st.DrawFn) -> tuple[list[GradientSpec], list[int], list[int], int, float, bool]:
     sizes = draw(st.lists(SIZES, min_size=1, max_size=30))
     arenas = {"fp32": 4, "bf16": 2}
     specs = []
@@ -25,12 +31,12 @@ def problems(draw: st.DrawFn) -> tuple[list[GradientSpec], list[int], list[int],
     # Huge gradients in tiny groups would be millions of groups: keep their number sane.
     smallest = 1e-5 if max(sizes) < 10**6 else 100.0
     fusion_mb = draw(st.floats(smallest, 1000.0))
-    return specs, arrival, use_rank, world_size, fusion_mb
+    return specs, arrival, use_rank, world_size, fusion_mb, draw(st.booleans())
 
 
-def plan_of(problem: tuple[list[GradientSpec], list[int], list[int], int, float]) -> FusionPlan:
-    specs, arrival, use_rank, world_size, fusion_mb = problem
-    return plan_fusion(specs, arrival, use_rank, world_size=world_size, fusion_mb=fusion_mb)
+def plan_of(problem: tuple[list[GradientSpec], list[int], list[int], int, float, bool]) -> FusionPlan:
+    specs, arrival, use_rank, world_size, fusion_mb, taper = problem
+    return plan_fusion(specs, arrival, use_rank, world_size=world_size, fusion_mb=fusion_mb, taper=taper)
 
 
 @given(problems())
@@ -114,6 +120,31 @@ def test_a_group_is_no_larger_than_asked_for(problem) -> None:
 
 
 @given(problems())
+def test_a_tapered_group_is_no_larger_than_half_of_the_way_to_the_nearer_end(problem) -> None:
+    specs, arrival, use_rank, world_size, fusion_mb, _ = problem
+    plan = plan_fusion(specs, arrival, use_rank, world_size=world_size, fusion_mb=fusion_mb, taper=True)
+    for arena in plan.arena_numel:
+        total = sum(spec.numel for spec in specs if spec.arena == arena)
+        before = 0
+        for group in sorted((g for g in plan.groups if g.arena == arena), key=lambda g: (g.offset, g.numel)):
+            payload = group.numel - group.padding
+            largest = fusion_mb * MB / specs[group.pieces[0].parameter].itemsize_bytes
+            allowed = max(min(before, total - before) / 2, largest / 8)
+            assert payload <= max(min(allowed, largest), world_size)
+            before += payload
+
+
+def test_taper_leaves_the_middle_large() -> None:
+    specs = [GradientSpec(f"p{index}", 100, 4, "fp32") for index in range(400)]
+    plan = plan_fusion(specs, range(400), range(400), world_size=2, fusion_mb=3200 * 4 / MB, taper=True)
+    sizes = [group.numel for group in plan.groups]
+    assert sizes[:8] == [400, 400, 400, 600, 900, 1300, 2000, 3000]
+    assert set(sizes[8:-5]) == {3200}
+    assert sizes[-5:] == [2700, 1300, 700, 400, 300]
+
+
+@given(problems())
+@settings(max_examples=20)
 def test_equal_input_gives_an_equal_plan(problem) -> None:
     assert plan_of(problem).digest() == plan_of(problem).digest()
 
@@ -123,6 +154,16 @@ def test_different_plans_have_different_digests() -> None:
     one = plan_fusion(specs, [0, 1], [0, 1], world_size=2)
     other = plan_fusion(specs, [1, 0], [0, 1], world_size=2)
     assert one.digest() != other.digest()
+
+
+@pytest.mark.parametrize("change", [{"schedule": "auto"}, {"launch_order": (("scatter", 0), ("gather", 0))}])
+def test_how_groups_are_sent_is_part_of_the_digest(change) -> None:
+    plan = plan_fusion([GradientSpec("a", 10, 4, "fp32")], [0], [0], world_size=2)
+    assert replace(plan, **change).digest() != plan.digest()
+    unsplit = replace(plan, groups=(replace(plan.groups[0], split=False),))
+    assert unsplit.digest() != plan.digest()
+    assert "plain all-reduce" in str(unsplit)
+    assert "plain all-reduce" not in str(plan)
 
 
 def test_small_gradients_are_merged_and_a_large_one_is_cut_evenly() -> None:
@@ -150,7 +191,3 @@ def test_impossible_input_is_named(changes, words) -> None:
     specs = [GradientSpec("a", 3, 4, "fp32"), GradientSpec("b", 3, 4, "fp32")]
     with pytest.raises(ValueError, match=words):
         plan_fusion(specs, **{**good, **changes})
-
-
-settings.register_profile("suite", deadline=None, max_examples=200)
-settings.load_profile("suite")

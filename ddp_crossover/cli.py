@@ -1,0 +1,45 @@
+"""The command line: ``python -m ddp_crossover COMMAND``.
+
+A command is a module with ``add_arguments(parser)`` and ``run(args) -> int``, the exit status; the first line of its
+docstring is its help. It raises ValueError or OSError for what the user can mend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+
+# Imported only when asked for by name, so that a command may need what the others do not.
+COMMANDS = {
+    "simulate": "ddp_crossover.simulate",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; ``argv`` defaults to the process' arguments. Returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="python -m ddp_crossover", description="Tools around DDP communication.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(COMMANDS) + "}")
+    asked_for = [name for name in COMMANDS if name in arguments[:1]] or list(COMMANDS)
+    for name in asked_for:
+        command = importlib.import_module(COMMANDS[name])
+        summary = (command.__doc__ or "").partition("\n")[0]
+        subparser = subparsers.add_parser(
+            name,
+            help=summary,
+            description=command.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
+    args = parser.parse_args(arguments)
+    try:
+        return int(args.run(args))
+    except (ValueError, OSError) as error:
+        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        return 2

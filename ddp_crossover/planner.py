@@ -1,0 +1,201 @@
+"""The planner's search: simulate candidate plans, take the fastest.
+
+Pure, like what it searches with: the same input gives the same plan on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ddp_crossover.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.fusion import MB, FusionGroup, FusionPlan, GradientSpec, plan_fusion
+from ddp_crossover.schedule_simulator import Schedule, SimulatedStep, TimedGroup, simulate
+
+# 0.25 to 64 MiB, two sizes an octave.
+CANDIDATES_MB = tuple(2 ** (step / 2) for step in range(-4, 13))
+
+# Predictions nearer than this are equal: the model is not that exact, and larger groups cost the host less.
+_TIE = 0.002
+# Bounds the search for very large models, whose small groups would lose anyway.
+_MAX_GROUPS = 1000
+_MAX_PLAIN_TRIALS = 16
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """The best plan of a search, and what the others would take.
+
+    Attributes:
+        plan: the plan with the shortest predicted step, schedule ``"auto"``.
+        step_s: its predicted step in seconds.
+        candidates_s: predicted step per group size in MiB, schedule ``"auto"``.
+        allreduce_s: predicted step of plain all-reduces, at their best group size.
+        prefers_allreduce: whether plain all-reduces are predicted to be at least as good, within 0.2%.
+    """
+
+    plan: FusionPlan
+    step_s: float
+    candidates_s: dict[float, float]
+    allreduce_s: float
+    prefers_allreduce: bool
+
+
+def choose_plan(
+    specs: Sequence[GradientSpec],
+    arrival_order: Sequence[int],
+    use_rank: Sequence[int],
+    profile: ComputeProfile,
+    link: LinkModel,
+    *,
+    world_size: int,
+    wire_itemsize_bytes: int | None = None,
+    fused_all_reduce: bool = True,
+    candidates_mb: Sequence[float] = CANDIDATES_MB,
+) -> PlannedStep:
+    """Search the group size, and the small groups for which one all-reduce beats two legs.
+
+    Args:
+        specs, arrival_order, use_rank, world_size: as for :func:`~ddp_crossover.fusion.plan_fusion`.
+        profile: measured compute times, one entry per parameter in the order of ``specs``.
+        link: measured link between this number of ranks.
+        wire_itemsize_bytes: bytes per element on the wire, where gradients travel in another dtype than their own.
+            Group sizes in MiB then mean bytes on the wire.
+        fused_all_reduce: whether an all-reduce pays ``per_leg_s`` once, as one operation does on NCCL. If not, it is
+            a scatter and a gather leg back to back, as ours on gloo, and no group gains from staying unsplit.
+        candidates_mb: group sizes to try, in MiB; each with tapered groups and without.
+
+    Raises:
+        ValueError: if the profile does not belong to these parameters, or there is no candidate.
+    """
+    if len(profile.use_s) != len(specs):
+        raise ValueError(f"the profile was measured with {len(profile.use_s)} parameters, the model has {len(specs)}")
+    if not candidates_mb:
+        raise ValueError("candidates_mb must name at least one group size")
+    if wire_itemsize_bytes is not None:
+        specs = [replace(spec, itemsize_bytes=wire_itemsize_bytes) for spec in specs]
+    problem = _Problem(specs, arrival_order, use_rank, profile, link, world_size, fused_all_reduce)
+    auto = _try_sizes(problem, "auto", candidates_mb)
+    _, allreduce = _best(_try_sizes(problem, "allreduce", candidates_mb))
+    _, chosen = _best(auto)
+    plan, step = _with_plain_groups(chosen, specs, profile, link) if fused_all_reduce else chosen
+    return PlannedStep(
+        plan=replace(plan, schedule="auto", launch_order=step.launch_order),
+        step_s=step.step_s,
+        candidates_s={fusion_mb: candidate.step.step_s for fusion_mb, candidate in auto.items()},
+        allreduce_s=allreduce.step.step_s,
+        prefers_allreduce=allreduce.step.step_s <= step.step_s * (1 + _TIE),
+    )
+
+
+def best_of_sizes(
+    specs: Sequence[GradientSpec],
+    profile: ComputeProfile,
+    link: LinkModel,
+    world_size: int,
+    schedule: Schedule,
+    *,
+    fused_all_reduce: bool = True,
+    candidates_mb: Sequence[float] = CANDIDATES_MB,
+) -> tuple[float, SimulatedStep]:
+    """The best group size of a schedule in MiB and its predicted step, with orders taken from the profile's times."""
+    parameters = range(len(specs))
+    arrival_order = sorted(parameters, key=lambda index: profile.arrival_s[index])
+    by_use = sorted(parameters, key=lambda index: profile.use_s[index])
+    use_rank = [by_use.index(index) for index in parameters]
+    problem = _Problem(specs, arrival_order, use_rank, profile, link, world_size, fused_all_reduce)
+    fusion_mb, candidate = _best(_try_sizes(problem, schedule, candidates_mb))
+    return fusion_mb, candidate.step
+
+
+class _Problem(NamedTuple):
+    specs: Sequence[GradientSpec]
+    arrival_order: Sequence[int]
+    use_rank: Sequence[int]
+    profile: ComputeProfile
+    link: LinkModel
+    world_size: int
+    fused_all_reduce: bool
+
+
+class _Candidate(NamedTuple):
+    plan: FusionPlan
+    step: SimulatedStep
+
+
+def _try_sizes(problem: _Problem, schedule: Schedule, candidates_mb: Sequence[float]) -> dict[float, _Candidate]:
+    """Plan and simulate each group size, but for those that cut the model into too many groups."""
+    specs = problem.specs
+    tapers = (True, False) if schedule == "auto" else (False,)
+    total_mb = sum(spec.numel * spec.itemsize_bytes for spec in specs) / MB
+    sizes_mb = [mb for mb in candidates_mb if total_mb <= mb * _MAX_GROUPS] or [max(candidates_mb)]
+    candidates = {}
+    for fusion_mb in sizes_mb:
+        shapes = [_try(problem, schedule, fusion_mb, taper) for taper in tapers]
+        candidates[fusion_mb] = min(shapes, key=lambda candidate: candidate.step.step_s)
+    return candidates
+
+
+def _try(problem: _Problem, schedule: Schedule, fusion_mb: float, taper: bool) -> _Candidate:
+    plan = plan_fusion(
+        problem.specs,
+        problem.arrival_order,
+        problem.use_rank,
+        world_size=problem.world_size,
+        fusion_mb=fusion_mb,
+        taper=taper,
+    )
+    if schedule == "allreduce" and problem.fused_all_reduce:
+        plan = _unsplit(plan, plan.groups)
+    return _Candidate(plan, predict_step(plan, problem.specs, problem.profile, problem.link, schedule))
+
+
+def _best(candidates: dict[float, _Candidate]) -> tuple[float, _Candidate]:
+    fastest_s = min(candidate.step.step_s for candidate in candidates.values())
+    largest_mb = max(mb for mb, candidate in candidates.items() if candidate.step.step_s <= fastest_s * (1 + _TIE))
+    return largest_mb, candidates[largest_mb]
+
+
+def predict_step(
+    plan: FusionPlan, specs: Sequence[GradientSpec], profile: ComputeProfile, link: LinkModel, schedule: Schedule
+) -> SimulatedStep:
+    """Simulate one plan. ``specs`` gives the bytes per element on the wire."""
+    groups = [_timed(group, specs, profile) for group in plan.groups]
+    return simulate(groups, profile, link, plan.world_size, schedule)
+
+
+def _timed(group: FusionGroup, specs: Sequence[GradientSpec], profile: ComputeProfile) -> TimedGroup:
+    parameters = [piece.parameter for piece in group.pieces]
+    return TimedGroup(
+        buffer_bytes=group.numel * specs[parameters[0]].itemsize_bytes,
+        arrival_s=max(profile.arrival_s[parameter] for parameter in parameters),
+        use_s=min(profile.use_s[parameter] for parameter in parameters),
+        split=group.split,
+    )
+
+
+def _with_plain_groups(
+    candidate: _Candidate, specs: Sequence[GradientSpec], profile: ComputeProfile, link: LinkModel
+) -> _Candidate:
+    """Leave small groups unsplit, one by one, where that shortens the step."""
+    for group in _overhead_bound(candidate.plan, specs, link)[:_MAX_PLAIN_TRIALS]:
+        plan = _unsplit(candidate.plan, [group])
+        step = predict_step(plan, specs, profile, link, "auto")
+        if step.step_s < candidate.step.step_s:
+            candidate = _Candidate(plan, step)
+    return candidate
+
+
+def _overhead_bound(plan: FusionPlan, specs: Sequence[GradientSpec], link: LinkModel) -> list[FusionGroup]:
+    """Groups whose legs take longer to begin than to send, smallest first: for them a leg saved may beat overlap."""
+
+    def leg_s(group: FusionGroup) -> float:
+        return link.leg_s(group.numel * specs[group.pieces[0].parameter].itemsize_bytes, plan.world_size)
+
+    return sorted((g for g in plan.groups if leg_s(g) < 2 * link.per_leg_s), key=lambda g: (leg_s(g), g.index))
+
+
+def _unsplit(plan: FusionPlan, groups: Sequence[FusionGroup]) -> FusionPlan:
+    plain = {group.index for group in groups}
+    return replace(plan, groups=tuple(replace(g, split=g.split and g.index not in plain) for g in plan.groups))

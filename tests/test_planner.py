@@ -1,0 +1,156 @@
+"""The search takes the fastest plan it can simulate, and says when plain all-reduces are as fast."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_crossover.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.fusion import MB, GradientSpec, plan_fusion
+from ddp_crossover.planner import CANDIDATES_MB, PlannedStep, best_of_sizes, choose_plan, predict_step
+
+settings.register_profile("suite", deadline=None, max_examples=40)
+settings.load_profile("suite")
+
+FORWARD_S, BACKWARD_S = 0.1, 0.2
+
+
+class Chain:
+    """Layers one behind the other, with equal compute times."""
+
+    def __init__(self, numels: list[int]) -> None:
+        count = len(numels)
+        self.specs = [GradientSpec(f"layer{i}", numel, 4, "fp32") for i, numel in enumerate(numels)]
+        self.arrival_order = list(reversed(range(count)))
+        self.use_rank = list(range(count))
+        self.profile = ComputeProfile(
+            use_s=tuple(i / count * FORWARD_S for i in range(count)),
+            arrival_s=tuple((count - i) / count * BACKWARD_S for i in range(count)),
+            forward_s=FORWARD_S,
+            backward_s=BACKWARD_S,
+        )
+        self.bytes = 4 * sum(numels)
+
+    def link(self, a_over_c: float, latency_s: float = 0.0, per_leg_s: float = 0.0) -> LinkModel:
+        """A link on which all bytes of a step take ``a_over_c`` times as long as its compute, on two ranks."""
+        return LinkModel(latency_s, per_leg_s, a_over_c * (FORWARD_S + BACKWARD_S) / self.bytes)
+
+    def choose(self, link: LinkModel, **options: object) -> PlannedStep:
+        return choose_plan(
+            self.specs, self.arrival_order, self.use_rank, self.profile, link, **({"world_size": 2} | options)
+        )
+
+
+CHAINS = st.lists(st.integers(0, 500_000), min_size=1, max_size=40).filter(any).map(Chain)
+ALPHA_S = st.one_of(st.just(0.0), st.floats(0.0, 0.02))
+
+
+@given(CHAINS, st.floats(0.1, 4.0), ALPHA_S, ALPHA_S)
+def test_the_chosen_plan_is_as_fast_as_any_candidate(chain, a_over_c, latency_s, per_leg_s) -> None:
+    link = chain.link(a_over_c, latency_s, per_leg_s)
+    planned = chain.choose(link)
+    assert set(planned.candidates_s) == set(CANDIDATES_MB)
+    assert planned.step_s <= min(planned.candidates_s.values()) * 1.002 + 1e-12
+    assert predict_step(planned.plan, chain.specs, chain.profile, link, "auto").step_s == planned.step_s
+
+
+@given(CHAINS, st.floats(0.1, 4.0), ALPHA_S, ALPHA_S)
+def test_the_launch_order_names_every_leg_of_the_plan_once(chain, a_over_c, latency_s, per_leg_s) -> None:
+    plan = chain.choose(chain.link(a_over_c, latency_s, per_leg_s)).plan
+    expected = Counter()
+    for group in plan.groups:
+        kinds = ("scatter", "gather") if group.split else ("all_reduce",)
+        expected.update((kind, group.index) for kind in kinds)
+    assert Counter(plan.launch_order) == expected
+    assert plan.schedule == "auto"
+    for index in range(len(plan.groups)):
+        if ("gather", index) in expected:
+            assert plan.launch_order.index(("scatter", index)) < plan.launch_order.index(("gather", index))
+
+
+def test_equal_input_gives_an_equal_plan() -> None:
+    chain = Chain([100_000] * 30)
+    link = chain.link(1.0, 1e-4, 1e-4)
+    assert chain.choose(link).plan.digest() == chain.choose(link).plan.digest()
+
+
+def test_more_overhead_per_leg_asks_for_larger_groups() -> None:
+    chain = Chain([250_000] * 32)
+    sizes_mb = [chain.choose(chain.link(1.0, per_leg_s=per_leg_s)).plan.fusion_mb for per_leg_s in (0.0, 1e-4, 1e-2)]
+    assert sizes_mb == sorted(sizes_mb)
+    assert sizes_mb[0] < sizes_mb[-1]
+
+
+def test_among_equal_candidates_the_largest_groups_win() -> None:
+    chain = Chain([100_000] * 4)
+    planned = chain.choose(chain.link(0.0, 0.0), candidates_mb=[1.0, 4.0, 2.0])
+    assert planned.plan.fusion_mb == 4.0
+
+
+def test_the_plan_gains_where_communication_and_compute_are_equal() -> None:
+    chain = Chain([250_000] * 64)
+    planned = chain.choose(chain.link(1.0))
+    _, dear = best_of_sizes(chain.specs, chain.profile, chain.link(1.0), 2, "dear")
+    assert not planned.prefers_allreduce
+    assert planned.step_s < 0.95 * dear.step_s < 0.95 * planned.allreduce_s
+
+
+def test_plain_all_reduces_are_preferred_where_splitting_gains_nothing() -> None:
+    assert Chain([1000] * 4).choose(LinkModel(0.0, per_leg_s=1e-3, s_per_byte=1e-12)).prefers_allreduce
+    assert Chain([250_000] * 16).choose(LinkModel(0.0, 0.0, s_per_byte=1e-15)).prefers_allreduce
+
+
+def test_a_small_group_stays_unsplit_where_a_leg_saved_shortens_the_step() -> None:
+    # The first layer is tiny and last to arrive: nothing hides its legs, and each costs 20 ms.
+    chain = Chain([1000] + [500_000] * 8)
+    link = chain.link(0.2, per_leg_s=0.02)
+    fused = chain.choose(link, candidates_mb=[2.0])
+    plain = [group.index for group in fused.plan.groups if not group.split]
+    assert plain
+    assert all(("all_reduce", index) in fused.plan.launch_order for index in plain)
+    two_legs = chain.choose(link, candidates_mb=[2.0], fused_all_reduce=False)
+    assert all(group.split for group in two_legs.plan.groups)
+    assert fused.step_s < two_legs.step_s
+    assert fused.allreduce_s < two_legs.allreduce_s
+    no_overhead = chain.choose(chain.link(0.2), candidates_mb=[2.0])
+    assert all(group.split for group in no_overhead.plan.groups)
+
+
+def test_a_narrower_wire_halves_the_bytes() -> None:
+    chain = Chain([250_000] * 32)
+    link = chain.link(3.0)
+    narrow = chain.choose(link, wire_itemsize_bytes=2)
+    assert narrow.step_s < 0.6 * chain.choose(link).step_s
+    limit_numel = narrow.plan.fusion_mb * MB / 2
+    assert max(group.numel for group in narrow.plan.groups) <= limit_numel
+    assert max(group.numel for group in narrow.plan.groups) > limit_numel / 2
+
+
+def test_a_huge_model_is_not_cut_into_thousands_of_groups() -> None:
+    chain = Chain([20_000_000] * 40)
+    planned = chain.choose(chain.link(1.0))
+    assert 0.25 not in planned.candidates_s
+    assert 64.0 in planned.candidates_s
+    assert chain.choose(chain.link(1.0), candidates_mb=[0.5, 1.0]).candidates_s.keys() == {1.0}
+
+
+def test_a_group_waits_for_its_last_gradient_and_is_needed_by_its_first_use() -> None:
+    specs = [GradientSpec("a", 10, 4, "fp32"), GradientSpec("b", 10, 4, "fp32")]
+    profile = ComputeProfile(use_s=(0.5, 0.75), arrival_s=(2.0, 1.0), forward_s=1.0, backward_s=2.0)
+    plan = plan_fusion(specs, [1, 0], [0, 1], world_size=2)
+    assert len(plan.groups) == 1
+    step = predict_step(plan, specs, profile, LinkModel(0.0, per_leg_s=1.0, s_per_byte=0.0), "auto")
+    assert step.legs[0].start_s == 2.0
+    assert step.step_s == pytest.approx(4.0 + 0.5)
+
+
+def test_a_profile_of_another_model_is_refused() -> None:
+    chain = Chain([10, 10])
+    chain.profile = Chain([10]).profile
+    with pytest.raises(ValueError, match="1 parameters, the model has 2"):
+        chain.choose(LinkModel(0.0, 0.0, 0.0))
+    with pytest.raises(ValueError, match="candidates_mb"):
+        Chain([10]).choose(LinkModel(0.0, 0.0, 0.0), candidates_mb=[])
