@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import cast
 
@@ -121,6 +121,7 @@ class Link(ABC):
         sent_bytes: payload bytes that this rank has sent so far.
         clock: times of legs and waits.
         orders_gathers: gather legs may leave ranks in different orders, so the link chooses as it goes.
+        has_fused_all_reduce: an all-reduce is one operation, not a scatter and a gather leg.
     """
 
     process_group: dist.ProcessGroup
@@ -130,6 +131,7 @@ class Link(ABC):
     sent_bytes: int
     clock: CommClock
     orders_gathers: bool = False
+    has_fused_all_reduce: bool = True
 
     @abstractmethod
     def reduce_scatter(self, group: int, buffer: Tensor) -> ScatterLeg:
@@ -169,6 +171,16 @@ class Link(ABC):
     @abstractmethod
     def next_iteration(self) -> None:
         """Legs started from now on belong to the next training iteration."""
+
+    @contextlib.contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """What is sent within is no training: figures are left as they were."""
+        sent_bytes, communication_s, exposed_s = self.sent_bytes, self.clock.communication_s, self.clock.exposed_s
+        try:
+            yield
+        finally:
+            self.sent_bytes = sent_bytes
+            self.clock.communication_s, self.clock.exposed_s = communication_s, exposed_s
 
     def adopt(self, buffer: Tensor) -> None:  # noqa: B027  (memory that is not CUDA's needs nothing)
         """Legs are going to use this memory. It may be dropped while the last of them is still under way."""

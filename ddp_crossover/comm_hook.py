@@ -7,6 +7,7 @@ the pipeline (``dear``) takes over.
 # No `from __future__ import annotations` here: DDP checks the annotations of hooks, and wants types.
 
 import contextlib
+import os
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -20,12 +21,14 @@ from torch.optim import Optimizer
 
 from ddp_crossover import shards
 from ddp_crossover.collectives import Link, all_reduce_sum, make_link
-from ddp_crossover.consensus import agree_on_plan, require_same_setup
+from ddp_crossover.consensus import require_same_setup
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.first_use import FirstUseAudit
 from ddp_crossover.flush_points import FlushPoints
-from ddp_crossover.fusion import DEFAULT_FUSION_MB, FusionPlan
+from ddp_crossover.fusion import FusionPlan, GradientSpec
 from ddp_crossover.layouts import LayoutRecorder
+from ddp_crossover.planning import Choice, Orders, Planning, PlanSettings
+from ddp_crossover.profile_file import ModelProfile
 from ddp_crossover.refusals import refuse_model, refuse_optimizers, refuse_options, why_plain_all_reduce
 from ddp_crossover.separability import why_not_separable
 from ddp_crossover.stats import DearStats, FallbackLog
@@ -38,6 +41,7 @@ from ddp_crossover.torch_internals import (
     process_group_timeout,
     rebuild_buckets,
 )
+from ddp_crossover.tuned_file import describe_model
 from ddp_crossover.updates import DeferredUpdates
 from ddp_crossover.wait_points import ForwardWatch, WaitPoints
 
@@ -54,10 +58,14 @@ class DearState:
         optimizer: its optimizer, or a list of all its optimizers.
         process_group: process group for our traffic, over the same ranks as ``ddp.process_group``. Default: a
             new one with the same backend and timeout, so that DDP's own traffic never queues behind ours.
-        fusion_mb: target size of a fusion group in MiB. Larger groups cost less latency, smaller ones
-            overlap more finely. Default 8.
-        schedule: ``"auto"`` or ``"dear"``: reduce-scatter in backward, all-gather in use order during the next
-            forward. ``"allreduce"``: plain all-reduce in the hook, nothing deferred.
+        fusion_mb: size of a fusion group in MiB. Larger groups cost less latency, smaller ones overlap more
+            finely. Default: the one that is fastest, found from measured times and by trying.
+        schedule: ``"auto"``: reduce-scatter in backward; all-gathers wherever the link would be idle, in
+            backward and in the next forward. ``"dear"``: the paper's: all reduce-scatters, then all-gathers in
+            use order. ``"allreduce"``: plain all-reduce in the hook, nothing deferred.
+        tune: with ``schedule="auto"`` and no ``fusion_mb``: try group sizes, and plain all-reduce, on at most 60
+            training steps (results stay exact), and keep the fastest. False: what the measured times predict.
+        tuned_file: path of a JSON file where rank 0 keeps what was found, and finds it again in the next run.
         strict: debugging aid. Parameters that wait for an update hold NaN until it is applied, so that a
             read that nothing has intercepted cannot hide. Costs a copy of the parameters.
 
@@ -79,25 +87,38 @@ class DearState:
         process_group: dist.ProcessGroup | None = None,
         fusion_mb: float | None = None,
         schedule: str = "auto",
+        tune: bool = True,
+        tuned_file: str | os.PathLike[str] | None = None,
         strict: bool = False,
     ) -> None:
         refuse_model(ddp)
-        refuse_options(schedule, fusion_mb)
+        refuse_options(schedule, fusion_mb, tuned_file)
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         refuse_optimizers(ddp, optimizers)
         # Weak: the reducer, which is C++ and opaque to the garbage collector, holds this state.
         self._ddp = weakref.ref(ddp)
         self._process_group = ddp.process_group
-        self._schedule = schedule
-        self._fusion_mb = DEFAULT_FUSION_MB if fusion_mb is None else fusion_mb
         self._named = managed_parameters(ddp)
+        self._index_of: dict[Tensor, int] = {p: index for index, (_, p) in enumerate(self._named)}
         self._every_parameter = list(ddp.parameters())
         self._device = self._named[0][1].device
         timeout = process_group_timeout(ddp.process_group, self._device)
         self._link: Link = make_link(ddp.process_group, self._device, timeout, own_group=process_group)
         self._fallbacks = FallbackLog()
         self._plain_reason = why_plain_all_reduce(ddp, schedule)
-        require_same_setup(self._link, self._named, optimizers, schedule, self._fusion_mb)
+        settings = PlanSettings(schedule, fusion_mb, tune, tuned_file)
+        options = {"schedule": schedule, "fusion_mb": fusion_mb, "tune": tune, "tuned_file": tuned_file is not None}
+        require_same_setup(self._link, self._named, optimizers, options)
+        key = describe_model(
+            self._named,
+            world_size=self._link.world_size,
+            backend=dist.get_backend(ddp.process_group),
+            device_type=self._device.type,
+            wire_dtype=None,
+        )
+        specs = [_gradient_spec(name, parameter) for name, parameter in self._named]
+        self._planning = Planning(specs, settings, self._link, self._device, key)
+        self._is_plain = True
         if self._plain_reason is None:
             _let_gradients_arrive_early(ddp, self._named)
         self._updates = DeferredUpdates(
@@ -123,7 +144,20 @@ class DearState:
     @property
     def plan(self) -> FusionPlan | None:
         """The fusion plan in force; None during the first iterations and with plain all-reduce."""
-        return self._pipeline.plan if self._pipeline is not None else None
+        return self._pipeline.plan if self._pipeline is not None and not self._is_plain else None
+
+    @property
+    def tuning(self) -> bool:
+        """Whether the plan is still going to change: times are being measured, or plans tried."""
+        return self._plain_reason is None and (self._pipeline is None or not self._planning.settled)
+
+    def tuning_progress(self) -> str:
+        """One line on what has been measured, tried and found so far."""
+        return self._plain_reason or self._planning.progress()
+
+    def profile(self) -> ModelProfile | None:
+        """Measured compute times and link, for ``python -m ddp_crossover simulate``; None before they are known."""
+        return self._planning.model_profile()
 
     def synchronize(self) -> None:
         """Apply all pending updates now.
@@ -226,7 +260,9 @@ class DearState:
         self._last_bucket = bucket.index()
         parameters = bucket.parameters()
         self._layouts.record(bucket.index(), parameters)
-        future = self._plain_all_reduce(bucket) if self._pipeline is None else self._stage(bucket, parameters)
+        if self._planning.profiler is not None:
+            self._planning.profiler.arrived(map(self._index_of.__getitem__, parameters))
+        future = self._plain_all_reduce(bucket) if self._is_plain else self._stage(bucket, parameters)
         if self._layouts.complete:
             # Once more, for the graph task of the last bucket: reentrant checkpointing has several.
             call_after_backward(self._graph_task_ended)
@@ -246,8 +282,8 @@ class DearState:
             self._pipeline.retire()
         self._in_backward = True
         self._layouts.begin_backward()
-        self._replan_if_settled()
-        if self._pipeline is not None:
+        self._choose_plan()
+        if self._pipeline is not None and not self._is_plain:
             self._pipeline.begin_backward()
         self._link.next_iteration()
         call_after_backward(self._graph_task_ended)
@@ -278,7 +314,9 @@ class DearState:
         self._iterations += 1
         if self._started_s is None:
             self._started_s = time.perf_counter()
-        if self._pipeline is not None:
+        if self._planning.profiler is not None:
+            self._planning.profiler.backward_ends()
+        if self._pipeline is not None and not self._is_plain:
             self._pipelined_iterations += 1
             self._pipeline.end_backward()
         elif self._plain_reason is not None:
@@ -286,32 +324,35 @@ class DearState:
 
     # The plan.
 
-    def _replan_if_settled(self) -> None:
+    def _choose_plan(self) -> None:
         if self._plain_reason is not None or not self._audit.done:
             return
-        if not self._layouts.settled_anew():
-            return
+        if self._layouts.settled_anew():
+            use_rank = [self._audit.use_rank(index) for index in range(len(self._named))]
+            self._use(self._planning.begin(Orders(self._layouts.arrival_order(), use_rank)))
+            self._layouts.adopt()
+        elif self._pipeline is not None and (choice := self._planning.at_step_boundary()) is not None:
+            self._use(choice)
+
+    def _use(self, choice: Choice) -> None:
+        """Switch between two iterations: nothing is pending, nothing on the wire."""
         self._updates.flush()
         if self._waits is not None:
             self._waits.remove()
-        plan = agree_on_plan(
-            self._named,
-            self._layouts.arrival_order(),
-            [self._audit.use_rank(index) for index in range(len(self._named))],
-            self._link,
-            self._fusion_mb,
-        )
-        self._layouts.adopt()
+        before = self._pipeline
+        self._is_plain = choice.is_plain
         self._pipeline = Pipeline(
-            plan,
+            choice.plan,
             self._named,
             self._link,
-            planned=self._schedule == "auto",
+            memory=before.release() if before is not None else {},
             # With bucket views DDP hands out the reduced bucket even for what no rank has used.
             unwritten_is_unused=self._model.find_unused_parameters and not self._model.gradient_as_bucket_view,
         )
         self._updates.use(self._pipeline)
-        self._waits = WaitPoints(self._model, self._pipeline, self._audit, lambda: self._watch.depth > 0)
+        self._waits = WaitPoints(
+            self._model, self._pipeline, self._audit, lambda: self._watch.depth > 0, self._planning.profiler
+        )
 
     # Forwards, and other readers.
 
@@ -325,12 +366,16 @@ class DearState:
                 )
         if not self._audit.done:
             self._audit.begin_forward()
+        if self._planning.profiler is not None:
+            self._planning.profiler.forward_begins()
         if self._waits is not None:
             self._waits.begin_forward()
 
     def _after_forward(self, returned: bool) -> None:
         if not self._audit.done:
             self._audit.end_forward(completed=returned)
+        if self._planning.profiler is not None:
+            self._planning.profiler.forward_ends()
         if self._waits is not None:
             self._waits.end_forward()
 
@@ -354,6 +399,11 @@ def _let_gradients_arrive_early(ddp: DistributedDataParallel, named: list[tuple[
     cap_bytes = max(_ARRIVAL_BYTES, total_bytes // _MAX_BUCKETS)
     if cap_bytes < bucket_cap_bytes(ddp):
         rebuild_buckets(ddp, cap_bytes)
+
+
+def _gradient_spec(name: str, parameter: torch.nn.Parameter) -> GradientSpec:
+    arena = f"{parameter.dtype} on {parameter.device.type}".removeprefix("torch.")
+    return GradientSpec(name, parameter.numel(), parameter.element_size(), arena)
 
 
 def dear_hook(state: DearState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -10,9 +10,11 @@ optimizer and may start before ``step()``.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -23,8 +25,11 @@ from ddp_crossover.collectives import Link, StreamOrder
 from ddp_crossover.fusion import FusionGroup, FusionPlan
 from ddp_crossover.gradients import PendingGrad
 from ddp_crossover.layouts import gradient_stride, same_objects
+from ddp_crossover.profiling import ComputeProfiler
 from ddp_crossover.slots import GroupInFlight, Slot
 from ddp_crossover.torch_internals import allow_foreach
+
+_SPARE_NUMEL = 2**14
 
 
 class Phase(enum.Enum):
@@ -51,6 +56,7 @@ class Pipeline:
         plan: which gradient travels in which group.
         parameters: named parameters, in the plan's numbering.
         link: runs the legs.
+        memory: arenas of the plan before, used again where they are large enough.
         unwritten_is_unused: a ``.grad`` that DDP does not write to at the end of backward belongs to a
             parameter that no rank has used, and stays what it is.
     """
@@ -61,10 +67,9 @@ class Pipeline:
         parameters: Sequence[tuple[str, Parameter]],
         link: Link,
         *,
-        planned: bool = True,
+        memory: Mapping[str, Tensor] = MappingProxyType({}),
         unwritten_is_unused: bool = False,
     ) -> None:
-        self._planned = planned
         self.unwritten_is_unused = unwritten_is_unused
         self.plan = plan
         self.link = link
@@ -73,6 +78,8 @@ class Pipeline:
         self.has_updates = False
         self.iteration = 0
         self.apply_updates: Callable[[list[Slot]], None] = _no_updates
+        self._gathers_early = plan.schedule == "auto"
+        self.profiler: ComputeProfiler | None = None
         self._urgency = {group: place for place, group in enumerate(plan.use_order)}
         self._inverse_world_size = 1.0 / link.world_size
         self._stagings: dict[int, _Staging] = {}
@@ -81,8 +88,7 @@ class Pipeline:
         arena_of = {p.parameter: group.arena for group in plan.groups for p in group.pieces}
         like = {arena: parameters[index][1] for index, arena in arena_of.items()}
         self._arenas = {
-            arena: torch.zeros(numel, dtype=like[arena].dtype, device=like[arena].device)
-            for arena, numel in plan.arena_numel.items()
+            arena: _zeros(numel, like[arena], memory.get(arena)) for arena, numel in plan.arena_numel.items()
         }
         for arena in self._arenas.values():
             link.adopt(arena)
@@ -157,7 +163,7 @@ class Pipeline:
     def _launch(self, group: GroupInFlight) -> None:
         index = group.spec.index
         group.scatter = self.link.reduce_scatter(index, group.buffer)
-        if self._planned and self.link.orders_gathers:
+        if self._gathers_early and self.link.orders_gathers:
             group.gather = self.link.all_gather(group.scatter, self._urgency[index])
 
     def end_backward(self) -> None:
@@ -273,7 +279,10 @@ class Pipeline:
         self.order.join()
         if not group.complete:
             assert group.gather is not None
-            with torch.profiler.record_function(f"ddp_crossover::wait[{group.spec.index}]"):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.profiler.record_function(f"ddp_crossover::wait[{group.spec.index}]"))
+                if self.profiler is not None:
+                    stack.enter_context(self.profiler.waiting())
                 # Protects the optimizer, or whoever reads `.grad`, from half-gathered gradients.
                 group.gather.wait()
             group.complete = True
@@ -328,11 +337,24 @@ class Pipeline:
                 group.gather.wait()
         self.phase = Phase.IDLE
 
+    def release(self) -> dict[str, Tensor]:
+        """The arenas, for the pipeline of the next plan. This one must not be used again."""
+        assert self.phase is Phase.IDLE
+        return {name: arena._base if arena._base is not None else arena for name, arena in self._arenas.items()}
+
     def unwrap_gradients(self) -> None:
         """Leave plain tensors in every ``.grad``."""
         for slot in self.slots:
             if isinstance(grad := slot.parameter.grad, PendingGrad):
                 slot.parameter.grad = grad.resolve()
+
+
+def _zeros(numel: int, like: Tensor, memory: Tensor | None) -> Tensor:
+    """Flat zeros, in ``memory`` if it is large enough."""
+    if memory is not None and memory.numel() >= numel:
+        return memory[:numel].zero_()
+    # Plans differ in their padding: with this much to spare the next one fits in as well.
+    return torch.zeros(numel + _SPARE_NUMEL, dtype=like.dtype, device=like.device)[:numel]
 
 
 def _no_updates(slots: list[Slot]) -> None:

@@ -49,6 +49,7 @@ class GlooLink(Link):
     """Peer exchange of CPU tensors."""
 
     orders_gathers = True
+    has_fused_all_reduce = False
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank = dist.get_rank(process_group)

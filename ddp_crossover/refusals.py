@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -102,12 +103,14 @@ def refuse_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[object]
             )
 
 
-def refuse_options(schedule: str, fusion_mb: float | None) -> None:
+def refuse_options(schedule: str, fusion_mb: float | None, tuned_file: str | os.PathLike[str] | None) -> None:
     """Raise for values that make no sense."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if fusion_mb is not None and not fusion_mb > 0:
         raise ValueError(f"fusion_mb must be greater than 0 (MiB per fusion group), got {fusion_mb}")
+    if tuned_file is not None and (schedule != "auto" or fusion_mb is not None):
+        raise ValueError("tuned_file is for schedule='auto' without fusion_mb: else there is nothing to tune")
 
 
 def why_plain_all_reduce(ddp: DistributedDataParallel, schedule: str) -> str | None:

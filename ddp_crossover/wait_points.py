@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ddp_crossover.dear import Pipeline
 from ddp_crossover.first_use import FirstUseAudit, owners
 from ddp_crossover.hooks import Hook
+from ddp_crossover.profiling import ComputeProfiler
 from ddp_crossover.slots import GroupInFlight, Slot
 from ddp_crossover.torch_internals import call_before_compiled, is_compiled
 
@@ -71,6 +72,7 @@ class WaitPoints:
         pipeline: whose updates to wait for.
         audit: tells which module first uses each parameter.
         inside_forward: whether ``ddp``'s forward is running.
+        profiler: told when parameters are used, if times are being measured.
     """
 
     def __init__(
@@ -79,21 +81,24 @@ class WaitPoints:
         pipeline: Pipeline,
         audit: FirstUseAudit,
         inside_forward: Callable[[], bool],
+        profiler: ComputeProfiler | None,
     ) -> None:
+        self._profiler = profiler
+        pipeline.profiler = profiler
         self._pipeline = pipeline
         self._inside_forward = inside_forward
         self._undo: list[Callable[[], None]] = []
         self._guards: dict[Slot, RemovableHandle] = {}
         root = ddp.module
-        needs: dict[nn.Module, dict[GroupInFlight, None]] = {root: {}}
+        needs: dict[nn.Module, list[Slot]] = {root: []}
         owned_by = owners(root, [slot.parameter for slot in pipeline.slots])
         for slot, owning in zip(pipeline.slots, owned_by, strict=True):
             known = audit.waiters(slot.index)
             for module in known | {owner for owner in owning if audit.runs_hooks(owner)}:
-                needs.setdefault(module, {}).update(dict.fromkeys(slot.groups))
-        self._at_root = list(needs[root])
-        for module, groups in needs.items():
-            self._install(module, _Wait(self, list(groups)), audit)
+                needs.setdefault(module, []).append(slot)
+        self._at_root = groups_of(needs[root])
+        for module, slots in needs.items():
+            self._install(module, _Wait(self, slots), audit)
 
     def _install(self, module: nn.Module, wait: _Wait, audit: FirstUseAudit) -> None:
         if is_compiled(module):
@@ -127,8 +132,10 @@ class WaitPoints:
                 slot.applied_unused = False
                 self._guards[slot] = slot.parameter.register_hook(_RefuseStale(slot))
 
-    def wait(self, groups: list[GroupInFlight]) -> None:
+    def wait(self, groups: list[GroupInFlight], parameters: list[int]) -> None:
         """Apply the updates of these groups; all updates if a module is called from outside."""
+        if self._profiler is not None:
+            self._profiler.used(parameters)
         # Before the early exit: another stream may have applied them.
         self._pipeline.order.join()
         if self._pipeline.has_updates:
@@ -138,12 +145,18 @@ class WaitPoints:
                 self._pipeline.flush()
 
 
+def groups_of(slots: Iterable[Slot]) -> list[GroupInFlight]:
+    """The fusion groups that carry these parameters, each once."""
+    return list(dict.fromkeys(group for slot in slots for group in slot.groups))
+
+
 class _Wait(Hook):
     """Forward pre-hook: what this module uses must be up to date."""
 
-    def __init__(self, points: WaitPoints, groups: list[GroupInFlight]) -> None:
+    def __init__(self, points: WaitPoints, slots: list[Slot]) -> None:
         self._points = points
-        self._groups = groups
+        self._groups = groups_of(slots)
+        self._parameters = [slot.index for slot in slots]
         self._run_eagerly = torch.compiler.disable(self.run)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -151,10 +164,10 @@ class _Wait(Hook):
             # The module was compiled after it was audited: break the graph here and wait.
             self._run_eagerly()
         else:
-            self._points.wait(self._groups)
+            self.run()
 
     def run(self) -> None:
-        self._points.wait(self._groups)
+        self._points.wait(self._groups, self._parameters)
 
 
 class _RefuseStale(Hook):

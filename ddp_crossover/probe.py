@@ -1,0 +1,71 @@
+"""Measures the link before the first plan: a few legs by themselves, and bursts of legs."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from ddp_crossover.collectives import Link, ScatterLeg
+from ddp_crossover.cost_model import LinkModel
+
+_SMALL_BYTES = 16 * 2**10
+# Long enough to outlast the burst that a shaper lets through, and the buffers of the sockets.
+_LARGEST_BYTES = 4 * 2**20
+_LONE_LEGS = 3
+_BURST_LEGS = 8
+
+
+def probe_link(link: Link, model_bytes: int, device: torch.device) -> LinkModel:
+    """Time legs of different sizes while nothing else is on the link. Every rank must call it.
+
+    Takes about as long as to send 16 MiB, or twice the model if that is less.
+
+    Args:
+        link: the link; its figures are left as they were.
+        model_bytes: bytes of all gradients: larger legs than the model has are not worth a look.
+        device: where the gradients are.
+
+    Returns:
+        What this rank has measured.
+    """
+    if link.world_size == 1:
+        return LinkModel(0.0, 0.0, 0.0)
+    large_bytes = max(min(_LARGEST_BYTES, model_bytes // 4), 4 * _SMALL_BYTES)
+    with link.unrecorded():
+        _time_legs(link, device, 1, _SMALL_BYTES)  # connections, memory
+        sizes = (_SMALL_BYTES, large_bytes)
+        lone = [(_sent(link, size), _time_legs(link, device, 1, size)) for size in sizes for _ in range(_LONE_LEGS)]
+        bursts = [
+            (_BURST_LEGS, _sent(link, size // 2), _time_legs(link, device, _BURST_LEGS, size // 2)) for size in sizes
+        ]
+    return LinkModel.fit(lone, bursts)
+
+
+def _sent(link: Link, buffer_bytes: int) -> int:
+    return buffer_bytes * (link.world_size - 1) // link.world_size
+
+
+def _time_legs(link: Link, device: torch.device, legs: int, buffer_bytes: int) -> float:
+    """Seconds from the first of several scatter legs until the last is done."""
+    numel = buffer_bytes // 4 // link.world_size * link.world_size
+    buffers = [torch.zeros(numel, device=device) for _ in range(legs)]
+    link.next_iteration()
+    link.all_gather_small(torch.zeros(1, device=device))  # all begin together
+    _wait_for_device(device)
+    start_s = time.perf_counter()
+    scatters: list[ScatterLeg] = [link.reduce_scatter(index, buffer) for index, buffer in enumerate(buffers)]
+    for scatter in scatters:
+        scatter.wait()
+    _wait_for_device(device)
+    seconds = time.perf_counter() - start_s
+    # Protects the buffers, which are dropped here, from peers that still receive from them.
+    for gather in [link.all_gather(scatter) for scatter in scatters]:
+        gather.wait()
+    _wait_for_device(device)
+    return seconds
+
+
+def _wait_for_device(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

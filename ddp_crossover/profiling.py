@@ -1,0 +1,200 @@
+"""Measures the compute times of a training step in training, for the planner.
+
+Everything is read from one stopwatch that stands still while compute waits for communication: when each parameter is
+first used, when each gradient arrives, and where forward and backward end. On CUDA it runs on events of the compute
+stream, because the host's clock shows only when work was enqueued.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from ddp_crossover.cost_model import ComputeProfile
+
+# The first step under a plan runs with cold buffers.
+_WARMUP_STEPS = 1
+_MEASURED_STEPS = 4
+
+
+class Stopwatch(ABC):
+    """Marks moments of compute. Their times are read later, because on CUDA they are in the future."""
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """This moment; opaque."""
+
+    @abstractmethod
+    def seconds(self, marks: Sequence[Any], *, waits: bool) -> list[float]:
+        """Times of marks in seconds, from the first of them; with or without the time spent waiting."""
+
+    @abstractmethod
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Compute waits for communication within."""
+
+
+class HostStopwatch(Stopwatch):
+    """For compute on the CPU."""
+
+    def __init__(self) -> None:
+        self._waited_s = 0.0
+
+    def mark(self) -> Any:
+        return time.perf_counter(), self._waited_s
+
+    def seconds(self, marks: Sequence[Any], *, waits: bool) -> list[float]:
+        first_s, first_waited_s = marks[0]
+        return [now_s - first_s - (0.0 if waits else waited_s - first_waited_s) for now_s, waited_s in marks]
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited_s += time.perf_counter() - start_s
+
+
+class CudaStopwatch(Stopwatch):
+    """For compute on a CUDA stream: the one that is current at each mark."""
+
+    def __init__(self) -> None:
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def mark(self) -> Any:
+        return _recorded(), len(self._waits)
+
+    def seconds(self, marks: Sequence[Any], *, waits: bool) -> list[float]:
+        marks[-1][0].synchronize()  # only when a plan is about to be made
+        first, first_wait = marks[0]
+        waited_s = [0.0]
+        for begin, end in () if waits else self._waits[first_wait : marks[-1][1]]:
+            waited_s.append(waited_s[-1] + begin.elapsed_time(end) / 1e3)
+        return [
+            first.elapsed_time(event) / 1e3 - (0.0 if waits else waited_s[index - first_wait]) for event, index in marks
+        ]
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        begin = _recorded()
+        try:
+            yield
+        finally:
+            self._waits.append((begin, _recorded()))
+
+
+def _recorded() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def make_stopwatch(device: torch.device) -> Stopwatch:
+    """The stopwatch for compute on ``device``."""
+    return CudaStopwatch() if device.type == "cuda" else HostStopwatch()
+
+
+class _Step:
+    """Marks of one training step, from its first forward to the next step's."""
+
+    def __init__(self, begin: Any) -> None:
+        self.begin = begin
+        self.used: dict[int, Any] = {}
+        self.arrived: dict[int, Any] = {}
+        self.forward_end: Any = None
+        self.backward_end: Any = None
+        self.end: Any = None
+
+
+class ComputeProfiler:
+    """Follows a few training steps.
+
+    Args:
+        stopwatch: what to measure with.
+        parameters: number of parameters.
+    """
+
+    def __init__(self, stopwatch: Stopwatch, parameters: int) -> None:
+        self._stopwatch = stopwatch
+        self._parameters = parameters
+        self._step: _Step | None = None
+        self._steps: list[_Step] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether enough steps have been seen."""
+        return len(self._steps) >= _WARMUP_STEPS + _MEASURED_STEPS
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Compute waits for communication within."""
+        return self._stopwatch.waiting()
+
+    def forward_begins(self) -> None:
+        """A forward of the model. The first one after a backward begins the step."""
+        now = self._stopwatch.mark()
+        if self._step is not None and self._step.backward_end is not None:
+            self._step.end = now
+            self._steps.append(self._step)
+            self._step = None
+        if self._step is None and not self.done:
+            self._step = _Step(now)
+
+    def used(self, parameters: Iterable[int]) -> None:
+        """A module is about to use these parameters."""
+        if self._step is not None:
+            now = self._stopwatch.mark()
+            for index in parameters:
+                self._step.used.setdefault(index, now)
+
+    def forward_ends(self) -> None:
+        """A forward of the model. What follows the last one counts as backward."""
+        if self._step is not None:
+            self._step.forward_end = self._stopwatch.mark()
+
+    def arrived(self, parameters: Iterable[int]) -> None:
+        """The gradients of these parameters have been computed."""
+        if self._step is not None:
+            now = self._stopwatch.mark()
+            self._step.arrived.update((index, now) for index in parameters)
+
+    def backward_ends(self) -> None:
+        """All gradients have arrived."""
+        if self._step is not None:
+            self._step.backward_end = self._stopwatch.mark()
+
+    def profile(self) -> ComputeProfile:
+        """Medians over the steps seen, each parameter's for itself."""
+        rows = [self._times(step) for step in self._steps[_WARMUP_STEPS:] if step.forward_end is not None]
+        medians = [max(median(column), 0.0) for column in zip(*rows, strict=True)]
+        count = self._parameters
+        forward_s, backward_s, rest_s = medians[2 * count :]
+        return ComputeProfile(
+            use_s=tuple(medians[:count]),
+            arrival_s=tuple(medians[count : 2 * count]),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            rest_s=rest_s,
+        )
+
+    def _times(self, step: _Step) -> list[float]:
+        """Uses, arrivals, and the lengths of forward, backward and rest."""
+        indices = range(self._parameters)
+        # Used in a way that no module shows: at the beginning. No gradient: it is not waited for.
+        used = [step.used.get(index, step.begin) for index in indices]
+        arrived = [step.arrived.get(index, step.backward_end) for index in indices]
+        marks = [step.begin, *used, *arrived, step.forward_end, step.backward_end, step.end]
+        times_s = self._stopwatch.seconds(marks, waits=False)[1:]
+        forward_end_s, backward_end_s, end_s = times_s[-3:]
+        return [
+            *times_s[: len(used)],
+            *(time_s - forward_end_s for time_s in times_s[len(used) : -3]),
+            forward_end_s,
+            backward_end_s - forward_end_s,
+            end_s - backward_end_s,
+        ]
