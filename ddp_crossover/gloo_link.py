@@ -23,13 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from ddp_crossover.collectives import (
-    MAX_GROUPS,
-    CommClock,
-    LegError,
-    Link,
-    ScatterLeg,
-)
+from ddp_crossover.clock import CommClock
+from ddp_crossover.collectives import MAX_GROUPS, LegError, Link, ScatterLeg
 from ddp_crossover.gloo_legs import GlooGatherLeg, GlooLeg, GlooScatterLeg
 from ddp_crossover.reduction import ScratchPool, add_in_rank_order
 
@@ -165,7 +160,7 @@ class GlooLink(Link):
     def _start_scatter(self, leg: GlooScatterLeg) -> GlooScatterLeg:
         with self._wake:
             self._raise_failure()
-            self.clock.leg_started()
+            leg.times = self.clock.leg_started("scatter", leg.group)
             self._scatters.append(leg)
             self._wake.notify_all()
         return leg
@@ -173,7 +168,7 @@ class GlooLink(Link):
     def _start_gather(self, leg: GlooGatherLeg) -> GlooGatherLeg:
         with self._wake:
             self._raise_failure()
-            self.clock.leg_started()
+            leg.times = self.clock.leg_started("gather", leg.group)
             self._open_gathers += 1
             self._gathers.append(leg)
             self._wake.notify_all()
@@ -224,6 +219,7 @@ class GlooLink(Link):
                     [_Message(peer, leg.slice_of(peer)) for peer in self._peers],
                     self._tag(leg.iteration, 1, leg.group),
                 )
+                leg.times.posted()
                 leg.sends = self._send([_Message(peer, leg.slice_of(peer)) for peer in self._peers], tag)
         except Exception as error:
             self._end(leg, error)
@@ -235,6 +231,7 @@ class GlooLink(Link):
         try:
             scatter.wait()  # done already: this only passes its error on
             with record_function(f"ddp_crossover::all_gather[{scatter.group}]"):
+                leg.times.posted()
                 scatter.sends += self._send(
                     [_Message(peer, scatter.shard()) for peer in self._peers],
                     self._tag(scatter.iteration, 1, scatter.group),
@@ -320,7 +317,7 @@ class GlooLink(Link):
 
     def _end(self, leg: GlooLeg, error: BaseException | None) -> None:
         """A leg is over: tell who waits for it, and let the poster look at what it made possible."""
-        self.clock.leg_ended()
+        self.clock.leg_ended(leg.times)
         with self._wake:
             if error is not None and self._failure is None:
                 self._failure = self.describe(leg.label, error)

@@ -66,7 +66,7 @@ class StagedGlooLink(GlooLink):
 
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         self.sent_bytes += 2 * buffer.nbytes * (self.world_size - 1) // self.world_size  # what a ring sends
-        return all_reduce_sum(buffer, self.process_group)
+        return all_reduce_sum(buffer, self.process_group, self.clock, group)
 
     def all_gather_small(self, value: Tensor) -> Tensor:
         return super().all_gather_small(value.cpu()).to(value.device)
