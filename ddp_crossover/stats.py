@@ -27,7 +27,7 @@ class StepStats:
         duration_s: wall-clock time.
         communication_s: time in which at least one leg was under way. 0 on NCCL, where it is not host time.
         exposed_s: time in which the training thread waited for a leg. 0 on NCCL.
-        sent_bytes: payload bytes that this rank has sent.
+        sent_bytes: payload bytes that this rank has sent. A leg may be sent an iteration later than it was asked for.
         fallbacks: for each reason, how often something was done the slower way.
     """
 
