@@ -10,12 +10,15 @@ Example::
 from ddp_crossover.agreement import DisagreementError
 from ddp_crossover.collectives import LegError
 from ddp_crossover.comm_hook import DearState, attach, dear_hook
+from ddp_crossover.ddp_timer import DdpTimer
 from ddp_crossover.fusion import FusionPlan
 from ddp_crossover.grad_scaler import GradScaler
-from ddp_crossover.stats import DearStats
+from ddp_crossover.stats import DearStats, StepStats
+from ddp_crossover.trace import Trace
 from ddp_crossover.wait_points import StaleParameterError
 
 __all__ = [
+    "DdpTimer",
     "DearState",
     "DearStats",
     "DisagreementError",
@@ -23,6 +26,8 @@ __all__ = [
     "GradScaler",
     "LegError",
     "StaleParameterError",
+    "StepStats",
+    "Trace",
     "attach",
     "dear_hook",
 ]

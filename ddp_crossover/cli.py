@@ -17,6 +17,7 @@ from rich.markup import escape
 # Imported only when asked for by name, so that a command may need what the others do not.
 COMMANDS = {
     "simulate": "ddp_crossover.simulate",
+    "timeline": "ddp_crossover.timeline",
 }
 
 

@@ -7,8 +7,6 @@ A :class:`Link` runs legs on a process group of its own. ``gloo_link`` does it b
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -18,37 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_crossover.clock import CommClock
+
 MAX_GROUPS = 2**16 - 1
 
 
 class LegError(RuntimeError):
     """A leg failed on this rank: names the rank, the leg and the fusion group."""
-
-
-class CommClock:
-    """Time in which at least one leg is under way, and time in which compute waited for one.
-
-    Host time; on CUDA streams waits do not block the host and are not counted.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._legs_under_way = 0
-        self._since_s = 0.0
-        self.communication_s = 0.0
-        self.exposed_s = 0.0
-
-    def leg_started(self) -> None:
-        with self._lock:
-            if not self._legs_under_way:
-                self._since_s = time.perf_counter()
-            self._legs_under_way += 1
-
-    def leg_ended(self) -> None:
-        with self._lock:
-            self._legs_under_way -= 1
-            if not self._legs_under_way:
-                self.communication_s += time.perf_counter() - self._since_s
 
 
 class Leg(ABC):
@@ -175,12 +149,12 @@ class Link(ABC):
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
         """What is sent within is no training: figures are left as they were."""
-        sent_bytes, communication_s, exposed_s = self.sent_bytes, self.clock.communication_s, self.clock.exposed_s
+        sent_bytes, clock = self.sent_bytes, self.clock
+        self.clock = CommClock()
         try:
             yield
         finally:
-            self.sent_bytes = sent_bytes
-            self.clock.communication_s, self.clock.exposed_s = communication_s, exposed_s
+            self.sent_bytes, self.clock = sent_bytes, clock
 
     def adopt(self, buffer: Tensor) -> None:  # noqa: B027  (memory that is not CUDA's needs nothing)
         """Legs are going to use this memory. It may be dropped while the last of them is still under way."""
@@ -211,11 +185,21 @@ def slice_bounds(numel: int, world_size: int, rank: int) -> tuple[int, int]:
     return numel * rank // world_size, numel * (rank + 1) // world_size
 
 
-def all_reduce_sum(buffer: Tensor, process_group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
-    """The backend's own all-reduce, in place; the future delivers ``buffer``."""
+def all_reduce_sum(
+    buffer: Tensor, process_group: dist.ProcessGroup, clock: CommClock | None = None, group: int = -1
+) -> torch.futures.Future[Tensor]:
+    """The backend's own all-reduce, in place; the future delivers ``buffer``. ``clock`` is told of it as ``group``."""
+    ended = clock.all_reduce_started(group, buffer.device) if clock is not None else None
     work = dist.all_reduce(buffer, group=process_group, async_op=True)
     assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])
+
+    def deliver(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        # On CUDA this runs on a stream that waits for the work.
+        if ended is not None:
+            ended()
+        return future.value()[0]
+
+    return work.get_future().then(deliver)
 
 
 def make_link(

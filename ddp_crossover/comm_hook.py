@@ -29,9 +29,10 @@ from ddp_crossover.fusion import FusionPlan, GradientSpec
 from ddp_crossover.layouts import LayoutRecorder
 from ddp_crossover.planning import Choice, Orders, Planning, PlanSettings
 from ddp_crossover.profile_file import ModelProfile
+from ddp_crossover.recording import recording
 from ddp_crossover.refusals import refuse_model, refuse_optimizers, refuse_options, why_plain_all_reduce
 from ddp_crossover.separability import why_not_separable
-from ddp_crossover.stats import DearStats, FallbackLog
+from ddp_crossover.stats import DearStats, FallbackLog, StepLog
 from ddp_crossover.torch_internals import (
     GradBucket,
     bucket_cap_bytes,
@@ -41,6 +42,7 @@ from ddp_crossover.torch_internals import (
     process_group_timeout,
     rebuild_buckets,
 )
+from ddp_crossover.trace import Trace
 from ddp_crossover.tuned_file import describe_model
 from ddp_crossover.updates import DeferredUpdates
 from ddp_crossover.wait_points import ForwardWatch, WaitPoints
@@ -98,6 +100,7 @@ class DearState:
         # Weak: the reducer, which is C++ and opaque to the garbage collector, holds this state.
         self._ddp = weakref.ref(ddp)
         self._process_group = ddp.process_group
+        self._optimizers = optimizers
         self._named = managed_parameters(ddp)
         self._index_of: dict[Tensor, int] = {p: index for index, (_, p) in enumerate(self._named)}
         self._every_parameter = list(ddp.parameters())
@@ -135,7 +138,8 @@ class DearState:
         self._seen_forward = False
         self._detached = False
         self._iterations = self._pipelined_iterations = 0
-        self._started_s: float | None = None
+        self._steps = StepLog()
+        self._last_bucket_s = 0.0
         # A model that is dropped without detach() must not leave threads and sockets behind.
         weakref.finalize(self, self._link.shut_down)
 
@@ -203,17 +207,31 @@ class DearState:
 
     def stats(self) -> DearStats:
         """Figures of this rank since attach."""
-        clock = self._link.clock
+        sums = self._link.clock.sums()
         return DearStats(
             iterations=self._iterations,
             pipelined_iterations=self._pipelined_iterations,
             deferred_steps=self._updates.deferred_steps,
-            elapsed_s=0.0 if self._started_s is None else time.perf_counter() - self._started_s,
-            communication_s=clock.communication_s,
-            exposed_s=clock.exposed_s,
+            elapsed_s=self._steps.elapsed_s(),
+            communication_s=sums.communication_s,
+            exposed_s=sums.exposed_s,
             sent_bytes=self._link.sent_bytes,
             fallbacks=dict(self._fallbacks.counts),
+            last_steps=self._steps.figures(),
         )
+
+    @contextlib.contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Record every forward, backward, leg, wait and update of this rank within it, see :class:`Trace`.
+
+        Any rank may do it alone. It costs nothing while nobody traces.
+
+        Raises:
+            RuntimeError: if another trace is being taken.
+        """
+        trace = Trace(self._link.rank, "DeAR", self._device)
+        with recording(trace, self._link.clock, self._model, self._optimizers):
+            yield trace
 
     def detach(self) -> None:
         """Apply what is pending and remove every hook; the script goes on as plain DDP."""
@@ -291,7 +309,9 @@ class DearState:
     def _plain_all_reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
         buffer.mul_(1.0 / self._link.world_size)
-        return self._link.all_reduce(bucket.index(), buffer)
+        future = self._link.all_reduce(bucket.index(), buffer)
+        self._last_bucket_s = time.perf_counter()
+        return future
 
     def _stage(self, bucket: GradBucket, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
         assert self._pipeline is not None
@@ -312,8 +332,8 @@ class DearState:
         self._in_backward = False
         self._layouts.end_backward()
         self._iterations += 1
-        if self._started_s is None:
-            self._started_s = time.perf_counter()
+        if self._is_plain and self._device.type == "cpu":
+            self._link.clock.waited(self._last_bucket_s, "all-reduces")  # in DDP's own callback
         if self._planning.profiler is not None:
             self._planning.profiler.backward_ends()
         if self._pipeline is not None and not self._is_plain:
@@ -321,6 +341,7 @@ class DearState:
             self._pipeline.end_backward()
         elif self._plain_reason is not None:
             self._fallbacks.note(self._plain_reason)
+        self._steps.note(self._link.clock.sums(), self._link.sent_bytes, self._fallbacks.counts)
 
     # The plan.
 

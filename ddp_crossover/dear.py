@@ -267,8 +267,10 @@ class Pipeline:
             group.has_updates = True
 
     def _apply(self, slots: list[Slot]) -> None:
+        begin = self.link.clock.mark()
         self.scale(slots)
         self.apply_updates(slots)
+        self.link.clock.span("update", begin)
         for group in {group for slot in slots for group in slot.groups}:
             group.has_updates = any(slot.update is not None for slot in group.slots)
         self.has_updates = any(group.has_updates for group in self.groups)

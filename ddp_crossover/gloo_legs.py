@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_crossover.clock import LegTimes
 from ddp_crossover.collectives import Leg, ScatterLeg, slice_bounds
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 class GlooLeg(Leg):
     """A leg whose progress other threads report through an event."""
+
+    group = -1
+    times: LegTimes
 
     def __init__(self, link: GlooLink, label: str) -> None:
         self.label = label
@@ -29,7 +33,7 @@ class GlooLeg(Leg):
         if not self._done.is_set():
             start_s = time.perf_counter()
             self._done.wait()
-            self._link.clock.exposed_s += time.perf_counter() - start_s
+            self._link.clock.waited(start_s, self.label, self.group)
         if self._error is not None:
             raise self._link.describe(self.label, self._error) from self._error
 
@@ -81,6 +85,7 @@ class GlooGatherLeg(GlooLeg):
         self.scatter = scatter
         self.urgency = urgency
         self.paced = paced
+        self.group = scatter.group
         self.on_done: Callable[[BaseException | None], None] | None = None
 
     def finish(self, error: BaseException | None = None) -> None:

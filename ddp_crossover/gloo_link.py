@@ -22,13 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from ddp_crossover.collectives import (
-    MAX_GROUPS,
-    CommClock,
-    LegError,
-    Link,
-    ScatterLeg,
-)
+from ddp_crossover.clock import CommClock
+from ddp_crossover.collectives import MAX_GROUPS, LegError, Link, ScatterLeg
 from ddp_crossover.gloo_legs import GlooGatherLeg, GlooLeg, GlooScatterLeg
 from ddp_crossover.gloo_posting import PostQueue
 from ddp_crossover.reduction import ScratchPool, add_in_rank_order
@@ -184,13 +179,13 @@ class GlooLink(Link):
 
     def _start_scatter(self, leg: GlooScatterLeg) -> GlooScatterLeg:
         self._raise_failure()
-        self.clock.leg_started()
+        leg.times = self.clock.leg_started("scatter", leg.group)
         self._queue.put(lambda: self._post_scatter(leg))
         return leg
 
     def _start_gather(self, leg: GlooGatherLeg) -> GlooGatherLeg:
         self._raise_failure()
-        self.clock.leg_started()
+        leg.times = self.clock.leg_started("gather", leg.group)
         with self._wake:
             self._open_gathers += 1
         self._queue.put_gather(leg)
@@ -227,6 +222,7 @@ class GlooLink(Link):
                     [_Message(peer, leg.slice_of(peer)) for peer in self._peers],
                     self._tag(leg.iteration, 1, leg.group),
                 )
+                self.clock.leg_posted(leg.times)
                 leg.sends = self._send([_Message(peer, leg.slice_of(peer)) for peer in self._peers], tag)
         except Exception as error:
             self._end(leg, error)
@@ -238,6 +234,7 @@ class GlooLink(Link):
         try:
             scatter.wait()  # done already: this only passes its error on
             with record_function(f"ddp_crossover::all_gather[{scatter.group}]"):
+                self.clock.leg_posted(leg.times)
                 scatter.sends += self._send(
                     [_Message(peer, scatter.shard()) for peer in self._peers],
                     self._tag(scatter.iteration, 1, scatter.group),
@@ -325,7 +322,7 @@ class GlooLink(Link):
 
     def _end(self, leg: GlooLeg, error: BaseException | None) -> None:
         """A leg is over: tell who waits for it, and let the poster look at what it made possible."""
-        self.clock.leg_ended()
+        self.clock.leg_ended(leg.times)
         leg.finish(None if error is None else self._fail(leg.label, error))
         self._queue.look_again()
 

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from ddp_crossover.collectives import CommClock, Leg, Link, ScatterLeg, all_reduce_sum, release, slice_bounds
+from ddp_crossover.clock import CommClock
+from ddp_crossover.collectives import Leg, Link, ScatterLeg, all_reduce_sum, release, slice_bounds
 
 # torch 2.13 renamed both; the old names warn there.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -19,20 +20,24 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 class _NcclLeg(Leg):
     """A leg whose end is a CUDA event on the communication stream."""
 
-    def __init__(self, label: str, stream: torch.cuda.Stream) -> None:
+    def __init__(self, link: NcclLink, label: str, group: int, stream: torch.cuda.Stream) -> None:
         self.label = label
+        self.group = group
+        self._clock = link.clock
         self._done = torch.cuda.Event()
         self._done.record(stream)
         self._device = stream.device
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._done)
+        stream = torch.cuda.current_stream(self._device)
+        begin = self._clock.mark(stream)
+        stream.wait_event(self._done)
+        self._clock.span("wait", begin, stream, group=self.group, what=self.label)
 
 
 class _NcclScatterLeg(_NcclLeg, ScatterLeg):
-    def __init__(self, group: int, buffer: Tensor, shard: Tensor, stream: torch.cuda.Stream) -> None:
-        super().__init__(f"scatter leg of fusion group {group}", stream)
-        self.group = group
+    def __init__(self, link: NcclLink, group: int, buffer: Tensor, shard: Tensor, stream: torch.cuda.Stream) -> None:
+        super().__init__(link, f"scatter leg of fusion group {group}", group, stream)
         self.buffer = buffer
         self._shard = shard
 
@@ -76,10 +81,12 @@ class NcclLink(Link):
         with record_function(f"ddp_crossover::reduce_scatter[{group}]"):
             # Protects the staging copies, which are on the caller's stream.
             self._stream.wait_stream(self.current_stream())
+            begin = self.clock.mark(self._stream)
             with torch.cuda.stream(self._stream):
                 _reduce_scatter(shard, buffer, group=self.process_group)
+            self.clock.span("scatter", begin, self._stream, group=group)
         self._count(buffer)
-        return _NcclScatterLeg(group, buffer, shard, self._stream)
+        return _NcclScatterLeg(self, group, buffer, shard, self._stream)
 
     def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> Leg:
         leg = cast(_NcclScatterLeg, scatter)
@@ -87,14 +94,16 @@ class NcclLink(Link):
             record_function(f"ddp_crossover::all_gather[{leg.group}]"),
             torch.cuda.stream(self._stream),
         ):
+            begin = self.clock.mark(self._stream)
             _all_gather(leg.buffer, leg.shard(), group=self.process_group)
+            self.clock.span("gather", begin, self._stream, group=leg.group)
         self._count(leg.buffer)
-        return _NcclLeg(f"gather leg of fusion group {leg.group}", self._stream)
+        return _NcclLeg(self, f"gather leg of fusion group {leg.group}", leg.group, self._stream)
 
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         self._count(buffer)
         self._count(buffer)
-        return all_reduce_sum(buffer, self.process_group)
+        return all_reduce_sum(buffer, self.process_group, self.clock, group)
 
     def all_gather_small(self, value: Tensor) -> Tensor:
         rows = value.new_empty((self.world_size, *value.shape))

@@ -68,7 +68,7 @@ class StagedGlooLink(GlooLink):
 
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         self.sent_bytes += 2 * buffer.nbytes * (self.world_size - 1) // self.world_size  # what a ring sends
-        return all_reduce_sum(buffer, self.process_group)
+        return all_reduce_sum(buffer, self.process_group, self.clock, group)
 
     def soon(self, job: Callable[[], None]) -> None:
         job()  # in the order of the stream

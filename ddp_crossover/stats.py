@@ -3,11 +3,44 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import statistics
+import time
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from ddp_crossover.clock import CommSums
 
 logger = logging.getLogger("ddp_crossover")
+
+
+STEPS_KEPT = 100
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """Figures of one rank and one iteration: from the end of one reduced backward to the end of the next.
+
+    Attributes:
+        duration_s: wall-clock time.
+        communication_s: time in which at least one leg was under way. 0 on NCCL, where it is not host time.
+        exposed_s: time in which the training thread waited for a leg. 0 on NCCL.
+        sent_bytes: payload bytes that this rank has sent. A leg may be sent an iteration later than it was asked for.
+        fallbacks: for each reason, how often something was done the slower way.
+    """
+
+    duration_s: float
+    communication_s: float
+    exposed_s: float
+    sent_bytes: int
+    fallbacks: Mapping[str, int]
+
+    @property
+    def compute_s(self) -> float:
+        """Time not spent waiting for communication."""
+        return self.duration_s - self.exposed_s
 
 
 @dataclass(frozen=True)
@@ -23,6 +56,7 @@ class DearStats:
         exposed_s: time in which the training thread waited for a leg. 0 on NCCL.
         sent_bytes: payload bytes that this rank has sent.
         fallbacks: for each reason, how often something was done the slower way.
+        last_steps: figures of the latest iterations, at most 100, the last one at the end.
     """
 
     iterations: int
@@ -33,11 +67,74 @@ class DearStats:
     exposed_s: float
     sent_bytes: int
     fallbacks: Mapping[str, int]
+    last_steps: tuple[StepStats, ...]
 
     @property
     def compute_s(self) -> float:
         """Time not spent waiting for communication."""
         return self.elapsed_s - self.exposed_s
+
+    @property
+    def last_step(self) -> StepStats | None:
+        """Figures of the latest iteration; None before the second one has ended."""
+        return self.last_steps[-1] if self.last_steps else None
+
+    @property
+    def median_step(self) -> StepStats | None:
+        """The median of each figure over ``last_steps``, with the fall-backs of all of them."""
+        if not self.last_steps:
+            return None
+        fallbacks: Counter[str] = Counter()
+        for step in self.last_steps:
+            fallbacks.update(step.fallbacks)
+        return StepStats(
+            statistics.median(step.duration_s for step in self.last_steps),
+            statistics.median(step.communication_s for step in self.last_steps),
+            statistics.median(step.exposed_s for step in self.last_steps),
+            statistics.median_low(step.sent_bytes for step in self.last_steps),
+            dict(fallbacks),
+        )
+
+
+class _Sample(NamedTuple):
+    """Running sums at the end of a backward."""
+
+    at_s: float
+    sums: CommSums
+    sent_bytes: int
+    fallbacks: Counter[str]
+
+
+class StepLog:
+    """Keeps the running sums of the latest iterations; the figures are their differences."""
+
+    def __init__(self) -> None:
+        self._started_s: float | None = None
+        self._samples: deque[_Sample] = deque(maxlen=STEPS_KEPT + 1)
+
+    def note(self, sums: CommSums, sent_bytes: int, fallbacks: Counter[str]) -> None:
+        """A reduced backward has ended."""
+        now_s = time.perf_counter()
+        if self._started_s is None:
+            self._started_s = now_s
+        self._samples.append(_Sample(now_s, sums, sent_bytes, fallbacks.copy()))
+
+    def elapsed_s(self) -> float:
+        """Time since the first of them; 0 before."""
+        return 0.0 if self._started_s is None else time.perf_counter() - self._started_s
+
+    def figures(self) -> tuple[StepStats, ...]:
+        """Figures of each iteration."""
+        return tuple(
+            StepStats(
+                after.at_s - before.at_s,
+                after.sums.communication_s - before.sums.communication_s,
+                after.sums.exposed_s - before.sums.exposed_s,
+                after.sent_bytes - before.sent_bytes,
+                dict(after.fallbacks - before.fallbacks),
+            )
+            for before, after in pairwise(self._samples)
+        )
 
 
 class FallbackLog:

@@ -160,6 +160,12 @@ def call_before_compiled(module: torch.nn.Module, before: Callable[[], None]) ->
     return undo
 
 
+def tensors_in(output: Any) -> list[torch.Tensor]:
+    """All tensors in what a module has returned: in tuples, lists and dicts of any depth."""
+    leaves = _private(_private(torch.utils, "_pytree"), "tree_leaves")(output)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
 def allow_foreach(tensor_class: type[torch.Tensor]) -> None:
     """Let torch's foreach implementations take tensors of this class, as DTensor does for itself.
 

@@ -29,7 +29,6 @@ from torch.utils.data import DataLoader
 import ddp_crossover as dx
 from training import checkpoint, data, record
 from training.display import Display
-from training.exposed import DdpExposure
 from training.options import AMP_DTYPES, parse_args
 
 STATEFUL = ("optimizer", "scheduler", "scaler")  # what a checkpoint holds besides the model
@@ -55,7 +54,7 @@ class Trainer:
         clip_grad_norm_ = functools.partial(nn.utils.clip_grad_norm_, list(ddp.parameters()))
         scaler_type = torch.amp.GradScaler
         self.state: dx.DearState | None = None
-        self.ddp_exposure: DdpExposure | None = None
+        self.ddp_timer: dx.DdpTimer | None = None
 
         if args.hook == "dear":
             # ==== DeAR: these two lines are all that a DDP script needs ===========================
@@ -66,7 +65,7 @@ class Trainer:
             clip_grad_norm_, scaler_type = state.clip_grad_norm_, dx.GradScaler
             self.state = state
         elif device.type == "cpu":
-            self.ddp_exposure = DdpExposure(ddp)
+            self.ddp_timer = dx.DdpTimer(ddp, optimizer)
 
         self.clip_grad_norm_ = clip_grad_norm_
         self.scaler = scaler_type(device.type, enabled=args.amp == "fp16")
@@ -151,8 +150,6 @@ class Trainer:
                     loss = nn.functional.cross_entropy(logits, labels) / args.accumulate
                 self.scaler.scale(loss).backward()
             mean_loss += loss.detach()
-        if self.ddp_exposure:
-            self.ddp_exposure.backward_returned()
         if args.clip_norm:
             self.scaler.unscale_(self.optimizer)
             self.clip_grad_norm_(args.clip_norm)
@@ -167,7 +164,7 @@ class Trainer:
             return math.nan  # the wait is the GPU's, and the host's clock does not see it
         if self.state:
             return self.state.stats().exposed_s
-        return self.ddp_exposure.total_s if self.ddp_exposure else math.nan
+        return self.ddp_timer.exposed_s if self.ddp_timer else math.nan
 
     def save_checkpoint(self) -> None:
         """Write all that `load_checkpoint` needs. No collective: rank 0 alone calls it."""

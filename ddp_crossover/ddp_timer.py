@@ -1,0 +1,86 @@
+"""Plain DDP on the same clock: what DeAR is compared with."""
+# No `from __future__ import annotations` here: DDP checks the annotations of hooks, and wants types.
+
+import contextlib
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddp_crossover.clock import CommClock
+from ddp_crossover.collectives import all_reduce_sum
+from ddp_crossover.recording import recording
+from ddp_crossover.torch_internals import GradBucket, call_after_backward
+from ddp_crossover.trace import Trace
+
+
+class DdpTimer:
+    """Times the all-reduces of a plain DDP model, and how long backward waits for them.
+
+    Registers a communication hook that does what DDP does without one. On CUDA the sums stay 0, because
+    the host runs ahead; traces are right there too.
+
+    Args:
+        ddp: the model, without a communication hook.
+        optimizer: its optimizer, or a list of all its optimizers. Their steps are updates in a trace, and tell
+            where a step ends.
+
+    Example::
+
+        timer = DdpTimer(ddp, optimizer)
+        with timer.trace() as trace:
+            train(steps=20)
+        trace.save("ddp.json")
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, optimizer: Optimizer | Sequence[Optimizer]) -> None:
+        self.clock = CommClock()
+        # Weak: the reducer, which is opaque to the garbage collector, holds this object.
+        self._ddp = weakref.ref(ddp)
+        self._optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        self._process_group: dist.ProcessGroup = ddp.process_group
+        self._device = next(ddp.parameters()).device
+        self._last_bucket_s: float | None = None
+        ddp.register_comm_hook(self, timed_all_reduce)
+
+    @property
+    def exposed_s(self) -> float:
+        """How long backward has waited for all-reduces so far; 0 on CUDA.
+
+        From when the last bucket was handed over until DDP has unpacked all of them.
+        """
+        return self.clock.sums().exposed_s
+
+    @contextlib.contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Record all that happens within it, see :class:`Trace`."""
+        ddp = self._ddp()
+        assert ddp is not None  # it is running
+        trace = Trace(dist.get_rank(self._process_group), "plain DDP", self._device)
+        with recording(trace, self.clock, ddp, self._optimizers):
+            yield trace
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """The work of :func:`timed_all_reduce`."""
+        buffer = bucket.buffer().mul_(1.0 / self._process_group.size())
+        future = all_reduce_sum(buffer, self._process_group, self.clock, bucket.index())
+        if self._device.type == "cpu":
+            # Queued again when it runs, to be behind DDP's own. By every bucket, for the last one's graph task.
+            call_after_backward(lambda: call_after_backward(self._backward_ended))
+            self._last_bucket_s = time.perf_counter()
+        return future
+
+    def _backward_ended(self) -> None:
+        if self._last_bucket_s is not None:
+            self.clock.waited(self._last_bucket_s, "all-reduces")
+            self._last_bucket_s = None
+
+
+def timed_all_reduce(timer: DdpTimer, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook: an all-reduce, and a look at the clock."""
+    return timer.reduce(bucket)

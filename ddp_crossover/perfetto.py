@@ -1,0 +1,118 @@
+"""Spans as a file of trace events, which ui.perfetto.dev and Chrome show.
+
+Source: "Trace Event Format" of the Chromium project.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ddp_crossover.spans import KINDS, LEG_KINDS, Span
+
+_FORMAT = "ddp_crossover trace 1"
+
+
+class About(NamedTuple):
+    """What a file says besides the spans; see the attributes of ``Trace``."""
+
+    rank: int
+    title: str
+    wall_offset_s: float
+    began_s: float
+    ended_s: float
+
+
+def write(path: Path, about: About, spans: list[Span]) -> None:
+    """One process for the rank, one thread for each lane; times in microseconds since 1970."""
+    lanes: dict[str, int] = {}
+    events = []
+    for span, lane in _in_lanes(spans):
+        # Whole nanoseconds, so that what is nested stays nested.
+        begin_ns, end_ns = (round((moment_s + about.wall_offset_s) * 1e9) for moment_s in span.interval)
+        events.append(
+            {
+                "ph": "X",
+                "pid": about.rank,
+                "tid": lanes.setdefault(lane, len(lanes)),
+                "name": span.detail or (f"{span.kind} {span.group}" if span.group >= 0 else span.kind),
+                "cat": span.kind,
+                "ts": begin_ns / 1e3,
+                "dur": (end_ns - begin_ns) / 1e3,
+                "args": _arguments(span),
+            }
+        )
+    process = f"{about.title} rank {about.rank}".strip()
+    labels = [_label(about.rank, 0, "process_name", name=process)]
+    for lane, number in lanes.items():
+        labels.append(_label(about.rank, number, "thread_name", name=lane))
+        labels.append(_label(about.rank, number, "thread_sort_index", sort_index=number))
+    document = {
+        "traceEvents": labels + events,
+        "displayTimeUnit": "ms",
+        "otherData": {"format": _FORMAT, **about._asdict()},
+    }
+    path.write_text(json.dumps(document) + "\n")
+
+
+def read(path: Path) -> tuple[About, list[Span]]:
+    """The reverse of :func:`write`.
+
+    Raises:
+        OSError: if there is no such file.
+        ValueError: if something else wrote it.
+    """
+    try:
+        document = json.loads(path.read_text())
+        kept = document["otherData"]
+        ours = kept.pop("format") == _FORMAT
+    except (ValueError, KeyError, TypeError):
+        ours = False
+    if not ours:
+        raise ValueError(f"{path} is not a trace of this version of ddp_crossover: write one with Trace.save(path)")
+    about = About(**kept)
+    return about, [_span(event, about) for event in document["traceEvents"] if event["ph"] == "X"]
+
+
+def _in_lanes(spans: list[Span]) -> Iterator[tuple[Span, str]]:
+    """Legs of one kind overlap, which a viewer can show only in lanes of their own."""
+    busy_until_s: dict[str, list[float]] = {}
+    for span in sorted(spans, key=lambda span: (KINDS.index(span.kind), span.begin_s)):
+        if span.kind == "step":
+            yield span, "steps"
+        elif span.kind not in LEG_KINDS:
+            yield span, "compute"
+        else:
+            rows = busy_until_s.setdefault(span.kind, [])
+            row = next((row for row, end_s in enumerate(rows) if end_s <= span.begin_s), len(rows))
+            rows[row : row + 1] = [span.end_s]
+            yield span, f"{span.kind} {row + 1}"
+
+
+def _arguments(span: Span) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    if span.group >= 0:
+        arguments["group"] = span.group
+    if span.detail:
+        arguments["detail"] = span.detail
+    if span.posted_s == span.posted_s:  # not NaN, which JSON does not know
+        arguments["posted_after_us"] = (span.posted_s - span.begin_s) * 1e6
+    return arguments
+
+
+def _span(event: dict[str, Any], about: About) -> Span:
+    begin_s, arguments = event["ts"] * 1e-6 - about.wall_offset_s, event["args"]
+    return Span(
+        kind=event["cat"],
+        begin_s=begin_s,
+        end_s=begin_s + event["dur"] * 1e-6,
+        group=arguments.get("group", -1),
+        posted_s=begin_s + arguments.get("posted_after_us", float("nan")) * 1e-6,
+        detail=arguments.get("detail", ""),
+    )
+
+
+def _label(rank: int, lane: int, what: str, **arguments: Any) -> dict[str, Any]:
+    return {"ph": "M", "pid": rank, "tid": lane, "name": what, "args": arguments}

@@ -1,0 +1,54 @@
+"""`timeline` draws real traces, and says clearly what is missing when it cannot."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+from test_trace import traced
+
+from ddp_crossover import timeline
+
+pytest.importorskip("matplotlib")
+
+
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    timeline.add_arguments(parser)
+    return timeline.run(parser.parse_args([str(word) for word in words]))
+
+
+@pytest.fixture
+def traces(on_ranks, tmp_path) -> Path:
+    for with_dear in (False, True):
+        on_ranks(traced, 2, with_dear, str(tmp_path))
+    return tmp_path
+
+
+def test_two_traces_become_one_picture(traces, capsys) -> None:
+    import matplotlib.image
+
+    picture = traces / "timeline.png"
+    names = [traces / f"{with_dear}-rank{{rank}}.json" for with_dear in (False, True)]
+    assert run(*names, "-o", picture, "--steps", "2", "--rank", "1") == 0
+    height, width, _ = matplotlib.image.imread(picture).shape
+    assert 1000 < width < 3000 and 500 < height < 2000
+    told = capsys.readouterr().out
+    assert "plain DDP, rank 1: " in told and "DeAR, rank 1: " in told and "ms per step" in told
+
+
+def test_what_cannot_be_drawn_is_said(traces, capsys, monkeypatch) -> None:
+    trace = traces / "True-rank0.json"
+    for words, message in (
+        ((traces / "none.json",), "No such file"),
+        ((trace, "--steps", "100"), "3 complete steps, not 100"),
+        ((trace, "--steps", "0"), "--steps"),
+    ):
+        assert run(*words, "-o", traces / "x.png") == 1
+        assert message in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert run(trace, "-o", traces / "x.png") == 1
+    assert "pip install ddp_crossover[plot]" in capsys.readouterr().err
+    assert not (traces / "x.png").exists()
