@@ -1,0 +1,270 @@
+"""Several hosts on one machine: network namespaces, shaped links, one core each.
+
+    sudo python scripts/lab.py --hosts 2 --rate 1gbit -- python train.py
+    sudo python scripts/lab.py --hosts 4 --rate 500mbit --json -- python -c 'print("hello")'
+
+Builds the hosts, runs the command on each as torchrun would (RANK, WORLD_SIZE, MASTER_ADDR, ...),
+shows its output with the host in front, and removes everything. The exit code is that of the first host
+that failed, 124 after a timeout, 2 if the lab cannot be built.
+Two hosts share a virtual cable; more hang on a bridge. Each host's sending is shaped with `tc tbf`.
+From Python:
+
+    with Lab(hosts=2, rate="1gbit") as lab:
+        results = lab.run([sys.executable, "train.py"])
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+
+from lab_parts import links, namespaces
+from lab_parts.commands import OnLine, Run
+from lab_parts.links import Shaping
+from lab_parts.results import HostResult, LabError
+from lab_parts.signals import ending_signals_raise, uninterrupted
+
+__all__ = ["HostResult", "Lab", "LabError", "why_no_lab"]
+
+MAX_HOSTS = 8
+# Namespaces have ports of their own, so a fixed one is always free.
+MASTER_PORT = 29500
+# How long the others may go on after one host has failed: often enough to say what they saw of it.
+FAILURE_GRACE_S = 3.0
+# From SIGTERM to SIGKILL.
+END_GRACE_S = 2.0
+TAIL_LINES = 20
+TIMEOUT_EXIT_CODE = 124  # as of timeout(1)
+REFUSED_EXIT_CODE = 2
+
+
+def why_no_lab() -> str | None:
+    """What keeps this process from building a lab and what to do about it; None when nothing does.
+
+    Tries the real thing on a namespace that is removed again, in about 30 ms.
+    """
+    for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("taskset", "util-linux")):
+        if shutil.which(tool) is None:
+            return f"the lab needs `{tool}`, which is not in PATH: install {package} (and have /usr/sbin in PATH)"
+    host = namespaces.new_prefix() + "probe"
+    rights = "run as root (sudo); in a container, start that with --privileged"
+    module = "the kernel may lack the module {0}: try `modprobe {0}` outside of containers"
+    trials: tuple[tuple[Callable[[], None], str], ...] = (
+        (lambda: namespaces.call("ip", "netns", "add", host), rights),
+        (lambda: links.add_cable(host, links.INTERFACE, host, "peer0"), module.format("veth")),
+        (lambda: links.add_bridge(host), module.format("bridge")),
+        (lambda: links.shape(host, Shaping("1gbit", "256kb", "20ms")), module.format("sch_tbf")),
+        (lambda: namespaces.call("ip", "netns", "exec", host, "true"), rights),
+    )
+    try:
+        for attempt, way_out in trials:
+            try:
+                attempt()
+            except LabError as error:
+                return f"the lab cannot be built here: {error}; {way_out}"
+    finally:
+        namespaces.remove(namespaces.existing(host))
+    return None
+
+
+class Lab:
+    """`hosts` (2 to 8) hosts, joined by links on which each sends at `rate`; None leaves them unshaped.
+
+    `rate`, `burst` and `latency` are written as for `tc` (tc-tbf(8)): "1gbit", "256kb", "20ms". Each host is
+    pinned to one of the cores that this process may use, in turn. While the lab is open, SIGTERM and SIGHUP
+    raise SystemExit unless they had a handler, so that it is removed. After SIGKILL the next lab on this
+    machine removes it.
+
+    Raises ValueError for a wrong number of hosts; entering it raises LabError with the way out when it cannot
+    be built.
+    """
+
+    def __init__(
+        self, hosts: int = 2, *, rate: str | None = "1gbit", burst: str = "256kb", latency: str = "20ms"
+    ) -> None:
+        if not 2 <= hosts <= MAX_HOSTS:
+            raise ValueError(f"hosts must be 2 to {MAX_HOSTS}, not {hosts}")
+        self.hosts = hosts
+        self._shaping = Shaping(rate, burst, latency)
+        self._prefix = namespaces.new_prefix()
+        self._namespaces = [f"{self._prefix}host{rank}" for rank in range(hosts)]
+        self._signals = contextlib.ExitStack()
+
+    def __enter__(self) -> "Lab":
+        self._signals.enter_context(ending_signals_raise())
+        try:
+            if reason := why_no_lab():
+                raise LabError(reason)
+            namespaces.remove(namespaces.leftovers())
+            links.connect(self._namespaces, switch=f"{self._prefix}switch")
+            self._shape()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        with self._signals, uninterrupted():
+            namespaces.remove(namespaces.existing(self._prefix))
+
+    def reshape(self, rate: str | None, *, burst: str | None = None, latency: str | None = None) -> None:
+        """Change the rate of every host, also while they run (from `on_line` or another thread); None: no limit.
+
+        What is not given stays. Raises LabError when `tc` refuses the values.
+        """
+        self._shaping = Shaping(rate, burst or self._shaping.burst, latency or self._shaping.latency)
+        self._shape()
+
+    def _shape(self) -> None:
+        for host in self._namespaces:
+            links.shape(host, self._shaping)
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 600.0,
+        on_line: OnLine | None = None,
+    ) -> list[HostResult]:
+        """Run a command on every host at once; results in the order of ranks.
+
+        `env` adds to this process's environment and torchrun's variables, and wins over both.
+        `on_line(rank, "stdout" or "stderr", line)` is called as lines come, on the calling thread.
+        What a command leaves running is ended with it. Raises LabError with the end of the output
+        of the first host that failed (the others are ended soon after), or when `timeout_s` is over.
+        """
+        run = Run(on_line)
+        try:
+            cores = sorted(os.sched_getaffinity(0))
+            for rank, host in enumerate(self._namespaces):
+                pinned = ["taskset", "-c", str(cores[rank % len(cores)]), *command]
+                inside = ["ip", "netns", "exec", host, *pinned]
+                run.start(rank, inside, {**os.environ, **self._environment(rank), **(env or {})})
+            run.follow(timeout_s, until=lambda: run.ended or run.failed is not None)
+            timed_out = not run.ended and run.failed is None
+            if run.failed is not None:
+                run.follow(FAILURE_GRACE_S, until=lambda: run.ended)
+        finally:
+            with uninterrupted():
+                self._end(run)
+        results = [host.result() for host in run.hosts]
+        if timed_out:
+            raise LabError(f"the hosts had not ended after {timeout_s:g} s", results)
+        if run.failed is not None:
+            raise LabError(_failure(run.failed.result()), results, run.failed.rank)
+        return results
+
+    def _end(self, run: Run) -> None:
+        """End what still runs, and take in the last of its output. Nothing runs any more afterwards."""
+        try:
+            run.send(signal.SIGTERM)
+            run.follow(END_GRACE_S, until=lambda: run.ended)
+        finally:
+            run.send(signal.SIGKILL)
+            namespaces.kill_processes(self._namespaces)
+            run.reap()
+        try:
+            # Everybody who could write is gone, so this reads what is left in the pipes and returns.
+            run.follow(END_GRACE_S, until=lambda: False)
+        finally:
+            run.close()
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        """What torchrun gives a worker (torch/distributed/elastic/agent/server/local_elastic_agent.py), and
+        which way to the others.
+        """
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "GROUP_RANK": str(rank),
+            "NODE_RANK": str(rank),
+            "ROLE_RANK": str(rank),
+            "ROLE_NAME": "default",
+            "WORLD_SIZE": str(self.hosts),
+            "LOCAL_WORLD_SIZE": "1",
+            "GROUP_WORLD_SIZE": str(self.hosts),
+            "ROLE_WORLD_SIZE": str(self.hosts),
+            "MASTER_ADDR": links.address(0),
+            "MASTER_PORT": str(MASTER_PORT),
+            "TORCHELASTIC_RUN_ID": self._prefix.rstrip("."),
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            # There is no agent, so rank 0 holds the store.
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "GLOO_SOCKET_IFNAME": links.INTERFACE,
+            "NCCL_SOCKET_IFNAME": links.INTERFACE,
+            # NCCL takes ranks with equal ids for one machine and would go through its memory.
+            "NCCL_HOSTID": self._namespaces[rank],
+        }
+
+
+def _failure(result: HostResult) -> str:
+    how = f"exit code {result.returncode}"
+    if result.returncode < 0:
+        how = f"signal {signal.Signals(-result.returncode).name}"
+    tail = "\n".join((result.stderr.strip() or result.stdout.strip()).splitlines()[-TAIL_LINES:])
+    return f"host {result.rank} ended with {how}" + (f"; its last output:\n{tail}" if tail else "")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build the lab, run the command, show what it says; the exit code of the first host that failed."""
+    args = _parse_args(arguments)
+
+    def show(rank: int, stream: str, line: str) -> None:
+        to = sys.stdout if stream == "stdout" and not args.json else sys.stderr
+        print(f"[host {rank}] {line}", file=to, flush=True)
+
+    try:
+        with Lab(args.hosts, rate=args.rate, burst=args.burst, latency=args.latency) as lab:
+            results, exit_code = lab.run(args.command, timeout_s=args.timeout_s, on_line=show), 0
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except LabError as error:
+        # The rest of a host's failure has been shown as it came.
+        print(f"lab: {str(error).splitlines()[0].removesuffix('; its last output:')}", file=sys.stderr)
+        results, exit_code = error.results, _exit_code(error)
+    if args.json:
+        print(json.dumps([result._asdict() for result in results], indent=2))
+    return exit_code
+
+
+def _exit_code(error: LabError) -> int:
+    if error.failed_rank is None:
+        return TIMEOUT_EXIT_CODE if error.results else REFUSED_EXIT_CODE
+    returncode = error.results[error.failed_rank].returncode
+    # As a shell reports a signal.
+    return returncode if returncode > 0 else 128 - returncode
+
+
+def _parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, choices=range(2, MAX_HOSTS + 1), default=2, help="default: 2")
+    parser.add_argument("--rate", default="1gbit", help="each host sends at most so fast; 'none': no limit (1gbit)")
+    parser.add_argument("--burst", default="256kb", help="sent at once after a pause, see tc-tbf(8) (256kb)")
+    parser.add_argument("--latency", default="20ms", help="longest wait in the queue before packets drop (20ms)")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="then all hosts are ended (600)")
+    parser.add_argument("--json", action="store_true", help="results as JSON on stdout; the hosts' lines go to stderr")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what every host runs")
+    args = parser.parse_args(arguments)
+    args.command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not args.command:
+        parser.error("give the command that every host runs after --")
+    args.rate = None if args.rate == "none" else args.rate
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())
