@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from bench_lab.settings import CaseSettings
+from lab import Lab, LabError
 
 ROOT = Path(__file__).resolve().parents[2]
 OnProgress = Callable[[str, float], None]
+# Long enough for BERT-base at 1 Gb/s with all arms; a case that hangs is ended by the ranks' own timeout.
+CASE_TIMEOUT_S = 4 * 3600.0
 RunRanks = Callable[[list[str], dict[str, str], Callable[[str], None]], None]
 
 
@@ -73,5 +76,22 @@ def over_loopback(world_size: int) -> RunRanks:
                 # torchrun ends its ranks when it is told to go.
                 os.killpg(job.pid, signal.SIGTERM)
                 job.wait()
+
+    return run_ranks
+
+
+def on_hosts(lab: Lab) -> RunRanks:
+    """Ranks on the hosts of a lab, one each."""
+
+    def run_ranks(arguments: list[str], environment: dict[str, str], on_line: Callable[[str], None]) -> None:
+        try:
+            lab.run(
+                [sys.executable, *arguments],
+                env=environment,
+                timeout_s=CASE_TIMEOUT_S,
+                on_line=lambda rank, stream, line: on_line(line),
+            )
+        except LabError as error:
+            raise CaseFailed(str(error)) from error
 
     return run_ranks
