@@ -110,11 +110,13 @@ class Arm:
         raise ArmRefused(f"not settled after {limit} steps")
 
     def _is_settled(self) -> bool:
-        """Whether the pipeline runs, as long as it is going to."""
+        """Whether the pipeline runs evenly, or is not going to run."""
         if self._state is None:
             return True
         stats = self._state.stats()
-        return bool(stats.fallbacks) or stats.pipelined_iterations >= PIPELINED_STEPS
+        return stats.pipelined_iterations >= PIPELINED_STEPS or (
+            not stats.pipelined_iterations and bool(stats.fallbacks)
+        )
 
     def drain(self) -> None:
         """Finish what has been put off, so that it does not run in the next arm's turn."""

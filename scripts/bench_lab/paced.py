@@ -5,6 +5,7 @@ backward, which takes 2F. All layers take equally long. Sleeping frees the core 
 """
 
 import ctypes
+import itertools
 import time
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 COLUMNS = 500
-# Per quarter of the network. Shares of the quarters are then 2, 7, 22 and 70%; ResNet-50's four stages, which compute
-# about equally long, hold 1, 5, 28 and 67%.
-HEAVY_END_GROWTH = 3.24
+# How parameters grow from one quarter of the network to the next. 3.24 puts 2, 7, 22 and 70% into the quarters;
+# ResNet-50's four stages, which compute about equally long, hold 1, 5, 28 and 67%.
+GROWTH = {"uniform": 1.0, "heavy-end": 3.24}
 _PR_SET_TIMERSLACK = 29
 
 
@@ -60,12 +61,17 @@ def layer_sizes(parameters: int, layers: int, profile: str) -> list[int]:
     """Elements of each layer's weight, first layer first, all multiples of `COLUMNS`.
 
     `uniform`: all alike. `heavy-end`: growing towards the end of the network, as in a ResNet.
+
+    Raises:
+        ValueError: if there are too few parameters for a row in each layer.
     """
-    growth = {"uniform": 1.0, "heavy-end": HEAVY_END_GROWTH}[profile]
-    shares = [growth ** (4 * layer / layers) for layer in range(layers)]
+    shares = [GROWTH[profile] ** (4 * layer / layers) for layer in range(layers)]
     rows = parameters // COLUMNS
     ends = [round(rows * sum(shares[: layer + 1]) / sum(shares)) for layer in range(layers)]
-    return [COLUMNS * (end - start) for start, end in zip([0, *ends], ends, strict=False)]
+    sizes = [COLUMNS * (end - start) for start, end in itertools.pairwise([0, *ends])]
+    if min(sizes) <= 0:
+        raise ValueError(f"{parameters} parameters are too few for {layers} layers of at least {COLUMNS} ({profile})")
+    return sizes
 
 
 def paced_network(sizes: list[int], blocks: int, pace: Pace) -> nn.Sequential:

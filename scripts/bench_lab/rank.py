@@ -26,9 +26,12 @@ from bench_lab.arms import Arm, ArmName, ArmRefused, make_arm
 from bench_lab.settings import CaseSettings
 from bench_lab.workloads import Workload, make_workload
 
-CALIBRATION_STEPS = 4
+CALIBRATION_STEPS = 2
 ALL_REDUCES_PER_TURN = 2
-TIMEOUT = timedelta(seconds=60)
+CALIBRATION_TURNS = 3
+# Weights, gradients and one more buffer of that size, for an arm on one host.
+COPIES_PER_ARM = 3
+TIMEOUT = timedelta(seconds=120)
 
 
 class Rank:
@@ -45,6 +48,7 @@ class Rank:
         numels = [parameter.numel() for parameter in self._workload.build().parameters()]
         self._parameters, self._tensors = sum(numels), len(numels)
         self._flat = torch.zeros(self._parameters)
+        refuse_too_many_arms(len(settings.arms), self._flat.nbytes)
         self._arms: dict[str, Arm] = {}
         self._refused: dict[str, str] = {}
         self._warm_up_steps: dict[str, int] = {}
@@ -69,6 +73,7 @@ class Rank:
             "parameters": self._parameters,
             "tensors": self._tensors,
             "gradient_bytes": self._flat.nbytes,
+            "calibration_s": a_s,
             "forward_s": self._workload.pace.forward_s if self._workload.pace else None,
             "threads": torch.get_num_threads(),
             "all_reduces_s": all_reduces_s,
@@ -98,8 +103,10 @@ class Rank:
         assert pace is not None
         paced.sleep_accurately()
         pace.forward_s = compute_s / 3 / self._tensors
-        noop.step()
-        not_sleep_s = self._mean([self._turn(noop, CALIBRATION_STEPS)])[0] - compute_s
+        # The shortest of several: a slow moment of the machine must not become a faster pace for the whole run.
+        not_sleep_s = (
+            min(self._mean([self._turn(noop, CALIBRATION_STEPS) for _ in range(CALIBRATION_TURNS)])) - compute_s
+        )
         pace.forward_s = max(0.0, compute_s - not_sleep_s) / 3 / self._tensors
 
     def _rounds(self) -> tuple[list[float], dict[str, list[float]]]:
@@ -147,9 +154,22 @@ class Rank:
         return (sums_s / dist.get_world_size()).tolist()
 
 
+def refuse_too_many_arms(arms: int, gradient_bytes: int) -> None:
+    """Raise MemoryError if the arms of all hosts, which share this machine's memory, would not fit."""
+    wanted_bytes = COPIES_PER_ARM * gradient_bytes * arms * dist.get_world_size()
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available_bytes = 1024 * int(meminfo["MemAvailable"].split()[0])
+    if wanted_bytes > available_bytes:
+        raise MemoryError(
+            f"{arms} arms on {dist.get_world_size()} hosts need about {wanted_bytes / 2**30:.0f} GiB of memory, and "
+            f"{available_bytes / 2**30:.0f} GiB are free: choose fewer with --arms and --buckets"
+        )
+
+
 def main() -> None:
     """Run one rank; rank 0 prints its progress, one JSON object a line, and writes the result."""
     settings, result_file = CaseSettings.read(Path(sys.argv[1])), Path(sys.argv[2])
+    torch.set_flush_denormal(True)  # gradients of a network that has learned its one batch would slow it down
     dist.init_process_group("gloo", timeout=TIMEOUT)
     is_first = dist.get_rank() == 0
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torchvision
 from torch import Tensor, nn
 
 CLASSES = 1000
@@ -19,26 +18,32 @@ class Model(NamedTuple):
     units: Callable[[nn.Module], list[nn.Module]]
 
 
-def _classifier(name: str, pixels: int, batch: int, **options: int) -> Callable[[int], Model]:
+def _classifier(
+    name: str, pixels: int, batch: int, units: Callable[[nn.Module], list[nn.Module]], **options: int
+) -> Callable[[int], Model]:
     def make(tokens: int) -> Model:
+        # Imported here because it takes a second or two, and paced layers need none of it.
+        import torchvision
+
         images = torch.randn(batch, 3, pixels, pixels, generator=torch.Generator().manual_seed(1))
         labels = torch.arange(batch) % CLASSES
         return Model(
             lambda: torchvision.models.get_model(name, weights=None, num_classes=CLASSES, **options),
             lambda network: nn.functional.cross_entropy(network(images), labels),
-            _largest_parts,
+            units,
         )
 
     return make
 
 
-def _largest_parts(network: nn.Module) -> list[nn.Module]:
-    """Blocks of a torchvision network: children, or their children where a child only lists parts."""
-    parts: list[nn.Module] = []
-    for child in network.children():
-        blocks = list(child.children()) if isinstance(child, nn.Sequential) else [child]
-        parts += [block for block in blocks if any(True for _ in block.parameters())]
-    return parts
+def _children_of(*names: str) -> Callable[[nn.Module], list[nn.Module]]:
+    """All children with parameters of the submodules with these names."""
+
+    def units(network: nn.Module) -> list[nn.Module]:
+        children = [child for name in names for child in network.get_submodule(name).children()]
+        return [child for child in children if next(child.parameters(), None) is not None]
+
+    return units
 
 
 class _Encoder(nn.Module):
@@ -67,7 +72,7 @@ def _encoder(build: Callable[[], _Encoder], sequence: int, ids_below: int, batch
     return Model(
         build,
         lambda network: nn.functional.cross_entropy(network(ids).flatten(0, 1), labels),
-        lambda network: list(network.get_submodule("layers").children()),
+        _children_of("layers"),
     )
 
 
@@ -86,8 +91,8 @@ def _bert_base(tokens: int) -> Model:
 # Each takes the number of tokens, which only `transformer` heeds.
 MODELS: dict[str, Callable[[int], Model]] = {
     "transformer": _transformer,
-    "resnet50": _classifier("resnet50", pixels=96, batch=8),
-    "densenet201": _classifier("densenet201", pixels=96, batch=4),
-    "vit_b_16": _classifier("vit_b_16", pixels=96, batch=4, image_size=96),
+    "resnet50": _classifier("resnet50", 96, 8, _children_of("layer1", "layer2", "layer3", "layer4")),
+    "densenet201": _classifier("densenet201", 96, 4, _children_of("features")),
+    "vit_b_16": _classifier("vit_b_16", 96, 4, _children_of("encoder.layers"), image_size=96),
     "bert_base": _bert_base,
 }

@@ -45,6 +45,7 @@ def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any
         "tensors": measured["tensors"],
         "gradient_bytes": measured["gradient_bytes"],
         "threads_per_rank": measured["threads"],
+        "all_reduce_at_start_s": measured["calibration_s"],
         "paced_forward_s_per_layer": measured["forward_s"],
         "all_reduce_best_s": all_reduce_best_s,
         "all_reduce_median_s": statistics.median(measured["all_reduces_s"]),
