@@ -26,6 +26,7 @@ from bench_lab.launch import CaseFailed, RunRanks, on_hosts, over_loopback, run_
 from bench_lab.options import make_cases, parse_args
 from bench_lab.summary import summarize
 from lab import Lab, LabError
+from lab_parts.signals import ending_signals_raise
 
 REFUSED_EXIT_CODE = 2
 
@@ -58,7 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
 def network(args: argparse.Namespace) -> Iterator[RunRanks]:
     """What runs the ranks, while it exists."""
     if args.no_lab:
-        yield over_loopback(args.hosts)
+        with ending_signals_raise():  # so that the ranks are ended, too
+            yield over_loopback(args.hosts)
         return
     rate = None if args.rate == "none" else args.rate
     with Lab(args.hosts, rate=rate, burst=args.burst, latency=args.latency) as lab:

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 import bench
-from bench_lab import options, paced
+import lab
+from bench_lab import launch, options, paced
 from bench_lab.settings import CaseSettings
 from bench_lab.summary import summarize
 
 ROOT = Path(__file__).resolve().parent.parent
-RUN_TIMEOUT_S = 90
+RUN_TIMEOUT_S = 150
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -29,14 +30,20 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     json_file, plot_file = directory / "new" / "bench.json", directory / "new" / "bench.png"
     small = "--parameters 40000 --blocks 2 --weights-per-block 2 --ratios 0.05 --rounds 2 --steps-per-round 1"
     arms = "--arms noop,ddp,dear,allreduce,fsdp2 --buckets 25,1"
-    done = subprocess.run(
+    job = subprocess.Popen(
         [sys.executable, str(ROOT / "scripts" / "bench.py"), "--no-lab", *small.split(), *arms.split(),
          "--json", str(json_file), "--plot", str(plot_file)],
         env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=RUN_TIMEOUT_S,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(json_file.read_text()), done.stdout, plot_file.read_bytes()
+    try:
+        output, _ = job.communicate(timeout=RUN_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        job.terminate()  # it ends its ranks
+        output, _ = job.communicate()
+        pytest.fail(f"no end within {RUN_TIMEOUT_S} s:\n{output}")
+    assert job.returncode == 0, output
+    return json.loads(json_file.read_text()), output, plot_file.read_bytes()
 
 
 def test_every_arm_is_measured_in_every_round(tiny_run: tuple[dict[str, Any], str, bytes]) -> None:
@@ -87,6 +94,18 @@ def test_without_a_lab_it_says_why_and_exits_with_2(
     monkeypatch.setenv("PATH", "")
     assert bench.main(["--quick"]) == 2
     assert "`ip`" in (error := capsys.readouterr().err) and "--no-lab" in error
+
+
+@pytest.mark.skipif(lab.why_no_lab() is not None, reason="needs the rights to build a lab")
+def test_ranks_run_on_the_hosts_of_a_lab() -> None:
+    lines: list[str] = []
+    say_rank = ["-c", "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['SAY'])"]
+    with lab.Lab(2) as hosts:
+        run_ranks = launch.on_hosts(hosts)
+        run_ranks(say_rank, {"SAY": "so"}, lines.append)
+        assert sorted(line.strip() for line in lines) == ["0 2 so", "1 2 so"]
+        with pytest.raises(launch.CaseFailed, match="out of paper"):
+            run_ranks(["-c", "raise SystemExit('out of paper')"], {}, lines.append)
 
 
 MEASURED: dict[str, Any] = {

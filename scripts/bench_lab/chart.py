@@ -38,8 +38,9 @@ def draw(record: dict[str, Any], path: Path) -> None:
         axes.bar(at, medians, width, yerr=errors, color=colors[name], label=name, error_kw={"elinewidth": 0.8})
     axes.axhline(1.0, color="black", linewidth=1, linestyle="--")
     axes.set_xticks(range(len(cases)), [_label(case) for case in cases])
-    axes.set_ylabel("T/T*, median and quartiles (T* = max(compute alone, all-reduce alone))")
-    axes.set_title(record["configuration"]["network"], fontsize="medium")
+    axes.set_ylabel("T/T*, median and quartiles")
+    bound = "T* is the longer of compute alone and all-reduce alone"
+    axes.set_title(f"Time of a step over T*\n{bound}\n{record['configuration']['network']}", fontsize="medium")
     figure.legend(loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=150)
 

@@ -84,8 +84,8 @@ def _transformer(tokens: int) -> Model:
 
 
 def _bert_base(tokens: int) -> Model:
-    """The shape of BERT-base with its vocabulary as input (109 M parameters), one sequence of 64 tokens, 2 classes."""
-    return _encoder(lambda: _Encoder(BERT_VOCABULARY, 768, 12, 3072, 12, 2), 64, BERT_VOCABULARY, 1, 2)
+    """The shape of BERT-base with its vocabulary as input (108 M parameters), 4 sequences of 64 tokens, 2 classes."""
+    return _encoder(lambda: _Encoder(BERT_VOCABULARY, 768, 12, 3072, 12, 2), 64, BERT_VOCABULARY, 4, 2)
 
 
 # Each takes the number of tokens, which only `transformer` heeds.
@@ -93,6 +93,6 @@ MODELS: dict[str, Callable[[int], Model]] = {
     "transformer": _transformer,
     "resnet50": _classifier("resnet50", 96, 8, _children_of("layer1", "layer2", "layer3", "layer4")),
     "densenet201": _classifier("densenet201", 96, 4, _children_of("features")),
-    "vit_b_16": _classifier("vit_b_16", 96, 4, _children_of("encoder.layers"), image_size=96),
+    "vit_b_16": _classifier("vit_b_16", 96, 8, _children_of("encoder.layers"), image_size=96),
     "bert_base": _bert_base,
 }

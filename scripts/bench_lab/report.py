@@ -37,6 +37,7 @@ class Display:
         """The next case begins."""
         self._case += 1
         self._name = name
+        self.update("starting the ranks", 0.0)
 
     def update(self, doing: str, behind: float) -> None:
         """What the ranks do now, and which share of the case's rounds is behind."""
@@ -76,7 +77,7 @@ def _cells(arm: dict[str, Any]) -> list[str]:
     return [
         arm["arm"],
         f"{step_s['median'] * 1e3:.1f}",
-        f"{step_s['low'] * 1e3:.1f}..{step_s['high'] * 1e3:.1f}",
+        f"{step_s['low'] * 1e3:.0f}..{step_s['high'] * 1e3:.0f}",
         f"{arm['over_bound']['median']:.3f}",
         f"{over_best['median']:.2f} ({over_best['low']:.2f}..{over_best['high']:.2f})" if over_best else "",
         f"{over_default['median']:.2f}" if over_default else "",
