@@ -28,7 +28,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     """The record, what was printed and the chart of a run with four small layers."""
     directory = tmp_path_factory.mktemp("bench")
     json_file, plot_file = directory / "new" / "bench.json", directory / "new" / "bench.png"
-    small = "--parameters 40000 --blocks 2 --weights-per-block 2 --ratios 0.05 --rounds 2 --steps-per-round 1"
+    small = "--parameters 400000 --blocks 2 --weights-per-block 2 --ratios 0.05 --rounds 2 --steps-per-round 1"
     arms = "--arms noop,ddp,dear,allreduce,fsdp2 --buckets 25,1"
     job = subprocess.Popen(
         [sys.executable, str(ROOT / "scripts" / "bench.py"), "--no-lab", *small.split(), *arms.split(),
@@ -55,7 +55,7 @@ def test_every_arm_is_measured_in_every_round(tiny_run: tuple[dict[str, Any], st
         assert len(arm["rounds_s"]) == 2 and all(seconds > 0 for seconds in arm["rounds_s"])
         assert arm["step_s"].keys() == arm["over_bound"].keys() == {"low", "median", "high"}
     assert case["bound_s"] == max(case["compute_s"], case["all_reduce_best_s"])
-    assert case["gradient_bytes"] == 4 * 40000 and case["tensors"] == 4
+    assert case["gradient_bytes"] == 4 * 400000 and case["tensors"] == 4
     assert case["best_ddp"] in ("ddp@25", "ddp@1")
 
 
