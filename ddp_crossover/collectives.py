@@ -119,10 +119,13 @@ class Link(ABC):
         world_size: ranks in the group.
         sent_bytes: payload bytes that this rank has sent so far.
         clock: times of legs and waits.
+        sums_in_fp32: whether 16-bit buffers are added up in fp32 and rounded once; a backend that adds by itself
+            does not ask.
     """
 
     process_group: dist.ProcessGroup
     owns_process_group: bool = False
+    sums_in_fp32: bool = False
     rank: int
     world_size: int
     sent_bytes: int
@@ -192,6 +195,8 @@ def make_link(
     device: torch.device,
     timeout: timedelta,
     own_group: dist.ProcessGroup | None = None,
+    *,
+    sums_in_fp32: bool = False,
 ) -> Link:
     """The link for a device type and backend, on a process group of its own over the same ranks.
 
@@ -200,6 +205,7 @@ def make_link(
         device: where the gradients are.
         timeout: after which a leg fails.
         own_group: the group of its own; a new one by default.
+        sums_in_fp32: see :class:`Link`.
 
     Raises:
         ValueError: if the backend is neither gloo nor NCCL, or ``own_group`` has other ranks.
@@ -241,6 +247,7 @@ def make_link(
     else:
         made = link(process_group, device)
     made.owns_process_group = own_group is None
+    made.sums_in_fp32 = sums_in_fp32
     return made
 
 

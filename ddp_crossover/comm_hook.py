@@ -38,6 +38,7 @@ from ddp_crossover.torch_internals import (
 )
 from ddp_crossover.updates import DeferredUpdates
 from ddp_crossover.wait_points import ForwardWatch, WaitPoints
+from ddp_crossover.wire import scale_into, travels_as
 
 
 class DearState:
@@ -48,10 +49,15 @@ class DearState:
         optimizer: its optimizer, or a list of all its optimizers.
         process_group: process group for our traffic, over the same ranks as ``ddp.process_group``. Default: a
             new one with the same backend and timeout, so that DDP's own traffic never queues behind ours.
-        fusion_mb: target size of a fusion group in MiB. Larger groups cost less latency, smaller ones
-            overlap more finely. Default 8.
+        fusion_mb: target size of a fusion group on the wire, in MiB. Larger groups cost less latency, smaller
+            ones overlap more finely. Default 8.
         schedule: ``"auto"`` or ``"dear"``: reduce-scatter in backward, all-gather in use order during the next
             forward. ``"allreduce"``: plain all-reduce in the hook, nothing deferred.
+        wire_dtype: ``torch.bfloat16`` or ``torch.float16``: gradients of a wider dtype are cast to it, after the
+            division by the world size, and cast back when they are used. Gloo adds 16-bit gradients up in fp32, in
+            rank order, and rounds the sum once; NCCL adds in the wire dtype. Half the bytes of fp32, and not
+            the parameters of plain fp32 DDP any more. float16 ends at 65504: use it with a loss scaler. Default:
+            gradients travel as they are.
         strict: debugging aid. Parameters that wait for an update hold NaN until it is applied, so that a
             read that nothing has intercepted cannot hide. Costs a copy of the parameters.
 
@@ -73,24 +79,28 @@ class DearState:
         process_group: dist.ProcessGroup | None = None,
         fusion_mb: float | None = None,
         schedule: str = "auto",
+        wire_dtype: torch.dtype | None = None,
         strict: bool = False,
     ) -> None:
         refuse_model(ddp)
-        refuse_options(schedule, fusion_mb)
+        refuse_options(schedule, fusion_mb, wire_dtype)
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         refuse_optimizers(ddp, optimizers)
         # Weak: the reducer, which is C++ and opaque to the garbage collector, holds this state.
         self._ddp = weakref.ref(ddp)
         self._process_group = ddp.process_group
         self._fusion_mb = DEFAULT_FUSION_MB if fusion_mb is None else fusion_mb
+        self._wire_dtype = wire_dtype
         self._named = managed_parameters(ddp)
         self._every_parameter = list(ddp.parameters())
         self._device = self._named[0][1].device
         timeout = process_group_timeout(ddp.process_group, self._device)
-        self._link: Link = make_link(ddp.process_group, self._device, timeout, own_group=process_group)
+        self._link: Link = make_link(
+            ddp.process_group, self._device, timeout, own_group=process_group, sums_in_fp32=wire_dtype is not None
+        )
         self._fallbacks = FallbackLog()
         self._plain_reason = why_plain_all_reduce(ddp, schedule)
-        require_same_setup(self._link, self._named, optimizers, schedule, self._fusion_mb)
+        require_same_setup(self._link, self._named, optimizers, schedule, self._fusion_mb, wire_dtype)
         self._updates = DeferredUpdates(
             [(one, why_not_separable(one)) for one in optimizers], self._fallbacks, strict=strict
         )
@@ -245,8 +255,12 @@ class DearState:
 
     def _plain_all_reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
-        buffer.mul_(1.0 / self._link.world_size)
-        return self._link.all_reduce(bucket.index(), buffer)
+        on_wire = buffer
+        if (dtype := travels_as(buffer.dtype, self._wire_dtype)) is not buffer.dtype:
+            on_wire = torch.empty_like(buffer, dtype=dtype)
+        scale_into(on_wire, buffer, 1.0 / self._link.world_size)
+        future = self._link.all_reduce(bucket.index(), on_wire)
+        return future if on_wire is buffer else future.then(lambda summed: buffer.copy_(summed.value()))
 
     def _stage(self, bucket: GradBucket, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
         assert self._pipeline is not None
@@ -291,12 +305,14 @@ class DearState:
             [self._audit.use_rank(index) for index in range(len(self._named))],
             self._link,
             self._fusion_mb,
+            self._wire_dtype,
         )
         self._layouts.adopt()
         self._pipeline = Pipeline(
             plan,
             self._named,
             self._link,
+            wire_dtype=self._wire_dtype,
             # With bucket views DDP hands out the reduced bucket even for what no rank has used.
             unwritten_is_unused=self._model.find_unused_parameters and not self._model.gradient_as_bucket_view,
         )

@@ -11,6 +11,7 @@ from ddp_crossover.agreement import all_gather_json, require_equal
 from ddp_crossover.collectives import MAX_GROUPS, Link
 from ddp_crossover.fusion import FusionPlan, GradientSpec, plan_fusion
 from ddp_crossover.updates import hyperparameters
+from ddp_crossover.wire import travels_as
 
 
 def require_same_setup(
@@ -19,11 +20,12 @@ def require_same_setup(
     optimizers: Sequence[Optimizer],
     schedule: str,
     fusion_mb: float,
+    wire_dtype: torch.dtype | None,
 ) -> None:
     """Raise :class:`DisagreementError` on every rank unless model, optimizers and options are the same on all."""
     name_of = {id(parameter): name for name, parameter in named}
     setup = {
-        "options": {"schedule": schedule, "fusion_mb": fusion_mb},
+        "options": {"schedule": schedule, "fusion_mb": fusion_mb, "wire_dtype": str(wire_dtype)},
         "parameters": {name: f"{tuple(parameter.shape)} {parameter.dtype}" for name, parameter in named},
         "optimizers": [
             {
@@ -59,6 +61,7 @@ def agree_on_plan(
     use_rank: list[int],
     link: Link,
     fusion_mb: float,
+    wire_dtype: torch.dtype | None,
 ) -> FusionPlan:
     """Rank 0's orders make the plan on every rank; then all compare what came out.
 
@@ -67,7 +70,8 @@ def agree_on_plan(
         arrival_order: parameter indices in the order in which this rank's gradients arrive.
         use_rank: per parameter, when this rank's forward first uses it.
         link: the ranks.
-        fusion_mb: target size of a group in MiB.
+        fusion_mb: target size of a group on the wire in MiB.
+        wire_dtype: what wider gradients are cast to; None if they travel as they are.
 
     Raises:
         DisagreementError: if gradients arrive in another order than on rank 0.
@@ -76,7 +80,7 @@ def agree_on_plan(
     device = named[0][1].device
     proposals = all_gather_json({"arrival": arrival_order, "use": use_rank}, link.process_group, device)
     plan = plan_fusion(
-        [_spec(name, parameter) for name, parameter in named],
+        [_spec(name, parameter, wire_dtype) for name, parameter in named],
         proposals[0]["arrival"],
         proposals[0]["use"],
         world_size=link.world_size,
@@ -91,6 +95,8 @@ def agree_on_plan(
     return plan
 
 
-def _spec(name: str, parameter: torch.nn.Parameter) -> GradientSpec:
-    arena = f"{parameter.dtype} on {parameter.device.type}".removeprefix("torch.")
-    return GradientSpec(name, parameter.numel(), parameter.element_size(), arena)
+def _spec(name: str, parameter: torch.nn.Parameter, wire_dtype: torch.dtype | None) -> GradientSpec:
+    dtype = travels_as(parameter.dtype, wire_dtype)
+    as_what = "" if dtype is parameter.dtype else f" as {dtype}"
+    arena = f"{parameter.dtype}{as_what} on {parameter.device.type}".replace("torch.", "")
+    return GradientSpec(name, parameter.numel(), dtype.itemsize, arena)

@@ -25,6 +25,7 @@ from ddp_crossover.gradients import PendingGrad
 from ddp_crossover.layouts import gradient_stride, same_objects
 from ddp_crossover.slots import GroupInFlight, Slot
 from ddp_crossover.torch_internals import allow_foreach
+from ddp_crossover.wire import scale_into, travels_as
 
 
 class Phase(enum.Enum):
@@ -51,6 +52,7 @@ class Pipeline:
         plan: which gradient travels in which group.
         parameters: named parameters, in the plan's numbering.
         link: runs the legs.
+        wire_dtype: what wider gradients are cast to in the fusion buffers; None for their own dtype everywhere.
         unwritten_is_unused: a ``.grad`` that DDP does not write to at the end of backward belongs to a
             parameter that no rank has used, and stays what it is.
     """
@@ -61,6 +63,7 @@ class Pipeline:
         parameters: Sequence[tuple[str, Parameter]],
         link: Link,
         *,
+        wire_dtype: torch.dtype | None = None,
         unwritten_is_unused: bool = False,
     ) -> None:
         self.unwritten_is_unused = unwritten_is_unused
@@ -70,7 +73,7 @@ class Pipeline:
         self.phase = Phase.IDLE
         self.has_updates = False
         self.iteration = 0
-        self.apply_updates: Callable[[list[Slot]], None] = _no_updates
+        self.apply_updates: Callable[[dict[Slot, Tensor]], None] = _no_updates
         self._inverse_world_size = 1.0 / link.world_size
         self._stagings: dict[int, _Staging] = {}
         self._arrived: list[_Staging] = []
@@ -78,7 +81,7 @@ class Pipeline:
         arena_of = {p.parameter: group.arena for group in plan.groups for p in group.pieces}
         like = {arena: parameters[index][1] for index, arena in arena_of.items()}
         self._arenas = {
-            arena: torch.zeros(numel, dtype=like[arena].dtype, device=like[arena].device)
+            arena: torch.zeros(numel, dtype=travels_as(like[arena].dtype, wire_dtype), device=like[arena].device)
             for arena, numel in plan.arena_numel.items()
         }
         for arena in self._arenas.values():
@@ -136,7 +139,7 @@ class Pipeline:
             staging = self._stagings[index] = self._plan_staging(buffer, parameters, gradients())
         self.order.join()
         for low, high, target in staging.copies:
-            torch.mul(buffer[low:high], self._inverse_world_size, out=target)
+            scale_into(target, buffer[low:high], self._inverse_world_size)
         self.order.mark()
         self._arrived.append(staging)
         if self.unwritten_is_unused:
@@ -218,16 +221,13 @@ class Pipeline:
         """Apply the updates that these groups' parameters still wait for. Cheap when there are none."""
         self.order.join()
         due = [group for group in groups if group.has_updates]
-        if not due:
-            return
-        slots: dict[Slot, None] = {}
+        # One after the other: what is cast back to the parameters' dtype is never more than one group.
         for group in due:
             self.complete(group)
-        for group in due:
-            for slot in group.slots:
-                if slot.update is not None and all(part.complete for part in slot.groups):
-                    slots[slot] = None
-        self._apply(list(slots))
+            slots = [s for s in group.slots if s.update is not None and all(part.complete for part in s.groups)]
+            self._apply(slots)
+        if due:
+            self.has_updates = any(group.has_updates for group in self.groups)
 
     def flush(self) -> None:
         """Apply all updates that have been asked for."""
@@ -243,11 +243,9 @@ class Pipeline:
             group.has_updates = True
 
     def _apply(self, slots: list[Slot]) -> None:
-        self.scale(slots)
-        self.apply_updates(slots)
+        self.apply_updates(self._reduced(slots))
         for group in {group for slot in slots for group in slot.groups}:
             group.has_updates = any(slot.update is not None for slot in group.slots)
-        self.has_updates = any(group.has_updates for group in self.groups)
         self.order.mark()
 
     def complete(self, group: GroupInFlight) -> None:
@@ -264,23 +262,32 @@ class Pipeline:
         for group in slot.groups:
             self.complete(group)
         with torch.no_grad():
-            self.scale([slot])
             memory.copy_(slot.view)
+            for factor in slot.scales:
+                self.order.keep(factor)
+                torch._foreach_mul_([memory], factor)
         self.order.mark()
         return memory
 
-    def scale(self, slots: Iterable[Slot]) -> None:
-        """Multiply complete gradients by the factors that clipping or the loss scaler left for them."""
+    @torch.inference_mode(False)  # else a copy made by an evaluation would be of no use to the optimizer
+    def _reduced(self, slots: Iterable[Slot]) -> dict[Slot, Tensor]:
+        """Complete gradients in the dtype of their parameters, times what clipping or the loss scaler left for them.
+
+        Those that have travelled in it are multiplied in place, the others are copies.
+        """
+        reduced = {slot: slot.view.to(slot.parameter.dtype) for slot in slots}
         by_factors: dict[tuple[int, ...], list[Slot]] = {}
-        for slot in slots:
+        for slot in reduced:
             if slot.scales:
                 by_factors.setdefault(tuple(map(id, slot.scales)), []).append(slot)
         for alike in by_factors.values():
             for factor in alike[0].scales:
                 self.order.keep(factor)
-                torch._foreach_mul_([slot.view for slot in alike], factor)
+                torch._foreach_mul_([reduced[slot] for slot in alike], factor)
             for slot in alike:
-                slot.scales = ()
+                if reduced[slot] is slot.view:
+                    slot.scales = ()
+        return reduced
 
     def retire(self) -> None:
         """End the iteration: nothing of it may be left when its buffers are filled again."""
@@ -315,8 +322,8 @@ class Pipeline:
                 slot.parameter.grad = grad.resolve()
 
 
-def _no_updates(slots: list[Slot]) -> None:
-    assert not slots
+def _no_updates(gradients: dict[Slot, Tensor]) -> None:
+    assert not gradients
 
 
 def _version(grad: Tensor | None) -> int:

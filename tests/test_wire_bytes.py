@@ -90,3 +90,17 @@ def test_bytes_on_the_wire_are_optimal_and_what_stats_say(on_ranks, world_size, 
     for counted, claimed in on_ranks(_sent_in_steady_state, world_size, case, True):
         assert counted == pytest.approx(optimum, rel=TOLERANCE)
         assert claimed == pytest.approx(counted, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("schedule", ["dear", "allreduce"])
+def test_a_16_bit_wire_halves_them(on_ranks, schedule) -> None:
+    case = Case(
+        model=partial(WideNet, torch.float32),
+        steps=2 * STEPS,
+        dear={"fusion_mb": 0.5, "wire_dtype": torch.bfloat16, "schedule": schedule},
+        strict=False,
+    )
+    optimum = sum(p.numel() * torch.bfloat16.itemsize for p in WideNet(torch.float32).parameters())
+    for counted, claimed in on_ranks(_sent_in_steady_state, 2, case, True):
+        assert counted == pytest.approx(optimum, rel=TOLERANCE)
+        assert claimed == pytest.approx(counted, rel=TOLERANCE)
