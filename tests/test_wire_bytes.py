@@ -4,6 +4,7 @@ rank.
 
 from __future__ import annotations
 
+import gc
 import sys
 from functools import partial
 
@@ -40,6 +41,7 @@ class WideNet(nn.Module):
 
 def _sent_in_steady_state(case: Case, with_dear: bool) -> tuple[float, float]:
     """Bytes per step over the last steps, as the kernel counts and as `stats()` says."""
+    gc.collect()  # connections of earlier tests close now, not between two readings
     run = Run(case, with_dear)
     counted: list[int] = []
     claimed: list[int] = []
