@@ -275,7 +275,7 @@ class Pipeline:
 
         Those that have travelled in it are multiplied in place, the others are copies.
         """
-        reduced = {slot: slot.view.to(slot.parameter.dtype) for slot in slots}
+        reduced = {slot: slot.view.to(slot.parameter.dtype) if slot.is_cast else slot.view for slot in slots}
         by_factors: dict[tuple[int, ...], list[Slot]] = {}
         for slot in reduced:
             if slot.scales:
@@ -285,7 +285,7 @@ class Pipeline:
                 self.order.keep(factor)
                 torch._foreach_mul_([reduced[slot] for slot in alike], factor)
             for slot in alike:
-                if reduced[slot] is slot.view:
+                if not slot.is_cast:
                     slot.scales = ()
         return reduced
 

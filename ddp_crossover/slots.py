@@ -20,6 +20,7 @@ class Slot:
         name: full name, for messages.
         parameter: the parameter.
         view: its gradient inside the fusion buffers, in the wire dtype.
+        is_cast: whether the wire dtype is not the parameter's.
         groups: the fusion groups that carry a piece of it.
         pending: makes its ``PendingGrad``.
         deliver: what its ``PendingGrad`` calls to get the value.
@@ -35,6 +36,7 @@ class Slot:
         "deliver",
         "groups",
         "index",
+        "is_cast",
         "name",
         "parameter",
         "pending",
@@ -49,6 +51,7 @@ class Slot:
         self.name = name
         self.parameter = parameter
         self.view = view
+        self.is_cast = view.dtype is not parameter.dtype
         self.groups: list[GroupInFlight] = []
         self.pending = PendingGradPool(view, parameter.dtype)
         self.update: object | None = None
