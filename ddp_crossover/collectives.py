@@ -96,10 +96,13 @@ class Link(ABC):
         clock: times of legs and waits.
         orders_gathers: gather legs may leave ranks in different orders, so the link chooses as it goes.
         has_fused_all_reduce: an all-reduce is one operation, not a scatter and a gather leg.
+        sums_in_fp32: whether 16-bit buffers are added up in fp32 and rounded once; a backend that adds by itself
+            does not ask.
     """
 
     process_group: dist.ProcessGroup
     owns_process_group: bool = False
+    sums_in_fp32: bool = False
     rank: int
     world_size: int
     sent_bytes: int
@@ -207,6 +210,8 @@ def make_link(
     device: torch.device,
     timeout: timedelta,
     own_group: dist.ProcessGroup | None = None,
+    *,
+    sums_in_fp32: bool = False,
 ) -> Link:
     """The link for a device type and backend, on a process group of its own over the same ranks.
 
@@ -215,6 +220,7 @@ def make_link(
         device: where the gradients are.
         timeout: after which a leg fails.
         own_group: the group of its own; a new one by default.
+        sums_in_fp32: see :class:`Link`.
 
     Raises:
         ValueError: if the backend is neither gloo nor NCCL, or ``own_group`` has other ranks.
@@ -256,6 +262,7 @@ def make_link(
     else:
         made = link(process_group, device)
     made.owns_process_group = own_group is None
+    made.sums_in_fp32 = sums_in_fp32
     return made
 
 

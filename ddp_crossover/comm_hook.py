@@ -46,6 +46,7 @@ from ddp_crossover.trace import Trace
 from ddp_crossover.tuned_file import describe_model
 from ddp_crossover.updates import DeferredUpdates
 from ddp_crossover.wait_points import ForwardWatch, WaitPoints
+from ddp_crossover.wire import scale_into, travels_as
 
 # A hook call costs tens of microseconds: so fine that it does not show, so coarse that there are not too many.
 _ARRIVAL_BYTES = 2**20
@@ -60,11 +61,16 @@ class DearState:
         optimizer: its optimizer, or a list of all its optimizers.
         process_group: process group for our traffic, over the same ranks as ``ddp.process_group``. Default: a
             new one with the same backend and timeout, so that DDP's own traffic never queues behind ours.
-        fusion_mb: size of a fusion group in MiB. Larger groups cost less latency, smaller ones overlap more
-            finely. Default: the one that is fastest, found from measured times and by trying.
+        fusion_mb: size of a fusion group on the wire, in MiB. Larger groups cost less latency, smaller ones overlap
+            more finely. Default: the one that is fastest, found from measured times and by trying.
         schedule: ``"auto"``: reduce-scatter in backward; all-gathers wherever the link would be idle, in
             backward and in the next forward. ``"dear"``: the paper's: all reduce-scatters, then all-gathers in
             use order. ``"allreduce"``: plain all-reduce in the hook, nothing deferred.
+        wire_dtype: ``torch.bfloat16`` or ``torch.float16``: gradients of a wider dtype are cast to it, after the
+            division by the world size, and cast back when they are used. Gloo adds 16-bit gradients up in fp32, in
+            rank order, and rounds the sum once; NCCL adds in the wire dtype. Half the bytes of fp32, and not
+            the parameters of plain fp32 DDP any more. float16 ends at 65504: use it with a loss scaler. Default:
+            gradients travel as they are.
         tune: with ``schedule="auto"`` and no ``fusion_mb``: try group sizes, and plain all-reduce, on at most 60
             training steps (results stay exact), and keep the fastest. False: what the measured times predict.
         tuned_file: path of a JSON file where rank 0 keeps what was found, and finds it again in the next run.
@@ -89,37 +95,47 @@ class DearState:
         process_group: dist.ProcessGroup | None = None,
         fusion_mb: float | None = None,
         schedule: str = "auto",
+        wire_dtype: torch.dtype | None = None,
         tune: bool = True,
         tuned_file: str | os.PathLike[str] | None = None,
         strict: bool = False,
     ) -> None:
         refuse_model(ddp)
-        refuse_options(schedule, fusion_mb, tuned_file)
+        refuse_options(schedule, fusion_mb, wire_dtype, tuned_file)
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         refuse_optimizers(ddp, optimizers)
         # Weak: the reducer, which is C++ and opaque to the garbage collector, holds this state.
         self._ddp = weakref.ref(ddp)
         self._process_group = ddp.process_group
         self._optimizers = optimizers
+        self._wire_dtype = wire_dtype
         self._named = managed_parameters(ddp)
         self._index_of: dict[Tensor, int] = {p: index for index, (_, p) in enumerate(self._named)}
         self._every_parameter = list(ddp.parameters())
         self._device = self._named[0][1].device
         timeout = process_group_timeout(ddp.process_group, self._device)
-        self._link: Link = make_link(ddp.process_group, self._device, timeout, own_group=process_group)
+        self._link: Link = make_link(
+            ddp.process_group, self._device, timeout, own_group=process_group, sums_in_fp32=wire_dtype is not None
+        )
         self._fallbacks = FallbackLog()
         self._plain_reason = why_plain_all_reduce(ddp, schedule)
         settings = PlanSettings(schedule, fusion_mb, tune, tuned_file)
-        options = {"schedule": schedule, "fusion_mb": fusion_mb, "tune": tune, "tuned_file": tuned_file is not None}
+        options = {
+            "schedule": schedule,
+            "fusion_mb": fusion_mb,
+            "wire_dtype": str(wire_dtype),
+            "tune": tune,
+            "tuned_file": tuned_file is not None,
+        }
         require_same_setup(self._link, self._named, optimizers, options)
         key = describe_model(
             self._named,
             world_size=self._link.world_size,
             backend=dist.get_backend(ddp.process_group),
             device_type=self._device.type,
-            wire_dtype=None,
+            wire_dtype=None if wire_dtype is None else str(wire_dtype),
         )
-        specs = [_gradient_spec(name, parameter) for name, parameter in self._named]
+        specs = [_gradient_spec(name, parameter, wire_dtype) for name, parameter in self._named]
         self._planning = Planning(specs, settings, self._link, self._device, key)
         self._is_plain = True
         if self._plain_reason is None:
@@ -308,10 +324,13 @@ class DearState:
 
     def _plain_all_reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
-        buffer.mul_(1.0 / self._link.world_size)
-        future = self._link.all_reduce(bucket.index(), buffer)
+        on_wire = buffer
+        if (dtype := travels_as(buffer.dtype, self._wire_dtype)) is not buffer.dtype:
+            on_wire = torch.empty_like(buffer, dtype=dtype)
+        scale_into(on_wire, buffer, 1.0 / self._link.world_size)
+        future = self._link.all_reduce(bucket.index(), on_wire)
         self._last_bucket_s = time.perf_counter()
-        return future
+        return future if on_wire is buffer else future.then(lambda summed: buffer.copy_(summed.value()))
 
     def _stage(self, bucket: GradBucket, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
         assert self._pipeline is not None
@@ -367,6 +386,7 @@ class DearState:
             self._named,
             self._link,
             memory=before.release() if before is not None else {},
+            wire_dtype=self._wire_dtype,
             # With bucket views DDP hands out the reduced bucket even for what no rank has used.
             unwritten_is_unused=self._model.find_unused_parameters and not self._model.gradient_as_bucket_view,
         )
@@ -422,9 +442,11 @@ def _let_gradients_arrive_early(ddp: DistributedDataParallel, named: list[tuple[
         rebuild_buckets(ddp, cap_bytes)
 
 
-def _gradient_spec(name: str, parameter: torch.nn.Parameter) -> GradientSpec:
-    arena = f"{parameter.dtype} on {parameter.device.type}".removeprefix("torch.")
-    return GradientSpec(name, parameter.numel(), parameter.element_size(), arena)
+def _gradient_spec(name: str, parameter: torch.nn.Parameter, wire_dtype: torch.dtype | None) -> GradientSpec:
+    dtype = travels_as(parameter.dtype, wire_dtype)
+    as_what = "" if dtype is parameter.dtype else f" as {dtype}"
+    arena = f"{parameter.dtype}{as_what} on {parameter.device.type}".replace("torch.", "")
+    return GradientSpec(name, parameter.numel(), dtype.itemsize, arena)
 
 
 def dear_hook(state: DearState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

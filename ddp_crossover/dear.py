@@ -28,6 +28,7 @@ from ddp_crossover.layouts import gradient_stride, same_objects
 from ddp_crossover.profiling import ComputeProfiler
 from ddp_crossover.slots import GroupInFlight, Slot
 from ddp_crossover.torch_internals import allow_foreach
+from ddp_crossover.wire import scale_into, travels_as
 
 _SPARE_NUMEL = 2**14
 
@@ -57,6 +58,7 @@ class Pipeline:
         parameters: named parameters, in the plan's numbering.
         link: runs the legs.
         memory: arenas of the plan before, used again where they are large enough.
+        wire_dtype: what wider gradients are cast to in the fusion buffers; None for their own dtype everywhere.
         unwritten_is_unused: a ``.grad`` that DDP does not write to at the end of backward belongs to a
             parameter that no rank has used, and stays what it is.
     """
@@ -68,6 +70,7 @@ class Pipeline:
         link: Link,
         *,
         memory: Mapping[str, Tensor] = MappingProxyType({}),
+        wire_dtype: torch.dtype | None = None,
         unwritten_is_unused: bool = False,
     ) -> None:
         self.unwritten_is_unused = unwritten_is_unused
@@ -77,7 +80,7 @@ class Pipeline:
         self.phase = Phase.IDLE
         self.has_updates = False
         self.iteration = 0
-        self.apply_updates: Callable[[list[Slot]], None] = _no_updates
+        self.apply_updates: Callable[[dict[Slot, Tensor]], None] = _no_updates
         self._gathers_early = plan.schedule == "auto"
         self.profiler: ComputeProfiler | None = None
         self._urgency = {group: place for place, group in enumerate(plan.use_order)}
@@ -88,7 +91,8 @@ class Pipeline:
         arena_of = {p.parameter: group.arena for group in plan.groups for p in group.pieces}
         like = {arena: parameters[index][1] for index, arena in arena_of.items()}
         self._arenas = {
-            arena: _zeros(numel, like[arena], memory.get(arena)) for arena, numel in plan.arena_numel.items()
+            arena: _zeros(numel, travels_as(like[arena].dtype, wire_dtype), like[arena].device, memory.get(arena))
+            for arena, numel in plan.arena_numel.items()
         }
         for arena in self._arenas.values():
             link.adopt(arena)
@@ -157,7 +161,7 @@ class Pipeline:
     def _copy(self, buffer: Tensor, copies: list[tuple[int, int, Tensor]]) -> None:
         self.order.join()
         for low, high, target in copies:
-            torch.mul(buffer[low:high], self._inverse_world_size, out=target)
+            scale_into(target, buffer[low:high], self._inverse_world_size)
         self.order.mark()
 
     def _launch(self, group: GroupInFlight) -> None:
@@ -242,16 +246,13 @@ class Pipeline:
         """Apply the updates that these groups' parameters still wait for. Cheap when there are none."""
         self.order.join()
         due = [group for group in groups if group.has_updates]
-        if not due:
-            return
-        slots: dict[Slot, None] = {}
+        # One after the other: what is cast back to the parameters' dtype is never more than one group.
         for group in due:
             self.complete(group)
-        for group in due:
-            for slot in group.slots:
-                if slot.update is not None and all(part.complete for part in slot.groups):
-                    slots[slot] = None
-        self._apply(list(slots))
+            slots = [s for s in group.slots if s.update is not None and all(part.complete for part in s.groups)]
+            self._apply(slots)
+        if due:
+            self.has_updates = any(group.has_updates for group in self.groups)
 
     def flush(self) -> None:
         """Apply all updates that have been asked for."""
@@ -268,12 +269,10 @@ class Pipeline:
 
     def _apply(self, slots: list[Slot]) -> None:
         begin = self.link.clock.mark()
-        self.scale(slots)
-        self.apply_updates(slots)
+        self.apply_updates(self._reduced(slots))
         self.link.clock.span("update", begin)
         for group in {group for slot in slots for group in slot.groups}:
             group.has_updates = any(slot.update is not None for slot in group.slots)
-        self.has_updates = any(group.has_updates for group in self.groups)
         self.order.mark()
 
     def complete(self, group: GroupInFlight) -> None:
@@ -293,23 +292,32 @@ class Pipeline:
         for group in slot.groups:
             self.complete(group)
         with torch.no_grad():
-            self.scale([slot])
             memory.copy_(slot.view)
+            for factor in slot.scales:
+                self.order.keep(factor)
+                torch._foreach_mul_([memory], factor)
         self.order.mark()
         return memory
 
-    def scale(self, slots: Iterable[Slot]) -> None:
-        """Multiply complete gradients by the factors that clipping or the loss scaler left for them."""
+    @torch.inference_mode(False)  # else a copy made by an evaluation would be of no use to the optimizer
+    def _reduced(self, slots: Iterable[Slot]) -> dict[Slot, Tensor]:
+        """Complete gradients in the dtype of their parameters, times what clipping or the loss scaler left for them.
+
+        Those that have travelled in it are multiplied in place, the others are copies.
+        """
+        reduced = {slot: slot.view.to(slot.parameter.dtype) if slot.is_cast else slot.view for slot in slots}
         by_factors: dict[tuple[int, ...], list[Slot]] = {}
-        for slot in slots:
+        for slot in reduced:
             if slot.scales:
                 by_factors.setdefault(tuple(map(id, slot.scales)), []).append(slot)
         for alike in by_factors.values():
             for factor in alike[0].scales:
                 self.order.keep(factor)
-                torch._foreach_mul_([slot.view for slot in alike], factor)
+                torch._foreach_mul_([reduced[slot] for slot in alike], factor)
             for slot in alike:
-                slot.scales = ()
+                if not slot.is_cast:
+                    slot.scales = ()
+        return reduced
 
     def retire(self) -> None:
         """End the iteration: nothing of it may be left when its buffers are filled again."""
@@ -351,16 +359,16 @@ class Pipeline:
                 slot.parameter.grad = grad.resolve()
 
 
-def _zeros(numel: int, like: Tensor, memory: Tensor | None) -> Tensor:
+def _zeros(numel: int, dtype: torch.dtype, device: torch.device, memory: Tensor | None) -> Tensor:
     """Flat zeros, in ``memory`` if it is large enough."""
     if memory is not None and memory.numel() >= numel:
         return memory[:numel].zero_()
     # Plans differ in their padding: with this much to spare the next one fits in as well.
-    return torch.zeros(numel + _SPARE_NUMEL, dtype=like.dtype, device=like.device)[:numel]
+    return torch.zeros(numel + _SPARE_NUMEL, dtype=dtype, device=device)[:numel]
 
 
-def _no_updates(slots: list[Slot]) -> None:
-    assert not slots
+def _no_updates(gradients: dict[Slot, Tensor]) -> None:
+    assert not gradients
 
 
 def _version(grad: Tensor | None) -> int:

@@ -31,7 +31,7 @@ class GradientSpec:
     Attributes:
         name: full parameter name, for messages.
         numel: number of elements, may be zero.
-        itemsize_bytes: bytes per element.
+        itemsize_bytes: bytes per element on the wire.
         arena: which arena it lives in; gradients of different dtype or device never share one.
     """
 
@@ -79,7 +79,7 @@ class FusionPlan:
 
     Attributes:
         world_size: ranks that share each group.
-        fusion_mb: target size of a group in MiB.
+        fusion_mb: target size of a group on the wire, in MiB.
         groups: all fusion groups, in arrival order.
         use_order: group indices in the order in which the next forward needs them.
         offsets: first element of each parameter in its arena.

@@ -281,7 +281,7 @@ class GlooLink(Link):
             self._raise_failure()
             for receive in leg.scatter_receives:
                 receive.wait()
-            add_in_rank_order(leg.shard(), self.rank, leg.incoming)
+            add_in_rank_order(leg.shard(), self.rank, leg.incoming, in_fp32=self.sums_in_fp32)
             self._scratch.give_back(leg.incoming)
         except Exception as error:
             self._end(leg, error)

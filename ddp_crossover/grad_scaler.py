@@ -36,7 +36,7 @@ class GradScaler(torch.amp.GradScaler):
         if gradients is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         slots = [*gradients.on_the_wire, *gradients.in_memory]
-        if not allow_fp16 and any(slot.view.dtype is torch.float16 for slot in slots):
+        if not allow_fp16 and any(slot.parameter.dtype is torch.float16 for slot in slots):
             raise ValueError("Attempting to unscale FP16 gradients: keep the parameters in fp32.")
         found = shards.found_inf(pipeline, gradients)
         shards.scale(gradients, inv_scale.to(found.device).reshape(()))

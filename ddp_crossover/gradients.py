@@ -76,10 +76,8 @@ class PendingGrad(Tensor):
     _value: Tensor | None
 
     @staticmethod
-    def __new__(cls, like: Tensor) -> PendingGrad:
-        pending = Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
-        )
+    def __new__(cls, like: Tensor, dtype: torch.dtype) -> PendingGrad:
+        pending = Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device)
         pending._value = None
         pending._deliver = None
         pending._memory = None
@@ -165,9 +163,10 @@ class PendingGradPool:
     Making one costs microseconds a parameter; reusing it costs a tenth of that.
     """
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         self._like = like
-        self._object = PendingGrad(like)
+        self._dtype = dtype
+        self._object = PendingGrad(like, dtype)
         self._unshared_references = sys.getrefcount(self._object)
 
     def take(self, current_grad: Tensor) -> PendingGrad:
@@ -175,7 +174,7 @@ class PendingGradPool:
         if current_grad is self._object:
             return self._object
         if self.held_elsewhere():
-            self._object = PendingGrad(self._like)
+            self._object = PendingGrad(self._like, self._dtype)
         return self._object
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ddp_crossover.wire import CHUNK_NUMEL
+
 
 class ScratchPool:
     """Receive memory, kept: fresh pages for every leg cost more than the addition."""
@@ -22,10 +24,24 @@ class ScratchPool:
             self._free.setdefault((tensor.dtype, tensor.numel()), []).append(tensor)
 
 
-def add_in_rank_order(own: Tensor, rank: int, incoming: list[Tensor]) -> None:
-    """``own`` becomes ``((x0 + x1) + x2) + ...`` over ranks, rounded after each addition."""
+def add_in_rank_order(own: Tensor, rank: int, incoming: list[Tensor], *, in_fp32: bool = False) -> None:
+    """``own`` becomes ``((x0 + x1) + x2) + ...`` over ranks, rounded to its dtype after each addition.
+
+    Args:
+        own: this rank's term, flat.
+        rank: its place among the terms.
+        incoming: the other ranks' terms, in rank order.
+        in_fp32: add 16-bit terms up in fp32, and round once at the end.
+    """
     terms = [*incoming[:rank], own, *incoming[rank:]]
     if len(terms) == 1:
+        return
+    if in_fp32 and own.dtype.itemsize < torch.float32.itemsize and len(terms) > 2:  # one addition rounds once anyway
+        for target, first, *others in zip(*(term.split(CHUNK_NUMEL) for term in (own, *terms)), strict=True):
+            wide = first.float()
+            for other in others:
+                wide.add_(other)
+            target.copy_(wide)
         return
     total = terms[0]
     for term in terms[1:-1]:

@@ -15,6 +15,7 @@ from ddp_crossover.torch_internals import (
     gradients_left_in_optimizer_hooks,
     managed_parameters,
 )
+from ddp_crossover.wire import WIRE_DTYPES
 
 SCHEDULES = ("auto", "dear", "allreduce")
 
@@ -103,7 +104,9 @@ def refuse_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[object]
             )
 
 
-def refuse_options(schedule: str, fusion_mb: float | None, tuned_file: str | os.PathLike[str] | None) -> None:
+def refuse_options(
+    schedule: str, fusion_mb: float | None, wire_dtype: object, tuned_file: str | os.PathLike[str] | None
+) -> None:
     """Raise for values that make no sense."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
@@ -111,6 +114,11 @@ def refuse_options(schedule: str, fusion_mb: float | None, tuned_file: str | os.
         raise ValueError(f"fusion_mb must be greater than 0 (MiB per fusion group), got {fusion_mb}")
     if tuned_file is not None and (schedule != "auto" or fusion_mb is not None):
         raise ValueError("tuned_file is for schedule='auto' without fusion_mb: else there is nothing to tune")
+    if wire_dtype is not None and wire_dtype not in WIRE_DTYPES:
+        raise ValueError(
+            f"wire_dtype must be {' or '.join(map(str, WIRE_DTYPES))}, got {wire_dtype!r}: leave it out to send "
+            "gradients in their own dtype"
+        )
 
 
 def why_plain_all_reduce(ddp: DistributedDataParallel, schedule: str) -> str | None:

@@ -143,5 +143,5 @@ def _in_memory_order(slot: Slot, grad: Tensor) -> Tensor:
 
 
 def _accumulation_dtype(pipeline: Pipeline) -> torch.dtype:
-    has_fp64 = any(slot.view.dtype is torch.float64 for slot in pipeline.slots)
+    has_fp64 = any(slot.parameter.dtype is torch.float64 for slot in pipeline.slots)
     return torch.float64 if has_fp64 else torch.float32

@@ -19,13 +19,15 @@ class Slot:
         index: position among the parameters that DDP manages.
         name: full name, for messages.
         parameter: the parameter.
-        view: its gradient inside the fusion buffers.
+        view: its gradient inside the fusion buffers, in the wire dtype.
+        is_cast: whether the wire dtype is not the parameter's.
         groups: the fusion groups that carry a piece of it.
         pending: makes its ``PendingGrad``.
         deliver: what its ``PendingGrad`` calls to get the value.
         update: what the optimizer still has to do with it, opaque to the pipeline; None if nothing.
         applied_unused: its last update was applied by the next backward, because no forward had waited for it.
-        scales: factors (0-dim tensors) that the gradient is multiplied by once it is complete.
+        scales: factors (0-dim tensors) that the gradient is multiplied by once it is complete, in the parameter's
+            dtype.
         version_before: version of ``.grad`` when its bucket arrived, to see whether DDP wrote to it.
     """
 
@@ -34,6 +36,7 @@ class Slot:
         "deliver",
         "groups",
         "index",
+        "is_cast",
         "name",
         "parameter",
         "pending",
@@ -48,8 +51,9 @@ class Slot:
         self.name = name
         self.parameter = parameter
         self.view = view
+        self.is_cast = view.dtype is not parameter.dtype
         self.groups: list[GroupInFlight] = []
-        self.pending = PendingGradPool(view)
+        self.pending = PendingGradPool(view, parameter.dtype)
         self.update: object | None = None
         self.applied_unused = False
         self.scales: tuple[Tensor, ...] = ()

@@ -37,6 +37,11 @@ class Span(NamedTuple):
         """Begin and end."""
         return self.begin_s, self.end_s
 
+    @property
+    def under_way(self) -> Interval:
+        """A leg from when it was posted, where that is known: before, it waited for its turn and used no link."""
+        return (self.posted_s if self.posted_s == self.posted_s else self.begin_s, self.end_s)
+
 
 class Figures(NamedTuple):
     """Where the time of one step, or of a whole trace, went; all in seconds.
@@ -56,11 +61,6 @@ class Figures(NamedTuple):
     communication_s: float
     exposed_s: float
     wait_s: float
-
-    @property
-    def under_way(self) -> Interval:
-        """A leg from when it was posted, where that is known: before, it waited for its turn and used no link."""
-        return (self.posted_s if self.posted_s == self.posted_s else self.begin_s, self.end_s)
 
     @property
     def duration_s(self) -> float:

@@ -204,10 +204,10 @@ class DeferredUpdates:
 
     # Later, group by group.
 
-    def apply(self, slots: list[Slot]) -> None:
-        """Run the noted updates of parameters whose gradients are complete."""
+    def apply(self, gradients: dict[Slot, Tensor]) -> None:
+        """Run the noted updates of parameters with these reduced gradients."""
         by_snapshot: dict[int, tuple[_Snapshot, dict[int, list[Slot]]]] = {}
-        for slot in slots:
+        for slot in gradients:
             update = slot.update
             assert isinstance(update, _Update)
             if update.shadow is not None:
@@ -217,15 +217,15 @@ class DeferredUpdates:
             # Before the step: one that raises must not be tried again on half of its parameters.
             slot.update = None
         for snapshot, groups in by_snapshot.values():
-            _step_on(snapshot, groups)
+            _step_on(snapshot, groups, gradients)
 
 
-def _step_on(snapshot: _Snapshot, groups: dict[int, list[Slot]]) -> None:
+def _step_on(snapshot: _Snapshot, groups: dict[int, list[Slot]], reduced: dict[Slot, Tensor]) -> None:
     optimizer = snapshot.optimizer
     slots = [slot for members in groups.values() for slot in members]
     gradients = [slot.parameter.grad for slot in slots]
     for slot in slots:
-        slot.parameter.grad = slot.view
+        slot.parameter.grad = reduced[slot]
     try:
         with _as_if_called_by_the_user(), without_step_hooks(optimizer), _present_as(optimizer, snapshot, groups):
             raw_step(optimizer)(optimizer)

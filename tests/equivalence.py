@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from models import INPUTS, OUTPUTS, OddNet
-from reference import rank_order_hook
+from reference import rank_order_hook, wire_dtype_hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -120,6 +120,8 @@ class Run:
             options = {"fusion_mb": SMALL_GROUPS_MB, "strict": self.case.strict} | dict(self.case.dear)
             only = self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers
             self.state = dx.attach(self.model, only, **options)
+        elif wire_dtype := self.case.dear.get("wire_dtype"):
+            self.model.register_comm_hook(wire_dtype, wire_dtype_hook)
         elif dist.get_world_size() >= FIRST_AMBIGUOUS_WORLD_SIZE:
             self.model.register_comm_hook(None, rank_order_hook)
 

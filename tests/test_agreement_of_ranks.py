@@ -32,6 +32,10 @@ def _other_schedule() -> dict[str, Any]:
     return {"schedule": "allreduce" if _odd() else "dear"}
 
 
+def _other_wire_dtype() -> dict[str, Any]:
+    return {"wire_dtype": None if _odd() else torch.bfloat16}
+
+
 def _other_optimizer() -> dict[str, Any]:
     model = DistributedDataParallel(OddNet())
     kind = torch.optim.AdamW if _odd() else torch.optim.SGD
@@ -88,6 +92,7 @@ def _attach(setting: Callable[[], dict[str, Any]]) -> str | None:
     [
         (_other_fusion_mb, "fusion_mb"),
         (_other_schedule, "schedule"),
+        (_other_wire_dtype, "wire_dtype"),
         (_other_optimizer, "AdamW|SGD"),
         (_other_param_groups, "optimizer|group"),
         (_other_parameters_in_the_optimizer, "optimizer|parameter"),

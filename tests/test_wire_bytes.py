@@ -4,6 +4,7 @@ rank.
 
 from __future__ import annotations
 
+import gc
 import sys
 from functools import partial
 
@@ -40,6 +41,7 @@ class WideNet(nn.Module):
 
 def _sent_in_steady_state(case: Case, with_dear: bool) -> tuple[float, float]:
     """Bytes per step over the last steps, as the kernel counts and as `stats()` says."""
+    gc.collect()  # connections of earlier tests close now, not between two readings
     run = Run(case, with_dear)
     counted: list[int] = []
     claimed: list[int] = []
@@ -88,5 +90,19 @@ def test_bytes_on_the_wire_are_optimal_and_what_stats_say(on_ranks, world_size, 
     size = sum(p.numel() * p.element_size() for p in WideNet(dtype).parameters())
     optimum = 2 * (world_size - 1) / world_size * size
     for counted, claimed in on_ranks(_sent_in_steady_state, world_size, case, True):
+        assert counted == pytest.approx(optimum, rel=TOLERANCE)
+        assert claimed == pytest.approx(counted, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("schedule", ["dear", "allreduce"])
+def test_a_16_bit_wire_halves_them(on_ranks, schedule) -> None:
+    case = Case(
+        model=partial(WideNet, torch.float32),
+        steps=2 * STEPS,
+        dear={"fusion_mb": 0.5, "wire_dtype": torch.bfloat16, "schedule": schedule},
+        strict=False,
+    )
+    optimum = sum(p.numel() * torch.bfloat16.itemsize for p in WideNet(torch.float32).parameters())
+    for counted, claimed in on_ranks(_sent_in_steady_state, 2, case, True):
         assert counted == pytest.approx(optimum, rel=TOLERANCE)
         assert claimed == pytest.approx(counted, rel=TOLERANCE)

@@ -73,6 +73,8 @@ def core_recipes(device: str) -> Iterator[tuple[str, Recipe]]:
     )
     yield "no_sync accumulation", Recipe("AdamW", ADAMW, accumulate=3)
     yield "no_sync accumulation, gradients apart", Recipe(options=SGD, accumulate=3, bucket_view=False)
+    yield "bf16 on the wire", Recipe("AdamW", ADAMW, wire_dtype="bfloat16")
+    yield "bf16 on the wire, stock clipping", Recipe("AdamW", ADAMW, wire_dtype="bfloat16", clip="stock")
     yield "stock clipping", Recipe("AdamW", ADAMW, clip="stock")
     yield "own clipping", Recipe("SGD", SGD, clip="own")
     for scaler in ("stock", "own"):
@@ -99,6 +101,7 @@ def one_rank_cases(device: str) -> Iterator[Case]:
         "AdamW": Recipe("AdamW", ADAMW),
         "AdamW fused": Recipe("AdamW", ADAMW | {"fused": True}),
         "no_sync accumulation": Recipe("AdamW", ADAMW, accumulate=2),
+        "bf16 on the wire": Recipe("AdamW", ADAMW, wire_dtype="bfloat16"),
         "stock clipping": Recipe("AdamW", ADAMW, clip="stock"),
         "own clipping": Recipe("AdamW", ADAMW, clip="own"),
         "own GradScaler, fused": Recipe("AdamW", ADAMW | {"fused": True}, scaler="own", autocast="float16"),
@@ -145,6 +148,10 @@ def two_rank_cases(device: str, launch: Launch, group: str) -> Iterator[Case]:
         "AdamW fused strict": Recipe("AdamW", ADAMW | {"fused": True}, strict=True),
         "convolutions, batch norm, channels last": Recipe("AdamW", ADAMW, model="conv"),
         "no_sync accumulation": Recipe("AdamW", ADAMW, accumulate=3),
+        "bf16 on the wire": Recipe("AdamW", ADAMW, wire_dtype="bfloat16"),
+        "fp16 on the wire, own GradScaler, a skipped step": Recipe(
+            "AdamW", ADAMW, scaler="own", poisoned_step=9, wire_dtype="float16"
+        ),
         "stock clipping": Recipe("AdamW", ADAMW, clip="stock"),
         "own clipping": Recipe("SGD", SGD, clip="own"),
         "fp16, own GradScaler, a skipped step": Recipe(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,6 +39,7 @@ class Recipe:
         set_to_none: argument of ``zero_grad``.
         steps: optimizer steps.
         fusion_mb: size of a fusion group.
+        wire_dtype: DeAR's ``wire_dtype``; empty for none. Plain DDP then gets a hook that does the same.
     """
 
     optimizer: str = "SGD"
@@ -54,6 +56,7 @@ class Recipe:
     set_to_none: bool = True
     steps: int = 16
     fusion_mb: float = FUSION_MB
+    wire_dtype: str = ""
 
     @property
     def reads_gradients(self) -> bool:
@@ -169,6 +172,15 @@ MODELS = {
 }
 
 
+def cast_hook(wire_dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """What ``wire_dtype`` means, where a sum has one order only: on one and two ranks."""
+    sent = torch.mul(bucket.buffer(), 1.0 / dist.get_world_size()).to(wire_dtype)
+    dist.all_reduce(sent)
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer().copy_(sent))
+    return future
+
+
 class Job:
     """One training job on one rank."""
 
@@ -184,11 +196,16 @@ class Job:
         self.parameters = list(self.ddp.parameters())
         self.state: Any = None
         scaler_class = torch.amp.GradScaler
+        wire_dtype = getattr(torch, recipe.wire_dtype) if recipe.wire_dtype else None
         if with_dear:
             import ddp_crossover as dx  # here, so that plain DDP runs without it
 
-            self.state = dx.attach(self.ddp, self.optimizer, fusion_mb=recipe.fusion_mb, strict=recipe.strict)
+            self.state = dx.attach(
+                self.ddp, self.optimizer, fusion_mb=recipe.fusion_mb, strict=recipe.strict, wire_dtype=wire_dtype
+            )
             scaler_class = dx.GradScaler if recipe.scaler == "own" else scaler_class
+        elif wire_dtype is not None:
+            self.ddp.register_comm_hook(wire_dtype, cast_hook)
         enabled = bool(recipe.scaler)
         self.scaler = scaler_class(device.type, init_scale=INITIAL_LOSS_SCALE, enabled=enabled)
 
