@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_crossover.clock import CommClock
+from ddp_crossover.socket_backlog import SocketBacklog, connected_tcp_sockets
 
 MAX_GROUPS = 2**16 - 1
 
@@ -256,11 +257,12 @@ def make_link(
         )
         return cast(dist.ProcessGroup, group)  # a member: every rank of it calls this
 
+    before = connected_tcp_sockets() if own_group is None else set()  # those of a given group are among all
     process_group = own_group if own_group is not None else new_group("legs")
     if link is NcclLink:
         made: Link = NcclLink(process_group, device, small_group=new_group("norms"))
     else:
-        made = link(process_group, device)
+        made = link(process_group, device, SocketBacklog(connected_tcp_sockets() - before))
     made.owns_process_group = own_group is None
     made.sums_in_fp32 = sums_in_fp32
     return made

@@ -25,13 +25,15 @@ from torch.profiler import record_function
 from ddp_crossover.clock import CommClock
 from ddp_crossover.collectives import MAX_GROUPS, LegError, Link, ScatterLeg
 from ddp_crossover.gloo_legs import GlooGatherLeg, GlooLeg, GlooScatterLeg
-from ddp_crossover.gloo_posting import PostQueue
+from ddp_crossover.gloo_posting import Pace, PostQueue
 from ddp_crossover.reduction import ScratchPool, add_in_rank_order
+from ddp_crossover.socket_backlog import SocketBacklog
+from ddp_crossover.waiters import Waiters
 
 _ITERATION_TAGS = 2**14  # 14 bits of iteration, 1 of leg, 16 of group: a gloo tag has 31.
 _SMALL_GROUP = MAX_GROUPS
-# Peers need not finish gather legs in the order in which we do: one late leg must not hide that others are done.
-_GATHER_THREADS = 4
+# Ranks post gather legs in different orders, and those that are posted here and not there yet pile up.
+_MAX_GATHER_WAITS = 64
 _SHUT_DOWN_S = 60.0  # a peer that is that far behind has a problem of its own
 
 
@@ -46,7 +48,7 @@ class GlooLink(Link):
     orders_gathers = True
     has_fused_all_reduce = False
 
-    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device, backlog: SocketBacklog) -> None:
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         self.sent_bytes = 0
@@ -56,14 +58,14 @@ class GlooLink(Link):
         self._peers = [rank for rank in range(self.world_size) if rank != self.rank]
         self._scratch = ScratchPool()
         self._small_exchanges = 0
-        self._queue = PostQueue()
+        self._queue = PostQueue(Pace(backlog))
         self._wake = threading.Condition()
         self._open_gathers = 0  # asked for and not over
         self._closed = False
         self._failure: LegError | None = None
         self._to_reduce: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._to_gather: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        loops = [self._post_forever, self._reduce_forever, *[self._gather_forever] * _GATHER_THREADS]
+        self._waiters = Waiters(_MAX_GATHER_WAITS)
+        loops = (self._post_forever, self._reduce_forever)
         # Daemons: a leg that hangs on a dead peer must not keep the process alive.
         self._threads = [
             threading.Thread(target=loop, name=f"ddp_crossover-{loop.__name__[1:]}", daemon=True) for loop in loops
@@ -96,7 +98,7 @@ class GlooLink(Link):
         done.wait()
 
     def set_pace(self, s_per_byte: float) -> None:
-        self._queue.clock.s_per_byte = s_per_byte
+        self._queue.pace.s_per_byte = s_per_byte
 
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -153,10 +155,9 @@ class GlooLink(Link):
             self._closed = True
         self._queue.close()
         self._to_reduce.put(None)
-        for _ in range(_GATHER_THREADS):
-            self._to_gather.put(None)
+        waiting = self._waiters.close()
         if self._failure is None:  # else a thread may hang in the group for a timeout yet
-            for thread in self._threads:
+            for thread in [*self._threads, *waiting]:
                 if thread is not threading.current_thread():  # where garbage happened to be collected
                     thread.join()
             super().close()
@@ -242,7 +243,7 @@ class GlooLink(Link):
         except Exception as error:
             self._end(leg, error)
         else:
-            self._to_gather.put(lambda: self._complete_gather(leg))
+            self._waiters.run(lambda: self._complete_gather(leg))
 
     def _tag(self, iteration: int, leg: int, group: int) -> int:
         return (iteration % _ITERATION_TAGS) << 17 | leg << 16 | group
@@ -259,9 +260,7 @@ class GlooLink(Link):
 
     def _send(self, messages: list[_Message], tag: int) -> list[dist.Work]:
         messages = [m for m in messages if m.tensor.numel()]
-        sent_bytes = sum(m.tensor.nbytes for m in messages)
-        self.sent_bytes += sent_bytes
-        self._queue.clock.posted(sent_bytes)
+        self.sent_bytes += sum(m.tensor.nbytes for m in messages)
         return [
             cast(
                 dist.Work,
@@ -289,10 +288,6 @@ class GlooLink(Link):
             self._end(leg, None)
 
     # The others: wait for gather legs.
-
-    def _gather_forever(self) -> None:
-        while (job := self._to_gather.get()) is not None:
-            job()
 
     def _complete_gather(self, leg: GlooGatherLeg) -> None:
         try:

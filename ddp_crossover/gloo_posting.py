@@ -9,43 +9,46 @@ in front of every later scatter leg. Those of the paper's schedule keep the orde
 from __future__ import annotations
 
 import threading
-import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
 
 from ddp_crossover.gloo_legs import GlooGatherLeg
+from ddp_crossover.socket_backlog import SocketBacklog
 
 Job = Callable[[], None]
 
 # Posted this long before the link runs dry: a thread needs part of it to wake up.
 _LEAD_S = 2e-3
+# Where the speed of the link is not known yet.
+_LEAD_BYTES = 2**18
+# The kernel does not tell when it has sent something, so it has to be asked again.
+_SHORTEST_NAP_S = 2e-4
 
 
-class SendClock:
-    """When the link will have sent what was posted to it.
+class Pace:
+    """When the link has next to nothing left to send.
 
-    A send counts as complete when it is in the socket buffer, which holds megabytes, so it tells nothing of the link.
+    Args:
+        backlog: of the link's sockets.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, backlog: SocketBacklog) -> None:
         self.s_per_byte = 0.0
-        self._idle_at_s = 0.0
+        self._backlog = backlog
 
-    def posted(self, sent_bytes: int) -> None:
-        """Note what was handed to the sockets."""
-        self._idle_at_s = max(self._idle_at_s, time.perf_counter()) + sent_bytes * self.s_per_byte
-
-    def busy_s(self) -> float:
-        """Seconds until the link has sent all that was posted."""
-        return self._idle_at_s - time.perf_counter()
+    def idle_in_s(self) -> float:
+        """0 if it is time to post more, else in how many seconds to ask again."""
+        lead_bytes = _LEAD_S / self.s_per_byte if self.s_per_byte else _LEAD_BYTES
+        too_much_bytes = self._backlog.unacknowledged_bytes() - lead_bytes
+        return max(too_much_bytes * self.s_per_byte, _SHORTEST_NAP_S) if too_much_bytes > 0 else 0.0
 
 
 class PostQueue:
     """Jobs for the posting thread, from any thread."""
 
-    def __init__(self) -> None:
-        self.clock = SendClock()
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
         self._changed = threading.Condition()
         self._urgent: deque[Job] = deque()
         self._jobs: deque[Job] = deque()
@@ -94,8 +97,8 @@ class PostQueue:
                 wait_s = None
                 if place is not None:
                     leg = self._as_ready[place]
-                    wait_s = self.clock.busy_s() - _LEAD_S if leg.paced else 0.0
-                    if wait_s <= 0:
+                    wait_s = self.pace.idle_in_s() if leg.paced else 0.0
+                    if not wait_s:
                         return self._as_ready.pop(place)
                 self._changed.wait(wait_s)
             return None

@@ -11,6 +11,7 @@ from torch import Tensor
 from ddp_crossover.collectives import ScatterLeg, all_reduce_sum
 from ddp_crossover.gloo_legs import GlooGatherLeg, GlooScatterLeg
 from ddp_crossover.gloo_link import GlooLink
+from ddp_crossover.socket_backlog import SocketBacklog
 
 
 class _StagedScatterLeg(GlooScatterLeg):
@@ -48,12 +49,12 @@ class _StagedGatherLeg(GlooGatherLeg):
 class StagedGlooLink(GlooLink):
     """Peer exchange of CUDA tensors. Host waits are unavoidable: the CPU moves the bytes."""
 
-    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device, backlog: SocketBacklog) -> None:
         self.to_host_stream = torch.cuda.Stream(device)
         self._to_device_stream = torch.cuda.Stream(device)
         self._device = device
         self._host_buffers: dict[int, Tensor] = {}
-        super().__init__(process_group, device)
+        super().__init__(process_group, device, backlog)
 
     def reduce_scatter(self, group: int, buffer: Tensor) -> GlooScatterLeg:
         host = self._host_buffers.get(group)
