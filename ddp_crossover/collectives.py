@@ -118,6 +118,9 @@ class Link(ABC):
         Never blocks. ``buffer`` belongs to the link until the gather leg is over.
         """
 
+    def expect(self, group: int, buffer: Tensor) -> None:  # noqa: B027  (where the order of calls is all that counts)
+        """A scatter leg of this group will follow in this iteration: peers that are ahead may send already."""
+
     @abstractmethod
     def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> Leg:
         """Start to hand every rank's slice to every rank, as soon as ``scatter`` is done. Never blocks.
@@ -137,6 +140,10 @@ class Link(ABC):
 
     def set_pace(self, s_per_byte: float) -> None:  # noqa: B027  (a fixed order needs no pace)
         """Tell how long the link takes to send a byte, so that it is known when it is idle."""
+
+    def all_reduce_leg(self, group: int, buffer: Tensor) -> ScatterLeg:
+        """Both legs as one, where :attr:`has_fused_all_reduce`; after it the whole buffer holds the sum."""
+        raise NotImplementedError
 
     @abstractmethod
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:

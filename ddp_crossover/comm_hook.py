@@ -317,9 +317,9 @@ class DearState:
         self._in_backward = True
         self._layouts.begin_backward()
         self._choose_plan()
+        self._link.next_iteration()
         if self._pipeline is not None and not self._is_plain:
             self._pipeline.begin_backward()
-        self._link.next_iteration()
         call_after_backward(self._graph_task_ended)
 
     def _plain_all_reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -387,6 +387,7 @@ class DearState:
             self._link,
             memory=before.release() if before is not None else {},
             wire_dtype=self._wire_dtype,
+            every_group_arrives=not self._may_skip_buckets(),
             # With bucket views DDP hands out the reduced bucket even for what no rank has used.
             unwritten_is_unused=self._model.find_unused_parameters and not self._model.gradient_as_bucket_view,
         )

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_crossover.collectives import Link, StreamOrder
-from ddp_crossover.fusion import FusionGroup, FusionPlan
+from ddp_crossover.fusion import FusionGroup, FusionPlan, gathers_behind_scatters
 from ddp_crossover.gradients import PendingGrad
 from ddp_crossover.layouts import gradient_stride, same_objects
 from ddp_crossover.profiling import ComputeProfiler
@@ -31,6 +31,8 @@ from ddp_crossover.torch_internals import allow_foreach
 from ddp_crossover.wire import scale_into, travels_as
 
 _SPARE_NUMEL = 2**14
+# So many legs may a rank be ahead of another before the link runs idle. Each costs receive memory.
+_EXPECTED_LEGS = 4
 
 
 class Phase(enum.Enum):
@@ -59,6 +61,7 @@ class Pipeline:
         link: runs the legs.
         memory: arenas of the plan before, used again where they are large enough.
         wire_dtype: what wider gradients are cast to in the fusion buffers; None for their own dtype everywhere.
+        every_group_arrives: False if DDP may leave out buckets.
         unwritten_is_unused: a ``.grad`` that DDP does not write to at the end of backward belongs to a
             parameter that no rank has used, and stays what it is.
     """
@@ -71,8 +74,10 @@ class Pipeline:
         *,
         memory: Mapping[str, Tensor] = MappingProxyType({}),
         wire_dtype: torch.dtype | None = None,
+        every_group_arrives: bool = True,
         unwritten_is_unused: bool = False,
     ) -> None:
+        self.every_group_arrives = every_group_arrives
         self.unwritten_is_unused = unwritten_is_unused
         self.plan = plan
         self.link = link
@@ -84,6 +89,8 @@ class Pipeline:
         self._gathers_early = plan.schedule == "auto"
         self.profiler: ComputeProfiler | None = None
         self._urgency = {group: place for place, group in enumerate(plan.use_order)}
+        # Where all ranks need one order, the plan says which gather legs go between the scatter legs.
+        self._followers = {} if link.orders_gathers else gathers_behind_scatters(plan)
         self._inverse_world_size = 1.0 / link.world_size
         self._stagings: dict[int, _Staging] = {}
         self._arrived: list[_Staging] = []
@@ -132,6 +139,8 @@ class Pipeline:
         self._arrived.clear()
         self.iteration += 1
         self.phase = Phase.BACKWARD
+        for index in range(_EXPECTED_LEGS):
+            self._expect(index)
 
     def stage(
         self, index: int, buffer: Tensor, parameters: list[Tensor], gradients: Callable[[], list[Tensor]]
@@ -166,9 +175,19 @@ class Pipeline:
 
     def _launch(self, group: GroupInFlight) -> None:
         index = group.spec.index
-        group.scatter = self.link.reduce_scatter(index, group.buffer)
-        if self._gathers_early and self.link.orders_gathers:
-            group.gather = self.link.all_gather(group.scatter, self._urgency[index])
+        self._expect(index + _EXPECTED_LEGS)
+        if not group.spec.split:
+            group.scatter = group.gather = self.link.all_reduce_leg(index, group.buffer)
+        else:
+            group.scatter = self.link.reduce_scatter(index, group.buffer)
+            if self._gathers_early and self.link.orders_gathers:
+                group.gather = self.link.all_gather(group.scatter, self._urgency[index])
+        for follower in self._followers.get(index, ()):
+            self._gather(self.groups[follower])
+
+    def _expect(self, index: int) -> None:
+        if self.every_group_arrives and index < len(self.groups):
+            self.link.expect(index, self.groups[index].buffer)
 
     def end_backward(self) -> None:
         """Launch the gather legs in use order and put a PendingGrad into every ``.grad``."""
@@ -177,8 +196,6 @@ class Pipeline:
         for group in self.groups:
             group.complete = group.scatter is None
         self._gather_in_use_order()
-        # Protects DDP's buckets, which are the memory of `.grad`, from whoever writes there next.
-        self.link.finish_jobs()
         for slot in self.slots:
             grad = slot.parameter.grad
             if grad is None or all(group.scatter is None for group in slot.groups):
@@ -188,16 +205,18 @@ class Pipeline:
             slot.scales = ()
             pending = slot.pending.take(grad)
             memory = grad.resolve() if isinstance(grad, PendingGrad) else grad
-            pending.arm(slot.deliver, memory)
+            pending.arm(slot.deliver, memory, self.link.finish_jobs)
             if pending is not grad:
                 slot.parameter.grad = pending
         self.phase = Phase.REDUCED
 
     def _gather_in_use_order(self) -> None:
         for index in self.plan.use_order:
-            group = self.groups[index]
-            if group.scatter is not None and group.gather is None:
-                group.gather = self.link.all_gather(group.scatter)
+            self._gather(self.groups[index])
+
+    def _gather(self, group: GroupInFlight) -> None:
+        if group.scatter is not None and group.gather is None:
+            group.gather = self.link.all_gather(group.scatter)
 
     def _complete_partly_staged_groups(self) -> None:
         """DDP leaves out buckets that no rank has used, the same ones everywhere; they count as zeros."""

@@ -251,6 +251,20 @@ class _ArenaCutter:
         self._start = self.offset
 
 
+def gathers_behind_scatters(plan: FusionPlan) -> dict[int, list[int]]:
+    """For each group, whose gather legs are launched right after its scatter leg; not for the last group."""
+    behind: dict[int, list[int]] = {}
+    last = -1
+    for kind, group in plan.launch_order:
+        if kind == "gather":
+            behind.setdefault(last, []).append(group)
+        else:
+            last = group
+    # The end of backward launches what is left, in use order.
+    behind.pop(last, None)
+    return behind
+
+
 def _in_arrival_order(groups: list[FusionGroup], arrival: Sequence[int]) -> list[FusionGroup]:
     """Number the groups of all arenas by when their last gradient arrives."""
     when = {parameter: place for place, parameter in enumerate(arrival)}

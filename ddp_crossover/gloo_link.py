@@ -11,9 +11,11 @@ wait for gather legs. The thread that trains only ever waits on Python events, s
 
 from __future__ import annotations
 
+import functools
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
@@ -34,6 +36,7 @@ _ITERATION_TAGS = 2**14  # 14 bits of iteration, 1 of leg, 16 of group: a gloo t
 _SMALL_GROUP = MAX_GROUPS
 # Ranks post gather legs in different orders, and those that are posted here and not there yet pile up.
 _MAX_GATHER_WAITS = 64
+_YIELD_S = 1e-4
 _SHUT_DOWN_S = 60.0  # a peer that is that far behind has a problem of its own
 
 
@@ -58,6 +61,7 @@ class GlooLink(Link):
         self._peers = [rank for rank in range(self.world_size) if rank != self.rank]
         self._scratch = ScratchPool()
         self._small_exchanges = 0
+        self._expected: dict[int, GlooScatterLeg] = {}
         self._queue = PostQueue(Pace(backlog))
         self._wake = threading.Condition()
         self._open_gathers = 0  # asked for and not over
@@ -76,8 +80,18 @@ class GlooLink(Link):
     def next_iteration(self) -> None:
         self.iteration += 1
 
+    def expect(self, group: int, buffer: Tensor) -> None:
+        leg = self._expected[group] = GlooScatterLeg(self, group, buffer)
+        self._raise_failure()
+        self._queue.put(lambda: self._post_receives(leg))
+
     def reduce_scatter(self, group: int, buffer: Tensor) -> GlooScatterLeg:
-        return self._start_scatter(GlooScatterLeg(self, group, buffer))
+        leg = self._expected.pop(group, None)
+        if leg is None or leg.iteration != self.iteration:
+            leg = GlooScatterLeg(self, group, buffer)
+            self._queue.put(functools.partial(self._post_receives, leg))
+        assert leg.buffer is buffer
+        return self._start_scatter(leg)
 
     def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> GlooGatherLeg:
         return self._start_gather(GlooGatherLeg(self, cast(GlooScatterLeg, scatter), urgency))
@@ -102,7 +116,8 @@ class GlooLink(Link):
 
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        gather = GlooGatherLeg(self, GlooScatterLeg(self, group, buffer), urgency=group, paced=False)
+        scatter = self.reduce_scatter(group, buffer)
+        gather = GlooGatherLeg(self, scatter, urgency=group, paced=False)
 
         def complete(error: BaseException | None) -> None:
             if error is None:
@@ -111,7 +126,6 @@ class GlooLink(Link):
                 future.set_exception(self.describe(gather.label, error))  # type: ignore[arg-type]
 
         gather.on_done = complete
-        self._start_scatter(gather.scatter)
         self._start_gather(gather)
         return future
 
@@ -203,28 +217,40 @@ class GlooLink(Link):
 
     def _post_forever(self) -> None:
         while (task := self._queue.next()) is not None:
+            # The training thread has just handed something over and wants to go on: on a host with few cores, or with
+            # the interpreter's lock in hand, this thread would stand in its way.
+            time.sleep(_YIELD_S)
             if isinstance(task, GlooGatherLeg):
                 self._post_gather(task)
             else:
                 task()
+
+    def _post_receives(self, leg: GlooScatterLeg) -> None:
+        try:
+            self._raise_failure()
+            leg.incoming = [self._scratch.take(leg.shard()) for _ in self._peers]
+            leg.scatter_receives = self._receive(
+                [_Message(*pair) for pair in zip(self._peers, leg.incoming, strict=True)],
+                self._tag(leg.iteration, 0, leg.group),
+            )
+        except Exception as error:
+            self._fail(leg.label, error)
 
     def _post_scatter(self, leg: GlooScatterLeg) -> None:
         try:
             self._raise_failure()
             with record_function(f"ddp_crossover::reduce_scatter[{leg.group}]"):
                 leg.before_posting()
-                tag = self._tag(leg.iteration, 0, leg.group)
-                leg.incoming = [self._scratch.take(leg.shard()) for _ in self._peers]
-                leg.scatter_receives = self._receive(
-                    [_Message(*pair) for pair in zip(self._peers, leg.incoming, strict=True)], tag
-                )
                 # Safe this early: a peer sends its reduced slice only after it has received ours.
                 leg.gather_receives = self._receive(
                     [_Message(peer, leg.slice_of(peer)) for peer in self._peers],
                     self._tag(leg.iteration, 1, leg.group),
                 )
                 self.clock.leg_posted(leg.times)
-                leg.sends = self._send([_Message(peer, leg.slice_of(peer)) for peer in self._peers], tag)
+                leg.sends = self._send(
+                    [_Message(peer, leg.slice_of(peer)) for peer in self._peers],
+                    self._tag(leg.iteration, 0, leg.group),
+                )
         except Exception as error:
             self._end(leg, error)
         else:

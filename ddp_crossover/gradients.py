@@ -74,6 +74,7 @@ class PendingGrad(Tensor):
     _deliver: Callable[[Tensor], Tensor] | None
     _memory: Tensor | None
     _value: Tensor | None
+    _wait_until_unread: Callable[[], None]
 
     @staticmethod
     def __new__(cls, like: Tensor, dtype: torch.dtype) -> PendingGrad:
@@ -83,13 +84,17 @@ class PendingGrad(Tensor):
         pending._memory = None
         return pending
 
-    def arm(self, deliver: Callable[[Tensor], Tensor], memory: Tensor) -> None:
+    def arm(
+        self, deliver: Callable[[Tensor], Tensor], memory: Tensor, wait_until_unread: Callable[[], None] = lambda: None
+    ) -> None:
         """Make it pending again.
 
         Args:
             deliver: waits, then copies the reduced gradient into the memory that it is given.
             memory: where plain DDP would leave the reduced gradient.
+            wait_until_unread: waits until nobody reads this rank's own gradient from ``memory`` any more.
         """
+        self._wait_until_unread = wait_until_unread
         self._value = None
         self._deliver = deliver
         self._memory = memory
@@ -121,6 +126,7 @@ class PendingGrad(Tensor):
             assert self._value is not None
             self._value.zero_()
             return
+        self._wait_until_unread()
         self._value = self._own_memory().zero_()
         self._deliver = self._memory = None
 

@@ -100,6 +100,19 @@ class NcclLink(Link):
         self._count(leg.buffer)
         return _NcclLeg(self, f"gather leg of fusion group {leg.group}", leg.group, self._stream)
 
+    def all_reduce_leg(self, group: int, buffer: Tensor) -> ScatterLeg:
+        low, high = slice_bounds(buffer.numel(), self.world_size, self.rank)
+        with record_function(f"ddp_crossover::all_reduce[{group}]"):
+            # Protects the staging copies, which are on the caller's stream.
+            self._stream.wait_stream(self.current_stream())
+            begin = self.clock.mark(self._stream)
+            with torch.cuda.stream(self._stream):
+                dist.all_reduce(buffer, group=self.process_group)
+            self.clock.span("all_reduce", begin, self._stream, group=group)
+        self._count(buffer)
+        self._count(buffer)
+        return _NcclScatterLeg(self, group, buffer, buffer[low:high], self._stream)
+
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         self._count(buffer)
         self._count(buffer)

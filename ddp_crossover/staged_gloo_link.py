@@ -56,6 +56,9 @@ class StagedGlooLink(GlooLink):
         self._host_buffers: dict[int, Tensor] = {}
         super().__init__(process_group, device, backlog)
 
+    def expect(self, group: int, buffer: Tensor) -> None:
+        """Not here: a leg begins with the copy to the host."""
+
     def reduce_scatter(self, group: int, buffer: Tensor) -> GlooScatterLeg:
         host = self._host_buffers.get(group)
         if host is None or host.numel() != buffer.numel() or host.dtype != buffer.dtype:
