@@ -43,9 +43,11 @@ class Job:
             self.optimizer.step()
 
     def settle(self) -> None:
-        """Train until the pipeline runs, and let all legs end."""
+        """Train until the pipeline runs and its plan stays, and let all legs end."""
         self.train(SETTLED)
         if isinstance(self.timed, dx.DearState):
+            while self.timed.tuning:
+                self.train(1)
             self.timed.synchronize()
 
     def close(self) -> None:
@@ -132,7 +134,9 @@ def test_exposed_time_is_a_part_of_communication_and_of_the_step(dear) -> None:
         for figures in (whole, *steps):
             assert 0 <= figures.exposed_s <= figures.communication_s <= figures.duration_s
             assert figures.compute_s + figures.exposed_s <= figures.duration_s * (1 + 1e-9)
-            assert figures.communication_s > 0 < figures.compute_s
+            assert figures.compute_s > 0
+        # Not in each step: these are so short that all legs of one may be posted in the next.
+        assert whole.communication_s > 0
 
 
 def test_a_file_brings_back_the_trace(dear) -> None:
@@ -269,6 +273,7 @@ def test_stats_tell_of_single_steps(on_ranks) -> None:
         # 2 (n - 1) / n of it, in each step or, where a leg is posted late, in the next.
         assert sum(step.sent_bytes for step in steps) == pytest.approx(len(steps) * size, abs=1.1 * size)
         for step in steps:
-            assert 0 <= step.exposed_s <= step.duration_s and 0 < step.communication_s <= step.duration_s
+            assert 0 <= step.exposed_s <= step.duration_s and 0 <= step.communication_s <= step.duration_s
             assert step.fallbacks == {}
+        assert sum(step.communication_s for step in steps) > 0
         assert min(s.duration_s for s in steps) <= median.duration_s <= max(s.duration_s for s in steps)

@@ -1,0 +1,165 @@
+"""What the posting thread does next, against real connections whose reader stops reading."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from tcp import drain, fill, tcp_pair
+
+from ddp_crossover.gloo_legs import GlooGatherLeg, GlooScatterLeg
+from ddp_crossover.gloo_posting import Pace, PostQueue
+from ddp_crossover.socket_backlog import SocketBacklog
+
+SOON_S = 10.0
+# Longer than the queue naps, so that a leg which is not there by then is held back.
+NOT_YET_S = 0.2
+LINK: Any = SimpleNamespace(iteration=0, rank=0, world_size=1, gather_ended=lambda: None)
+
+
+def scatter(done: bool = True) -> GlooScatterLeg:
+    leg = GlooScatterLeg(LINK, 0, None)  # type: ignore[arg-type]
+    if done:
+        leg.finish()
+    return leg
+
+
+def gather(urgency: int | None, *, done: bool = True, paced: bool = False) -> GlooGatherLeg:
+    return GlooGatherLeg(LINK, scatter(done), urgency, paced=paced)
+
+
+class Posting(NamedTuple):
+    """A queue, its connection, and what a thread has taken from the queue."""
+
+    queue: PostQueue
+    writer: socket.socket
+    reader: socket.socket
+    taken: queue.SimpleQueue[Any]
+
+    def start(self) -> None:
+        """The posting thread, which posts nothing."""
+
+        def take_forever() -> None:
+            while (task := self.queue.next()) is not None:
+                self.taken.put(task)
+
+        threading.Thread(target=take_forever, daemon=True).start()
+
+    def next_taken(self) -> Any:
+        """What the thread has taken next; fails rather than hangs."""
+        return self.taken.get(timeout=SOON_S)
+
+    def nothing_taken(self) -> bool:
+        """Whether the thread waits."""
+        with contextlib.suppress(queue.Empty):
+            self.taken.put(self.taken.get(timeout=NOT_YET_S))
+            return False
+        return True
+
+
+@pytest.fixture
+def posting() -> Iterator[Posting]:
+    with tcp_pair() as (writer, reader):
+        jobs = PostQueue(Pace(SocketBacklog([writer.fileno()])))
+        jobs.pace.s_per_byte = 8e-8  # 25 KB in 2 ms; a full socket holds far more
+        yield Posting(jobs, writer, reader, queue.SimpleQueue())
+        jobs.close()
+
+
+def _job(number: int) -> Any:
+    return lambda: number
+
+
+def test_norms_go_first_then_jobs_in_order_then_gather_legs(posting) -> None:
+    legs = [gather(0), gather(None)]
+    for leg in legs:
+        posting.queue.put_gather(leg)
+    jobs = [_job(number) for number in range(3)]
+    posting.queue.put(jobs[1])
+    posting.queue.put(jobs[2])
+    posting.queue.put_urgent(jobs[0])
+    posting.start()
+    assert [posting.next_taken() for _ in range(5)] == [*jobs, legs[1], legs[0]]
+
+
+def test_a_job_overtakes_gather_legs_that_wait_for_the_link(posting) -> None:
+    written = fill(posting.writer)
+    leg = gather(0, paced=True)
+    posting.queue.put_gather(leg)
+    posting.start()
+    assert posting.nothing_taken()
+    job = _job(0)
+    posting.queue.put(job)
+    assert posting.next_taken() is job
+    assert posting.nothing_taken()
+    drain(posting.reader, written)
+    assert posting.next_taken() is leg
+
+
+def test_the_most_urgent_gather_leg_that_is_ready_goes_first(posting) -> None:
+    legs = {urgency: gather(urgency, done=urgency != 1) for urgency in (5, 1, 3, 0)}
+    for leg in legs.values():
+        posting.queue.put_gather(leg)
+    posting.start()
+    assert [posting.next_taken() for _ in range(3)] == [legs[0], legs[3], legs[5]]
+    assert posting.nothing_taken()
+    legs[1].scatter.finish()
+    posting.queue.look_again()
+    assert posting.next_taken() is legs[1]
+
+
+def test_one_that_becomes_ready_while_the_link_is_busy_is_chosen_if_it_is_more_urgent(posting) -> None:
+    written = fill(posting.writer)
+    late, early = gather(1, paced=True), gather(0, paced=True, done=False)
+    posting.queue.put_gather(late)
+    posting.queue.put_gather(early)
+    posting.start()
+    assert posting.nothing_taken()
+    early.scatter.finish()
+    posting.queue.look_again()
+    assert posting.nothing_taken()
+    drain(posting.reader, written)
+    assert [posting.next_taken() for _ in range(2)] == [early, late]
+
+
+@pytest.mark.parametrize("s_per_byte", [8e-8, 0.0], ids=["speed_known", "speed_unknown"])
+def test_a_paced_leg_waits_for_the_link_and_an_unpaced_one_does_not(posting, s_per_byte) -> None:
+    posting.queue.pace.s_per_byte = s_per_byte
+    written = fill(posting.writer)
+    unpaced, paced = gather(0), gather(1, paced=True)
+    posting.queue.put_gather(paced)
+    posting.queue.put_gather(unpaced)
+    posting.start()
+    assert posting.next_taken() is unpaced
+    assert posting.nothing_taken()
+    drain(posting.reader, written)
+    assert posting.next_taken() is paced
+
+
+def test_gather_legs_without_urgency_keep_their_order(posting) -> None:
+    written = fill(posting.writer)  # they do not ask how busy the link is
+    legs = [gather(None, done=done) for done in (True, False, True)]
+    for leg in legs:
+        posting.queue.put_gather(leg)
+    posting.start()
+    assert posting.next_taken() is legs[0]
+    assert posting.nothing_taken()
+    legs[1].scatter.finish()
+    posting.queue.look_again()
+    assert [posting.next_taken() for _ in range(2)] == legs[1:]
+    assert written
+
+
+def test_close_ends_the_thread_even_if_legs_are_left(posting) -> None:
+    posting.queue.put_gather(gather(0, done=False))
+    thread = threading.Thread(target=posting.queue.next, daemon=True)
+    thread.start()
+    posting.queue.close()
+    thread.join(SOON_S)
+    assert not thread.is_alive()
