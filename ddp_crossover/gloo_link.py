@@ -15,7 +15,6 @@ import functools
 import queue
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
@@ -36,7 +35,6 @@ _ITERATION_TAGS = 2**14  # 14 bits of iteration, 1 of leg, 16 of group: a gloo t
 _SMALL_GROUP = MAX_GROUPS
 # Ranks post gather legs in different orders, and those that are posted here and not there yet pile up.
 _MAX_GATHER_WAITS = 64
-_YIELD_S = 1e-4
 _SHUT_DOWN_S = 60.0  # a peer that is that far behind has a problem of its own
 
 
@@ -217,9 +215,6 @@ class GlooLink(Link):
 
     def _post_forever(self) -> None:
         while (task := self._queue.next()) is not None:
-            # The training thread has just handed something over and wants to go on: on a host with few cores, or with
-            # the interpreter's lock in hand, this thread would stand in its way.
-            time.sleep(_YIELD_S)
             if isinstance(task, GlooGatherLeg):
                 self._post_gather(task)
             else:

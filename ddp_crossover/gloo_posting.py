@@ -9,6 +9,7 @@ in front of every later scatter leg. Those of the paper's schedule keep the orde
 from __future__ import annotations
 
 import threading
+import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +25,7 @@ _LEAD_S = 2e-3
 _LEAD_BYTES = 2**18
 # The kernel does not tell when it has sent something, so it has to be asked again.
 _SHORTEST_NAP_S = 2e-4
+_YIELD_S = 1e-4
 
 
 class Pace:
@@ -101,6 +103,12 @@ class PostQueue:
                     if not wait_s:
                         return self._as_ready.pop(place)
                 self._changed.wait(wait_s)
+                if self._jobs:
+                    # The training thread has just handed something over and wants to go on. On a host with few cores,
+                    # or with the interpreter's lock in hand, this thread would stand in its way.
+                    self._changed.release()
+                    time.sleep(_YIELD_S)
+                    self._changed.acquire()
             return None
 
     def _put(self, queue: deque[Job], job: Job) -> None:
