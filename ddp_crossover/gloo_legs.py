@@ -46,7 +46,13 @@ class GlooLeg(Leg):
 
 
 class GlooScatterLeg(GlooLeg, ScatterLeg):
-    """A reduce-scatter, and the receives of the all-gather that will follow it."""
+    """A reduce-scatter, and the receives of the all-gather that will follow it.
+
+    Attributes:
+        expected: it was announced, so that its receives are posted apart, ahead of its sends.
+    """
+
+    expected = False
 
     def __init__(self, link: GlooLink, group: int, buffer: Tensor) -> None:
         super().__init__(link, f"scatter leg of fusion group {group}")

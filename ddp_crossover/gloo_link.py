@@ -11,7 +11,6 @@ wait for gather legs. The thread that trains only ever waits on Python events, s
 
 from __future__ import annotations
 
-import functools
 import queue
 import sys
 import threading
@@ -79,15 +78,15 @@ class GlooLink(Link):
         self.iteration += 1
 
     def expect(self, group: int, buffer: Tensor) -> None:
-        leg = self._expected[group] = GlooScatterLeg(self, group, buffer)
         self._raise_failure()
+        leg = self._expected[group] = GlooScatterLeg(self, group, buffer)
+        leg.expected = True
         self._queue.put(lambda: self._post_receives(leg))
 
     def reduce_scatter(self, group: int, buffer: Tensor) -> GlooScatterLeg:
         leg = self._expected.pop(group, None)
         if leg is None or leg.iteration != self.iteration:
             leg = GlooScatterLeg(self, group, buffer)
-            self._queue.put(functools.partial(self._post_receives, leg))
         assert leg.buffer is buffer
         return self._start_scatter(leg)
 
@@ -232,6 +231,8 @@ class GlooLink(Link):
             self._fail(leg.label, error)
 
     def _post_scatter(self, leg: GlooScatterLeg) -> None:
+        if not leg.expected:
+            self._post_receives(leg)
         try:
             self._raise_failure()
             with record_function(f"ddp_crossover::reduce_scatter[{leg.group}]"):

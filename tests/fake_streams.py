@@ -59,6 +59,9 @@ class FakeEvent:
         stream.tick()
         self.clock = stream.clock.copy()
 
+    def synchronize(self) -> None:
+        pass
+
 
 class Access(NamedTuple):
     low: int
