@@ -170,6 +170,9 @@ class Link(ABC):
     def adopt(self, buffer: Tensor) -> None:  # noqa: B027  (memory that is not CUDA's needs nothing)
         """Legs are going to use this memory. It may be dropped while the last of them is still under way."""
 
+    def forget_sizes(self) -> None:  # noqa: B027  (memory is kept only where receives need it)
+        """Legs of other sizes follow: give up the memory that was kept for those so far. No leg may be under way."""
+
     def current_stream(self) -> torch.cuda.Stream | None:
         """The CUDA stream that the caller works on; None where work is done in the order of the calls."""
         return None

@@ -379,6 +379,7 @@ class DearState:
         self._updates.flush()
         if self._waits is not None:
             self._waits.remove()
+        self._link.forget_sizes()
         before = self._pipeline
         self._is_plain = choice.is_plain
         self._pipeline = Pipeline(

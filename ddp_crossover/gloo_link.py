@@ -103,6 +103,9 @@ class GlooLink(Link):
         self._raise_failure()
         self._queue.put(run)
 
+    def forget_sizes(self) -> None:
+        self._scratch.clear()
+
     def finish_jobs(self) -> None:
         done = threading.Event()
         self._queue.put(done.set)

@@ -23,6 +23,10 @@ class ScratchPool:
         for tensor in tensors:
             self._free.setdefault((tensor.dtype, tensor.numel()), []).append(tensor)
 
+    def clear(self) -> None:
+        """Give up what is free."""
+        self._free.clear()
+
 
 def add_in_rank_order(own: Tensor, rank: int, incoming: list[Tensor], *, in_fp32: bool = False) -> None:
     """``own`` becomes ``((x0 + x1) + x2) + ...`` over ranks, rounded to its dtype after each addition.

@@ -74,6 +74,10 @@ class StagedGlooLink(GlooLink):
         self.sent_bytes += 2 * buffer.nbytes * (self.world_size - 1) // self.world_size  # what a ring sends
         return all_reduce_sum(buffer, self.process_group, self.clock, group)
 
+    def forget_sizes(self) -> None:
+        super().forget_sizes()
+        self._host_buffers.clear()
+
     def soon(self, job: Callable[[], None]) -> None:
         job()  # in the order of the stream
 

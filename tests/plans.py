@@ -1,0 +1,138 @@
+"""Plans for tests: drawn at random, or found by the real tuner from step times that a test has made up.
+
+A plan is allowed to be slow, never wrong, so `RandomPlanning` makes plans that nobody would make and changes them in
+the middle of training. `JudgedPlanning` is the real planning, but for the clock.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from ddp_crossover import comm_hook
+from ddp_crossover.fusion import MB, FusionPlan, plan_fusion
+from ddp_crossover.planning import Choice, Orders, Planning
+from ddp_crossover.profiling import HostStopwatch
+from ddp_crossover.trials import AUTO
+
+
+class RandomPlanning(Planning):
+    """Draws plans from a seed that all ranks share; the ranks compare them as they compare all plans.
+
+    Attributes:
+        choices: what was chosen so far.
+    """
+
+    def __init__(self, *args: Any, seed: int, schedules: tuple[str, ...] = ("dear", "auto", "plain")) -> None:
+        super().__init__(*args)
+        self._draw = random.Random(seed)
+        self._schedules = schedules
+        self.choices: list[Choice] = []
+
+    def begin(self, orders: Orders) -> Choice:
+        self._orders = Orders(*self._exchange(orders)[0])
+        return self._chosen()
+
+    def at_step_boundary(self) -> Choice | None:
+        return self._chosen() if self._draw.random() < 0.4 else None
+
+    def _chosen(self) -> Choice:
+        schedule = self._draw.choice(self._schedules)
+        plan = self._plan_at_random("dear" if schedule == "dear" else "auto")
+        self.choices.append(self._checked(Choice(plan, is_plain=schedule == "plain")))
+        return self.choices[-1]
+
+    def _plan_at_random(self, schedule: str) -> FusionPlan:
+        draw = self._draw
+        use_rank = list(self._orders.use_rank)
+        if draw.random() < 0.5:
+            draw.shuffle(use_rank)  # only speed hangs on it
+        plan = plan_fusion(
+            self._specs,
+            self._orders.arrival,
+            use_rank,
+            world_size=self._link.world_size,
+            fusion_mb=self._model_bytes / MB / 2 ** draw.uniform(0, 7),
+            taper=draw.random() < 0.5,
+        )
+        if self._link.has_fused_all_reduce:
+            plan = replace(plan, groups=tuple(replace(g, split=draw.random() < 0.6) for g in plan.groups))
+        return replace(plan, schedule=schedule, launch_order=random_launch_order(plan, draw))
+
+
+class _Judge(HostStopwatch):
+    """Tells the tuner what a test has made up; measures compute as always."""
+
+    def __init__(self, planning: JudgedPlanning) -> None:
+        super().__init__()
+        self._planning = planning
+
+    def seconds(self, marks: Sequence[Any], *, waits: bool) -> list[float]:
+        if not waits:
+            return super().seconds(marks, waits=waits)
+        step_s = self._planning.made_up_step_s()
+        return [step_s * number for number in range(len(marks))]
+
+
+class JudgedPlanning(Planning):
+    """The real stages, with made-up step times for the tuner, in which one schedule wins by a wide margin.
+
+    Attributes:
+        choices: what was chosen so far.
+    """
+
+    def __init__(self, *args: Any, favourite: str, best_mb: float = 1.0) -> None:
+        super().__init__(*args)
+        self._favourite = favourite
+        self._best_mb = best_mb
+        self._stopwatch = _Judge(self)
+        self.choices: list[Choice] = []
+
+    def made_up_step_s(self) -> float:
+        assert self._tuner is not None
+        candidate = self._tuner.candidate
+        step_s = 1.0 if candidate.schedule == self._favourite else 2.0
+        if candidate.schedule == AUTO:
+            step_s += 0.2 * abs(math.log2(candidate.fusion_mb / self._best_mb))
+        return step_s
+
+    def begin(self, orders: Orders) -> Choice:
+        return self._noted(super().begin(orders))
+
+    def at_step_boundary(self) -> Choice | None:
+        choice = super().at_step_boundary()
+        return None if choice is None else self._noted(choice)
+
+    def _noted(self, choice: Choice) -> Choice:
+        self.choices.append(choice)
+        return choice
+
+
+def random_launch_order(plan: FusionPlan, draw: random.Random) -> tuple[tuple[str, int], ...]:
+    """Groups as they arrive; gather legs anywhere behind their scatter legs."""
+    order = [("scatter" if group.split else "all_reduce", group.index) for group in plan.groups]
+    for group in plan.groups:
+        if group.split:
+            behind = order.index(("scatter", group.index)) + 1
+            order.insert(draw.randint(behind, len(order)), ("gather", group.index))
+    return tuple(order)
+
+
+@contextmanager
+def random_plans(seed: int, **options: Any) -> Iterator[None]:
+    """Whatever is attached within it trains under random plans."""
+    with mock.patch.object(comm_hook, "Planning", partial(RandomPlanning, seed=seed, **options)):
+        yield
+
+
+@contextmanager
+def judged_plans(favourite: str, **options: Any) -> Iterator[None]:
+    """Whatever is attached within it tunes itself, and ends with `favourite`, a schedule."""
+    with mock.patch.object(comm_hook, "Planning", partial(JudgedPlanning, favourite=favourite, **options)):
+        yield
