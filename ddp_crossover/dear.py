@@ -299,13 +299,14 @@ class Pipeline:
         self.order.join()
         if not group.complete:
             assert group.gather is not None
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(torch.profiler.record_function(f"ddp_crossover::wait[{group.spec.index}]"))
-                if self.profiler is not None:
-                    stack.enter_context(self.profiler.waiting())
+            with torch.profiler.record_function(f"ddp_crossover::wait[{group.spec.index}]"), self.waiting():
                 # Protects the optimizer, or whoever reads `.grad`, from half-gathered gradients.
                 group.gather.wait()
             group.complete = True
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Compute waits for communication within: no part of the compute times that are measured."""
+        return self.profiler.waiting() if self.profiler is not None else contextlib.nullcontext()
 
     def _deliver(self, slot: Slot, memory: Tensor) -> Tensor:
         for group in slot.groups:
@@ -360,10 +361,11 @@ class Pipeline:
                     pool.current.disarm()
         if self.phase is Phase.BACKWARD:  # it broke off, on all ranks alike
             self._gather_in_use_order()
-        for group in self.groups:
-            if group.gather is not None:
-                # Protects peers that still receive from this buffer.
-                group.gather.wait()
+        with self.waiting():
+            for group in self.groups:
+                if group.gather is not None:
+                    # Protects peers that still receive from this buffer.
+                    group.gather.wait()
         self.phase = Phase.IDLE
 
     def release(self) -> dict[str, Tensor]:

@@ -80,7 +80,9 @@ def total_norm(pipeline: Pipeline, gradients: Gradients, norm_type: float) -> Te
             part.mul_(factor.abs())
         parts.append(part)
     own: Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type)
-    total: Tensor = torch.linalg.vector_norm(pipeline.link.all_gather_small(own), norm_type)
+    with pipeline.waiting():
+        of_ranks = pipeline.link.all_gather_small(own)
+    total: Tensor = torch.linalg.vector_norm(of_ranks, norm_type)
     return total
 
 
@@ -108,7 +110,7 @@ def _own_pieces(pipeline: Pipeline, gradients: Gradients) -> Iterator[tuple[tupl
         if low == high:
             continue
         pending = [slot in on_the_wire for slot in group.slots]
-        shard = _reduced_shard(group, low, high) if any(pending) else None
+        shard = _reduced_shard(pipeline, group, low, high) if any(pending) else None
         if all(pending) and len({tuple(map(id, slot.scales)) for slot in group.slots}) == 1:
             assert shard is not None
             yield group.slots[0].scales, shard  # padding is zero
@@ -125,12 +127,13 @@ def _own_pieces(pipeline: Pipeline, gradients: Gradients) -> Iterator[tuple[tupl
             start += piece.numel
 
 
-def _reduced_shard(group: GroupInFlight, low: int, high: int) -> Tensor:
+def _reduced_shard(pipeline: Pipeline, group: GroupInFlight, low: int, high: int) -> Tensor:
     if group.complete:
         return group.buffer[low:high]
     assert group.scatter is not None
-    # Protects the norm from sums that are not complete.
-    group.scatter.wait()
+    with pipeline.waiting():
+        # Protects the norm from sums that are not complete.
+        group.scatter.wait()
     return group.scatter.shard()
 
 
