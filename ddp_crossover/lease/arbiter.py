@@ -1,0 +1,340 @@
+"""Who may hold what. Pure: no sockets, no clock; the caller passes the time in seconds.
+
+A *member* is one connection: one process of one job, on one resource. All members of a job on a resource hold it
+together, under one fence. Jobs take turns by weighted virtual time, the time they have held divided by their weight,
+and first come, first served where that is equal. Fillers get what no peer wants.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .protocol import Role
+
+EQUAL_S = 0.001
+"""Differences below this are noise of measurement. Among equals the first comes first, and among those that came
+together the one whose name sorts first, so that hosts which see the same jobs wait choose the same one."""
+
+
+class JobKey(NamedTuple):
+    """Two users' jobs of the same name are two jobs."""
+
+    uid: int
+    name: str
+
+
+class Grant(NamedTuple):
+    """Tell ``member`` that its request is granted."""
+
+    member: int
+    request: int
+    fence: int
+
+
+class View(NamedTuple):
+    """What clients see of a resource. See :mod:`.page`."""
+
+    fence: int
+    yielding: int
+    waiters: int
+
+
+class MismatchError(ValueError):
+    """Members of one job differ in weight or role."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a hold may last once somebody waits for it.
+
+    Attributes:
+        hold_s: any hold. After it, the resource is given on and the fence is stale.
+        filler_s: a filler's, from when a peer waits.
+    """
+
+    hold_s: float = 10.0
+    filler_s: float = 0.1
+
+
+@dataclass
+class _Job:
+    key: JobKey
+    role: Role
+    weight: float
+    virtual_s: float = 0.0
+    members: set[int] = field(default_factory=set)
+    resources: int = 0  # how many it has members on
+
+    def charge_per_s(self) -> float:
+        # Its virtual time is the mean over its resources: a job on four GPUs is not four times as greedy.
+        return 1.0 / (self.weight * max(1, self.resources))
+
+
+@dataclass
+class _Member:
+    job: _Job
+    resource: _Resource
+    last_request: int = 0
+    waiting: bool = False
+
+
+@dataclass
+class _Hold:
+    job: _Job
+    fence: int
+    since_s: float
+    members: set[int]
+    served: set[int] = field(default_factory=set)  # members that have held and released under this fence
+    limit_s: float = math.inf
+    ends_s: float = math.inf
+
+    def running_virtual_s(self, now_s: float) -> float:
+        return self.job.virtual_s + (now_s - self.since_s) * self.job.charge_per_s()
+
+
+@dataclass
+class _Resource:
+    name: str
+    members: set[int] = field(default_factory=set)
+    queue: dict[JobKey, float] = field(default_factory=dict)  # waiting jobs: since when
+    hold: _Hold | None = None
+    # Virtual time at which a job of that role starts that was away.
+    floors_s: dict[Role, float] = field(default_factory=lambda: dict.fromkeys(Role, 0.0))
+
+
+class Arbiter:
+    """The state of all resources of a host. Methods return the grants that follow from what happened."""
+
+    def __init__(self, first_fence: int, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self._next_fence = first_fence
+        self._jobs: dict[JobKey, _Job] = {}
+        self._members: dict[int, _Member] = {}
+        self._resources: dict[str, _Resource] = {}
+
+    # ---- members come and go
+
+    def join(self, member: int, key: JobKey, resource: str, role: Role, weight: float) -> None:
+        """Make ``member``, a number never used before, known. Raises :class:`MismatchError`."""
+        assert member not in self._members
+        job = self._jobs.get(key) or _Job(key, role, weight)
+        if (job.role, job.weight) != (role, weight):
+            raise MismatchError(f"job {key.name} is here as {job.role.name} of weight {job.weight}")
+        self._jobs[key] = job
+        res = self._resources.setdefault(resource, _Resource(resource))
+        self._members[member] = _Member(job, res)
+        job.members.add(member)
+        res.members.add(member)
+        job.resources = len({self._members[m].resource.name for m in job.members})
+
+    def leave(self, member: int, now_s: float) -> list[Grant]:
+        """Forget ``member``, whatever it was doing."""
+        m = self._members[member]
+        grants = self._give_up(member, m, now_s)
+        del self._members[member]
+        m.job.members.discard(member)
+        m.resource.members.discard(member)
+        m.job.resources = len({self._members[other].resource.name for other in m.job.members})
+        if not m.job.members:
+            del self._jobs[m.job.key]
+        if not m.resource.members:
+            del self._resources[m.resource.name]
+        return grants
+
+    # ---- what members ask for
+
+    def request(self, member: int, request: int, now_s: float) -> list[Grant]:
+        """``member`` wants its resource. Requests that are late or come twice are ignored."""
+        m = self._members[member]
+        if request <= m.last_request:
+            return []
+        m.last_request = request
+        hold = m.resource.hold
+        if hold is not None and member in hold.members:
+            return [Grant(member, request, hold.fence)]
+        m.waiting = True
+        self._enqueue(m, now_s)
+        return self._arbitrate(m.resource, now_s)
+
+    def release(self, member: int, fence: int, again: int, now_s: float) -> list[Grant]:
+        """``member`` gives up its hold under ``fence``, and queues for another as request ``again`` unless that is 0.
+
+        Whoever is behind in virtual time then goes first, which may be the same job. A stale fence gives nothing up.
+        """
+        m = self._members[member]
+        hold = m.resource.hold
+        if hold is not None and hold.fence == fence and member in hold.members:
+            if again > m.last_request:
+                m.last_request = again
+                m.waiting = True
+                self._enqueue(m, now_s)
+            self._drop(hold, member, m.resource, now_s)
+            return self._arbitrate(m.resource, now_s)
+        return self.request(member, again, now_s) if again else []
+
+    def cancel(self, member: int, request: int, now_s: float) -> list[Grant]:
+        """``member`` wants nothing any more of what it asked for up to ``request``, granted or not."""
+        m = self._members[member]
+        if request < m.last_request:
+            return []
+        m.last_request = request
+        return self._give_up(member, m, now_s)
+
+    # ---- time
+
+    def evict(self, resource: str, now_s: float) -> list[Grant]:
+        """End a hold against its holder's will. Its fence is stale from now on."""
+        res = self._resources[resource]
+        if res.hold is None:
+            return []
+        for member in list(res.hold.members):
+            self._drop(res.hold, member, res, now_s)
+        return self._arbitrate(res, now_s)
+
+    def overdue(self, now_s: float) -> list[str]:
+        """Resources whose hold has reached its limit, to be evicted."""
+        return [r.name for r in self._resources.values() if r.hold is not None and r.hold.ends_s <= now_s]
+
+    # ---- what others may know
+
+    def view(self, resource: str) -> View:
+        """What to show of a resource; an unknown one is free."""
+        res = self._resources.get(resource)
+        if res is None:
+            return View(0, 0, 0)
+        hold = res.hold
+        if hold is None:
+            return View(0, 0, len(res.queue))
+        waiters = sum(key != hold.job.key for key in res.queue)
+        yielding = hold.fence if hold.job.role is Role.FILLER and self._peer_waits(res) else 0
+        return View(hold.fence, yielding, waiters)
+
+    def resource_of(self, member: int) -> str:
+        return self._members[member].resource.name
+
+    def holders(self, resource: str) -> frozenset[int]:
+        """Members that hold the resource now."""
+        hold = self._resources[resource].hold
+        return frozenset(hold.members) if hold is not None else frozenset()
+
+    def contended(self) -> list[str]:
+        """Resources that somebody waits for."""
+        return [r.name for r in self._resources.values() if r.queue]
+
+    def jobs_of(self, uid: int) -> set[JobKey]:
+        return {key for key in self._jobs if key.uid == uid}
+
+    def resources(self) -> list[str]:
+        return list(self._resources)
+
+    def queue(self, resource: str) -> list[JobKey]:
+        """Jobs that wait for the resource, in no order."""
+        return list(self._resources[resource].queue)
+
+    def holding_job(self, resource: str) -> JobKey | None:
+        hold = self._resources[resource].hold
+        return hold.job.key if hold is not None else None
+
+    def virtual_s(self, key: JobKey) -> float:
+        """Weighted time that the job has been charged for so far."""
+        return self._jobs[key].virtual_s
+
+    # ---- inside
+
+    def _enqueue(self, m: _Member, now_s: float) -> None:
+        res, job = m.resource, m.job
+        if job.key in res.queue:
+            return
+        # A job that was away gets no credit for it: it starts level with those that are active.
+        rivals = [self._jobs[key].virtual_s for key in res.queue if self._jobs[key].role is job.role]
+        if res.hold is not None and res.hold.job.role is job.role:
+            rivals.append(res.hold.running_virtual_s(now_s))
+        if rivals:
+            res.floors_s[job.role] = max(res.floors_s[job.role], min(rivals))
+        if res.hold is None or res.hold.job is not job:
+            job.virtual_s = max(job.virtual_s, res.floors_s[job.role])
+        res.queue[job.key] = now_s
+
+    def _give_up(self, member: int, m: _Member, now_s: float) -> list[Grant]:
+        """Neither wait nor hold."""
+        res = m.resource
+        if m.waiting:
+            m.waiting = False
+            if not self._waiting_members(m.job, res):
+                del res.queue[m.job.key]
+        if res.hold is not None and member in res.hold.members:
+            self._drop(res.hold, member, res, now_s)
+        return self._arbitrate(res, now_s)
+
+    def _drop(self, hold: _Hold, member: int, res: _Resource, now_s: float) -> None:
+        hold.members.discard(member)
+        hold.served.add(member)
+        if not hold.members:
+            hold.job.virtual_s = hold.running_virtual_s(now_s)
+            res.hold = None
+
+    def _arbitrate(self, res: _Resource, now_s: float) -> list[Grant]:
+        if res.hold is None:
+            if not res.queue:
+                return []
+            res.hold = self._start(res, self._choose(res), now_s)
+            grants = self._admit(res, res.hold, self._waiting_members(res.hold.job, res))
+        else:
+            grants = self._admit(res, res.hold, self._latecomers(res, res.hold))
+        self._limit(res, res.hold, now_s)
+        return grants
+
+    def _start(self, res: _Resource, job: _Job, now_s: float) -> _Hold:
+        fence = self._next_fence
+        self._next_fence += 1
+        res.floors_s[job.role] = max(res.floors_s[job.role], job.virtual_s)
+        return _Hold(job, fence, now_s, set())
+
+    def _choose(self, res: _Resource) -> _Job:
+        jobs = [self._jobs[key] for key in res.queue]
+        first_role = min(job.role for job in jobs)
+        jobs = [job for job in jobs if job.role is first_role]
+        lowest_s = min(job.virtual_s for job in jobs)
+        jobs = [job for job in jobs if job.virtual_s <= lowest_s + EQUAL_S]
+        first_s = min(res.queue[job.key] for job in jobs)
+        together = [job for job in jobs if res.queue[job.key] <= first_s + EQUAL_S]
+        return min(together, key=lambda job: (job.key.name, job.key.uid))
+
+    def _latecomers(self, res: _Resource, hold: _Hold) -> set[int]:
+        """Members that join the hold of their job.
+
+        Once somebody waits, each member holds once per fence; else ranks that take turns would never let go.
+        """
+        waiting = self._waiting_members(hold.job, res)
+        if any(key != hold.job.key for key in res.queue):
+            waiting -= hold.served
+        return waiting
+
+    def _admit(self, res: _Resource, hold: _Hold, members: Iterable[int]) -> list[Grant]:
+        grants = []
+        for member in sorted(members):
+            m = self._members[member]
+            m.waiting = False
+            hold.members.add(member)
+            grants.append(Grant(member, m.last_request, hold.fence))
+        if not self._waiting_members(hold.job, res):
+            res.queue.pop(hold.job.key, None)
+        return grants
+
+    def _limit(self, res: _Resource, hold: _Hold, now_s: float) -> None:
+        limit_s = math.inf
+        if any(key != hold.job.key for key in res.queue):
+            yields = hold.job.role is Role.FILLER and self._peer_waits(res)
+            limit_s = self.limits.filler_s if yields else self.limits.hold_s
+        if limit_s != hold.limit_s:
+            hold.limit_s = limit_s
+            hold.ends_s = now_s + limit_s
+
+    def _peer_waits(self, res: _Resource) -> bool:
+        return any(self._jobs[key].role is Role.PEER for key in res.queue)
+
+    def _waiting_members(self, job: _Job, res: _Resource) -> set[int]:
+        return {member for member in job.members & res.members if self._members[member].waiting}
