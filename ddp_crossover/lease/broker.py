@@ -29,7 +29,6 @@ logger = logging.getLogger("ddp_crossover.lease")
 _BEAT_S = 0.02  # while somebody waits; clients take two missed looks of 40 ms for a dead broker
 _QUIET_S = 1.0
 _STOPPED_CHECK_S = 0.25
-_HELLO_S = 1.0
 _CONNECTIONS = 512
 
 
@@ -41,6 +40,7 @@ class BrokerSettings:
         allowed_uids: users besides the broker's own.
         group: name of the group whose members may reach the socket; None for the owner only.
         idle_exit_s: exits after so long without a connection; ``inf`` for never.
+        hello_s: how long a connection may take to say who it is.
         connections_per_uid, jobs_per_uid: limits for each user.
         limits: how long holds may last.
     """
@@ -48,6 +48,7 @@ class BrokerSettings:
     allowed_uids: frozenset[int] = frozenset()
     group: str | None = None
     idle_exit_s: float = 60.0
+    hello_s: float = 5.0
     connections_per_uid: int = 256
     jobs_per_uid: int = 64
     limits: Limits = field(default_factory=Limits)
@@ -271,7 +272,7 @@ class Broker:
             # Once somebody has cleaned up the directory, a new broker would not know of our clients.
             self.serving = self._is_ours() and now_s - self._last_seen_s < self._settings.idle_exit_s
             for connection in list(self._members.values()):
-                if connection.resource is None and now_s - connection.opened_s > _HELLO_S:
+                if connection.resource is None and now_s - connection.opened_s > self._settings.hello_s:
                     self._drop(connection, "it never said HELLO")
 
     def _evict(self, resource: str, now_s: float, why: str) -> None:

@@ -165,10 +165,15 @@ class GpuLease:
         """Hold it inside of a ``with``, which gives what :meth:`acquire` returned. Nested ones do nothing."""
         outermost = not self.holding
         try:
-            yield self.acquire()
-        finally:
+            try:
+                yield self.acquire()
+            finally:
+                if outermost:
+                    self.release()
+        except BaseException:
             if outermost:
-                self.release()
+                self.release()  # an interrupt may have hit the first one
+            raise
 
     # ---- looking
 
@@ -227,16 +232,18 @@ class GpuLease:
     def _ask(self, kind: Kind) -> bool:
         """Send REQUEST, or RELEASE with a request in it, and wait for the grant."""
         fence = self._fence if self._checked_hold() is not None else 0
-        self._held_on, self._fence = None, 0
         connection = self._keeper.connection
         if connection is None:
+            self._held_on, self._fence = None, 0
             return self._go_unleased(self._connecting_failed)
-        self._request += 1
         start_s = time.monotonic()
-        beats = connection.page.beats
         try:
+            self._held_on, self._fence = None, 0
+            self._request += 1
+            beats = connection.page.beats
             connection.send(kind, request=self._request, fence=fence)
             outcome = self._await_grant(connection, beats, start_s)
+            self._grants += outcome is None
         except (OSError, ProtocolError) as error:
             self._keeper.give_up(connection)
             return self._go_unleased(f"lost the broker: {error}")
@@ -247,10 +254,7 @@ class GpuLease:
             raise
         finally:
             self._waited_s += time.monotonic() - start_s
-        if outcome is not None:
-            return self._go_unleased(outcome)
-        self._grants += 1
-        return True
+        return outcome is None or self._go_unleased(outcome)
 
     def _await_grant(self, connection: BrokerConnection, beats: int, start_s: float) -> str | None:
         """None with the grant in hand, or why there is none."""
@@ -265,8 +269,13 @@ class GpuLease:
                     self._keeper.give_up(connection, slow=True)
                     return "the broker does not answer"
             elif message.kind is Kind.GRANT and message.request == self._request:
-                self._fence, self._held_on = message.fence, connection
-                return None
+                if connection.page.fence == message.fence:
+                    self._fence, self._held_on = message.fence, connection
+                    return None
+                # This process was stopped, and the grant has been given on by now.
+                self._lost += 1
+                self._request += 1
+                connection.send(Kind.REQUEST, request=self._request)
             if time.monotonic() - start_s > self._max_wait_s:
                 self._send_or_give_up(connection, Kind.CANCEL, request=self._request)
                 return f"waited for {self._max_wait_s} s"

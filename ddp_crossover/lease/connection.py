@@ -75,7 +75,8 @@ def open_connection(place: Place, hello: Hello, timeout_s: float) -> BrokerConne
     """
     sock = _connect(place, timeout_s)
     try:
-        sock.send(hello.encode())
+        with contextlib.suppress(BrokenPipeError):  # refused before we said a word: why is there to be read
+            sock.send(hello.encode())
         return BrokerConnection(sock, _welcomed(sock))
     except BaseException:
         sock.close()
@@ -85,7 +86,8 @@ def open_connection(place: Place, hello: Hello, timeout_s: float) -> BrokerConne
 def ask_status(place: Place, timeout_s: float) -> bytes:
     """The broker's state, as JSON. Raises as :func:`open_connection`."""
     with _connect(place, timeout_s) as sock:
-        sock.send(Message(Kind.STATUS).encode())
+        with contextlib.suppress(BrokenPipeError):
+            sock.send(Message(Kind.STATUS).encode())
         answer = sock.recv(STATUS_BYTES)
         if answer[:1] != b"{":
             _raise_refusal(answer)

@@ -177,6 +177,22 @@ def test_a_latecomer_joins_its_job_even_while_others_wait() -> None:
     assert arbiter.request(2, 1, 0.2) == [Grant(2, 1, 100)]
 
 
+def test_a_member_comes_and_goes_while_no_other_job_waits() -> None:
+    arbiter = arbiter_with("a", "a", "b")
+    arbiter.request(1, 1, 0.0)
+    arbiter.request(2, 1, 0.1)
+    arbiter.release(1, 100, 0, 0.2)
+    assert arbiter.request(1, 2, 0.3) == [Grant(1, 2, 100)]
+
+
+def test_a_member_that_gives_up_leaves_its_job_in_the_queue() -> None:
+    arbiter = arbiter_with("b", "a", "a")
+    for member in (1, 2, 3):
+        arbiter.request(member, 1, 0.0)
+    arbiter.cancel(2, 1, 0.1)
+    assert arbiter.release(1, 100, 0, 0.2) == [Grant(3, 1, 101)]
+
+
 def test_the_same_name_of_another_user_is_another_job() -> None:
     arbiter = arbiter_with("a")
     arbiter.join(2, JobKey(1001, "a"), GPU, Role.PEER, 1.0)

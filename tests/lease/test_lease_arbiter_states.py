@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ddp_crossover.lease.arbiter import EQUAL_S, Arbiter, Grant, JobKey
 from ddp_crossover.lease.protocol import Role
@@ -17,6 +17,8 @@ JOBS = {
     JobKey(0, "filler"): (Role.FILLER, 1.0),
 }
 
+jobs = st.sampled_from(sorted(JOBS))
+resources = st.sampled_from([RESOURCES[0], RESOURCES[0], RESOURCES[0], RESOURCES[1]])
 # Which of the members there are. More than there will ever be, so that shrinking works.
 picks = st.integers(0, 30)
 
@@ -35,7 +37,13 @@ class ArbiterMachine(RuleBasedStateMachine):
 
     # ---- what members do
 
-    @rule(key=st.sampled_from(sorted(JOBS)), resource=st.sampled_from(RESOURCES))
+    # A crowd from the start, most of it on one resource: that is where things go wrong.
+    @initialize(joins=st.lists(st.tuples(jobs, resources), min_size=4, max_size=8))
+    def open_with_a_crowd(self, joins: list[tuple[JobKey, str]]) -> None:
+        for key, resource in joins:
+            self.join(key, resource)
+
+    @rule(key=jobs, resource=resources)
     def join(self, key: JobKey, resource: str) -> None:
         if len(self.members) < 8:
             role, weight = JOBS[key]
@@ -129,6 +137,7 @@ class ArbiterMachine(RuleBasedStateMachine):
             assert set(self.arbiter.queue(resource)) == jobs
             holder = self.arbiter_holder(resource)
             assert holder is not None
+            assert jobs != {holder}, "ranks of the holder wait though no other job does"
             assert self.arbiter.view(resource).waiters == len(jobs - {holder})
 
     def teardown(self) -> None:
@@ -169,5 +178,5 @@ class ArbiterMachine(RuleBasedStateMachine):
                 assert self.arbiter.virtual_s(key) <= self.arbiter.virtual_s(rival) + EQUAL_S
 
 
-ArbiterMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+ArbiterMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestArbiterStates = ArbiterMachine.TestCase
