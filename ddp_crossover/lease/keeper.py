@@ -34,6 +34,7 @@ class Keeper:
         self._spawn = spawn
         self._note = note
         self._delay_s = _FIRST_DELAY_S
+        self._changing = threading.RLock()  # a signal handler may come in between
         self._stopping = threading.Event()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._keep, name="ddp_crossover-lease", daemon=True)
@@ -43,9 +44,10 @@ class Keeper:
         """End ``connection``, which failed. The broker takes that for a release."""
         if slow:
             self._delay_s = _SLOW_DELAY_S
-        if self.connection is connection:
-            self.connection = None
-            self.connected.clear()
+        with self._changing:
+            if self.connection is connection:
+                self.connection = None
+                self.connected.clear()
         connection.shut_down()
 
     def stop(self) -> None:
@@ -74,8 +76,9 @@ class Keeper:
                 self._delay_s = min(2 * self._delay_s, _LAST_DELAY_S)
                 continue
             self._delay_s = _FIRST_DELAY_S
-            self.connection = connection
-            self.connected.set()
+            with self._changing:
+                self.connection = connection
+                self.connected.set()
             if self._stopping.is_set():  # stop() may have looked before there was a connection
                 self.give_up(connection)
             connection.wait_until_lost()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .broker import Broker, BrokerSettings, log_to_file
+from .broker import Broker, BrokerSettings, log_to_file, logger
 from .places import Place
 
 # Without site-packages, and with the standard library first: `lease` is then a package of its own. See __init__.
@@ -48,4 +48,8 @@ def main(directory: str) -> None:
     os.umask(0o077)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     log_to_file(place)
-    broker.serve_forever()
+    try:
+        broker.serve_forever()
+    except Exception:
+        logger.exception("the broker fails")  # nobody sees its stderr
+        raise

@@ -61,17 +61,13 @@ class ArbiterMachine(RuleBasedStateMachine):
             del self.members[member]
             self._hear(grants)
 
-    @rule(pick=picks)
-    def request(self, pick: int) -> None:
-        if member := self._pick(pick):
+    # Several at once, as nothing happens without somebody who waits.
+    @rule(some=st.lists(picks, min_size=1, max_size=4))
+    def request(self, some: list[int]) -> None:
+        for member in filter(None, map(self._pick, some)):
             self.last_request[member] += 1
             self.waiting[member] = self.last_request[member]
             self._hear(self.arbiter.request(member, self.last_request[member], self.now_s))
-
-    @rule(pick=picks, age=st.integers(0, 3))
-    def repeat_a_request(self, pick: int, age: int) -> None:
-        if member := self._pick(pick):
-            assert self.arbiter.request(member, self.last_request[member] - age, self.now_s) == []
 
     @rule(pick=picks, again=st.booleans())
     def release(self, pick: int, again: bool) -> None:
@@ -84,12 +80,6 @@ class ArbiterMachine(RuleBasedStateMachine):
             fence = self.told.pop(member)
             self._hear(self.arbiter.release(member, fence, request, self.now_s))
 
-    @rule(pick=picks, fence=st.integers(0, 30))
-    def release_what_it_does_not_hold(self, pick: int, fence: int) -> None:
-        member = self._pick(pick)
-        if member and self.told.get(member) != fence:
-            assert self.arbiter.release(member, fence, 0, self.now_s) == []
-
     @rule(pick=picks)
     def cancel(self, pick: int) -> None:
         if member := self._pick(pick):
@@ -97,11 +87,14 @@ class ArbiterMachine(RuleBasedStateMachine):
             self.told.pop(member, None)
             self._hear(self.arbiter.cancel(member, self.last_request[member], self.now_s))
 
-    @rule(pick=picks)
-    def cancel_late(self, pick: int) -> None:
-        member = self._pick(pick)
-        if member:
-            assert self.arbiter.cancel(member, self.last_request[member] - 1, self.now_s) == []
+    @rule(pick=picks, age=st.integers(0, 3), fence=st.integers(0, 30))
+    def say_what_is_stale(self, pick: int, age: int, fence: int) -> None:
+        if member := self._pick(pick):
+            last_request = self.last_request[member]
+            assert self.arbiter.request(member, last_request - age, self.now_s) == []
+            assert self.arbiter.cancel(member, last_request - 1 - age, self.now_s) == []
+            if self.told.get(member) != fence:
+                assert self.arbiter.release(member, fence, 0, self.now_s) == []
 
     # ---- what happens to them
 
