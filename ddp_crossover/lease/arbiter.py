@@ -8,7 +8,6 @@ and first come, first served where that is equal. Fillers get what no peer wants
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -51,7 +50,8 @@ class Limits:
     """How long a hold may last once somebody waits for it.
 
     Attributes:
-        hold_s: any hold. After it, the resource is given on and the fence is stale.
+        hold_s: any hold. After it, the resource is given on and the fence is stale. A filler that waits for a peer does
+            not count.
         filler_s: a filler's, from when a peer waits.
     """
 
@@ -281,10 +281,20 @@ class Arbiter:
             if not res.queue:
                 return []
             res.hold = self._start(res, self._choose(res), now_s)
-            grants = self._admit(res, res.hold, self._waiting_members(res.hold.job, res))
-        else:
-            grants = self._admit(res, res.hold, self._latecomers(res, res.hold))
-        self._limit(res, res.hold, now_s)
+        hold = res.hold
+        contested = self._is_contested(res, hold)
+        waiting = self._waiting_members(hold.job, res)
+        # Once somebody waits, each member holds once per fence; else ranks that take turns would never let go.
+        admitted = waiting - hold.served if contested else waiting
+        grants = []
+        for member in sorted(admitted):
+            m = self._members[member]
+            m.waiting = False
+            hold.members.add(member)
+            grants.append(Grant(member, m.last_request, hold.fence))
+        if admitted == waiting:
+            res.queue.pop(hold.job.key, None)
+        self._limit(res, hold, contested, now_s)
         return grants
 
     def _start(self, res: _Resource, job: _Job, now_s: float) -> _Hold:
@@ -295,6 +305,8 @@ class Arbiter:
 
     def _choose(self, res: _Resource) -> _Job:
         jobs = [self._jobs[key] for key in res.queue]
+        if len(jobs) == 1:  # the usual case, and in the way of a hand-off
+            return jobs[0]
         first_role = min(job.role for job in jobs)
         jobs = [job for job in jobs if job.role is first_role]
         lowest_s = min(job.virtual_s for job in jobs)
@@ -303,30 +315,13 @@ class Arbiter:
         together = [job for job in jobs if res.queue[job.key] <= first_s + EQUAL_S]
         return min(together, key=lambda job: (job.key.name, job.key.uid))
 
-    def _latecomers(self, res: _Resource, hold: _Hold) -> set[int]:
-        """Members that join the hold of their job.
+    def _is_contested(self, res: _Resource, hold: _Hold) -> bool:
+        """Whether another job waits that may press the holder. A filler presses no peer: it waits for a gap."""
+        return any(key != hold.job.key and self._jobs[key].role <= hold.job.role for key in res.queue)
 
-        Once somebody waits, each member holds once per fence; else ranks that take turns would never let go.
-        """
-        waiting = self._waiting_members(hold.job, res)
-        if any(key != hold.job.key for key in res.queue):
-            waiting -= hold.served
-        return waiting
-
-    def _admit(self, res: _Resource, hold: _Hold, members: Iterable[int]) -> list[Grant]:
-        grants = []
-        for member in sorted(members):
-            m = self._members[member]
-            m.waiting = False
-            hold.members.add(member)
-            grants.append(Grant(member, m.last_request, hold.fence))
-        if not self._waiting_members(hold.job, res):
-            res.queue.pop(hold.job.key, None)
-        return grants
-
-    def _limit(self, res: _Resource, hold: _Hold, now_s: float) -> None:
+    def _limit(self, res: _Resource, hold: _Hold, contested: bool, now_s: float) -> None:
         limit_s = math.inf
-        if any(key != hold.job.key for key in res.queue):
+        if contested:
             yields = hold.job.role is Role.FILLER and self._peer_waits(res)
             limit_s = self.limits.filler_s if yields else self.limits.hold_s
         if limit_s != hold.limit_s:

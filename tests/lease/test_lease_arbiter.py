@@ -143,6 +143,19 @@ def test_a_hold_has_a_limit_only_while_somebody_waits() -> None:
     assert arbiter.holders(GPU) == {2}
 
 
+def test_a_filler_that_waits_does_not_press_a_peer() -> None:
+    arbiter = arbiter_with("a", "a")
+    arbiter.join(3, job("filler"), GPU, Role.FILLER, 1.0)
+    arbiter.request(1, 1, 0.0)
+    arbiter.request(3, 1, 0.1)
+    assert arbiter.view(GPU).waiters == 1
+    assert arbiter.overdue(1e9) == []
+    # Nor does it keep ranks of the peer from taking turns.
+    arbiter.request(2, 1, 0.2)
+    arbiter.release(1, 100, 0, 0.3)
+    assert arbiter.request(1, 2, 0.4) == [Grant(1, 2, 100)]
+
+
 def test_members_of_a_job_hold_together_until_the_last_releases() -> None:
     arbiter = arbiter_with("a", "a", "b")
     assert arbiter.request(1, 1, 0.0) == [Grant(1, 1, 100)]
