@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 import threading
@@ -155,6 +156,13 @@ def test_a_flood_of_connections_disturbs_nobody_who_is_there(processes: LeasePro
     assert processes.actor("late").call("acquire")
 
 
+def test_connections_of_one_user_are_limited(processes: LeaseProcesses) -> None:
+    processes.broker(connections_per_uid=3)
+    assert [processes.raw().hello("job").kind for _ in range(3)] == [Kind.WELCOME] * 3
+    refusal = processes.raw().hello("job")
+    assert (refusal.kind, refusal.value) == (Kind.REFUSED, Refusal.FULL)
+
+
 def test_jobs_of_one_user_are_limited(processes: LeaseProcesses) -> None:
     processes.broker(jobs_per_uid=2)
     assert [processes.raw().hello(job).kind for job in "aab"] == [Kind.WELCOME] * 3
@@ -192,6 +200,10 @@ class FakeBroker:
         self.client.settimeout(20)
         self.client.recv(HELLO_BYTES)
         socket.send_fds(self.client, [Message(Kind.WELCOME).encode()], [self.page.fd])
+
+    def is_asked(self, timeout_s: float) -> bool:
+        """Whether a client connects."""
+        return bool(select.select([self._listener], [], [], timeout_s)[0])
 
     def receive(self) -> Message:
         assert self.client is not None
@@ -277,6 +289,7 @@ def test_a_broker_that_says_nothing_is_left(fake: tuple[FakeBroker, GpuLease]) -
     assert broker.receive().kind is Kind.REQUEST
     with pytest.raises(ProtocolError):  # 0 bytes: it has hung up
         broker.receive()
+    assert not broker.is_asked(0.3)  # it does not come back at once, to wait again
 
 
 @pytest.mark.parametrize("nonsense", [b"x", b"\0" * MESSAGE_BYTES, b"x" * 1000])
