@@ -136,7 +136,9 @@ class LeaseProcesses:
         return broker
 
     def start_broker(self, *, limits: dict[str, float] | None = None, **settings: Any) -> subprocess.Popen[bytes]:
-        arguments = [PACKAGE, str(self.directory), json.dumps(settings), json.dumps(limits or {})]
+        # What is under test must end a hold, not time.
+        limits = {"hold_s": 1000.0, "filler_s": 1000.0} | (limits or {})
+        arguments = [PACKAGE, str(self.directory), json.dumps(settings), json.dumps(limits)]
         broker = subprocess.Popen(
             [sys.executable, "-I", "-S", str(HERE / "lease_broker.py"), *arguments], stdout=subprocess.PIPE
         )

@@ -72,6 +72,14 @@ def test_a_directory_of_another_user_means_no_lease(own_place: Path) -> None:
 
 
 @needs_root
+def test_a_directory_of_another_user_is_not_looked_into(own_place: Path) -> None:
+    own_place.mkdir(mode=0o700)
+    os.chown(own_place, STRANGER, -1)
+    with pytest.raises(PlaceError, match="another user"):
+        Place().owner()
+
+
+@needs_root
 def test_a_socket_of_another_user_is_not_trusted(processes: LeaseProcesses, lease_directory: Path) -> None:
     processes.broker()
     os.chown(lease_directory, STRANGER, -1)

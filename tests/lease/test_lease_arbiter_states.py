@@ -171,5 +171,5 @@ class ArbiterMachine(RuleBasedStateMachine):
                 assert self.arbiter.virtual_s(key) <= self.arbiter.virtual_s(rival) + EQUAL_S
 
 
-ArbiterMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+ArbiterMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 TestArbiterStates = ArbiterMachine.TestCase

@@ -105,7 +105,7 @@ def test_a_waiter_that_is_interrupted_waits_no_longer(processes: LeaseProcesses)
 
 
 def test_interrupts_at_any_moment_leave_nothing_behind(processes: LeaseProcesses) -> None:
-    processes.broker(limits={"hold_s": 1000.0})
+    processes.broker()
     actor, other = processes.actor("a"), processes.actor("b", max_wait_s=1000)
     assert actor.call("interrupt_at_every_point", 300, 2e-6) > 0
     assert actor.call("hold_for", 0.0)["leased"]
@@ -113,7 +113,7 @@ def test_interrupts_at_any_moment_leave_nothing_behind(processes: LeaseProcesses
 
 
 def test_a_script_that_ends_while_it_holds_releases(processes: LeaseProcesses) -> None:
-    processes.broker(limits={"hold_s": 1000.0})
+    processes.broker()
     actor, other = processes.actor("a"), processes.actor("b", max_wait_s=1000)
     actor.call("acquire")
     actor.start("exit")

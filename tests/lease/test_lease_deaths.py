@@ -10,14 +10,11 @@ from pathlib import Path
 import pytest
 from lease_processes import Actor, LeaseProcesses, eventually
 
-# Only the way of noticing under test may be what ends a hold.
-NEVER = {"hold_s": 1000.0}
-
 
 @pytest.fixture
 def pair(processes: LeaseProcesses) -> tuple[Actor, Actor]:
     """One that holds and one that waits."""
-    processes.broker(limits=NEVER)
+    processes.broker()
     holder, waiter = processes.actor("holder"), processes.actor("waiter", max_wait_s=1000)
     assert holder.call("acquire")
     waiter.start("acquire")
@@ -117,7 +114,7 @@ def test_a_stopped_broker_stops_nobody(processes: LeaseProcesses) -> None:
 
 @pytest.mark.skipif(not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK), reason="choosing a pid needs root")
 def test_a_reused_pid_does_not_pass_for_the_holder(processes: LeaseProcesses) -> None:
-    broker = processes.broker(limits=NEVER)
+    broker = processes.broker()
     holder, waiter = processes.actor("holder"), processes.actor("waiter", max_wait_s=1000)
     holder.call("acquire")
     holder.call("fork_with_open_socket")  # so that the end of the connection does not tell

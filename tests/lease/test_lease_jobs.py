@@ -18,7 +18,7 @@ def _start_waiting(actor: Actor, holder: Actor, kind: str = "acquire") -> None:
 @pytest.mark.parametrize("jobs", [3, 8])
 def test_jobs_that_come_and_go_never_hold_at_once(processes: LeaseProcesses, jobs: int) -> None:
     """Of as many jobs, one ends, one is killed, one stops for a while, and one comes late."""
-    processes.broker(limits={"hold_s": 1000.0})
+    processes.broker()
     actors = [processes.actor(f"job {index}") for index in range(jobs)]
     for actor in actors:
         actor.start("take_turns", 1.5, 0.004, 0.002)
@@ -72,7 +72,7 @@ def test_a_killed_rank_does_not_take_the_hold_of_the_others(processes: LeaseProc
 
 
 def test_a_filler_is_asked_to_yield_to_a_peer(processes: LeaseProcesses) -> None:
-    processes.broker(limits={"filler_s": 1000.0})
+    processes.broker()
     filler, main = processes.actor("filler", role="filler"), processes.actor("main")
     filler.call("acquire")
     assert not filler.call("get", "asked_to_yield")
@@ -87,7 +87,7 @@ def test_a_filler_is_asked_to_yield_to_a_peer(processes: LeaseProcesses) -> None
 
 
 def test_a_filler_that_does_not_yield_loses_its_hold(processes: LeaseProcesses) -> None:
-    processes.broker(limits={"hold_s": 1000.0, "filler_s": 0.05})
+    processes.broker(limits={"filler_s": 0.05})
     filler, main = processes.actor("filler", role="filler"), processes.actor("main")
     filler.call("acquire")
     assert main.call("acquire")
