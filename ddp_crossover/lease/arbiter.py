@@ -8,21 +8,15 @@ and first come, first served where that is equal. Fillers get what no peer wants
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from .holds import Hold, Job, JobKey, Member, Resource
 from .protocol import Role
 
 EQUAL_S = 0.001
 """Differences below this are noise of measurement. Among equals the first comes first, and among those that came
 together the one whose name sorts first, so that hosts which see the same jobs wait choose the same one."""
-
-
-class JobKey(NamedTuple):
-    """Two users' jobs of the same name are two jobs."""
-
-    uid: int
-    name: str
 
 
 class Grant(NamedTuple):
@@ -59,73 +53,27 @@ class Limits:
     filler_s: float = 0.1
 
 
-@dataclass
-class _Job:
-    key: JobKey
-    role: Role
-    weight: float
-    virtual_s: float = 0.0
-    members: set[int] = field(default_factory=set)
-    resources: int = 0  # how many it has members on
-
-    def charge_per_s(self) -> float:
-        # Its virtual time is the mean over its resources: a job on four GPUs is not four times as greedy.
-        return 1.0 / (self.weight * max(1, self.resources))
-
-
-@dataclass
-class _Member:
-    job: _Job
-    resource: _Resource
-    last_request: int = 0
-    waiting: bool = False
-
-
-@dataclass
-class _Hold:
-    job: _Job
-    fence: int
-    since_s: float
-    members: set[int]
-    served: set[int] = field(default_factory=set)  # members that have held and released under this fence
-    limit_s: float = math.inf
-    ends_s: float = math.inf
-
-    def running_virtual_s(self, now_s: float) -> float:
-        return self.job.virtual_s + (now_s - self.since_s) * self.job.charge_per_s()
-
-
-@dataclass
-class _Resource:
-    name: str
-    members: set[int] = field(default_factory=set)
-    queue: dict[JobKey, float] = field(default_factory=dict)  # waiting jobs: since when
-    hold: _Hold | None = None
-    # Virtual time at which a job of that role starts that was away.
-    floors_s: dict[Role, float] = field(default_factory=lambda: dict.fromkeys(Role, 0.0))
-
-
 class Arbiter:
     """The state of all resources of a host. Methods return the grants that follow from what happened."""
 
     def __init__(self, first_fence: int, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         self._next_fence = first_fence
-        self._jobs: dict[JobKey, _Job] = {}
-        self._members: dict[int, _Member] = {}
-        self._resources: dict[str, _Resource] = {}
+        self._jobs: dict[JobKey, Job] = {}
+        self._members: dict[int, Member] = {}
+        self._resources: dict[str, Resource] = {}
 
     # ---- members come and go
 
     def join(self, member: int, key: JobKey, resource: str, role: Role, weight: float) -> None:
         """Make ``member``, a number never used before, known. Raises :class:`MismatchError`."""
         assert member not in self._members
-        job = self._jobs.get(key) or _Job(key, role, weight)
+        job = self._jobs.get(key) or Job(key, role, weight)
         if (job.role, job.weight) != (role, weight):
             raise MismatchError(f"job {key.name} is here as {job.role.name} of weight {job.weight}")
         self._jobs[key] = job
-        res = self._resources.setdefault(resource, _Resource(resource))
-        self._members[member] = _Member(job, res)
+        res = self._resources.setdefault(resource, Resource(resource))
+        self._members[member] = Member(job, res)
         job.members.add(member)
         res.members.add(member)
         job.resources = len({self._members[m].resource.name for m in job.members})
@@ -244,7 +192,7 @@ class Arbiter:
 
     # ---- inside
 
-    def _enqueue(self, m: _Member, now_s: float) -> None:
+    def _enqueue(self, m: Member, now_s: float) -> None:
         res, job = m.resource, m.job
         if job.key in res.queue:
             return
@@ -258,7 +206,7 @@ class Arbiter:
             job.virtual_s = max(job.virtual_s, res.floors_s[job.role])
         res.queue[job.key] = now_s
 
-    def _give_up(self, member: int, m: _Member, now_s: float) -> list[Grant]:
+    def _give_up(self, member: int, m: Member, now_s: float) -> list[Grant]:
         """Neither wait nor hold."""
         res = m.resource
         if m.waiting:
@@ -269,14 +217,14 @@ class Arbiter:
             self._drop(res.hold, member, res, now_s)
         return self._arbitrate(res, now_s)
 
-    def _drop(self, hold: _Hold, member: int, res: _Resource, now_s: float) -> None:
+    def _drop(self, hold: Hold, member: int, res: Resource, now_s: float) -> None:
         hold.members.discard(member)
         hold.served.add(member)
         if not hold.members:
             hold.job.virtual_s = hold.running_virtual_s(now_s)
             res.hold = None
 
-    def _arbitrate(self, res: _Resource, now_s: float) -> list[Grant]:
+    def _arbitrate(self, res: Resource, now_s: float) -> list[Grant]:
         if res.hold is None:
             if not res.queue:
                 return []
@@ -297,13 +245,13 @@ class Arbiter:
         self._limit(res, hold, contested, now_s)
         return grants
 
-    def _start(self, res: _Resource, job: _Job, now_s: float) -> _Hold:
+    def _start(self, res: Resource, job: Job, now_s: float) -> Hold:
         fence = self._next_fence
         self._next_fence += 1
         res.floors_s[job.role] = max(res.floors_s[job.role], job.virtual_s)
-        return _Hold(job, fence, now_s, set())
+        return Hold(job, fence, now_s, set())
 
-    def _choose(self, res: _Resource) -> _Job:
+    def _choose(self, res: Resource) -> Job:
         jobs = [self._jobs[key] for key in res.queue]
         if len(jobs) == 1:  # the usual case, and in the way of a hand-off
             return jobs[0]
@@ -315,11 +263,11 @@ class Arbiter:
         together = [job for job in jobs if res.queue[job.key] <= first_s + EQUAL_S]
         return min(together, key=lambda job: (job.key.name, job.key.uid))
 
-    def _is_contested(self, res: _Resource, hold: _Hold) -> bool:
+    def _is_contested(self, res: Resource, hold: Hold) -> bool:
         """Whether another job waits that may press the holder. A filler presses no peer: it waits for a gap."""
         return any(key != hold.job.key and self._jobs[key].role <= hold.job.role for key in res.queue)
 
-    def _limit(self, res: _Resource, hold: _Hold, contested: bool, now_s: float) -> None:
+    def _limit(self, res: Resource, hold: Hold, contested: bool, now_s: float) -> None:
         limit_s = math.inf
         if contested:
             yields = hold.job.role is Role.FILLER and self._peer_waits(res)
@@ -328,8 +276,8 @@ class Arbiter:
             hold.limit_s = limit_s
             hold.ends_s = now_s + limit_s
 
-    def _peer_waits(self, res: _Resource) -> bool:
+    def _peer_waits(self, res: Resource) -> bool:
         return any(self._jobs[key].role is Role.PEER for key in res.queue)
 
-    def _waiting_members(self, job: _Job, res: _Resource) -> set[int]:
+    def _waiting_members(self, job: Job, res: Resource) -> set[int]:
         return {member for member in job.members & res.members if self._members[member].waiting}

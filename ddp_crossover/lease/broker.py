@@ -15,10 +15,10 @@ import select
 import socket
 import time
 from dataclasses import dataclass, field
-from logging.handlers import RotatingFileHandler
 from typing import Any
 
-from .arbiter import Arbiter, Grant, JobKey, Limits, MismatchError
+from .arbiter import Arbiter, Grant, Limits, MismatchError
+from .holds import JobKey
 from .page import RESOURCE_SLOTS, PageWriter
 from .places import Place
 from .processes import Peer, is_stopped, open_pidfd, peer_of
@@ -29,7 +29,7 @@ logger = logging.getLogger("ddp_crossover.lease")
 _BEAT_S = 0.02  # while somebody waits; clients take two missed looks of 40 ms for a dead broker
 _QUIET_S = 1.0
 _STOPPED_CHECK_S = 0.25
-_CONNECTIONS = 512
+_CONNECTIONS = 480
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Broker:
         self.serving = self._lock is not None
         if not self.serving:
             return
-        self._listener, self._inode = _listen(place, self._settings.group)
+        self._listener, self._inode = place.listen(self._settings.group)
         self._page = PageWriter(place.directory)
         # Nanoseconds since boot: above every fence of a broker before this one.
         self._arbiter = Arbiter(time.monotonic_ns(), self._settings.limits)
@@ -87,6 +87,7 @@ class Broker:
         self._members: dict[int, _Connection] = {}
         self._slots: dict[str, int] = {}
         self._next_member = 1
+        self._capacity = _CONNECTIONS
         self._to_close: list[int] = []
         self._grants = 0
         self._evictions = 0
@@ -94,9 +95,9 @@ class Broker:
 
     def serve_forever(self) -> None:
         """Serve until idle for long enough, or until the socket has been replaced."""
-        hard = rlimits.getrlimit(rlimits.RLIMIT_NOFILE)[1]
-        rlimits.setrlimit(rlimits.RLIMIT_NOFILE, (hard, hard))
-        self._capacity = min(_CONNECTIONS, (hard - 32) // 2)  # a socket and a pidfd each
+        files = rlimits.getrlimit(rlimits.RLIMIT_NOFILE)[0]
+        if files != rlimits.RLIM_INFINITY:
+            self._capacity = min(self._capacity, (files - 32) // 2)  # a socket and a pidfd each
         gc.disable()  # there are no cycles, and a collection is a late grant
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
@@ -310,28 +311,3 @@ class Broker:
                 }
             )
         return {"pid": os.getpid(), "grants": self._grants, "evictions": self._evictions, "resources": resources}
-
-
-def log_to_file(place: Place) -> None:
-    """Send the broker's log to its directory, in two files of at most 64 KiB."""
-    logging.raiseExceptions = False  # a full disk is no reason to end
-    handler = RotatingFileHandler(place.log, maxBytes=1 << 16, backupCount=1)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-
-
-def _listen(place: Place, group: str | None) -> tuple[socket.socket, int]:
-    """The listening socket and its inode."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # Bound elsewhere and renamed: a socket that clients can see is one that listens. Replaces a dead broker's.
-    path = place.directory / f"broker.{os.getpid()}.sock"
-    path.unlink(missing_ok=True)
-    listener.bind(str(path))
-    path.chmod(0o600 if group is None else 0o660)
-    if group is not None:
-        os.chown(path, -1, place.directory.stat().st_gid)
-    listener.listen(128)
-    listener.setblocking(False)
-    path.rename(place.socket)
-    return listener, place.socket.stat().st_ino

@@ -129,5 +129,5 @@ def _raise_refusal(data: bytes) -> Message:
         raise ConnectionResetError("the broker closed the connection")
     message = decode(data)
     if message.kind is Kind.REFUSED:
-        raise RefusedError(f"the broker refused: {REFUSALS.get(Refusal(message.value), 'no reason')}")
+        raise RefusedError(f"the broker refused: {REFUSALS.get(message.value, 'reason unknown')}")
     return message

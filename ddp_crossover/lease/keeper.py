@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import threading
 from collections.abc import Callable
 
-from .connection import BrokerConnection, RefusedError, open_connection
-from .places import Place, PlaceError
-from .protocol import Hello, ProtocolError
+from .connection import BrokerConnection, open_connection
+from .places import Place
+from .protocol import Hello
 from .spawn import spawn_broker
 
 _HANDSHAKE_S = 0.5
@@ -70,7 +69,7 @@ class Keeper:
         while not self._stopping.is_set():
             try:
                 connection = self._connect()
-            except (OSError, PlaceError, ProtocolError, RefusedError, subprocess.SubprocessError) as error:
+            except Exception as error:  # whatever it is, the job goes on without
                 self._note(f"no lease: {error}")
                 self._stopping.wait(self._delay_s)
                 self._delay_s = min(2 * self._delay_s, _LAST_DELAY_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import grp
 import os
+import socket
 import stat
 from pathlib import Path
 
@@ -57,6 +58,22 @@ class Place:
         if status.st_mode & closed_to:
             raise PlaceError(f"{self.directory} is open to others: chmod 700 {self.directory}")
         return status.st_uid
+
+    def listen(self, group: str | None = None) -> tuple[socket.socket, int]:
+        """The broker's socket, non-blocking, and its inode. Replaces that of a dead broker; the lock must be held."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Bound elsewhere and renamed: a socket that clients can see is one that listens.
+        path = self.directory / f"broker.{os.getpid()}.sock"
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        path.chmod(0o600)
+        if group is not None:
+            os.chown(path, -1, self.directory.stat().st_gid)
+            path.chmod(0o660)
+        listener.listen(128)
+        listener.setblocking(False)
+        path.rename(self.socket)
+        return listener, self.socket.stat().st_ino
 
     def try_lock(self) -> int | None:
         """The descriptor of the lock that makes its holder the only broker here; None while another one has it.

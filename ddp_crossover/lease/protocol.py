@@ -59,7 +59,7 @@ class Refusal(IntEnum):
     MISMATCH = 5
 
 
-REFUSALS = {
+REFUSALS: dict[int, str] = {
     Refusal.MALFORMED: "it did not understand the message",
     Refusal.VERSION: "it speaks another version of the protocol: end it, or use one version of ddp_crossover per host",
     Refusal.NOT_ALLOWED: "this user is not allowed: start it with `lease serve --allow-uid`",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,11 +27,9 @@ def drain(resource: str, stream: torch.cuda.Stream | None) -> None:
     Protects the next holder: kernels still queued would run beside its own. An error of an earlier kernel is not
     raised here; CUDA raises it again in the job's own next call.
     """
-    if not resource.startswith(_GPU):
-        return
-    import torch
-
-    if not torch.cuda.is_initialized():
+    # Nothing has been queued by a process that has not even loaded torch.
+    torch = sys.modules.get("torch")
+    if torch is None or not resource.startswith(_GPU) or not torch.cuda.is_initialized():
         return
     try:
         event = torch.cuda.Event(blocking=True)  # sleeps; spinning would take a core from the data loader

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 import sys
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-from .broker import Broker, BrokerSettings, log_to_file, logger
+from .broker import Broker, BrokerSettings, logger
 from .places import Place
 
 # Without site-packages, and with the standard library first: `lease` is then a package of its own. See __init__.
@@ -53,3 +55,12 @@ def main(directory: str) -> None:
     except Exception:
         logger.exception("the broker fails")  # nobody sees its stderr
         raise
+
+
+def log_to_file(place: Place) -> None:
+    """Send the broker's log to its directory, in two files of at most 64 KiB."""
+    logging.raiseExceptions = False  # a full disk is no reason to end
+    handler = RotatingFileHandler(place.log, maxBytes=1 << 16, backupCount=1)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)

@@ -8,8 +8,9 @@ import sys
 sys.path.append(sys.argv[1])
 
 from lease.arbiter import Limits
-from lease.broker import Broker, BrokerSettings, log_to_file
+from lease.broker import Broker, BrokerSettings
 from lease.places import Place
+from lease.spawn import log_to_file
 
 place = Place(sys.argv[2])
 options = json.loads(sys.argv[3])

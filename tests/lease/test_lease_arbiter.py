@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_crossover.lease.arbiter import EQUAL_S, Arbiter, Grant, JobKey, Limits, MismatchError
+from ddp_crossover.lease.arbiter import EQUAL_S, Arbiter, Grant, Limits, MismatchError
+from ddp_crossover.lease.holds import JobKey
 from ddp_crossover.lease.protocol import Role
 
 GPU = "GPU-0"

@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ddp_crossover.lease.arbiter import EQUAL_S, Arbiter, Grant, JobKey
+from ddp_crossover.lease.arbiter import EQUAL_S, Arbiter, Grant
+from ddp_crossover.lease.holds import JobKey
 from ddp_crossover.lease.protocol import Role
 
 RESOURCES = ["GPU-0", "GPU-1"]
