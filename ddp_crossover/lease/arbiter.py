@@ -1,8 +1,8 @@
 """Who may hold what. Pure: no sockets, no clock; the caller passes the time in seconds.
 
 A *member* is one connection: one process of one job, on one resource. All members of a job on a resource hold it
-together, under one fence. Jobs take turns by weighted virtual time, the time they have held divided by their weight,
-and first come, first served where that is equal. Fillers get what no peer wants.
+together, under one fence. Jobs take turns by weighted virtual time, the time they have held while others waited divided
+by their weight, and first come, first served where that is equal. Fillers get what no peer wants.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Arbiter:
         self._members[member] = Member(job, res)
         job.members.add(member)
         res.members.add(member)
-        job.resources = len({self._members[m].resource.name for m in job.members})
+        self._count_shared(res)
 
     def leave(self, member: int, now_s: float) -> list[Grant]:
         """Forget ``member``, whatever it was doing."""
@@ -85,7 +85,7 @@ class Arbiter:
         del self._members[member]
         m.job.members.discard(member)
         m.resource.members.discard(member)
-        m.job.resources = len({self._members[other].resource.name for other in m.job.members})
+        self._count_shared(m.resource, m.job)
         if not m.job.members:
             del self._jobs[m.job.key]
         if not m.resource.members:
@@ -192,16 +192,28 @@ class Arbiter:
 
     # ---- inside
 
+    def _count_shared(self, res: Resource, *gone: Job) -> None:
+        """After members of ``res`` have changed: on how many resources each of its jobs has company."""
+        for job in (*self._jobs_on(res), *gone):
+            places = {m.resource.name: m.resource for m in map(self._members.__getitem__, job.members)}
+            job.shared_resources = sum(len(self._jobs_on(place)) > 1 for place in places.values())
+
+    def _jobs_on(self, res: Resource) -> list[Job]:
+        jobs = {self._members[member].job.key: self._members[member].job for member in res.members}
+        return list(jobs.values())
+
     def _enqueue(self, m: Member, now_s: float) -> None:
         res, job = m.resource, m.job
         if job.key in res.queue:
             return
         # A job that was away gets no credit for it: it starts level with those that are active.
-        rivals = [self._jobs[key].virtual_s for key in res.queue if self._jobs[key].role is job.role]
-        if res.hold is not None and res.hold.job.role is job.role:
-            rivals.append(res.hold.running_virtual_s(now_s))
-        if rivals:
-            res.floors_s[job.role] = max(res.floors_s[job.role], min(rivals))
+        rivals = [self._jobs[key] for key in res.queue]
+        if res.hold is not None:
+            res.hold.charge(now_s)
+            rivals.append(res.hold.job)
+        virtual_s = [rival.virtual_s for rival in rivals if rival.role is job.role]
+        if virtual_s:
+            res.floors_s[job.role] = max(res.floors_s[job.role], min(virtual_s))
         if res.hold is None or res.hold.job is not job:
             job.virtual_s = max(job.virtual_s, res.floors_s[job.role])
         res.queue[job.key] = now_s
@@ -221,7 +233,7 @@ class Arbiter:
         hold.members.discard(member)
         hold.served.add(member)
         if not hold.members:
-            hold.job.virtual_s = hold.running_virtual_s(now_s)
+            hold.charge(now_s)
             res.hold = None
 
     def _arbitrate(self, res: Resource, now_s: float) -> list[Grant]:
@@ -230,10 +242,11 @@ class Arbiter:
                 return []
             res.hold = self._start(res, self._choose(res), now_s)
         hold = res.hold
-        contested = self._is_contested(res, hold)
+        hold.charge(now_s)
+        hold.contested = self._is_contested(res, hold)
         waiting = self._waiting_members(hold.job, res)
         # Once somebody waits, each member holds once per fence; else ranks that take turns would never let go.
-        admitted = waiting - hold.served if contested else waiting
+        admitted = waiting - hold.served if hold.contested else waiting
         grants = []
         for member in sorted(admitted):
             m = self._members[member]
@@ -242,14 +255,14 @@ class Arbiter:
             grants.append(Grant(member, m.last_request, hold.fence))
         if admitted == waiting:
             res.queue.pop(hold.job.key, None)
-        self._limit(res, hold, contested, now_s)
+        self._limit(res, hold, now_s)
         return grants
 
     def _start(self, res: Resource, job: Job, now_s: float) -> Hold:
         fence = self._next_fence
         self._next_fence += 1
         res.floors_s[job.role] = max(res.floors_s[job.role], job.virtual_s)
-        return Hold(job, fence, now_s, set())
+        return Hold(job, fence, set(), charged_until_s=now_s)
 
     def _choose(self, res: Resource) -> Job:
         jobs = [self._jobs[key] for key in res.queue]
@@ -267,9 +280,9 @@ class Arbiter:
         """Whether another job waits that may press the holder. A filler presses no peer: it waits for a gap."""
         return any(key != hold.job.key and self._jobs[key].role <= hold.job.role for key in res.queue)
 
-    def _limit(self, res: Resource, hold: Hold, contested: bool, now_s: float) -> None:
+    def _limit(self, res: Resource, hold: Hold, now_s: float) -> None:
         limit_s = math.inf
-        if contested:
+        if hold.contested:
             yields = hold.job.role is Role.FILLER and self._peer_waits(res)
             limit_s = self.limits.filler_s if yields else self.limits.hold_s
         if limit_s != hold.limit_s:

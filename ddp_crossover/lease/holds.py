@@ -25,11 +25,11 @@ class Job:
     weight: float
     virtual_s: float = 0.0
     members: set[int] = field(default_factory=set)
-    resources: int = 0  # how many it has members on
+    shared_resources: int = 0  # those of its resources that other jobs are on, too
 
-    def charge_per_s(self) -> float:
-        # Its virtual time is the mean over its resources: a job on four GPUs is not four times as greedy.
-        return 1.0 / (self.weight * max(1, self.resources))
+    def charge(self, held_s: float) -> None:
+        """Its virtual time is the mean over its resources: a job on four GPUs is not four times as greedy."""
+        self.virtual_s += held_s / (self.weight * max(1, self.shared_resources))
 
 
 @dataclass
@@ -48,14 +48,18 @@ class Hold:
 
     job: Job
     fence: int
-    since_s: float
     members: set[int]
     served: set[int] = field(default_factory=set)  # members that have held and released under this fence
+    contested: bool = False
+    charged_until_s: float = 0.0
     limit_s: float = math.inf
     ends_s: float = math.inf
 
-    def running_virtual_s(self, now_s: float) -> float:
-        return self.job.virtual_s + (now_s - self.since_s) * self.job.charge_per_s()
+    def charge(self, now_s: float) -> None:
+        """Bring the job's virtual time up to date. Time in which nobody waits costs nobody anything."""
+        if self.contested:
+            self.job.charge(now_s - self.charged_until_s)
+        self.charged_until_s = now_s
 
 
 @dataclass

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 sys.path.append(sys.argv[1])
@@ -95,6 +96,12 @@ class Actor:
         answer = self.fork()
         os.close(duplicate)
         return answer
+
+    def fork_while_a_thread_waits(self):
+        threading.Thread(target=self.lease.acquire, daemon=True).start()
+        while not self.lease.contended:
+            time.sleep(0.001)
+        return self.fork()
 
     def raise_while_holding(self):
         try:

@@ -34,6 +34,15 @@ def test_a_forked_child_has_no_part_in_it(processes: LeaseProcesses) -> None:
     assert other.result()
 
 
+def test_a_child_forked_while_a_thread_waits_does_not_wait(processes: LeaseProcesses) -> None:
+    processes.broker()
+    holder, parent = processes.actor("holder"), processes.actor("parent")
+    holder.call("acquire")
+    assert parent.call("fork_while_a_thread_waits")["seen"]["acquired"] is False
+    holder.call("release")
+    eventually(lambda: parent.call("get", "holding"))
+
+
 def test_a_spawned_program_inherits_nothing(processes: LeaseProcesses) -> None:
     processes.broker()
     actor = processes.actor("a")
