@@ -209,7 +209,6 @@ class Arbiter:
         # A job that was away gets no credit for it: it starts level with those that are active.
         rivals = [self._jobs[key] for key in res.queue]
         if res.hold is not None:
-            res.hold.charge(now_s)
             rivals.append(res.hold.job)
         virtual_s = [rival.virtual_s for rival in rivals if rival.role is job.role]
         if virtual_s:

@@ -272,14 +272,17 @@ def held_times(weights: list[float], hold_s: list[float], turns: int, seed: int 
     return held_s
 
 
-@pytest.mark.parametrize("alone_on_the_other", [True, False])
-def test_a_job_on_two_resources_gets_as_much_of_each_as_its_rivals_there(alone_on_the_other: bool) -> None:
+@pytest.mark.parametrize("other", ["is absent", "has left", "is there"])
+def test_a_job_on_two_resources_gets_as_much_of_each_as_its_rivals_there(other: str) -> None:
     arbiter = Arbiter(first_fence=1)
     members = [(1, "wide", "GPU-0"), (2, "wide", "GPU-1"), (3, "narrow", "GPU-0"), (4, "other", "GPU-1")]
     held_s = {}
-    for member, name, gpu in members[: 3 if alone_on_the_other else 4]:
+    for member, name, gpu in members[: 3 if other == "is absent" else 4]:
         arbiter.join(member, job(name), gpu, Role.PEER, 1.0)
         held_s[member] = 0.0
+    if other == "has left":
+        arbiter.leave(4, 0.0)
+        del held_s[4]
     for member in held_s:
         arbiter.request(member, 1, 0.0)
     for turn in range(1, 1001):
@@ -288,7 +291,7 @@ def test_a_job_on_two_resources_gets_as_much_of_each_as_its_rivals_there(alone_o
             held_s[member] += 0.01
             arbiter.release(member, arbiter.view(gpu).fence, turn + 1, 0.01 * turn)
     assert jain_index([held_s[1], held_s[3]]) >= 0.99
-    assert held_s[2] == pytest.approx(10.0 if alone_on_the_other else 5.0, rel=0.05)
+    assert held_s[2] == pytest.approx(5.0 if other == "is there" else 10.0, rel=0.05)
 
 
 def jain_index(values: list[float]) -> float:
