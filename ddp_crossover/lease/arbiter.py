@@ -160,9 +160,6 @@ class Arbiter:
         yielding = hold.fence if hold.job.role is Role.FILLER and self._peer_waits(res) else 0
         return View(hold.fence, yielding, waiters)
 
-    def resource_of(self, member: int) -> str:
-        return self._members[member].resource.name
-
     def holders(self, resource: str) -> frozenset[int]:
         """Members that hold the resource now."""
         hold = self._resources[resource].hold

@@ -219,9 +219,10 @@ class Broker:
         # The page first: a client that has its grant must find its fence there.
         self._page.show(self._slots[resource], *self._arbiter.view(resource))
         self._grants += len(grants)
-        for grant in grants:
-            message = Message(Kind.GRANT, request=grant.request, fence=grant.fence)
-            self._send(self._members[grant.member], message.encode())
+        for member, request, fence in grants:
+            # One that was dropped, because it could not be told of an earlier grant, has left the arbiter, too.
+            if (connection := self._members.get(member)) is not None:
+                self._send(connection, Message(Kind.GRANT, request=request, fence=fence).encode())
 
     def _send(self, connection: _Connection, data: bytes) -> None:
         if connection.member not in self._members:
@@ -255,14 +256,13 @@ class Broker:
     # ---- time
 
     def _tick(self, now_s: float) -> None:
-        contended = self._arbiter.contended()
-        if contended:
+        if self._arbiter.contended():
             self._page.beat()
             for resource in self._arbiter.overdue(now_s):
                 self._evict(resource, now_s, "it held for too long")
             if now_s - self._stopped_check_s >= _STOPPED_CHECK_S:
                 self._stopped_check_s = now_s
-                for resource in contended:
+                for resource in self._arbiter.contended():
                     holders = [self._members[member] for member in self._arbiter.holders(resource)]
                     if any(is_stopped(holder.peer.pid) for holder in holders):
                         self._evict(resource, now_s, "its process is stopped")

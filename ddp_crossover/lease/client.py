@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ddp_crossover")
 
 _ROLES = {"peer": Role.PEER, "filler": Role.FILLER}
-_PEER_MAX_WAIT_S = 10.0
+_PEER_MAX_WAIT_S = 15.0  # longer than the 10 s after which the broker gives on what a holder does not release
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class GpuLease:
             resource hold it together.
         weight: share of the time relative to other jobs while they compete, 0.01 to 100.
         role: ``"filler"`` for a job that gets only what no peer wants and is asked to yield as soon as one does.
-        max_wait_s: how long :meth:`acquire` waits for other jobs before it goes on unleased. None: 10 s for a peer; a
+        max_wait_s: how long :meth:`acquire` waits for other jobs before it goes on unleased. None: 15 s for a peer; a
             filler waits for as long as the broker lives.
         directory: where the broker's socket is. See :class:`.places.Place`.
         spawn_broker: start a broker where there is none.
@@ -130,14 +130,16 @@ class GpuLease:
             return self.holding or self._ask(Kind.REQUEST)
 
     def release(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Give the resource up, once ``stream`` (None: the current one) has done all that was queued on it.
+        """Give the resource up. If another job waits for it, not before ``stream`` (None: the current one) has done all
+        that was queued on it; with nobody there, that wait would protect nobody.
 
         On a CPU resource there is nothing to wait for. Does nothing where nothing is held.
         """
         if os.getpid() != self._pid or not self._fence:
             return
         try:
-            drain(self.resource, stream)
+            if self.contended:
+                drain(self.resource, stream)
         finally:
             with self._lock:
                 held_on = self._checked_hold()

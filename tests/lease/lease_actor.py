@@ -133,13 +133,14 @@ class Actor:
         interrupts = 0
         for index in range(times):
             try:
-                signal.setitimer(signal.ITIMER_REAL, step_s * (index + 1))
-                with self.lease.held():
-                    pass
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, step_s * (index + 1))
+                    with self.lease.held():
+                        pass
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
                 interrupts += 1
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
         return interrupts
 
     def sockets_of_a_new_program(self):

@@ -36,7 +36,7 @@ def test_of_brokers_that_race_one_serves(processes: LeaseProcesses) -> None:
 def test_a_spawned_broker_is_not_bound_to_the_core_of_its_client(processes: LeaseProcesses) -> None:
     core = min(os.sched_getaffinity(0))
     processes.actor("pinned", spawn_broker=True, wrapper=("taskset", "-c", str(core)))
-    assert os.sched_getaffinity(processes.status()["pid"]) == os.sched_getaffinity(0)
+    assert os.sched_getaffinity(processes.status()["pid"]) >= os.sched_getaffinity(0)
 
 
 def test_the_socket_of_a_dead_broker_is_replaced(processes: LeaseProcesses, lease_directory: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lease_processes import LeaseProcesses, eventually
+from lease_processes import Actor, LeaseProcesses, eventually
 
 from ddp_crossover.lease.client import GpuLease
 
@@ -45,33 +45,47 @@ def events(lease: GpuLease, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return seen
 
 
-def test_it_is_held_until_the_stream_has_drained(lease: GpuLease, events: list[object]) -> None:
-    with lease.held():
-        assert events == []
-    assert events == [None, True]
+@pytest.fixture
+def waiter(processes: LeaseProcesses, lease: GpuLease) -> Actor:
+    """Waits for what `lease` holds."""
+    waiter = processes.actor("waiter", resource=GPU)
     lease.acquire()
+    waiter.start("hold_for", 0.0)
+    eventually(lambda: lease.contended)
+    return waiter
+
+
+def test_it_is_held_until_the_stream_has_drained(lease: GpuLease, waiter: Actor, events: list[object]) -> None:
+    lease.release()
+    assert events == [None, True]
+    assert waiter.result()["leased"]
+
+
+def test_the_stream_may_be_named(lease: GpuLease, waiter: Actor, events: list[object]) -> None:
     lease.release("a stream")  # type: ignore[arg-type]
-    assert events == [None, True, "a stream", True]
+    assert events == ["a stream", True]
 
 
-def test_a_turn_is_yielded_when_the_stream_has_drained_and_somebody_waits(
-    processes: LeaseProcesses, lease: GpuLease, events: list[object]
-) -> None:
+def test_without_a_waiter_the_host_does_not_wait_for_the_gpu(lease: GpuLease, events: list[object]) -> None:
+    with lease.held():
+        pass
     lease.acquire()
     assert lease.yield_turn()
     assert events == []
-    other = processes.actor("other", resource=GPU)
-    other.start("hold_for", 0.0)
-    eventually(lambda: lease.contended)
+    assert lease.holding
+
+
+def test_a_turn_is_yielded_when_the_stream_has_drained(lease: GpuLease, waiter: Actor, events: list[object]) -> None:
     assert lease.yield_turn()
     assert events == [None, True]
-    assert other.result()["leased"]
+    assert waiter.result()["leased"]
 
 
-def test_an_error_of_an_earlier_kernel_does_not_keep_the_lease(lease: GpuLease, events: list[object]) -> None:
-    lease.acquire()
+def test_an_error_of_an_earlier_kernel_does_not_keep_the_lease(
+    lease: GpuLease, waiter: Actor, events: list[object]
+) -> None:
     lease.release("broken")  # type: ignore[arg-type]
-    assert not lease.holding
+    assert waiter.result()["leased"]
 
 
 def test_nothing_is_drained_where_nothing_was_held(lease: GpuLease, events: list[object]) -> None:
@@ -80,7 +94,7 @@ def test_nothing_is_drained_where_nothing_was_held(lease: GpuLease, events: list
 
 
 @pytest.mark.skipif(torch.cuda.is_initialized(), reason="for processes that have not used CUDA")
-def test_a_process_that_has_not_used_cuda_has_nothing_to_drain(lease: GpuLease) -> None:
-    with lease.held() as leased:
-        assert leased
+def test_a_process_that_has_not_used_cuda_has_nothing_to_drain(lease: GpuLease, waiter: Actor) -> None:
+    lease.release()
+    assert waiter.result()["leased"]
     assert not torch.cuda.is_initialized()
