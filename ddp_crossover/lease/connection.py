@@ -75,9 +75,7 @@ def open_connection(place: Place, hello: Hello, timeout_s: float) -> BrokerConne
     """
     sock = _connect(place, timeout_s)
     try:
-        with contextlib.suppress(BrokenPipeError):  # refused before we said a word: why is there to be read
-            sock.send(hello.encode())
-        return BrokerConnection(sock, _welcomed(sock))
+        return BrokerConnection(sock, _welcomed(*ask(sock, hello.encode(), MESSAGE_BYTES + 1)))
     except BaseException:
         sock.close()
         raise
@@ -86,9 +84,7 @@ def open_connection(place: Place, hello: Hello, timeout_s: float) -> BrokerConne
 def ask_status(place: Place, timeout_s: float) -> bytes:
     """The broker's state, as JSON. Raises as :func:`open_connection`."""
     with _connect(place, timeout_s) as sock:
-        with contextlib.suppress(BrokenPipeError):
-            sock.send(Message(Kind.STATUS).encode())
-        answer = sock.recv(STATUS_BYTES)
+        answer, _ = ask(sock, Message(Kind.STATUS).encode(), STATUS_BYTES)
         if answer[:1] != b"{":
             _raise_refusal(answer)
         return answer
@@ -108,8 +104,22 @@ def _connect(place: Place, timeout_s: float) -> socket.socket:
     return sock
 
 
-def _welcomed(sock: socket.socket) -> PageReader:
-    data, fds, _, _ = socket.recv_fds(sock, MESSAGE_BYTES + 1, maxfds=1)
+def ask(sock: socket.socket, opening: bytes, answer_bytes: int) -> tuple[bytes, list[int]]:
+    """The broker's answer to our first message, and the descriptors that came with it.
+
+    It may have refused us before we said a word, or while we did. The kernel reports that first, as an error; after
+    that, why is there to be read.
+    """
+    with contextlib.suppress(BrokenPipeError):
+        sock.send(opening)
+    try:
+        data, fds, _, _ = socket.recv_fds(sock, answer_bytes, maxfds=1)
+    except ConnectionResetError:
+        data, fds, _, _ = socket.recv_fds(sock, answer_bytes, maxfds=1)
+    return data, fds
+
+
+def _welcomed(data: bytes, fds: list[int]) -> PageReader:
     try:
         message = _raise_refusal(data)
         if message.kind is not Kind.WELCOME or not fds:

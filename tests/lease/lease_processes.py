@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ddp_crossover
-from ddp_crossover.lease.connection import ask_status
+from ddp_crossover.lease.connection import ask, ask_status
 from ddp_crossover.lease.page import PageReader
 from ddp_crossover.lease.places import Place
 from ddp_crossover.lease.protocol import HELLO_BYTES, Hello, Kind, Message, Role, decode
@@ -89,9 +89,7 @@ class RawClient:
 
     def hello(self, job: str, resource: str = "cpu:0", role: Role = Role.PEER, weight: float = 1.0) -> Message:
         """Introduce itself; the answer. `page` is there afterwards if that was WELCOME."""
-        with suppress(BrokenPipeError):  # it may have been refused already
-            self.sock.send(Hello(job, resource, role, weight).encode())
-        data, fds, _, _ = socket.recv_fds(self.sock, HELLO_BYTES, 1)
+        data, fds = ask(self.sock, Hello(job, resource, role, weight).encode(), HELLO_BYTES)
         message = decode(data)
         for fd in fds:
             self.page = PageReader(fd, message.value)

@@ -99,7 +99,11 @@ try:
     sock.send(bytes.fromhex(sys.argv[2]))
 except BrokenPipeError:
     pass
-print(sock.recv(64)[3:5].hex())
+try:
+    answer = sock.recv(64)
+except ConnectionResetError:
+    answer = sock.recv(64)
+print(answer[3:5].hex())
 """
 
 

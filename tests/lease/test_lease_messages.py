@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from lease_processes import LeaseProcesses, RawClient, eventually
 
 from ddp_crossover.lease.client import GpuLease
+from ddp_crossover.lease.connection import ask
 from ddp_crossover.lease.page import PageWriter
 from ddp_crossover.lease.protocol import (
     HELLO_BYTES,
@@ -325,3 +326,29 @@ def test_the_layout_of_messages_is_fixed() -> None:
     """Brokers outlive upgrades of the package: whoever changes this raises the version."""
     assert Message(Kind.RELEASE, 1, 2, 3).encode() == struct.pack("<HBBIQQ", 0xDDC0, 1, 6, 1, 2, 3)
     assert (MESSAGE_BYTES, HELLO_BYTES) == (24, 232)
+
+
+@pytest.mark.parametrize("first", ["the refusal", "our message"])
+def test_a_refusal_is_heard_whichever_comes_first(lease_directory: Path, first: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(lease_directory / "broker.sock"))
+        listener.listen()
+        accepted = threading.Event()
+
+        def refuse() -> None:
+            broker, _ = listener.accept()
+            if first == "our message":
+                select.select([broker], [], [])  # there, and not read
+            broker.send(Message(Kind.REFUSED, value=Refusal.FULL).encode())
+            broker.close()
+            accepted.set()
+
+        threading.Thread(target=refuse, daemon=True).start()
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with sock:
+            sock.settimeout(20)
+            sock.connect(str(lease_directory / "broker.sock"))
+            if first == "the refusal":
+                assert accepted.wait(20)
+            data, fds = ask(sock, HELLO, MESSAGE_BYTES)
+        assert (decode(data), fds) == (Message(Kind.REFUSED, value=Refusal.FULL), [])
