@@ -118,7 +118,8 @@ class Arbiter:
             if again > m.last_request:
                 m.last_request = again
                 m.waiting = True
-                self._enqueue(m, now_s)
+                # Among equals it comes after all that have waited: not together with the last of them.
+                self._enqueue(m, now_s + 2 * EQUAL_S)
             self._drop(hold, member, m.resource, now_s)
             return self._arbitrate(m.resource, now_s)
         return self.request(member, again, now_s) if again else []
@@ -199,7 +200,7 @@ class Arbiter:
         jobs = {self._members[member].job.key: self._members[member].job for member in res.members}
         return list(jobs.values())
 
-    def _enqueue(self, m: Member, now_s: float) -> None:
+    def _enqueue(self, m: Member, since_s: float) -> None:
         res, job = m.resource, m.job
         if job.key in res.queue:
             return
@@ -212,7 +213,7 @@ class Arbiter:
             res.floors_s[job.role] = max(res.floors_s[job.role], min(virtual_s))
         if res.hold is None or res.hold.job is not job:
             job.virtual_s = max(job.virtual_s, res.floors_s[job.role])
-        res.queue[job.key] = now_s
+        res.queue[job.key] = since_s
 
     def _give_up(self, member: int, m: Member, now_s: float) -> list[Grant]:
         """Neither wait nor hold."""

@@ -26,7 +26,7 @@ from .protocol import HELLO_BYTES, Kind, Message, ProtocolError, Refusal, decode
 
 logger = logging.getLogger("ddp_crossover.lease")
 
-_BEAT_S = 0.02  # while somebody waits; clients take two missed looks of 40 ms for a dead broker
+_BEAT_S = 0.02  # while somebody waits; clients take 80 ms without a beat for a dead broker
 _QUIET_S = 1.0
 _STOPPED_CHECK_S = 0.25
 _CONNECTIONS = 480

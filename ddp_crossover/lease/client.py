@@ -62,6 +62,8 @@ class GpuLease:
         role: ``"filler"`` for a job that gets only what no peer wants and is asked to yield as soon as one does.
         max_wait_s: how long :meth:`acquire` waits for other jobs before it goes on unleased. None: 15 s for a peer; a
             filler waits for as long as the broker lives.
+        max_stall_s: how long :meth:`acquire` waits for a broker that shows no sign of life, at least 0.1. More than the
+            default helps on a host whose cores are all busy.
         directory: where the broker's socket is. See :class:`.places.Place`.
         spawn_broker: start a broker where there is none.
 
@@ -85,6 +87,7 @@ class GpuLease:
         weight: float = 1.0,
         role: Literal["peer", "filler"] = "peer",
         max_wait_s: float | None = None,
+        max_stall_s: float = 0.1,
         directory: str | os.PathLike[str] | None = None,
         spawn_broker: bool = True,
     ) -> None:
@@ -92,6 +95,8 @@ class GpuLease:
             raise ValueError(f"role must be 'peer' or 'filler', got {role!r}")
         if max_wait_s is not None and not max_wait_s >= 0:
             raise ValueError(f"max_wait_s must not be negative, got {max_wait_s}")
+        if not 0.1 <= max_stall_s < math.inf:
+            raise ValueError(f"max_stall_s must be at least 0.1, got {max_stall_s}")
         self.resource = resource if resource is not None else default_resource()
         self.job = job
         self.role = role
@@ -111,7 +116,11 @@ class GpuLease:
         self._unleased: Counter[str] = Counter()
         self._connecting_failed = "no lease: not connected to a broker"
         itself = weakref.ref(self)
-        self._keeper = Keeper(Place(directory), hello, spawn_broker, lambda reason: _note_failure(itself, reason))
+        # Two looks without a beat; the broker beats every 20 ms while somebody waits.
+        look_s = 0.4 * max_stall_s
+        self._keeper = Keeper(
+            Place(directory), hello, look_s, spawn_broker, lambda reason: _note_failure(itself, reason)
+        )
         self._finalizer = weakref.finalize(self, self._keeper.stop)
         os.register_at_fork(after_in_child=lambda: _forget_in_child(itself))
 
@@ -120,9 +129,9 @@ class GpuLease:
     def acquire(self) -> bool:
         """Wait for the resource, and tell whether it is held now; False means: go on unleased.
 
-        Waits for other jobs for at most ``max_wait_s``, and at most 0.1 s for a broker that does not answer. Never
-        call it with a collective, a data loader or a checkpoint ahead that another job might be needed for: acquire
-        after the communication, release before it. Does nothing while it is held.
+        Waits for other jobs for at most ``max_wait_s``, and for a broker that does not answer for at most
+        ``max_stall_s``. Never call it with a collective, a data loader or a checkpoint ahead that another job might be
+        needed for: acquire after the communication, release before it. Does nothing while it is held.
         """
         if os.getpid() != self._pid:
             return False

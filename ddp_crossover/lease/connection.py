@@ -13,9 +13,6 @@ from .places import Place, PlaceError
 from .processes import peer_of
 from .protocol import MESSAGE_BYTES, REFUSALS, STATUS_BYTES, Hello, Kind, Message, ProtocolError, Refusal, decode
 
-LOOK_S = 0.04
-"""How long :meth:`BrokerConnection.receive` waits. The broker beats every 20 ms while somebody waits."""
-
 
 class RefusedError(Exception):
     """The broker turned this client away: says why."""
@@ -26,12 +23,12 @@ class BrokerConnection:
     may be inside of a call.
     """
 
-    def __init__(self, sock: socket.socket, page: PageReader) -> None:
+    def __init__(self, sock: socket.socket, page: PageReader, look_s: float) -> None:
         self._sock = sock
         self.page = page
         self._sock.setblocking(True)
         # The kernel's time-out saves Python's own poll() before each receive.
-        look = struct.pack("ll", 0, int(LOOK_S * 1e6))
+        look = struct.pack("ll", int(look_s), int(look_s % 1 * 1e6))
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, look)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, look)
 
@@ -43,7 +40,7 @@ class BrokerConnection:
         self._sock.send(Message(kind, request=request, fence=fence).encode(), socket.MSG_NOSIGNAL)
 
     def receive(self) -> Message | None:
-        """The next message, or None if none came in :data:`LOOK_S`. Raises ``OSError``, ``ProtocolError``."""
+        """The next message, or None if none came in ``look_s``. Raises ``OSError``, ``ProtocolError``."""
         try:
             data = self._sock.recv(MESSAGE_BYTES + 1)
         except BlockingIOError:
@@ -68,14 +65,14 @@ class BrokerConnection:
         self._sock.close()
 
 
-def open_connection(place: Place, hello: Hello, timeout_s: float) -> BrokerConnection:
-    """Connect and say HELLO.
+def open_connection(place: Place, hello: Hello, timeout_s: float, look_s: float) -> BrokerConnection:
+    """Connect and say HELLO, within ``timeout_s`` for each answer.
 
     Raises ``OSError``, :class:`RefusedError`, :class:`.places.PlaceError`, :class:`.protocol.ProtocolError`.
     """
     sock = _connect(place, timeout_s)
     try:
-        return BrokerConnection(sock, _welcomed(*ask(sock, hello.encode(), MESSAGE_BYTES + 1)))
+        return BrokerConnection(sock, _welcomed(*ask(sock, hello.encode(), MESSAGE_BYTES + 1)), look_s)
     except BaseException:
         sock.close()
         raise

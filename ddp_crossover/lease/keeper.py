@@ -21,15 +21,18 @@ class Keeper:
     """Holds the connection, if there is one now, and gets a new one when it is lost.
 
     Args:
+        look_s: how long a connection's ``receive`` waits.
+        spawn: start a broker where there is none.
         note: called with a reason whenever connecting failed.
     """
 
-    def __init__(self, place: Place, hello: Hello, spawn: bool, note: Callable[[str], None]) -> None:
+    def __init__(self, place: Place, hello: Hello, look_s: float, spawn: bool, note: Callable[[str], None]) -> None:
         self.connection: BrokerConnection | None = None
         """Read it once and use what was read: it is replaced at any time."""
         self.connected = threading.Event()
         self._place = place
         self._hello = hello
+        self._look_s = look_s
         self._spawn = spawn
         self._note = note
         self._delay_s = _FIRST_DELAY_S
@@ -87,10 +90,10 @@ class Keeper:
 
     def _connect(self) -> BrokerConnection:
         try:
-            return open_connection(self._place, self._hello, _HANDSHAKE_S)
+            return open_connection(self._place, self._hello, _HANDSHAKE_S, self._look_s)
         except (FileNotFoundError, ConnectionRefusedError):
             if not self._spawn:
                 raise
         self._place.make()
         spawn_broker(self._place)
-        return open_connection(self._place, self._hello, _HANDSHAKE_S)
+        return open_connection(self._place, self._hello, _HANDSHAKE_S, self._look_s)

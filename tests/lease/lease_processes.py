@@ -30,7 +30,9 @@ class Actor:
     """A process with a lease. `actor.call("acquire")`, or `start` and, later, `result`."""
 
     def __init__(self, directory: Path, job: str, wrapper: list[str], **options: Any) -> None:
-        options = {"resource": "cpu:0", "job": job, "directory": str(directory), "spawn_broker": False, **options}
+        # Patient: a broker may be slow where many tests share few cores.
+        defaults = {"resource": "cpu:0", "directory": str(directory), "spawn_broker": False, "max_stall_s": 10.0}
+        options = {**defaults, "job": job, **options}
         arguments = [sys.executable, "-I", "-S", str(HERE / "lease_actor.py"), PACKAGE, json.dumps(options)]
         self.process = subprocess.Popen(
             [*wrapper, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE

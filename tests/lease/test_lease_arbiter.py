@@ -109,6 +109,13 @@ def test_those_that_came_together_go_by_name_whatever_the_order(arrivals: tuple[
     assert arbiter.release(1, 100, 0, 0.2)[0].member == 2
 
 
+def test_who_yields_comes_after_those_that_waited_whatever_their_names() -> None:
+    arbiter = arbiter_with("a", "b")
+    arbiter.request(1, 1, 0.0)
+    arbiter.request(2, 1, 0.1)
+    assert arbiter.release(1, 100, 2, 0.1 + TOGETHER_S)[0].member == 2
+
+
 def test_a_job_that_was_away_starts_level_and_not_with_credit() -> None:
     arbiter = arbiter_with("a", "b")
     arbiter.request(1, 1, 0.0)

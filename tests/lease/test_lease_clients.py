@@ -234,6 +234,7 @@ def test_threads_may_share_it(lease: GpuLease) -> None:
         {"resource": ""},
         {"role": "boss"},
         {"max_wait_s": -1.0},
+        {"max_stall_s": 0.0},
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any]) -> None:

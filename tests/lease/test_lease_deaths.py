@@ -98,7 +98,7 @@ def test_a_killed_broker_stops_nobody(processes: LeaseProcesses) -> None:
 
 def test_a_stopped_broker_stops_nobody(processes: LeaseProcesses) -> None:
     broker = processes.broker()
-    actor = processes.actor("a")
+    actor = processes.actor("a", max_stall_s=0.1)
     broker.send_signal(signal.SIGSTOP)
     waited_s = actor.call("hold_for", 0.0)
     assert waited_s["leased"] is False
