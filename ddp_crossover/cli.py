@@ -18,6 +18,7 @@ from rich.markup import escape
 COMMANDS = {
     "simulate": "ddp_crossover.simulate",
     "timeline": "ddp_crossover.timeline",
+    "lease": "ddp_crossover.lease.command",
 }
 
 

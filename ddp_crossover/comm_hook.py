@@ -2,13 +2,12 @@
 
 DDP calls :func:`dear_hook` once for every gradient bucket. The first backward passes are plain all-reduces, until DDP's
 buckets have settled and two forwards have shown where each parameter is used. Then rank 0's plan is shared, and
-the pipeline (``dear``) takes over.
+the pipeline (``dear``) takes over; ``reducer`` has the details.
 """
 # No `from __future__ import annotations` here: DDP checks the annotations of hooks, and wants types.
 
 import contextlib
 import os
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
@@ -20,37 +19,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_crossover import shards
-from ddp_crossover.collectives import Link, all_reduce_sum, make_link
+from ddp_crossover.collectives import Link, make_link
 from ddp_crossover.consensus import require_same_setup
-from ddp_crossover.dear import Phase, Pipeline
-from ddp_crossover.first_use import FirstUseAudit
-from ddp_crossover.flush_points import FlushPoints
-from ddp_crossover.fusion import FusionPlan, GradientSpec
-from ddp_crossover.layouts import LayoutRecorder
-from ddp_crossover.planning import Choice, Orders, Planning, PlanSettings
+from ddp_crossover.dear import Phase
+from ddp_crossover.fusion import FusionPlan
+from ddp_crossover.planning import Planning, PlanSettings
 from ddp_crossover.profile_file import ModelProfile
 from ddp_crossover.recording import recording
+from ddp_crossover.reducer import Reducer, let_gradients_arrive_early
 from ddp_crossover.refusals import refuse_model, refuse_optimizers, refuse_options, why_plain_all_reduce
 from ddp_crossover.separability import why_not_separable
-from ddp_crossover.stats import DearStats, FallbackLog, StepLog
+from ddp_crossover.stats import DearStats, FallbackLog
 from ddp_crossover.torch_internals import (
     GradBucket,
-    bucket_cap_bytes,
-    call_after_backward,
-    comm_hooks_of,
     managed_parameters,
     process_group_timeout,
-    rebuild_buckets,
 )
 from ddp_crossover.trace import Trace
-from ddp_crossover.tuned_file import describe_model
 from ddp_crossover.updates import DeferredUpdates
-from ddp_crossover.wait_points import ForwardWatch, WaitPoints
-from ddp_crossover.wire import scale_into, travels_as
-
-# A hook call costs tens of microseconds: so fine that it does not show, so coarse that there are not too many.
-_ARRIVAL_BYTES = 2**20
-_MAX_BUCKETS = 256
 
 
 class DearState:
@@ -104,22 +90,16 @@ class DearState:
         refuse_options(schedule, fusion_mb, wire_dtype, tuned_file)
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         refuse_optimizers(ddp, optimizers)
-        # Weak: the reducer, which is C++ and opaque to the garbage collector, holds this state.
-        self._ddp = weakref.ref(ddp)
-        self._process_group = ddp.process_group
         self._optimizers = optimizers
-        self._wire_dtype = wire_dtype
-        self._named = managed_parameters(ddp)
-        self._index_of: dict[Tensor, int] = {p: index for index, (_, p) in enumerate(self._named)}
         self._every_parameter = list(ddp.parameters())
-        self._device = self._named[0][1].device
+        named = managed_parameters(ddp)
+        self._device = named[0][1].device
         timeout = process_group_timeout(ddp.process_group, self._device)
         self._link: Link = make_link(
             ddp.process_group, self._device, timeout, own_group=process_group, sums_in_fp32=wire_dtype is not None
         )
         self._fallbacks = FallbackLog()
         self._plain_reason = why_plain_all_reduce(ddp, schedule)
-        settings = PlanSettings(schedule, fusion_mb, tune, tuned_file)
         options = {
             "schedule": schedule,
             "fusion_mb": fusion_mb,
@@ -127,35 +107,25 @@ class DearState:
             "tune": tune,
             "tuned_file": tuned_file is not None,
         }
-        require_same_setup(self._link, self._named, optimizers, options)
-        key = describe_model(
-            self._named,
-            world_size=self._link.world_size,
-            backend=dist.get_backend(ddp.process_group),
-            device_type=self._device.type,
-            wire_dtype=None if wire_dtype is None else str(wire_dtype),
-        )
-        specs = [_gradient_spec(name, parameter, wire_dtype) for name, parameter in self._named]
-        self._planning = Planning(specs, settings, self._link, self._device, key)
-        self._is_plain = True
+        require_same_setup(self._link, named, optimizers, options)
+        settings = PlanSettings(schedule, fusion_mb, tune, tuned_file)
+        self._planning = Planning(named, settings, self._link, dist.get_backend(ddp.process_group), wire_dtype)
         if self._plain_reason is None:
-            _let_gradients_arrive_early(ddp, self._named)
+            let_gradients_arrive_early(ddp, named)
         self._updates = DeferredUpdates(
             [(one, why_not_separable(one)) for one in optimizers], self._fallbacks, strict=strict
         )
-        self._pipeline: Pipeline | None = None
-        self._waits: WaitPoints | None = None
-        self._layouts = LayoutRecorder([parameter for _, parameter in self._named])
-        self._audit = FirstUseAudit(ddp.module, [parameter for _, parameter in self._named])
-        self._watch = ForwardWatch(ddp, self._before_forward, self._after_forward)
-        self._flush_points = FlushPoints(ddp, self.synchronize, self._flush_for_reader)
-        self._in_backward = False
-        self._last_bucket = -1
-        self._seen_forward = False
+        self._reducer = Reducer(
+            ddp,
+            named,
+            self._link,
+            self._planning,
+            self._updates,
+            self._fallbacks,
+            wire_dtype=wire_dtype,
+            plain_reason=self._plain_reason,
+        )
         self._detached = False
-        self._iterations = self._pipelined_iterations = 0
-        self._steps = StepLog()
-        self._last_bucket_s = 0.0
         # A model that is dropped without detach() must not leave threads and sockets behind.
         weakref.finalize(self, self._link.shut_down)
 
@@ -164,12 +134,13 @@ class DearState:
     @property
     def plan(self) -> FusionPlan | None:
         """The fusion plan in force; None during the first iterations and with plain all-reduce."""
-        return self._pipeline.plan if self._pipeline is not None and not self._is_plain else None
+        reducer = self._reducer
+        return reducer.pipeline.plan if reducer.pipeline is not None and not reducer.is_plain else None
 
     @property
     def tuning(self) -> bool:
         """Whether the plan is still going to change: times are being measured, or plans tried."""
-        return self._plain_reason is None and (self._pipeline is None or not self._planning.settled)
+        return self._plain_reason is None and (self._reducer.pipeline is None or not self._planning.settled)
 
     def tuning_progress(self) -> str:
         """One line on what has been measured, tried and found so far."""
@@ -212,7 +183,7 @@ class DearState:
         Returns:
             The norm before clipping: 0-dim, on the parameters' device, fp32 (fp64 with fp64 gradients).
         """
-        pipeline = self._pipeline
+        pipeline = self._reducer.pipeline
         if pipeline is not None and pipeline.phase is Phase.REDUCED and norm_type > 0:
             gradients = shards.gradients_of(pipeline, self._every_parameter)
             if gradients is not None:
@@ -225,15 +196,15 @@ class DearState:
         """Figures of this rank since attach."""
         sums = self._link.clock.sums()
         return DearStats(
-            iterations=self._iterations,
-            pipelined_iterations=self._pipelined_iterations,
+            iterations=self._reducer.iterations,
+            pipelined_iterations=self._reducer.pipelined_iterations,
             deferred_steps=self._updates.deferred_steps,
-            elapsed_s=self._steps.elapsed_s(),
+            elapsed_s=self._reducer.steps.elapsed_s(),
             communication_s=sums.communication_s,
             exposed_s=sums.exposed_s,
             sent_bytes=self._link.sent_bytes,
             fallbacks=dict(self._fallbacks.counts),
-            last_steps=self._steps.figures(),
+            last_steps=self._reducer.steps.figures(),
         )
 
     @contextlib.contextmanager
@@ -246,7 +217,7 @@ class DearState:
             RuntimeError: if another trace is being taken.
         """
         trace = Trace(self._link.rank, "DeAR", self._device)
-        with recording(trace, self._link.clock, self._model, self._optimizers):
+        with recording(trace, self._link.clock, self._reducer.model, self._optimizers):
             yield trace
 
     def detach(self) -> None:
@@ -254,14 +225,7 @@ class DearState:
         if self._detached:
             return
         self._detached = True
-        if self._pipeline is not None:
-            self._pipeline.retire()
-            self._pipeline.unwrap_gradients()
-        if self._waits is not None:
-            self._waits.remove()
-        self._audit.end_forward(completed=False)
-        for part in (self._updates, self._watch, self._flush_points):
-            part.remove()
+        self._reducer.detach()
         self._link.close()
 
     def __deepcopy__(self, memo: dict) -> NoReturn:  # type: ignore[type-arg]
@@ -270,185 +234,9 @@ class DearState:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a DearState cannot be pickled: save state_dict() of model and optimizer")
 
-    @property
-    def _model(self) -> DistributedDataParallel:
-        ddp = self._ddp()
-        assert ddp is not None  # it is running
-        return ddp
-
-    # DDP's backward.
-
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """The work of :func:`dear_hook`."""
-        if self._detached:
-            # As DDP does without a hook, which cannot be taken out of it again.
-            return all_reduce_sum(bucket.buffer().mul_(1.0 / self._link.world_size), self._process_group)
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "dear_hook cannot be captured in a CUDA graph, because its step spans two iterations: "
-                "capture without the hook, or call state.detach() first"
-            )
-        # An index that comes again means that the backward before this one broke off.
-        if not self._in_backward or bucket.index() <= self._last_bucket:
-            self._begin_backward()
-        self._last_bucket = bucket.index()
-        parameters = bucket.parameters()
-        self._layouts.record(bucket.index(), parameters)
-        if self._planning.profiler is not None:
-            self._planning.profiler.arrived(map(self._index_of.__getitem__, parameters))
-        future = self._plain_all_reduce(bucket) if self._is_plain else self._stage(bucket, parameters)
-        if self._layouts.complete:
-            # Once more, for the graph task of the last bucket: reentrant checkpointing has several.
-            call_after_backward(self._graph_task_ended)
-        elif bucket.is_last() and not self._may_skip_buckets():
-            names = ", ".join(self._named[index][0] for index in self._layouts.missing())
-            raise RuntimeError(
-                f"DDP does not reduce {names}, which did not require a gradient when it was built: freeze and unfreeze "
-                "parameters before building DistributedDataParallel, then attach"
-            )
-        return future
-
-    def _may_skip_buckets(self) -> bool:
-        return bool(getattr(self._model, "skip_all_reduce_unused_params", False))
-
-    def _begin_backward(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.retire()
-        self._in_backward = True
-        self._layouts.begin_backward()
-        self._choose_plan()
-        self._link.next_iteration()
-        if self._pipeline is not None and not self._is_plain:
-            self._pipeline.begin_backward()
-        call_after_backward(self._graph_task_ended)
-
-    def _plain_all_reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        buffer = bucket.buffer()
-        on_wire = buffer
-        if (dtype := travels_as(buffer.dtype, self._wire_dtype)) is not buffer.dtype:
-            on_wire = torch.empty_like(buffer, dtype=dtype)
-        scale_into(on_wire, buffer, 1.0 / self._link.world_size)
-        future = self._link.all_reduce(bucket.index(), on_wire)
-        self._last_bucket_s = time.perf_counter()
-        return future if on_wire is buffer else future.then(lambda summed: buffer.copy_(summed.value()))
-
-    def _stage(self, bucket: GradBucket, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
-        assert self._pipeline is not None
-        buffer = bucket.buffer()
-        self._pipeline.stage(bucket.index(), buffer, parameters, bucket.gradients)
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        # Complete at once: backward waits for nothing, and DDP believes that it is done.
-        future.set_result(buffer)
-        return future
-
-    def _graph_task_ended(self) -> None:
-        # DDP's own callback is queued behind this one, and copies buckets into gradients.
-        call_after_backward(self._backward_ended)
-
-    def _backward_ended(self) -> None:
-        if not self._in_backward or not (self._layouts.complete or self._may_skip_buckets()):
-            return
-        self._in_backward = False
-        self._layouts.end_backward()
-        self._iterations += 1
-        if self._is_plain and self._device.type == "cpu":
-            self._link.clock.waited(self._last_bucket_s, "all-reduces")  # in DDP's own callback
-        if self._planning.profiler is not None:
-            self._planning.profiler.backward_ends()
-        if self._pipeline is not None and not self._is_plain:
-            self._pipelined_iterations += 1
-            self._pipeline.end_backward()
-        elif self._plain_reason is not None:
-            self._fallbacks.note(self._plain_reason)
-        self._steps.note(self._link.clock.sums(), self._link.sent_bytes, self._fallbacks.counts)
-
-    # The plan.
-
-    def _choose_plan(self) -> None:
-        if self._plain_reason is not None or not self._audit.done:
-            return
-        if self._layouts.settled_anew():
-            use_rank = [self._audit.use_rank(index) for index in range(len(self._named))]
-            self._use(self._planning.begin(Orders(self._layouts.arrival_order(), use_rank)))
-            self._layouts.adopt()
-        elif self._pipeline is not None and (choice := self._planning.at_step_boundary()) is not None:
-            self._use(choice)
-
-    def _use(self, choice: Choice) -> None:
-        """Switch between two iterations: nothing is pending, nothing on the wire."""
-        self._updates.flush()
-        if self._waits is not None:
-            self._waits.remove()
-        self._link.forget_sizes()
-        before = self._pipeline
-        self._is_plain = choice.is_plain
-        self._pipeline = Pipeline(
-            choice.plan,
-            self._named,
-            self._link,
-            memory=before.release() if before is not None else {},
-            wire_dtype=self._wire_dtype,
-            every_group_arrives=not self._may_skip_buckets(),
-            # With bucket views DDP hands out the reduced bucket even for what no rank has used.
-            unwritten_is_unused=self._model.find_unused_parameters and not self._model.gradient_as_bucket_view,
-        )
-        self._updates.use(self._pipeline)
-        self._waits = WaitPoints(
-            self._model, self._pipeline, self._audit, lambda: self._watch.depth > 0, self._planning.profiler
-        )
-
-    # Forwards, and other readers.
-
-    def _before_forward(self) -> None:
-        if not self._seen_forward:
-            self._seen_forward = True
-            if not any(state is self for _, state in comm_hooks_of(self._model)):
-                self._fallbacks.note(
-                    "a DearState was built but its hook is not registered: call "
-                    "ddp.register_comm_hook(state, dear_hook), or use attach(ddp, optimizer)"
-                )
-        if not self._audit.done:
-            self._audit.begin_forward()
-        if self._planning.profiler is not None:
-            self._planning.profiler.forward_begins()
-        if self._waits is not None:
-            self._waits.begin_forward()
-
-    def _after_forward(self, returned: bool) -> None:
-        if not self._audit.done:
-            self._audit.end_forward(completed=returned)
-        if self._planning.profiler is not None:
-            self._planning.profiler.forward_ends()
-        if self._waits is not None:
-            self._waits.end_forward()
-
-    def _flush_for_reader(self) -> None:
-        if self._pipeline is None or not self._pipeline.has_updates:
-            return
-        if not self._watch.depth:  # within a forward it is dynamo that asks, while it compiles
-            self._fallbacks.note(
-                "parameters() was called between optimizer.step() and the next forward: all updates were waited "
-                "for. Put aside list(ddp.parameters()) before the loop if only gradients are looked at"
-            )
-        self.synchronize()
-
-
-def _let_gradients_arrive_early(ddp: DistributedDataParallel, named: list[tuple[str, torch.nn.Parameter]]) -> None:
-    """Smaller DDP buckets: a gradient is in the hook's hands only when its whole bucket is complete.
-
-    What travels together is the planner's choice, so DDP's 25 MiB would only cost overlap.
-    """
-    total_bytes = sum(parameter.nbytes for _, parameter in named)
-    cap_bytes = max(_ARRIVAL_BYTES, total_bytes // _MAX_BUCKETS)
-    if cap_bytes < bucket_cap_bytes(ddp):
-        rebuild_buckets(ddp, cap_bytes)
-
-
-def _gradient_spec(name: str, parameter: torch.nn.Parameter, wire_dtype: torch.dtype | None) -> GradientSpec:
-    dtype = travels_as(parameter.dtype, wire_dtype)
-    as_what = "" if dtype is parameter.dtype else f" as {dtype}"
-    arena = f"{parameter.dtype}{as_what} on {parameter.device.type}".replace("torch.", "")
-    return GradientSpec(name, parameter.numel(), dtype.itemsize, arena)
+        return self._reducer.reduce(bucket)
 
 
 def dear_hook(state: DearState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -15,7 +15,6 @@ import enum
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from ddp_crossover.gradients import PendingGrad
 from ddp_crossover.layouts import gradient_stride, same_objects
 from ddp_crossover.profiling import ComputeProfiler
 from ddp_crossover.slots import GroupInFlight, Slot
+from ddp_crossover.staging import Staging, plan_staging
 from ddp_crossover.torch_internals import allow_foreach
 from ddp_crossover.wire import scale_into, travels_as
 
@@ -41,15 +41,6 @@ class Phase(enum.Enum):
     IDLE = "nothing staged"  # -> BACKWARD: the first bucket arrives
     BACKWARD = "buckets arrive, scatter legs leave"  # -> REDUCED: end of backward; -> IDLE: it broke off
     REDUCED = "gather legs are out, .grad is pending"  # -> IDLE: the next backward retires everything
-
-
-class _Staging(NamedTuple):
-    """How the gradients of one bucket get into the fusion buffers."""
-
-    parameters: list[Tensor]
-    copies: list[tuple[int, int, Tensor]]  # bucket elements [low, high) -> arena elements
-    slots: list[Slot]
-    arrivals: list[tuple[GroupInFlight, int]]  # group, number of its pieces in this bucket
 
 
 class Pipeline:
@@ -92,8 +83,8 @@ class Pipeline:
         # Where all ranks need one order, the plan says which gather legs go between the scatter legs.
         self._followers = {} if link.orders_gathers else gathers_behind_scatters(plan)
         self._inverse_world_size = 1.0 / link.world_size
-        self._stagings: dict[int, _Staging] = {}
-        self._arrived: list[_Staging] = []
+        self._stagings: dict[int, Staging] = {}
+        self._arrived: list[Staging] = []
 
         arena_of = {p.parameter: group.arena for group in plan.groups for p in group.pieces}
         like = {arena: parameters[index][1] for index, arena in arena_of.items()}
@@ -155,7 +146,9 @@ class Pipeline:
         """
         staging = self._stagings.get(index)
         if staging is None or not same_objects(staging.parameters, parameters):
-            staging = self._stagings[index] = self._plan_staging(buffer, parameters, gradients())
+            staging = self._stagings[index] = plan_staging(
+                buffer, [self.slot_of[p] for p in parameters], parameters, gradients(), self._arenas
+            )
         self.link.soon(functools.partial(self._copy, buffer, staging.copies))
         self._arrived.append(staging)
         if self.unwritten_is_unused:
@@ -228,31 +221,6 @@ class Pipeline:
                     if slot not in arrived:
                         slot.view.zero_()
                 self._launch(group)
-
-    def _plan_staging(self, buffer: Tensor, parameters: list[Tensor], gradients: list[Tensor]) -> _Staging:
-        slots = [self.slot_of[parameter] for parameter in parameters]
-        copies: list[tuple[int, int, Tensor]] = []
-        low = high = target = -1
-        arena: Tensor | None = None
-        for slot, gradient in zip(slots, gradients, strict=True):
-            here = int(gradient.storage_offset()) - int(buffer.storage_offset())
-            there = int(slot.view.storage_offset())
-            own_arena = self._arenas[slot.groups[0].spec.arena]
-            # Neighbours in the bucket that are neighbours in the arena travel in one copy.
-            if own_arena is arena and here == high and there == target + (high - low):
-                high += gradient.numel()
-            else:
-                if arena is not None:
-                    copies.append((low, high, arena[target : target + high - low]))
-                low, high, target, arena = here, here + gradient.numel(), there, own_arena
-        if arena is not None:
-            copies.append((low, high, arena[target : target + high - low]))
-        counts: dict[GroupInFlight, int] = {}
-        for slot in slots:
-            for group in slot.groups:
-                counts[group] = counts.get(group, 0) + 1
-        arrivals = sorted(counts.items(), key=lambda item: item[0].spec.index)
-        return _Staging(parameters, copies, slots, arrivals)
 
     # Forward, and everybody else who needs a result.
 

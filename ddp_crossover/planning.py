@@ -26,8 +26,9 @@ from ddp_crossover.probe import probe_link
 from ddp_crossover.profile_file import ModelProfile
 from ddp_crossover.profiling import ComputeProfiler, Stopwatch, make_stopwatch
 from ddp_crossover.trials import ALLREDUCE, AUTO, Candidate
-from ddp_crossover.tuned_file import TunedEntry, TunedModel, load_tuned, save_tuned
+from ddp_crossover.tuned_file import TunedEntry, describe_model, load_tuned, save_tuned
 from ddp_crossover.tuner import TRIAL_STEPS, Tuner, TuningResult
+from ddp_crossover.wire import travels_as
 
 logger = logging.getLogger("ddp_crossover")
 
@@ -83,28 +84,34 @@ class Planning:
     """Makes the plans of one model. Every method is called by all ranks in the same iteration.
 
     Args:
-        specs: the gradients.
+        named: the parameters that DDP manages.
         settings: what the user has asked for.
         link: the ranks.
-        device: where the gradients are.
-        tuned_key: of the model in the tuned file, and what to write there beside it.
+        backend: of the process group, such as ``"gloo"``.
+        wire_dtype: what wider gradients are cast to on the wire, or None.
     """
 
     def __init__(
         self,
-        specs: Sequence[GradientSpec],
+        named: Sequence[tuple[str, torch.nn.Parameter]],
         settings: PlanSettings,
         link: Link,
-        device: torch.device,
-        tuned_key: tuple[str, TunedModel],
+        backend: str,
+        wire_dtype: torch.dtype | None,
     ) -> None:
-        self._specs = list(specs)
+        self._specs = [_gradient_spec(name, parameter, wire_dtype) for name, parameter in named]
         self._settings = settings
         self._link = link
-        self._device = device
-        self._tuned_key = tuned_key
-        self._model_bytes = sum(spec.numel * spec.itemsize_bytes for spec in specs)
-        self._stopwatch: Stopwatch = make_stopwatch(device)
+        self._device = named[0][1].device
+        self._tuned_key = describe_model(
+            named,
+            world_size=link.world_size,
+            backend=backend,
+            device_type=self._device.type,
+            wire_dtype=None if wire_dtype is None else str(wire_dtype),
+        )
+        self._model_bytes = sum(spec.numel * spec.itemsize_bytes for spec in self._specs)
+        self._stopwatch: Stopwatch = make_stopwatch(self._device)
         self._orders = Orders([], [])
         self._tuner: Tuner | None = None
         self._step_marks: list[Any] = []
@@ -277,3 +284,10 @@ class Planning:
 
     def _exchange(self, value: Any) -> list[Any]:
         return all_gather_json(value, self._link.process_group, self._device)
+
+
+def _gradient_spec(name: str, parameter: torch.nn.Parameter, wire_dtype: torch.dtype | None) -> GradientSpec:
+    dtype = travels_as(parameter.dtype, wire_dtype)
+    as_what = "" if dtype is parameter.dtype else f" as {dtype}"
+    arena = f"{parameter.dtype}{as_what} on {parameter.device.type}".replace("torch.", "")
+    return GradientSpec(name, parameter.numel(), dtype.itemsize, arena)

@@ -116,7 +116,7 @@ def rebuild_buckets(ddp: DistributedDataParallel, cap_bytes: int) -> None:
             first_bucket_bytes_cap=cap_bytes,
         )
     else:
-        settings["bucket_bytes_cap_default"] = False
+        settings |= {"bucket_bytes_cap_default": False, "bucket_bytes_cap_list": []}
     before = {name: _private(ddp, name) for name in settings}
     _private(ddp, "_remove_autograd_hooks")()
     parameters, is_sparse = _private(ddp, "_build_params_for_reducer")()
@@ -127,6 +127,8 @@ def rebuild_buckets(ddp: DistributedDataParallel, cap_bytes: int) -> None:
     finally:
         vars(ddp).update(before)
     if ddp.static_graph:
+        # The new reducer learns the graph in a first iteration of its own, also if DDP has had one.
+        ddp._static_graph_delay_allreduce_enqueued = False
         ddp.reducer._set_static_graph()
         ddp.logger._set_static_graph()  # type: ignore[union-attr]
 

@@ -18,13 +18,14 @@ from test_equivalence_plans import WideNet
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
-from ddp_crossover import cli, comm_hook, planning
+from ddp_crossover import cli, planning
 from ddp_crossover.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.dear import Phase
 from ddp_crossover.gloo_link import GlooLink
 from ddp_crossover.planning import Stage
 from ddp_crossover.profile_file import ModelProfile
 from ddp_crossover.profiling import ComputeProfiler
+from ddp_crossover.reducer import Reducer
 from ddp_crossover.trials import ALLREDUCE, AUTO
 
 SETTLING = 4  # steps until DDP's buckets have settled
@@ -67,7 +68,7 @@ def stages(**options: Any) -> tuple[list[tuple[Stage, int]], str]:
         job = Job(**options)
         for _ in range(SETTLING + PROFILING + TUNING + 5):
             job.train(1)
-            if job.state._pipeline is not None:
+            if job.state._reducer.pipeline is not None:
                 stage, steps = seen.pop() if seen and seen[-1][0] is job.planning.stage else (job.planning.stage, 0)
                 seen.append((stage, steps + 1))
     said = job.state.tuning_progress()
@@ -126,13 +127,13 @@ def _measures_differ() -> Iterator[None]:
 def _agreed() -> tuple[Any, ...]:
     """What every rank plans from and with."""
     digests = []
-    use = comm_hook.DearState._use
+    use = Reducer._use
 
-    def noting(state: dx.DearState, choice: Any) -> None:
+    def noting(reducer: Reducer, choice: Any) -> None:
         digests.append((choice.is_plain, choice.plan.digest()))
-        use(state, choice)
+        use(reducer, choice)
 
-    with _measures_differ(), mock.patch.object(comm_hook.DearState, "_use", noting):
+    with _measures_differ(), mock.patch.object(Reducer, "_use", noting):
         job = Job()
         for _ in range(SETTLING + PROFILING + TUNING):
             job.train(1)
@@ -156,11 +157,11 @@ def test_all_ranks_plan_from_what_rank_0_has_measured_and_tune_alike(on_ranks) -
 def _switch_and_look(schedules: tuple[str, ...]) -> int:
     """Train under random plans; at each switch nothing may be under way. Returns the number of switches."""
     switches = 0
-    use = comm_hook.DearState._use
+    use = Reducer._use
 
-    def careful(state: dx.DearState, choice: Any) -> None:
+    def careful(reducer: Reducer, choice: Any) -> None:
         nonlocal switches
-        before, link = state._pipeline, state._link
+        before, link = reducer.pipeline, reducer._link
         assert isinstance(link, GlooLink)
         assert link._open_gathers == 0
         if before is not None:
@@ -168,10 +169,10 @@ def _switch_and_look(schedules: tuple[str, ...]) -> int:
             assert before.phase is Phase.IDLE
             assert not before.has_updates
             assert all(slot.pending.current.resolved for slot in before.slots)
-        use(state, choice)
-        assert state._pipeline is not before
+        use(reducer, choice)
+        assert reducer.pipeline is not before
 
-    with random_plans(3, schedules=schedules), mock.patch.object(comm_hook.DearState, "_use", careful):
+    with random_plans(3, schedules=schedules), mock.patch.object(Reducer, "_use", careful):
         job = Job()
         job.train(25)
         job.state.detach()
@@ -190,8 +191,8 @@ def _memory_of_a_tuning_run(world_size: int) -> tuple[int, int, int]:
         most = 0
         for _ in range(SETTLING + PROFILING + TUNING + 5):
             job.train(1)
-            if job.state._pipeline is not None:
-                most = max(most, _storage_bytes(list(job.state._pipeline._arenas.values())))
+            if job.state._reducer.pipeline is not None:
+                most = max(most, _storage_bytes(list(job.state._reducer.pipeline._arenas.values())))
     gradients = sum(p.nbytes for p in job.ddp.parameters())
     job.state.synchronize()
     dist.barrier()

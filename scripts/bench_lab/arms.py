@@ -114,9 +114,7 @@ class Arm:
         if self._state is None:
             return True
         stats = self._state.stats()
-        return stats.pipelined_iterations >= PIPELINED_STEPS or (
-            not stats.pipelined_iterations and bool(stats.fallbacks)
-        )
+        return not self._state.tuning and (stats.pipelined_iterations >= PIPELINED_STEPS or bool(stats.fallbacks))
 
     def drain(self) -> None:
         """Finish what has been put off, so that it does not run in the next arm's turn."""
@@ -128,7 +126,16 @@ class Arm:
         if self._state is None:
             return {}
         stats = self._state.stats()
-        return {"fallbacks": dict(stats.fallbacks), "plan": str(self._state.plan) if self._state.plan else None}
+        return {
+            "fallbacks": dict(stats.fallbacks),
+            "plan": str(self._state.plan) if self._state.plan else None,
+            "tuning": self._state.tuning_progress(),
+        }
+
+    @property
+    def state(self) -> dx.DearState | None:
+        """Ours, where it is an arm of ours."""
+        return self._state
 
     def close(self) -> None:
         """Leave the process group."""

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from bench_lab import paced
 from bench_lab.arms import Arm, ArmName, ArmRefused, make_arm
+from bench_lab.prediction import predicted_steps_s
 from bench_lab.settings import CaseSettings
 from bench_lab.workloads import Workload, make_workload
 
@@ -67,6 +68,8 @@ class Rank:
         gc.freeze()
         all_reduces_s, rounds_s = self._rounds()
         facts = {name: arm.facts() for name, arm in self._arms.items()}
+        for name, step_s in predicted_steps_s(self._arms).items():
+            facts[name]["predicted_step_s"] = step_s
         for arm in self._arms.values():
             arm.close()
         return {

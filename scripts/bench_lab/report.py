@@ -62,7 +62,7 @@ def print_case(console: Console, case: dict[str, Any], network: str) -> None:
     )
     table = Table(box=box.SIMPLE, padding=(0, 1))
     table.add_column("arm", no_wrap=True)
-    for heading in ("ms/step", "quartiles", "T/T*", "over best DDP", "over 25 MB"):
+    for heading in ("ms/step", "quartiles", "simulated", "T/T*", "over best DDP", "over 25 MB"):
         table.add_column(heading, justify="right", no_wrap=True)
     for arm in case["arms"]:
         if not arm["refused"]:
@@ -78,6 +78,7 @@ def _cells(arm: dict[str, Any]) -> list[str]:
         arm["arm"],
         f"{step_s['median'] * 1e3:.1f}",
         f"{step_s['low'] * 1e3:.0f}..{step_s['high'] * 1e3:.0f}",
+        f"{arm['predicted_step_s'] * 1e3:.0f}" if "predicted_step_s" in arm else "",
         f"{arm['over_bound']['median']:.3f}",
         f"{over_best['median']:.2f} ({over_best['low']:.2f}..{over_best['high']:.2f})" if over_best else "",
         f"{over_default['median']:.2f}" if over_default else "",
@@ -90,5 +91,7 @@ def _notes(case: dict[str, Any]) -> list[str]:
     for arm in case["arms"]:
         if arm["refused"]:
             notes.append(f"{arm['arm']}: {arm['refused']}")
+        if arm.get("tuning"):
+            notes.append(f"{arm['arm']}: {arm['tuning']}")
         notes += [f"{arm['arm']}: {times} times {reason}" for reason, times in arm.get("fallbacks", {}).items()]
     return notes

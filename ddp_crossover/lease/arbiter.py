@@ -1,0 +1,293 @@
+"""Who may hold what. Pure: no sockets, no clock; the caller passes the time in seconds.
+
+A *member* is one connection: one process of one job, on one resource. All members of a job on a resource hold it
+together, under one fence. Jobs take turns by weighted virtual time, the time they have held while others waited divided
+by their weight, and first come, first served where that is equal. Fillers get what no peer wants.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .holds import Hold, Job, JobKey, Member, Resource
+from .protocol import Role
+
+EQUAL_S = 0.001
+"""Differences below this are noise of measurement. Among equals the first comes first, and among those that came
+together the one whose name sorts first, so that hosts which see the same jobs wait choose the same one."""
+
+
+class Grant(NamedTuple):
+    """Tell ``member`` that its request is granted."""
+
+    member: int
+    request: int
+    fence: int
+
+
+class View(NamedTuple):
+    """What clients see of a resource. See :mod:`.page`."""
+
+    fence: int
+    yielding: int
+    waiters: int
+
+
+class MismatchError(ValueError):
+    """Members of one job differ in weight or role."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a hold may last once somebody waits for it.
+
+    Attributes:
+        hold_s: any hold. After it, the resource is given on and the fence is stale. A filler that waits for a peer does
+            not count.
+        filler_s: a filler's, from when a peer waits.
+    """
+
+    hold_s: float = 10.0
+    filler_s: float = 0.1
+
+
+class Arbiter:
+    """The state of all resources of a host. Methods return the grants that follow from what happened."""
+
+    def __init__(self, first_fence: int, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self._next_fence = first_fence
+        self._jobs: dict[JobKey, Job] = {}
+        self._members: dict[int, Member] = {}
+        self._resources: dict[str, Resource] = {}
+
+    # ---- members come and go
+
+    def join(self, member: int, key: JobKey, resource: str, role: Role, weight: float) -> None:
+        """Make ``member``, a number never used before, known. Raises :class:`MismatchError`."""
+        assert member not in self._members
+        job = self._jobs.get(key) or Job(key, role, weight)
+        if (job.role, job.weight) != (role, weight):
+            raise MismatchError(f"job {key.name} is here as {job.role.name} of weight {job.weight}")
+        self._jobs[key] = job
+        res = self._resources.setdefault(resource, Resource(resource))
+        self._members[member] = Member(job, res)
+        job.members.add(member)
+        res.members.add(member)
+        self._count_shared(res)
+
+    def leave(self, member: int, now_s: float) -> list[Grant]:
+        """Forget ``member``, whatever it was doing."""
+        m = self._members[member]
+        grants = self._give_up(member, m, now_s)
+        del self._members[member]
+        m.job.members.discard(member)
+        m.resource.members.discard(member)
+        self._count_shared(m.resource, m.job)
+        if not m.job.members:
+            del self._jobs[m.job.key]
+        if not m.resource.members:
+            del self._resources[m.resource.name]
+        return grants
+
+    # ---- what members ask for
+
+    def request(self, member: int, request: int, now_s: float) -> list[Grant]:
+        """``member`` wants its resource. Requests that are late or come twice are ignored."""
+        m = self._members[member]
+        if request <= m.last_request:
+            return []
+        m.last_request = request
+        hold = m.resource.hold
+        if hold is not None and member in hold.members:
+            return [Grant(member, request, hold.fence)]
+        m.waiting = True
+        self._enqueue(m, now_s)
+        return self._arbitrate(m.resource, now_s)
+
+    def release(self, member: int, fence: int, again: int, now_s: float) -> list[Grant]:
+        """``member`` gives up its hold under ``fence``, and queues for another as request ``again`` unless that is 0.
+
+        Whoever is behind in virtual time then goes first, which may be the same job. A stale fence gives nothing up.
+        """
+        m = self._members[member]
+        hold = m.resource.hold
+        if hold is not None and hold.fence == fence and member in hold.members:
+            if again > m.last_request:
+                m.last_request = again
+                m.waiting = True
+                # Among equals it comes after all that have waited: not together with the last of them.
+                self._enqueue(m, now_s + 2 * EQUAL_S)
+            self._drop(hold, member, m.resource, now_s)
+            return self._arbitrate(m.resource, now_s)
+        return self.request(member, again, now_s) if again else []
+
+    def cancel(self, member: int, request: int, now_s: float) -> list[Grant]:
+        """``member`` wants nothing any more of what it asked for up to ``request``, granted or not."""
+        m = self._members[member]
+        if request < m.last_request:
+            return []
+        m.last_request = request
+        return self._give_up(member, m, now_s)
+
+    # ---- time
+
+    def evict(self, resource: str, now_s: float) -> list[Grant]:
+        """End a hold against its holder's will. Its fence is stale from now on."""
+        res = self._resources[resource]
+        if res.hold is None:
+            return []
+        for member in list(res.hold.members):
+            self._drop(res.hold, member, res, now_s)
+        return self._arbitrate(res, now_s)
+
+    def overdue(self, now_s: float) -> list[str]:
+        """Resources whose hold has reached its limit, to be evicted."""
+        return [r.name for r in self._resources.values() if r.hold is not None and r.hold.ends_s <= now_s]
+
+    # ---- what others may know
+
+    def view(self, resource: str) -> View:
+        """What to show of a resource; an unknown one is free."""
+        res = self._resources.get(resource)
+        if res is None:
+            return View(0, 0, 0)
+        hold = res.hold
+        if hold is None:
+            return View(0, 0, len(res.queue))
+        waiters = sum(key != hold.job.key for key in res.queue)
+        yielding = hold.fence if hold.job.role is Role.FILLER and self._peer_waits(res) else 0
+        return View(hold.fence, yielding, waiters)
+
+    def holders(self, resource: str) -> frozenset[int]:
+        """Members that hold the resource now."""
+        hold = self._resources[resource].hold
+        return frozenset(hold.members) if hold is not None else frozenset()
+
+    def contended(self) -> list[str]:
+        """Resources that somebody waits for."""
+        return [r.name for r in self._resources.values() if r.queue]
+
+    def jobs_of(self, uid: int) -> set[JobKey]:
+        return {key for key in self._jobs if key.uid == uid}
+
+    def resources(self) -> list[str]:
+        return list(self._resources)
+
+    def queue(self, resource: str) -> list[JobKey]:
+        """Jobs that wait for the resource, in no order."""
+        return list(self._resources[resource].queue)
+
+    def holding_job(self, resource: str) -> JobKey | None:
+        hold = self._resources[resource].hold
+        return hold.job.key if hold is not None else None
+
+    def virtual_s(self, key: JobKey) -> float:
+        """Weighted time that the job has been charged for so far."""
+        return self._jobs[key].virtual_s
+
+    # ---- inside
+
+    def _count_shared(self, res: Resource, *gone: Job) -> None:
+        """After members of ``res`` have changed: on how many resources each of its jobs has company."""
+        for job in (*self._jobs_on(res), *gone):
+            places = {m.resource.name: m.resource for m in map(self._members.__getitem__, job.members)}
+            job.shared_resources = sum(len(self._jobs_on(place)) > 1 for place in places.values())
+
+    def _jobs_on(self, res: Resource) -> list[Job]:
+        jobs = {self._members[member].job.key: self._members[member].job for member in res.members}
+        return list(jobs.values())
+
+    def _enqueue(self, m: Member, since_s: float) -> None:
+        res, job = m.resource, m.job
+        if job.key in res.queue:
+            return
+        # A job that was away gets no credit for it: it starts level with those that are active.
+        rivals = [self._jobs[key] for key in res.queue]
+        if res.hold is not None:
+            rivals.append(res.hold.job)
+        virtual_s = [rival.virtual_s for rival in rivals if rival.role is job.role]
+        if virtual_s:
+            res.floors_s[job.role] = max(res.floors_s[job.role], min(virtual_s))
+        if res.hold is None or res.hold.job is not job:
+            job.virtual_s = max(job.virtual_s, res.floors_s[job.role])
+        res.queue[job.key] = since_s
+
+    def _give_up(self, member: int, m: Member, now_s: float) -> list[Grant]:
+        """Neither wait nor hold."""
+        res = m.resource
+        if m.waiting:
+            m.waiting = False
+            if not self._waiting_members(m.job, res):
+                del res.queue[m.job.key]
+        if res.hold is not None and member in res.hold.members:
+            self._drop(res.hold, member, res, now_s)
+        return self._arbitrate(res, now_s)
+
+    def _drop(self, hold: Hold, member: int, res: Resource, now_s: float) -> None:
+        hold.members.discard(member)
+        hold.served.add(member)
+        if not hold.members:
+            hold.charge(now_s)
+            res.hold = None
+
+    def _arbitrate(self, res: Resource, now_s: float) -> list[Grant]:
+        if res.hold is None:
+            if not res.queue:
+                return []
+            res.hold = self._start(res, self._choose(res), now_s)
+        hold = res.hold
+        hold.charge(now_s)
+        hold.contested = self._is_contested(res, hold)
+        waiting = self._waiting_members(hold.job, res)
+        # Once somebody waits, each member holds once per fence; else ranks that take turns would never let go.
+        admitted = waiting - hold.served if hold.contested else waiting
+        grants = []
+        for member in sorted(admitted):
+            m = self._members[member]
+            m.waiting = False
+            hold.members.add(member)
+            grants.append(Grant(member, m.last_request, hold.fence))
+        if admitted == waiting:
+            res.queue.pop(hold.job.key, None)
+        self._limit(res, hold, now_s)
+        return grants
+
+    def _start(self, res: Resource, job: Job, now_s: float) -> Hold:
+        fence = self._next_fence
+        self._next_fence += 1
+        res.floors_s[job.role] = max(res.floors_s[job.role], job.virtual_s)
+        return Hold(job, fence, set(), charged_until_s=now_s)
+
+    def _choose(self, res: Resource) -> Job:
+        jobs = [self._jobs[key] for key in res.queue]
+        if len(jobs) == 1:  # the usual case, and in the way of a hand-off
+            return jobs[0]
+        first_role = min(job.role for job in jobs)
+        jobs = [job for job in jobs if job.role is first_role]
+        lowest_s = min(job.virtual_s for job in jobs)
+        jobs = [job for job in jobs if job.virtual_s <= lowest_s + EQUAL_S]
+        first_s = min(res.queue[job.key] for job in jobs)
+        together = [job for job in jobs if res.queue[job.key] <= first_s + EQUAL_S]
+        return min(together, key=lambda job: (job.key.name, job.key.uid))
+
+    def _is_contested(self, res: Resource, hold: Hold) -> bool:
+        """Whether another job waits that may press the holder. A filler presses no peer: it waits for a gap."""
+        return any(key != hold.job.key and self._jobs[key].role <= hold.job.role for key in res.queue)
+
+    def _limit(self, res: Resource, hold: Hold, now_s: float) -> None:
+        limit_s = math.inf
+        if hold.contested:
+            yields = hold.job.role is Role.FILLER and self._peer_waits(res)
+            limit_s = self.limits.filler_s if yields else self.limits.hold_s
+        if limit_s != hold.limit_s:
+            hold.limit_s = limit_s
+            hold.ends_s = now_s + limit_s
+
+    def _peer_waits(self, res: Resource) -> bool:
+        return any(self._jobs[key].role is Role.PEER for key in res.queue)
+
+    def _waiting_members(self, job: Job, res: Resource) -> set[int]:
+        return {member for member in job.members & res.members if self._members[member].waiting}

@@ -1,0 +1,321 @@
+"""The lease as a job sees it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+from .connection import BrokerConnection
+from .keeper import Keeper
+from .places import Place
+from .protocol import Hello, Kind, ProtocolError, Role, require_sound
+from .resources import default_resource, drain
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("ddp_crossover")
+
+_ROLES = {"peer": Role.PEER, "filler": Role.FILLER}
+_PEER_MAX_WAIT_S = 15.0  # longer than the 10 s after which the broker gives on what a holder does not release
+
+
+@dataclass(frozen=True)
+class LeaseStats:
+    """Figures of one process since it made its lease.
+
+    Attributes:
+        grants: how often the resource was granted.
+        unleased: for each reason, how often the job went on without.
+        lost: how often the broker ended a hold: it was too long, or the broker went away.
+        waited_s: time spent waiting for grants, also in vain.
+    """
+
+    grants: int
+    unleased: Mapping[str, int]
+    lost: int
+    waited_s: float
+
+
+class GpuLease:
+    """A share in a GPU that several jobs on this host use in turn: one computes while the others communicate.
+
+    It affects speed only. Whatever happens to the broker, to this lease or to another job, nothing is raised here
+    and nothing waits for longer than it says: the job goes on unleased, which is counted in :meth:`stats` and logged
+    once for each reason. All methods are thread-safe. A forked child has no part in the lease: there it does nothing.
+
+    Args:
+        resource: ``"GPU-<uuid>"`` or ``"cpu:<n>"``. None for the current CUDA device, or without CUDA for the first
+            core that this process may run on.
+        job: a name that all ranks of the job share and no other job of this user has. Ranks of one job on one
+            resource hold it together.
+        weight: share of the time relative to other jobs while they compete, 0.01 to 100.
+        role: ``"filler"`` for a job that gets only what no peer wants and is asked to yield as soon as one does.
+        max_wait_s: how long :meth:`acquire` waits for other jobs before it goes on unleased. None: 15 s for a peer; a
+            filler waits for as long as the broker lives.
+        max_stall_s: how long :meth:`acquire` waits for a broker that shows no sign of life, at least 0.1. More than the
+            default helps on a host whose cores are all busy.
+        directory: where the broker's socket is. See :class:`.places.Place`.
+        spawn_broker: start a broker where there is none.
+
+    Raises:
+        ValueError: for a weight, name or role that cannot be.
+
+    Example::
+
+        lease = GpuLease(job="resnet-a")
+        for batch in loader:
+            with lease.held():
+                loss = compute(batch)
+            communicate(loss)  # another job's turn
+    """
+
+    def __init__(
+        self,
+        resource: str | None = None,
+        *,
+        job: str,
+        weight: float = 1.0,
+        role: Literal["peer", "filler"] = "peer",
+        max_wait_s: float | None = None,
+        max_stall_s: float = 0.1,
+        directory: str | os.PathLike[str] | None = None,
+        spawn_broker: bool = True,
+    ) -> None:
+        if role not in _ROLES:
+            raise ValueError(f"role must be 'peer' or 'filler', got {role!r}")
+        if max_wait_s is not None and not max_wait_s >= 0:
+            raise ValueError(f"max_wait_s must not be negative, got {max_wait_s}")
+        if not 0.1 <= max_stall_s < math.inf:
+            raise ValueError(f"max_stall_s must be at least 0.1, got {max_stall_s}")
+        self.resource = resource if resource is not None else default_resource()
+        self.job = job
+        self.role = role
+        hello = Hello(job, self.resource, _ROLES[role], float(weight))
+        require_sound(hello)
+        if max_wait_s is None:
+            max_wait_s = _PEER_MAX_WAIT_S if role == "peer" else math.inf
+        self._max_wait_s = max_wait_s
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # a signal handler may come in between
+        self._request = 0
+        self._fence = 0
+        self._held_on: BrokerConnection | None = None
+        self._grants = 0
+        self._lost = 0
+        self._waited_s = 0.0
+        self._unleased: Counter[str] = Counter()
+        self._connecting_failed = "no lease: not connected to a broker"
+        itself = weakref.ref(self)
+        # Two looks without a beat; the broker beats every 20 ms while somebody waits.
+        look_s = 0.4 * max_stall_s
+        self._keeper = Keeper(
+            Place(directory), hello, look_s, spawn_broker, lambda reason: _note_failure(itself, reason)
+        )
+        self._finalizer = weakref.finalize(self, self._keeper.stop)
+        os.register_at_fork(after_in_child=lambda: _forget_in_child(itself))
+
+    # ---- holding
+
+    def acquire(self) -> bool:
+        """Wait for the resource, and tell whether it is held now; False means: go on unleased.
+
+        Waits for other jobs for at most ``max_wait_s``, and for a broker that does not answer for at most
+        ``max_stall_s``. Never call it with a collective, a data loader or a checkpoint ahead that another job might be
+        needed for: acquire after the communication, release before it. Does nothing while it is held.
+        """
+        if os.getpid() != self._pid:
+            return False
+        with self._lock:
+            return self.holding or self._ask(Kind.REQUEST)
+
+    def release(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Give the resource up. If another job waits for it, not before ``stream`` (None: the current one) has done all
+        that was queued on it; with nobody there, that wait would protect nobody.
+
+        On a CPU resource there is nothing to wait for. Does nothing where nothing is held.
+        """
+        if os.getpid() != self._pid or not self._fence:
+            return
+        try:
+            if self.contended:
+                drain(self.resource, stream)
+        finally:
+            with self._lock:
+                held_on = self._checked_hold()
+                if held_on is not None:
+                    self._send_or_give_up(held_on, Kind.RELEASE, fence=self._fence)
+                # Last, so that an interrupt in between leaves a hold that can still be released.
+                self._held_on, self._fence = None, 0
+
+    def yield_turn(self, stream: torch.cuda.Stream | None = None) -> bool:
+        """Let whoever is behind in weighted time go first, then hold again: for jobs that have no gaps.
+
+        Does nothing unless somebody waits. Returns and waits as :meth:`acquire`, and before it as :meth:`release`.
+        """
+        if os.getpid() != self._pid:
+            return False
+        if self.holding:
+            if not self.contended:
+                return True
+            drain(self.resource, stream)
+        with self._lock:
+            return self._ask(Kind.RELEASE if self.holding else Kind.REQUEST)
+
+    @contextmanager
+    def held(self) -> Iterator[bool]:
+        """Hold it inside of a ``with``, which gives what :meth:`acquire` returned. Nested ones do nothing."""
+        outermost = not self.holding
+        try:
+            try:
+                yield self.acquire()
+            finally:
+                if outermost:
+                    self.release()
+        except BaseException:
+            if outermost:
+                self.release()  # an interrupt may have hit the first one
+            raise
+
+    # ---- looking
+
+    @property
+    def contended(self) -> bool:
+        """Whether another job waits for the resource. A read of shared memory, no system call."""
+        connection = self._keeper.connection
+        return connection is not None and connection.page.waiters > 0
+
+    @property
+    def holding(self) -> bool:
+        """Whether this process holds the resource now. The broker may have ended the hold meanwhile."""
+        held_on = self._held_on
+        return held_on is not None and held_on is self._keeper.connection and held_on.page.fence == self._fence
+
+    @property
+    def asked_to_yield(self) -> bool:
+        """Whether this is a filler that holds what a peer waits for: release as soon as can be."""
+        held_on = self._held_on
+        return held_on is not None and held_on.page.yielding == self._fence != 0
+
+    @property
+    def fence(self) -> int:
+        """The number under which it is held, greater with every grant of this host; 0 if it is not."""
+        return self._fence if self.holding else 0
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a broker now."""
+        return self._keeper.connection is not None
+
+    def wait_until_connected(self, timeout_s: float) -> bool:
+        """Wait for a broker. Training has no need to: it starts unleased."""
+        return os.getpid() == self._pid and self._keeper.connected.wait(timeout_s)
+
+    def stats(self) -> LeaseStats:
+        return LeaseStats(self._grants, dict(self._unleased), self._lost, self._waited_s)
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Leave for good. The job goes on unleased."""
+        self._finalizer()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a GpuLease cannot be pickled: make one in each process that computes")
+
+    def _forget_in_child(self) -> None:
+        # Not under the lock, which a thread of the parent may have held when it forked.
+        self._held_on = None
+        self._fence = 0
+        self._keeper.forget_in_child()
+
+    # ---- inside
+
+    def _ask(self, kind: Kind) -> bool:
+        """Send REQUEST, or RELEASE with a request in it, and wait for the grant."""
+        fence = self._fence if self._checked_hold() is not None else 0
+        connection = self._keeper.connection
+        if connection is None:
+            self._held_on, self._fence = None, 0
+            return self._go_unleased(self._connecting_failed)
+        start_s = time.monotonic()
+        try:
+            self._held_on, self._fence = None, 0
+            self._request += 1
+            beats = connection.page.beats
+            connection.send(kind, request=self._request, fence=fence)
+            outcome = self._await_grant(connection, beats, start_s)
+            self._grants += outcome is None
+        except (OSError, ProtocolError) as error:
+            self._keeper.give_up(connection)
+            return self._go_unleased(f"lost the broker: {error}")
+        except BaseException:
+            # An interrupt, perhaps just after the grant, or before the broker was told of a release.
+            self._held_on, self._fence = None, 0
+            self._send_or_give_up(connection, Kind.CANCEL, request=self._request)
+            raise
+        finally:
+            self._waited_s += time.monotonic() - start_s
+        return outcome is None or self._go_unleased(outcome)
+
+    def _await_grant(self, connection: BrokerConnection, beats: int, start_s: float) -> str | None:
+        """None with the grant in hand, or why there is none."""
+        missed_beats = 0
+        while True:
+            message = connection.receive()
+            if message is None:
+                beats_now = connection.page.beats
+                missed_beats = missed_beats + 1 if beats_now == beats else 0
+                beats = beats_now
+                if missed_beats == 2:
+                    self._keeper.give_up(connection, slow=True)
+                    return "the broker does not answer"
+            elif message.kind is Kind.GRANT and message.request == self._request:
+                if connection.page.fence == message.fence:
+                    self._fence, self._held_on = message.fence, connection
+                    return None
+                # This process was stopped, and the grant has been given on by now.
+                self._lost += 1
+                self._request += 1
+                connection.send(Kind.REQUEST, request=self._request)
+            if time.monotonic() - start_s > self._max_wait_s:
+                self._send_or_give_up(connection, Kind.CANCEL, request=self._request)
+                return f"waited for {self._max_wait_s} s"
+
+    def _send_or_give_up(self, connection: BrokerConnection, kind: Kind, *, request: int = 0, fence: int = 0) -> None:
+        try:
+            connection.send(kind, request=request, fence=fence)
+        except OSError:
+            self._keeper.give_up(connection)
+
+    def _checked_hold(self) -> BrokerConnection | None:
+        """The connection on which it is held, or None, and then counted if it once was."""
+        if self.holding:
+            return self._held_on
+        self._lost += self._fence != 0
+        return None
+
+    def _go_unleased(self, reason: str) -> bool:
+        if not self._unleased[reason]:
+            logger.warning("ddp_crossover: %s runs without its lease on %s: %s", self.job, self.resource, reason)
+        self._unleased[reason] += 1
+        return False
+
+
+def _note_failure(lease: weakref.ref[GpuLease], reason: str) -> None:
+    if (itself := lease()) is not None:
+        itself._connecting_failed = reason
+
+
+def _forget_in_child(lease: weakref.ref[GpuLease]) -> None:
+    if (itself := lease()) is not None:
+        itself._forget_in_child()

@@ -1,0 +1,99 @@
+"""Keeps a client connected, in a thread of its own: the one that trains never waits for a connection."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from .connection import BrokerConnection, open_connection
+from .places import Place
+from .protocol import Hello
+from .spawn import spawn_broker
+
+_HANDSHAKE_S = 0.5
+_FIRST_DELAY_S = 0.02
+_LAST_DELAY_S = 2.0
+_SLOW_DELAY_S = 1.0  # each look at a slow broker costs training up to 0.1 s
+
+
+class Keeper:
+    """Holds the connection, if there is one now, and gets a new one when it is lost.
+
+    Args:
+        look_s: how long a connection's ``receive`` waits.
+        spawn: start a broker where there is none.
+        note: called with a reason whenever connecting failed.
+    """
+
+    def __init__(self, place: Place, hello: Hello, look_s: float, spawn: bool, note: Callable[[str], None]) -> None:
+        self.connection: BrokerConnection | None = None
+        """Read it once and use what was read: it is replaced at any time."""
+        self.connected = threading.Event()
+        self._place = place
+        self._hello = hello
+        self._look_s = look_s
+        self._spawn = spawn
+        self._note = note
+        self._delay_s = _FIRST_DELAY_S
+        self._changing = threading.RLock()  # a signal handler may come in between
+        self._stopping = threading.Event()
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._keep, name="ddp_crossover-lease", daemon=True)
+        self._thread.start()
+
+    def give_up(self, connection: BrokerConnection, slow: bool = False) -> None:
+        """End ``connection``, which failed. The broker takes that for a release."""
+        if slow:
+            self._delay_s = _SLOW_DELAY_S
+        with self._changing:
+            if self.connection is connection:
+                self.connection = None
+                self.connected.clear()
+        connection.shut_down()
+
+    def stop(self) -> None:
+        """End connection and thread. Does nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        self._stopping.set()
+        connection = self.connection
+        if connection is not None:
+            self.give_up(connection)
+        self._thread.join(_HANDSHAKE_S)
+
+    def forget_in_child(self) -> None:
+        """After a fork: the connection is the parent's."""
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.close_in_child()
+
+    def _keep(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                connection = self._connect()
+            except Exception as error:  # whatever it is, the job goes on without
+                self._note(f"no lease: {error}")
+                self._stopping.wait(self._delay_s)
+                self._delay_s = min(2 * self._delay_s, _LAST_DELAY_S)
+                continue
+            self._delay_s = _FIRST_DELAY_S
+            with self._changing:
+                self.connection = connection
+                self.connected.set()
+            if self._stopping.is_set():  # stop() may have looked before there was a connection
+                self.give_up(connection)
+            connection.wait_until_lost()
+            self.give_up(connection)
+            del connection  # the last reference closes it
+            self._stopping.wait(self._delay_s)
+
+    def _connect(self) -> BrokerConnection:
+        try:
+            return open_connection(self._place, self._hello, _HANDSHAKE_S, self._look_s)
+        except (FileNotFoundError, ConnectionRefusedError):
+            if not self._spawn:
+                raise
+        self._place.make()
+        spawn_broker(self._place)
+        return open_connection(self._place, self._hello, _HANDSHAKE_S, self._look_s)

@@ -1,0 +1,97 @@
+"""The state page: memory that the broker writes and every client reads without a system call.
+
+One cache line per resource: the fence that holds it (0: nobody), the fence that is asked to yield (0: none), and how
+many jobs wait. Word 0 beats while anybody waits. Each word is written and read whole, in one aligned 8-byte move;
+words may be read in between two writes, which costs speed only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+RESOURCE_SLOTS = 63
+_WORDS = 8  # of 8 bytes: one cache line, so that two resources never share one
+_FENCE, _YIELDING, _WAITERS = range(3)
+_PAGE_BYTES = (RESOURCE_SLOTS + 1) * _WORDS * 8
+_F_SEAL_FUTURE_WRITE = 0x10  # not in Python's fcntl; Linux 5.1
+
+
+class PageWriter:
+    """The broker's side. ``fd`` is what clients get: they can neither write to it nor change its size."""
+
+    def __init__(self, directory: Path) -> None:
+        # A memfd does not count against /dev/shm, which is small and often full in containers.
+        try:
+            self.fd, self._words = _sealed_memfd()
+        except OSError:
+            self.fd, self._words = _unlinked_file(directory)
+
+    def beat(self) -> None:
+        """Show that the broker is alive."""
+        self._words[0] += 1
+
+    def show(self, slot: int, fence: int, yielding: int, waiters: int) -> None:
+        start = (slot + 1) * _WORDS
+        self._words[start + _YIELDING] = yielding
+        self._words[start + _WAITERS] = waiters
+        self._words[start + _FENCE] = fence
+
+
+class PageReader:
+    """A client's side: one resource of the page behind ``fd``, which the caller closes."""
+
+    def __init__(self, fd: int, slot: int) -> None:
+        if not 0 <= slot < RESOURCE_SLOTS:
+            raise ValueError(f"the state page has no slot {slot}")
+        # mmap of a file that is too short would end in SIGBUS at the first read.
+        if os.fstat(fd).st_size < _PAGE_BYTES:
+            raise ValueError("the state page is too short")
+        self._words = memoryview(mmap.mmap(fd, _PAGE_BYTES, prot=mmap.PROT_READ)).cast("Q")
+        self._start = (slot + 1) * _WORDS
+        self._waiters = self._start + _WAITERS
+
+    @property
+    def beats(self) -> int:
+        return self._words[0]
+
+    @property
+    def fence(self) -> int:
+        return self._words[self._start]
+
+    @property
+    def yielding(self) -> int:
+        return self._words[self._start + _YIELDING]
+
+    @property
+    def waiters(self) -> int:
+        return self._words[self._waiters]
+
+
+def _sealed_memfd() -> tuple[int, memoryview]:
+    fd = os.memfd_create("ddp_crossover-lease", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, _PAGE_BYTES)
+        words = memoryview(mmap.mmap(fd, _PAGE_BYTES)).cast("Q")
+        # Our mapping stays writable, all later ones are not.
+        seals = _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd, words
+
+
+def _unlinked_file(directory: Path) -> tuple[int, memoryview]:
+    """Where the kernel has no memfd, or cannot seal it."""
+    writable, path = tempfile.mkstemp(dir=directory, prefix="page-")
+    try:
+        os.posix_fallocate(writable, 0, _PAGE_BYTES)  # a full disk shows now, not as SIGBUS
+        words = memoryview(mmap.mmap(writable, _PAGE_BYTES)).cast("Q")
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC), words
+    finally:
+        os.close(writable)
+        os.unlink(path)

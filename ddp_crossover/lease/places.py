@@ -1,0 +1,97 @@
+"""Where broker and clients meet: one directory per user, and who may be trusted with it."""
+
+from __future__ import annotations
+
+import fcntl
+import grp
+import os
+import socket
+import stat
+from pathlib import Path
+
+DIRECTORY_VARIABLE = "DDP_CROSSOVER_LEASE_DIR"
+
+
+class PlaceError(Exception):
+    """The directory cannot be used: says why, and the way out."""
+
+
+class Place:
+    """The directory of one broker.
+
+    Args:
+        directory: None for ``$DDP_CROSSOVER_LEASE_DIR``, else ``$XDG_RUNTIME_DIR/ddp_crossover``, else
+            ``/tmp/ddp_crossover-<uid>``. The last two must belong to this user and be closed to all others; a directory
+            that was named may belong to another user, whose broker is trusted then.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
+        named = directory or os.environ.get(DIRECTORY_VARIABLE)
+        self.is_named = bool(named)
+        self.directory = Path(named) if named else _default_directory()
+        self.socket = self.directory / "broker.sock"
+        self.lock = self.directory / "broker.lock"
+        self.log = self.directory / "broker.log"
+
+    def make(self, group: str | None = None) -> None:
+        """Make the directory, if it is not there, and check it. Raises :class:`PlaceError` and ``OSError``.
+
+        With a group, its members may connect, and no more: whoever can write here could take the broker's place.
+        """
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.owner() != os.geteuid():
+            raise PlaceError(f"{self.directory} belongs to another user: choose another directory")
+        if group is not None:
+            os.chown(self.directory, -1, grp.getgrnam(group).gr_gid)
+            self.directory.chmod(0o710)
+
+    def owner(self) -> int:
+        """The user to whom the directory belongs, once it has been found safe. Raises like :meth:`make`."""
+        status = self.directory.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            raise PlaceError(f"{self.directory} is no directory: remove it, or choose another")
+        if not self.is_named and status.st_uid != os.geteuid():
+            raise PlaceError(
+                f"{self.directory} belongs to another user: set {DIRECTORY_VARIABLE} to a directory of yours"
+            )
+        closed_to = 0o027 if self.is_named else 0o077
+        if status.st_mode & closed_to:
+            raise PlaceError(f"{self.directory} is open to others: chmod 700 {self.directory}")
+        return status.st_uid
+
+    def listen(self, group: str | None = None) -> tuple[socket.socket, int]:
+        """The broker's socket, non-blocking, and its inode. Replaces that of a dead broker; the lock must be held."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Bound elsewhere and renamed: a socket that clients can see is one that listens.
+        path = self.directory / f"broker.{os.getpid()}.sock"
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        path.chmod(0o600)
+        if group is not None:
+            os.chown(path, -1, self.directory.stat().st_gid)
+            path.chmod(0o660)
+        listener.listen(128)
+        listener.setblocking(False)
+        path.rename(self.socket)
+        return listener, self.socket.stat().st_ino
+
+    def try_lock(self) -> int | None:
+        """The descriptor of the lock that makes its holder the only broker here; None while another one has it.
+
+        The file is never removed: a lock on a file that others no longer find would lock nothing.
+        """
+        fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            return None
+        return fd
+
+
+def _default_directory() -> Path:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    # After `su` the variable still names the other user's directory.
+    if runtime and os.access(runtime, os.W_OK | os.X_OK) and os.stat(runtime).st_uid == os.geteuid():
+        return Path(runtime) / "ddp_crossover"
+    return Path(f"/tmp/ddp_crossover-{os.geteuid()}")

@@ -1,0 +1,276 @@
+"""What becomes of DDP's buckets: plain all-reduces at first, then the pipeline, under the plan in force.
+
+Follows DDP from forward to forward: learns where its buckets lie and where parameters are used, asks ``planning`` for a
+plan and switches to it between two iterations. Knows DDP's hook contract; users hold a ``comm_hook.DearState``.
+"""
+# No `from __future__ import annotations`: what DDP calls must have types for annotations.
+
+import time
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_crossover.collectives import Link, all_reduce_sum
+from ddp_crossover.dear import Pipeline
+from ddp_crossover.first_use import FirstUseAudit
+from ddp_crossover.flush_points import FlushPoints
+from ddp_crossover.layouts import LayoutRecorder
+from ddp_crossover.planning import Choice, Orders, Planning
+from ddp_crossover.stats import FallbackLog, StepLog
+from ddp_crossover.torch_internals import (
+    GradBucket,
+    bucket_cap_bytes,
+    call_after_backward,
+    comm_hooks_of,
+    rebuild_buckets,
+)
+from ddp_crossover.updates import DeferredUpdates
+from ddp_crossover.wait_points import ForwardWatch, WaitPoints
+from ddp_crossover.wire import scale_into, travels_as
+
+# A hook call costs tens of microseconds: so fine that it does not show, so coarse that there are not too many.
+_ARRIVAL_BYTES = 2**20
+_MAX_BUCKETS = 256
+
+
+class Reducer:
+    """Reduces the gradients of one DDP model.
+
+    Args:
+        ddp: the model.
+        named: the parameters that DDP manages.
+        link: runs the legs.
+        planning: makes the plans.
+        updates: the optimizers' side.
+        fallbacks: told what could not be done the fast way.
+        wire_dtype: what wider gradients are cast to on the wire, or None.
+        plain_reason: why everything is a plain all-reduce, or None.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        link: Link,
+        planning: Planning,
+        updates: DeferredUpdates,
+        fallbacks: FallbackLog,
+        *,
+        wire_dtype: torch.dtype | None,
+        plain_reason: str | None,
+    ) -> None:
+        # Weak: DDP's C++ reducer, which is opaque to the garbage collector, holds this object.
+        self._ddp = weakref.ref(ddp)
+        self._process_group = ddp.process_group
+        self._named = named
+        self._index_of: dict[Tensor, int] = {p: index for index, (_, p) in enumerate(named)}
+        self._device = named[0][1].device
+        self._link = link
+        self._planning = planning
+        self._updates = updates
+        self._fallbacks = fallbacks
+        self._wire_dtype = wire_dtype
+        self._plain_reason = plain_reason
+        self.pipeline: Pipeline | None = None
+        self.is_plain = True
+        self.iterations = self.pipelined_iterations = 0
+        self.steps = StepLog()
+        self._waits: WaitPoints | None = None
+        self._layouts = LayoutRecorder([parameter for _, parameter in named])
+        self._audit = FirstUseAudit(ddp.module, [parameter for _, parameter in named])
+        self._watch = ForwardWatch(ddp, self._before_forward, self._after_forward)
+        self._flush_points = FlushPoints(ddp, updates.flush, self._flush_for_reader)
+        self._in_backward = False
+        self._last_bucket = -1
+        self._last_bucket_s = 0.0
+        self._seen_forward = False
+        self._detached = False
+
+    @property
+    def model(self) -> DistributedDataParallel:
+        """The DDP model."""
+        ddp = self._ddp()
+        assert ddp is not None  # it is running
+        return ddp
+
+    def detach(self) -> None:
+        """Apply what is pending and remove every hook."""
+        self._detached = True
+        if self.pipeline is not None:
+            self.pipeline.retire()
+            self.pipeline.unwrap_gradients()
+        if self._waits is not None:
+            self._waits.remove()
+        self._audit.end_forward(completed=False)
+        for part in (self._updates, self._watch, self._flush_points):
+            part.remove()
+
+    # DDP's backward.
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """The work of :func:`dear_hook`."""
+        if self._detached:
+            # As DDP does without a hook, which cannot be taken out of it again.
+            return all_reduce_sum(bucket.buffer().mul_(1.0 / self._link.world_size), self._process_group)
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "dear_hook cannot be captured in a CUDA graph, because its step spans two iterations: "
+                "capture without the hook, or call state.detach() first"
+            )
+        # An index that comes again means that the backward before this one broke off.
+        if not self._in_backward or bucket.index() <= self._last_bucket:
+            self._begin_backward()
+        self._last_bucket = bucket.index()
+        parameters = bucket.parameters()
+        self._layouts.record(bucket.index(), parameters)
+        if self._planning.profiler is not None:
+            self._planning.profiler.arrived(map(self._index_of.__getitem__, parameters))
+        future = self._plain_all_reduce(bucket) if self.is_plain else self._stage(bucket, parameters)
+        if self._layouts.complete:
+            # Once more, for the graph task of the last bucket: reentrant checkpointing has several.
+            call_after_backward(self._graph_task_ended)
+        elif bucket.is_last() and not self._may_skip_buckets():
+            names = ", ".join(self._named[index][0] for index in self._layouts.missing())
+            raise RuntimeError(
+                f"DDP does not reduce {names}, which did not require a gradient when it was built: freeze and unfreeze "
+                "parameters before building DistributedDataParallel, then attach"
+            )
+        return future
+
+    def _may_skip_buckets(self) -> bool:
+        return bool(getattr(self.model, "skip_all_reduce_unused_params", False))
+
+    def _begin_backward(self) -> None:
+        if self.pipeline is not None:
+            self.pipeline.retire()
+        self._in_backward = True
+        self._layouts.begin_backward()
+        self._choose_plan()
+        self._link.next_iteration()
+        if self.pipeline is not None and not self.is_plain:
+            self.pipeline.begin_backward()
+        call_after_backward(self._graph_task_ended)
+
+    def _plain_all_reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer()
+        on_wire = buffer
+        if (dtype := travels_as(buffer.dtype, self._wire_dtype)) is not buffer.dtype:
+            on_wire = torch.empty_like(buffer, dtype=dtype)
+        scale_into(on_wire, buffer, 1.0 / self._link.world_size)
+        future = self._link.all_reduce(bucket.index(), on_wire)
+        self._last_bucket_s = time.perf_counter()
+        return future if on_wire is buffer else future.then(lambda summed: buffer.copy_(summed.value()))
+
+    def _stage(self, bucket: GradBucket, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
+        assert self.pipeline is not None
+        buffer = bucket.buffer()
+        self.pipeline.stage(bucket.index(), buffer, parameters, bucket.gradients)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        # Complete at once: backward waits for nothing, and DDP believes that it is done.
+        future.set_result(buffer)
+        return future
+
+    def _graph_task_ended(self) -> None:
+        # DDP's own callback is queued behind this one, and copies buckets into gradients.
+        call_after_backward(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        if not self._in_backward or not (self._layouts.complete or self._may_skip_buckets()):
+            return
+        self._in_backward = False
+        self._layouts.end_backward()
+        self.iterations += 1
+        if self.is_plain and self._device.type == "cpu":
+            self._link.clock.waited(self._last_bucket_s, "all-reduces")  # in DDP's own callback
+        if self._planning.profiler is not None:
+            self._planning.profiler.backward_ends()
+        if self.pipeline is not None and not self.is_plain:
+            self.pipelined_iterations += 1
+            self.pipeline.end_backward()
+        elif self._plain_reason is not None:
+            self._fallbacks.note(self._plain_reason)
+        self.steps.note(self._link.clock.sums(), self._link.sent_bytes, self._fallbacks.counts)
+
+    # The plan.
+
+    def _choose_plan(self) -> None:
+        if self._plain_reason is not None or not self._audit.done:
+            return
+        if self._layouts.settled_anew():
+            use_rank = [self._audit.use_rank(index) for index in range(len(self._named))]
+            self._use(self._planning.begin(Orders(self._layouts.arrival_order(), use_rank)))
+            self._layouts.adopt()
+        elif self.pipeline is not None and (choice := self._planning.at_step_boundary()) is not None:
+            self._use(choice)
+
+    def _use(self, choice: Choice) -> None:
+        """Switch between two iterations: nothing is pending, nothing on the wire."""
+        self._updates.flush()
+        if self._waits is not None:
+            self._waits.remove()
+        self._link.forget_sizes()
+        before = self.pipeline
+        self.is_plain = choice.is_plain
+        self.pipeline = Pipeline(
+            choice.plan,
+            self._named,
+            self._link,
+            memory=before.release() if before is not None else {},
+            wire_dtype=self._wire_dtype,
+            every_group_arrives=not self._may_skip_buckets(),
+            # With bucket views DDP hands out the reduced bucket even for what no rank has used.
+            unwritten_is_unused=self.model.find_unused_parameters and not self.model.gradient_as_bucket_view,
+        )
+        self._updates.use(self.pipeline)
+        self._waits = WaitPoints(
+            self.model, self.pipeline, self._audit, lambda: self._watch.depth > 0, self._planning.profiler
+        )
+
+    # Forwards, and other readers.
+
+    def _before_forward(self) -> None:
+        if not self._seen_forward:
+            self._seen_forward = True
+            if not any(getattr(state, "_reducer", None) is self for _, state in comm_hooks_of(self.model)):
+                self._fallbacks.note(
+                    "a DearState was built but its hook is not registered: call "
+                    "ddp.register_comm_hook(state, dear_hook), or use attach(ddp, optimizer)"
+                )
+        if not self._audit.done:
+            self._audit.begin_forward()
+        if self._planning.profiler is not None:
+            self._planning.profiler.forward_begins()
+        if self._waits is not None:
+            self._waits.begin_forward()
+
+    def _after_forward(self, returned: bool) -> None:
+        if not self._audit.done:
+            self._audit.end_forward(completed=returned)
+        if self._planning.profiler is not None:
+            self._planning.profiler.forward_ends()
+        if self._waits is not None:
+            self._waits.end_forward()
+
+    def _flush_for_reader(self) -> None:
+        if self.pipeline is None or not self.pipeline.has_updates:
+            return
+        if not self._watch.depth:  # within a forward it is dynamo that asks, while it compiles
+            self._fallbacks.note(
+                "parameters() was called between optimizer.step() and the next forward: all updates were waited "
+                "for. Put aside list(ddp.parameters()) before the loop if only gradients are looked at"
+            )
+        self._updates.flush()
+
+
+def let_gradients_arrive_early(ddp: DistributedDataParallel, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    """Smaller DDP buckets: a gradient is in the hook's hands only when its whole bucket is complete.
+
+    What travels together is the planner's choice, so DDP's 25 MiB would only cost overlap.
+    """
+    total_bytes = sum(parameter.nbytes for _, parameter in named)
+    cap_bytes = max(_ARRIVAL_BYTES, total_bytes // _MAX_BUCKETS)
+    if cap_bytes < bucket_cap_bytes(ddp):
+        rebuild_buckets(ddp, cap_bytes)

@@ -1,0 +1,176 @@
+"""Any sequence of what members may do, right or wrong, against a model of what they have been told."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from ddp_crossover.lease.arbiter import EQUAL_S, Arbiter, Grant
+from ddp_crossover.lease.holds import JobKey
+from ddp_crossover.lease.protocol import Role
+
+RESOURCES = ["GPU-0", "GPU-1"]
+JOBS = {
+    JobKey(0, "a"): (Role.PEER, 1.0),
+    JobKey(0, "b"): (Role.PEER, 4.0),
+    JobKey(1, "a"): (Role.PEER, 1.0),
+    JobKey(0, "filler"): (Role.FILLER, 1.0),
+}
+
+jobs = st.sampled_from(sorted(JOBS))
+resources = st.sampled_from([RESOURCES[0], RESOURCES[0], RESOURCES[0], RESOURCES[1]])
+# Which of the members there are. More than there will ever be, so that shrinking works.
+picks = st.integers(0, 30)
+
+
+class ArbiterMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.arbiter = Arbiter(first_fence=1)
+        self.now_s = 0.0
+        self.members: dict[int, tuple[JobKey, str]] = {}
+        self.last_request: dict[int, int] = {}
+        self.waiting: dict[int, int] = {}  # member: request
+        self.told: dict[int, int] = {}  # member: fence under which it believes to hold
+        self.owners: dict[int, tuple[JobKey, str]] = {}  # of every fence there was
+        self.next_member = 1
+
+    # ---- what members do
+
+    # A crowd from the start, most of it on one resource: that is where things go wrong.
+    @initialize(joins=st.lists(st.tuples(jobs, resources), min_size=4, max_size=8))
+    def open_with_a_crowd(self, joins: list[tuple[JobKey, str]]) -> None:
+        for key, resource in joins:
+            self.join(key, resource)
+
+    @rule(key=jobs, resource=resources)
+    def join(self, key: JobKey, resource: str) -> None:
+        if len(self.members) < 8:
+            role, weight = JOBS[key]
+            self.arbiter.join(self.next_member, key, resource, role, weight)
+            self.members[self.next_member] = (key, resource)
+            self.last_request[self.next_member] = 0
+            self.next_member += 1
+
+    @rule(pick=picks)
+    def leave(self, pick: int) -> None:
+        if member := self._pick(pick):
+            self.waiting.pop(member, None)
+            self.told.pop(member, None)
+            grants = self.arbiter.leave(member, self.now_s)
+            del self.members[member]
+            self._hear(grants)
+
+    # Several at once, as nothing happens without somebody who waits.
+    @rule(some=st.lists(picks, min_size=1, max_size=4))
+    def request(self, some: list[int]) -> None:
+        for member in filter(None, map(self._pick, some)):
+            self.last_request[member] += 1
+            self.waiting[member] = self.last_request[member]
+            self._hear(self.arbiter.request(member, self.last_request[member], self.now_s))
+
+    @rule(pick=picks, again=st.booleans())
+    def release(self, pick: int, again: bool) -> None:
+        member = self._pick(pick)
+        if member and member in self.told:
+            request = 0
+            if again:
+                self.last_request[member] += 1
+                request = self.waiting[member] = self.last_request[member]
+            fence = self.told.pop(member)
+            self._hear(self.arbiter.release(member, fence, request, self.now_s))
+
+    @rule(pick=picks)
+    def cancel(self, pick: int) -> None:
+        if member := self._pick(pick):
+            self.waiting.pop(member, None)
+            self.told.pop(member, None)
+            self._hear(self.arbiter.cancel(member, self.last_request[member], self.now_s))
+
+    @rule(pick=picks, age=st.integers(0, 3), fence=st.integers(0, 30))
+    def say_what_is_stale(self, pick: int, age: int, fence: int) -> None:
+        if member := self._pick(pick):
+            last_request = self.last_request[member]
+            assert self.arbiter.request(member, last_request - age, self.now_s) == []
+            assert self.arbiter.cancel(member, last_request - 1 - age, self.now_s) == []
+            if self.told.get(member) != fence:
+                assert self.arbiter.release(member, fence, 0, self.now_s) == []
+
+    # ---- what happens to them
+
+    @rule(seconds=st.sampled_from([EQUAL_S / 4, 2 * EQUAL_S, 0.05, 20.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    @rule()
+    def evict_who_is_overdue(self) -> None:
+        for resource in self.arbiter.overdue(self.now_s):
+            assert resource in self.arbiter.contended()
+            # Those evicted are not told: they go on believing in a fence that is stale.
+            self._hear(self.arbiter.evict(resource, self.now_s))
+
+    # ---- what must hold
+
+    @invariant()
+    def one_job_holds_under_a_valid_fence(self) -> None:
+        for resource in RESOURCES:
+            fence = self.arbiter.view(resource).fence
+            believers = {m for m, f in self.told.items() if f == fence and self.members[m][1] == resource}
+            known = self.arbiter.holders(resource) if resource in self.arbiter.resources() else frozenset()
+            assert believers == known
+            assert (fence == 0) == (not believers)
+            assert {self.members[member][0] for member in believers} <= {self.arbiter_holder(resource)}
+
+    @invariant()
+    def no_waiter_is_lost(self) -> None:
+        for resource in RESOURCES:
+            jobs = {self.members[member][0] for member in self.waiting if self.members[member][1] == resource}
+            if not jobs:
+                continue
+            assert set(self.arbiter.queue(resource)) == jobs
+            holder = self.arbiter_holder(resource)
+            assert holder is not None
+            assert jobs != {holder}, "ranks of the holder wait though no other job does"
+            assert self.arbiter.view(resource).waiters == len(jobs - {holder})
+
+    def teardown(self) -> None:
+        """Let everybody who holds release: each turn must serve somebody, until nobody waits."""
+        while self.waiting:
+            before = len(self.waiting)
+            self.now_s += 1.0
+            for resource in self.arbiter.resources():
+                for member in self.arbiter.holders(resource):
+                    self._hear(self.arbiter.release(member, self.told.pop(member), 0, self.now_s))
+            assert len(self.waiting) < before
+
+    # ---- the model
+
+    def arbiter_holder(self, resource: str) -> JobKey | None:
+        return self.arbiter.holding_job(resource) if resource in self.arbiter.resources() else None
+
+    def _pick(self, pick: int) -> int | None:
+        return sorted(self.members)[pick % len(self.members)] if self.members else None
+
+    def _hear(self, grants: list[Grant]) -> None:
+        newest = max(self.owners, default=0)
+        for member, request, fence in grants:
+            key, resource = self.members[member]
+            assert self.waiting.pop(member) == request
+            self.told[member] = fence
+            # A fence is new, or that of the hold which its job has already.
+            assert self.owners.setdefault(fence, (key, resource)) == (key, resource)
+            if fence > newest:
+                self._must_have_been_next(key, resource)
+            else:
+                assert fence == self.arbiter.view(resource).fence
+
+    def _must_have_been_next(self, key: JobKey, resource: str) -> None:
+        for rival in self.arbiter.queue(resource):
+            assert JOBS[key][0] <= JOBS[rival][0], "a filler went before a peer"
+            if rival != key and JOBS[key][0] is JOBS[rival][0]:
+                assert self.arbiter.virtual_s(key) <= self.arbiter.virtual_s(rival) + EQUAL_S
+
+
+ArbiterMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestArbiterStates = ArbiterMachine.TestCase

@@ -1,0 +1,140 @@
+"""Several jobs on one resource, as processes."""
+
+from __future__ import annotations
+
+import signal
+import time
+from itertools import pairwise
+
+import pytest
+from lease_processes import Actor, LeaseProcesses, eventually
+
+
+def _start_waiting(actor: Actor, holder: Actor, kind: str = "acquire") -> None:
+    actor.start(kind)
+    eventually(lambda: holder.call("get", "contended"))
+
+
+@pytest.mark.parametrize("jobs", [3, 8])
+def test_jobs_that_come_and_go_never_hold_at_once(processes: LeaseProcesses, jobs: int) -> None:
+    """Of as many jobs, one ends, one is killed, one stops for a while, and one comes late."""
+    processes.broker()
+    actors = [processes.actor(f"job {index}") for index in range(jobs)]
+    for actor in actors:
+        actor.start("take_turns", 1.5, 0.004, 0.002)
+    late = processes.actor("late")
+    late.start("take_turns", 1.0, 0.004, 0.002)
+    time.sleep(0.3)
+    killed, stopped = actors[0], actors[1]
+    killed.signal(signal.SIGKILL)
+    stopped.signal(signal.SIGSTOP)
+    time.sleep(0.5)
+    stopped.signal(signal.SIGCONT)
+    holds = [(hold, actor) for actor in [*actors[1:], late] for hold in actor.result()]
+    leased = sorted(
+        ((hold["start"], hold["end"], actor) for hold, actor in holds if hold["leased"]), key=lambda h: h[0]
+    )
+    assert len({hold["fence"] for hold, _ in holds}) == len(holds)
+    for (_, end, actor), (start, _, _) in pairwise(leased):
+        # A stopped process could not release in time: others went on.
+        assert end <= start or actor is stopped
+    assert all(hold["leased"] for hold, _ in holds)
+    # Nobody was left out.
+    assert min(sum(actor is one for *_, one in leased) for actor in [*actors[1:], late]) > 1
+
+
+def test_ranks_of_one_job_hold_together(processes: LeaseProcesses) -> None:
+    processes.broker()
+    ranks = [processes.actor("job"), processes.actor("job")]
+    other = processes.actor("other")
+    assert ranks[0].call("acquire")
+    _start_waiting(other, ranks[0])
+    assert ranks[1].call("acquire")
+    assert ranks[0].call("get", "fence") == ranks[1].call("get", "fence")
+    ranks[0].call("release")
+    assert not other.has_answered(0.1)
+    ranks[1].call("release")
+    assert other.result()
+
+
+def test_a_killed_rank_does_not_take_the_hold_of_the_others(processes: LeaseProcesses) -> None:
+    processes.broker()
+    ranks = [processes.actor("job"), processes.actor("job")]
+    other = processes.actor("other")
+    for rank in ranks:
+        rank.call("acquire")
+    _start_waiting(other, ranks[0])
+    ranks[1].signal(signal.SIGKILL)
+    assert not other.has_answered(0.1)
+    assert ranks[0].call("get", "holding")
+    ranks[0].call("release")
+    assert other.result()
+
+
+def test_a_filler_is_asked_to_yield_to_a_peer(processes: LeaseProcesses) -> None:
+    processes.broker()
+    filler, main = processes.actor("filler", role="filler"), processes.actor("main")
+    filler.call("acquire")
+    assert not filler.call("get", "asked_to_yield")
+    _start_waiting(main, filler)
+    assert filler.call("get", "asked_to_yield")
+    filler.start("yield_turn")
+    assert main.result()
+    assert not filler.has_answered(0.1)
+    main.call("release")
+    assert filler.result()
+    assert not filler.call("get", "asked_to_yield")
+
+
+def test_a_filler_that_does_not_yield_loses_its_hold(processes: LeaseProcesses) -> None:
+    processes.broker(limits={"filler_s": 0.05})
+    filler, main = processes.actor("filler", role="filler"), processes.actor("main")
+    filler.call("acquire")
+    assert main.call("acquire")
+    assert not filler.call("get", "holding")
+    filler.call("release")
+    assert main.call("get", "holding")
+
+
+def test_a_peer_that_holds_for_too_long_loses_its_hold_to_whoever_waits(processes: LeaseProcesses) -> None:
+    processes.broker(limits={"hold_s": 0.1})
+    holder, waiter = processes.actor("holder"), processes.actor("waiter")
+    holder.call("acquire")
+    holder.call("pause", 0.3)
+    assert holder.call("get", "holding")  # nobody has asked for it
+    assert waiter.call("acquire")
+    assert not holder.call("get", "holding")
+
+
+def test_yielding_without_a_waiter_keeps_the_hold(processes: LeaseProcesses) -> None:
+    processes.broker()
+    actor = processes.actor("a")
+    assert actor.call("yield_turn")  # nothing held: the same as acquire
+    fence = actor.call("get", "fence")
+    assert actor.call("yield_turn")
+    assert actor.call("get", "fence") == fence
+
+
+def test_yielding_serves_the_other_first(processes: LeaseProcesses) -> None:
+    processes.broker()
+    first, second = processes.actor("first"), processes.actor("second")
+    first.call("acquire")
+    _start_waiting(second, first)
+    first.start("yield_turn")
+    assert second.result()
+    assert not first.has_answered(0.1)
+    second.call("release")
+    assert first.result()
+
+
+def test_resources_do_not_wait_for_each_other(processes: LeaseProcesses) -> None:
+    processes.broker()
+    assert processes.actor("a").call("acquire")
+    assert processes.actor("b", resource="cpu:1").call("acquire")
+
+
+def test_members_of_a_job_with_another_weight_run_unleased(processes: LeaseProcesses) -> None:
+    processes.broker()
+    processes.actor("job")
+    other = processes.actor("job", weight=2.0, connect=False)
+    eventually(lambda: not other.call("acquire") and "names must be unique" in str(other.call("stats")["unleased"]))
