@@ -167,6 +167,9 @@ class Link(ABC):
         finally:
             self.sent_bytes, self.clock = sent_bytes, clock
 
+    def all_scattered(self) -> None:  # noqa: B027  (only where it matters for the order of legs)
+        """No scatter leg follows in this iteration."""
+
     def adopt(self, buffer: Tensor) -> None:  # noqa: B027  (memory that is not CUDA's needs nothing)
         """Legs are going to use this memory. It may be dropped while the last of them is still under way."""
 

@@ -189,6 +189,7 @@ class Pipeline:
         for group in self.groups:
             group.complete = group.scatter is None
         self._gather_in_use_order()
+        self.link.all_scattered()
         for slot in self.slots:
             grad = slot.parameter.grad
             if grad is None or all(group.scatter is None for group in slot.groups):

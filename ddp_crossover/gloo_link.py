@@ -76,6 +76,10 @@ class GlooLink(Link):
 
     def next_iteration(self) -> None:
         self.iteration += 1
+        self._queue.pace.is_relaxed = False
+
+    def all_scattered(self) -> None:
+        self._queue.pace.is_relaxed = True
 
     def expect(self, group: int, buffer: Tensor) -> None:
         self._raise_failure()

@@ -20,7 +20,9 @@ from ddp_crossover.socket_backlog import SocketBacklog
 Job = Callable[[], None]
 
 # Posted this long before the link runs dry: a thread needs part of it to wake up.
-_LEAD_S = 2e-3
+_LEAD_S = 3e-3
+# Where no scatter leg can come that would have to wait behind it.
+_RELAXED_LEAD_S = 8e-3
 # Where the speed of the link is not known yet.
 _LEAD_BYTES = 2**18
 # The kernel does not tell when it has sent something, so it has to be asked again.
@@ -31,17 +33,23 @@ _YIELD_S = 1e-4
 class Pace:
     """When the link has next to nothing left to send.
 
+    Attributes:
+        s_per_byte: how long the link takes to send a byte; 0 while that is not known.
+        is_relaxed: no scatter leg follows in this iteration, so a gather leg may be posted earlier.
+
     Args:
         backlog: of the link's sockets.
     """
 
     def __init__(self, backlog: SocketBacklog) -> None:
         self.s_per_byte = 0.0
+        self.is_relaxed = False
         self._backlog = backlog
 
     def idle_in_s(self) -> float:
         """0 if it is time to post more, else in how many seconds to ask again."""
-        lead_bytes = _LEAD_S / self.s_per_byte if self.s_per_byte else _LEAD_BYTES
+        lead_s = _RELAXED_LEAD_S if self.is_relaxed else _LEAD_S
+        lead_bytes = lead_s / self.s_per_byte if self.s_per_byte else _LEAD_BYTES
         too_much_bytes = self._backlog.unacknowledged_bytes() - lead_bytes
         return max(too_much_bytes * self.s_per_byte, _SHORTEST_NAP_S) if too_much_bytes > 0 else 0.0
 

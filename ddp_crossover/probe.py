@@ -34,10 +34,11 @@ def probe_link(link: Link, model_bytes: int, device: torch.device) -> LinkModel:
     large_bytes = max(min(_LARGEST_BYTES, model_bytes // 4), 4 * _SMALL_BYTES)
     with link.unrecorded():
         _time_legs(link, device, 1, _SMALL_BYTES)  # connections, memory
-        sizes = (_SMALL_BYTES, large_bytes)
-        lone = [(_sent(link, size), _best_s(link, device, 1, size)) for size in sizes]
+        lone = [(_sent(link, size), _best_s(link, device, 1, size)) for size in (_SMALL_BYTES, large_bytes)]
+        # No tiny legs in bursts: what a leg costs the host is hidden where the link is busy for longer than that.
         bursts = [
-            (_BURST_LEGS, _sent(link, size // 2), _best_s(link, device, _BURST_LEGS, size // 2)) for size in sizes
+            (_BURST_LEGS, _sent(link, size), _best_s(link, device, _BURST_LEGS, size))
+            for size in (large_bytes // 8, large_bytes // 2)
         ]
     return LinkModel.fit(lone, bursts)
 
