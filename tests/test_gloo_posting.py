@@ -6,6 +6,7 @@ import contextlib
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ class Posting(NamedTuple):
     """A queue, its connection, and what a thread has taken from the queue."""
 
     queue: PostQueue
+    backlog: SocketBacklog
     writer: socket.socket
     reader: socket.socket
     taken: queue.SimpleQueue[Any]
@@ -66,9 +68,10 @@ class Posting(NamedTuple):
 @pytest.fixture
 def posting() -> Iterator[Posting]:
     with tcp_pair() as (writer, reader):
-        jobs = PostQueue(Pace(SocketBacklog([writer.fileno()])))
+        backlog = SocketBacklog([writer.fileno()])
+        jobs = PostQueue(Pace(backlog))
         jobs.pace.s_per_byte = 8e-8  # 25 KB in 2 ms; a full socket holds far more
-        yield Posting(jobs, writer, reader, queue.SimpleQueue())
+        yield Posting(jobs, backlog, writer, reader, queue.SimpleQueue())
         jobs.close()
 
 
@@ -140,6 +143,19 @@ def test_a_paced_leg_waits_for_the_link_and_an_unpaced_one_does_not(posting, s_p
     assert posting.nothing_taken()
     drain(posting.reader, written)
     assert posting.next_taken() is paced
+
+
+def test_a_paced_leg_goes_earlier_where_no_scatter_leg_can_follow(posting) -> None:
+    fill(posting.writer)
+    time.sleep(NOT_YET_S)  # until the reader's side is full as well
+    pace = posting.queue.pace
+    pace.s_per_byte = 5e-3 / posting.backlog.unacknowledged_bytes()
+    leg = gather(0, paced=True)
+    posting.queue.put_gather(leg)
+    posting.start()
+    assert posting.nothing_taken()
+    pace.is_relaxed = True
+    assert posting.next_taken() is leg
 
 
 def test_gather_legs_without_urgency_keep_their_order(posting) -> None:
