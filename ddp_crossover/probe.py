@@ -10,8 +10,8 @@ from ddp_crossover.collectives import Link, ScatterLeg
 from ddp_crossover.cost_model import LinkModel
 
 _SMALL_BYTES = 16 * 2**10
-# Long enough to outlast the burst that a shaper lets through, and the buffers of the sockets.
 _LARGEST_BYTES = 4 * 2**20
+_PRIMING_BYTES = 2**20
 _REPEATS = 3
 _BURST_LEGS = 8
 
@@ -19,7 +19,7 @@ _BURST_LEGS = 8
 def probe_link(link: Link, model_bytes: int, device: torch.device) -> LinkModel:
     """Time legs of different sizes while nothing else is on the link. Every rank must call it.
 
-    Takes about as long as to send 60 MiB, or four times the model if that is less.
+    Takes about as long as to send 80 MiB, less where the model has less than 16.
 
     Args:
         link: the link; its figures are left as they were.
@@ -38,7 +38,7 @@ def probe_link(link: Link, model_bytes: int, device: torch.device) -> LinkModel:
         # No tiny legs in bursts: what a leg costs the host is hidden where the link is busy for longer than that.
         bursts = [
             (_BURST_LEGS, _sent(link, size), _best_s(link, device, _BURST_LEGS, size))
-            for size in (large_bytes // 8, large_bytes // 2)
+            for size in (large_bytes // 4, large_bytes // 2)
         ]
     return LinkModel.fit(lone, bursts)
 
@@ -53,14 +53,19 @@ def _sent(link: Link, buffer_bytes: int) -> int:
 
 
 def _time_legs(link: Link, device: torch.device, legs: int, buffer_bytes: int) -> float:
-    """Seconds from the first of several scatter legs until the last is done."""
-    numel = buffer_bytes // 4 // link.world_size * link.world_size
-    buffers = [torch.zeros(numel, device=device) for _ in range(legs)]
+    """Seconds from the first of several scatter legs until the last is done, on a link that was busy until then.
+
+    A link that was idle lets a burst through that no long run gets.
+    """
+    sizes = [max(buffer_bytes, _PRIMING_BYTES), *[buffer_bytes] * legs]
+    buffers = [torch.zeros(size // 4 // link.world_size * link.world_size, device=device) for size in sizes]
     link.next_iteration()
     link.all_gather_small(torch.zeros(1, device=device))  # all begin together
+    scatters: list[ScatterLeg] = [link.reduce_scatter(0, buffers[0])]
+    scatters[0].wait()
     _wait_for_device(device)
     start_s = time.perf_counter()
-    scatters: list[ScatterLeg] = [link.reduce_scatter(index, buffer) for index, buffer in enumerate(buffers)]
+    scatters += [link.reduce_scatter(index, buffer) for index, buffer in enumerate(buffers[1:], start=1)]
     for scatter in scatters:
         scatter.wait()
     _wait_for_device(device)

@@ -190,8 +190,8 @@ class Reducer:
         if self.pipeline is not None and not self.is_plain:
             self.pipelined_iterations += 1
             self.pipeline.end_backward()
-        elif self._plain_reason is not None:
-            self._fallbacks.note(self._plain_reason)
+        elif (reason := self._why_plain()) is not None:
+            self._fallbacks.note(reason)
         self.steps.note(self._link.clock.sums(), self._link.sent_bytes, self._fallbacks.counts)
 
     # The plan.
@@ -228,6 +228,11 @@ class Reducer:
         self._waits = WaitPoints(
             self.model, self.pipeline, self._audit, lambda: self._watch.depth > 0, self._planning.profiler
         )
+
+    def _why_plain(self) -> str | None:
+        if self.pipeline is not None and self._planning.settled:
+            return "plain all-reduce in the hook was faster than every pipeline that was tried: nothing is deferred"
+        return self._plain_reason
 
     # Forwards, and other readers.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
+import threading
+
 import torch
 from torch import Tensor
 
@@ -9,23 +12,40 @@ from ddp_crossover.wire import CHUNK_NUMEL
 
 
 class ScratchPool:
-    """Receive memory, kept: fresh pages for every leg cost more than the addition."""
+    """Receive memory, kept: fresh pages for every leg cost more than the addition.
+
+    Holds no more tensors than were in use at once, whatever the sizes of the groups.
+    """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        self._lock = threading.Lock()  # legs are posted on one thread and reduced on another
+        self._free: dict[torch.dtype, list[Tensor]] = {}
 
     def take(self, like: Tensor) -> Tensor:
-        free = self._free.get((like.dtype, like.numel()))
+        """Memory for as many elements as ``like`` has."""
+        numel = like.numel()
+        with self._lock:
+            free = self._free.setdefault(like.dtype, [])
+            place = next((i for i, tensor in enumerate(free) if tensor.numel() >= numel), None)
+            if place is not None:
+                return free.pop(place)[:numel]
+            if free:
+                free.pop()  # one that is too small makes room for one that is not
         # Pinned, channels-last or otherwise special memory is of no use here.
-        return free.pop() if free else torch.empty(like.numel(), dtype=like.dtype)
+        return torch.empty(numel, dtype=like.dtype)
 
     def give_back(self, tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            self._free.setdefault((tensor.dtype, tensor.numel()), []).append(tensor)
+        """Nothing is received there any more."""
+        with self._lock:
+            for tensor in tensors:
+                whole = tensor if tensor._base is None else tensor._base
+                bisect.insort(self._free[tensor.dtype], whole, key=Tensor.numel)
 
     def clear(self) -> None:
         """Give up what is free."""
-        self._free.clear()
+        with self._lock:
+            for free in self._free.values():
+                free.clear()
 
 
 def add_in_rank_order(own: Tensor, rank: int, incoming: list[Tensor], *, in_fp32: bool = False) -> None:
