@@ -175,6 +175,8 @@ def _switch_and_look(schedules: tuple[str, ...]) -> int:
     with random_plans(3, schedules=schedules), mock.patch.object(Reducer, "_use", careful):
         job = Job()
         job.train(25)
+        stats = job.state.stats()
+        assert stats.deferred_steps == stats.pipelined_iterations > 5  # under each new plan as under the first
         job.state.detach()
     return switches
 
