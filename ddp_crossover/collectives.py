@@ -270,11 +270,12 @@ def make_link(
         )
         return cast(dist.ProcessGroup, group)  # a member: every rank of it calls this
 
-    before = connected_tcp_sockets() if own_group is None else set()  # those of a given group are among all
+    before = connected_tcp_sockets()
     process_group = own_group if own_group is not None else new_group("legs")
     if link is NcclLink:
         made: Link = NcclLink(process_group, device, small_group=new_group("norms"))
     else:
+        # Which sockets a given group has is not known: then gather legs leave as soon as they are ready.
         made = link(process_group, device, SocketBacklog(connected_tcp_sockets() - before))
     made.owns_process_group = own_group is None
     made.sums_in_fp32 = sums_in_fp32

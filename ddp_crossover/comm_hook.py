@@ -110,6 +110,7 @@ class DearState:
         require_same_setup(self._link, named, optimizers, options)
         settings = PlanSettings(schedule, fusion_mb, tune, tuned_file)
         self._planning = Planning(named, settings, self._link, dist.get_backend(ddp.process_group), wire_dtype)
+        self._planning.load_tuned()
         if self._plain_reason is None:
             let_gradients_arrive_early(ddp, named)
         self._updates = DeferredUpdates(

@@ -85,6 +85,7 @@ class Pipeline:
         self._inverse_world_size = 1.0 / link.world_size
         self._stagings: dict[int, Staging] = {}
         self._arrived: list[Staging] = []
+        self._announced: set[int] = set()
 
         arena_of = {p.parameter: group.arena for group in plan.groups for p in group.pieces}
         like = {arena: parameters[index][1] for index, arena in arena_of.items()}
@@ -128,6 +129,7 @@ class Pipeline:
             group.scatter = group.gather = None
             group.complete = False
         self._arrived.clear()
+        self._announced.clear()
         self.iteration += 1
         self.phase = Phase.BACKWARD
         for index in range(_EXPECTED_LEGS):
@@ -179,7 +181,8 @@ class Pipeline:
             self._gather(self.groups[follower])
 
     def _expect(self, index: int) -> None:
-        if self.every_group_arrives and index < len(self.groups):
+        if self.every_group_arrives and index < len(self.groups) and self.groups[index].scatter is None:
+            self._announced.add(index)
             self.link.expect(index, self.groups[index].buffer)
 
     def end_backward(self) -> None:
@@ -328,14 +331,23 @@ class Pipeline:
                     pool.current.resolve()
                 else:
                     pool.current.disarm()
-        if self.phase is Phase.BACKWARD:  # it broke off, on all ranks alike
-            self._gather_in_use_order()
+        if self.phase is Phase.BACKWARD:
+            self._close_broken_backward()
         with self.waiting():
             for group in self.groups:
                 if group.gather is not None:
                     # Protects peers that still receive from this buffer.
                     group.gather.wait()
         self.phase = Phase.IDLE
+
+    def _close_broken_backward(self) -> None:
+        """It broke off, on all ranks alike. What was announced is sent, whatever it is, so that nothing stays open."""
+        self.link.finish_jobs()
+        for index in sorted(self._announced):
+            group = self.groups[index]
+            if group.scatter is None:
+                group.scatter = self.link.reduce_scatter(index, group.buffer)
+        self._gather_in_use_order()
 
     def release(self) -> dict[str, Tensor]:
         """The arenas, for the pipeline of the next plan. This one must not be used again."""

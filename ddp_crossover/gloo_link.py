@@ -62,6 +62,7 @@ class GlooLink(Link):
         self._queue = PostQueue(Pace(backlog))
         self._wake = threading.Condition()
         self._open_gathers = 0  # asked for and not over
+        self._open_jobs = 0
         self._closed = False
         self._failure: LegError | None = None
         self._to_reduce: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -103,17 +104,22 @@ class GlooLink(Link):
                 job()
             except Exception as error:
                 self._fail("staging of gradients", error)
+            finally:
+                with self._wake:
+                    self._open_jobs -= 1
+                    self._wake.notify_all()
 
         self._raise_failure()
+        with self._wake:
+            self._open_jobs += 1
         self._queue.put(run)
 
     def forget_sizes(self) -> None:
         self._scratch.clear()
 
     def finish_jobs(self) -> None:
-        done = threading.Event()
-        self._queue.put(done.set)
-        done.wait()
+        with self._wake:
+            self._wake.wait_for(lambda: not self._open_jobs or self._closed)
 
     def set_pace(self, s_per_byte: float) -> None:
         self._queue.pace.s_per_byte = s_per_byte
@@ -171,6 +177,7 @@ class GlooLink(Link):
             if self._closed:
                 return
             self._closed = True
+            self._wake.notify_all()
         self._queue.close()
         self._to_reduce.put(None)
         waiting = self._waiters.close()
@@ -311,6 +318,7 @@ class GlooLink(Link):
                 receive.wait()
             add_in_rank_order(leg.shard(), self.rank, leg.incoming, in_fp32=self.sums_in_fp32)
             self._scratch.give_back(leg.incoming)
+            leg.incoming = []
         except Exception as error:
             self._end(leg, error)
         else:
@@ -355,5 +363,6 @@ class GlooLink(Link):
         with self._wake:
             if self._failure is None:
                 self._failure = self.describe(label, error)
+                self._queue.stop_pacing()
                 self._wake.notify_all()
             return self._failure

@@ -28,6 +28,8 @@ _LEAD_BYTES = 2**18
 # The kernel does not tell when it has sent something, so it has to be asked again.
 _SHORTEST_NAP_S = 2e-4
 _YIELD_S = 1e-4
+# Pacing only ever costs overlap, so it may not hold a leg back for long: the backlog may be of a peer that is dead.
+_LONGEST_HOLD_S = 1.0
 
 
 class Pace:
@@ -65,6 +67,8 @@ class PostQueue:
         self._in_order: deque[GlooGatherLeg] = deque()
         self._as_ready: list[GlooGatherLeg] = []
         self._closed = False
+        self._paces = True
+        self._held: tuple[GlooGatherLeg | None, float] = (None, 0.0)
 
     def put_urgent(self, job: Job) -> None:
         """Ahead of everything else."""
@@ -88,6 +92,12 @@ class PostQueue:
         with self._changed:
             self._changed.notify()
 
+    def stop_pacing(self) -> None:
+        """The link has failed: whatever is left fails at once."""
+        with self._changed:
+            self._paces = False
+            self._changed.notify()
+
     def close(self) -> None:
         """Let the posting thread end."""
         with self._changed:
@@ -107,7 +117,7 @@ class PostQueue:
                 wait_s = None
                 if place is not None:
                     leg = self._as_ready[place]
-                    wait_s = self.pace.idle_in_s() if leg.paced else 0.0
+                    wait_s = self.pace.idle_in_s() if leg.paced and not self._held_for_long(leg) else 0.0
                     if not wait_s:
                         return self._as_ready.pop(place)
                 self._changed.wait(wait_s)
@@ -118,6 +128,11 @@ class PostQueue:
                     time.sleep(_YIELD_S)
                     self._changed.acquire()
             return None
+
+    def _held_for_long(self, leg: GlooGatherLeg) -> bool:
+        if self._held[0] is not leg:
+            self._held = (leg, time.monotonic())
+        return not self._paces or time.monotonic() - self._held[1] > _LONGEST_HOLD_S
 
     def _put(self, queue: deque[Job], job: Job) -> None:
         with self._changed:

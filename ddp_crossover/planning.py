@@ -26,7 +26,7 @@ from ddp_crossover.probe import probe_link
 from ddp_crossover.profile_file import ModelProfile
 from ddp_crossover.profiling import ComputeProfiler, Stopwatch, make_stopwatch
 from ddp_crossover.trials import ALLREDUCE, AUTO, Candidate
-from ddp_crossover.tuned_file import TunedEntry, describe_model, load_tuned, save_tuned
+from ddp_crossover.tuned_file import TunedEntry, TunedFileError, describe_model, load_tuned, save_tuned
 from ddp_crossover.tuner import TRIAL_STEPS, Tuner, TuningResult
 from ddp_crossover.wire import travels_as
 
@@ -114,6 +114,7 @@ class Planning:
         self._stopwatch: Stopwatch = make_stopwatch(self._device)
         self._orders = Orders([], [])
         self._tuner: Tuner | None = None
+        self._known: Candidate | None = None
         self._step_marks: list[Any] = []
         self.stage = Stage.SETTLED
         self.link_model: LinkModel | None = None
@@ -190,9 +191,9 @@ class Planning:
         if fixed_mb is not None:
             return self._checked(Choice(self.planned.plan))
         start = Candidate(self.planned.plan.fusion_mb, ALLREDUCE if self.planned.prefers_allreduce else AUTO)
-        if (known := self._load_tuned()) is not None:
-            logger.info("ddp_crossover: %s, from %s", known, self._settings.tuned_file)
-            return self._choice(known)
+        if self._known is not None:
+            logger.info("ddp_crossover: %s, from %s", self._known, self._settings.tuned_file)
+            return self._choice(self._known)
         if not self._settings.tune:
             return self._choice(start)
         self._tuner = Tuner(start, model_bytes=self._model_bytes, low_mb=max(0.25, self._lowest_mb()))
@@ -222,17 +223,37 @@ class Planning:
         self._step_marks = []
         if self._link.rank == 0:
             logger.info("ddp_crossover: %s", result.describe())
-            if self._settings.tuned_file is not None:
-                key, model = self._tuned_key
-                save_tuned(self._settings.tuned_file, key, TunedEntry(model, result, f"{datetime.now(UTC):%Y-%m-%d}"))
+            self._save_tuned(result)
 
-    def _load_tuned(self) -> Candidate | None:
-        """What rank 0 finds in the file."""
+    def _save_tuned(self, result: TuningResult) -> None:
+        """What cannot be kept costs the next run its trials, and this one nothing."""
         if self._settings.tuned_file is None:
-            return None
-        entry = load_tuned(self._settings.tuned_file, self._tuned_key[0]) if self._link.rank == 0 else None
-        found = self._exchange([entry.result.best.fusion_mb, entry.result.best.schedule] if entry else None)[0]
-        return None if found is None else Candidate(*found)
+            return
+        key, model = self._tuned_key
+        try:
+            save_tuned(self._settings.tuned_file, key, TunedEntry(model, result, f"{datetime.now(UTC):%Y-%m-%d}"))
+        except (TunedFileError, OSError) as error:
+            logger.warning("ddp_crossover: what was tuned could not be kept: %s", error)
+
+    def load_tuned(self) -> None:
+        """Look into the tuned file, on rank 0 for all. Call it early, where an error is cheap.
+
+        Raises:
+            TunedFileError: on every rank, if rank 0 cannot use the file.
+        """
+        if self._settings.tuned_file is None:
+            return
+        mine: dict[str, Any] = {}
+        if self._link.rank == 0:
+            try:
+                if (entry := load_tuned(self._settings.tuned_file, self._tuned_key[0])) is not None:
+                    mine["found"] = [entry.result.best.fusion_mb, entry.result.best.schedule]
+            except (TunedFileError, OSError) as error:
+                mine["error"] = str(error)
+        answer = self._exchange(mine)[0]
+        if "error" in answer:
+            raise TunedFileError(answer["error"])
+        self._known = Candidate(*answer["found"]) if "found" in answer else None
 
     # Plans.
 

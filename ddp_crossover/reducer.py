@@ -8,6 +8,7 @@ plan and switches to it between two iterations. Knows DDP's hook contract; users
 import time
 import weakref
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -86,6 +87,7 @@ class Reducer:
         self._in_backward = False
         self._last_bucket = -1
         self._last_bucket_s = 0.0
+        self._plain_under_way: list[torch.futures.Future[Tensor]] = []
         self._seen_forward = False
         self._detached = False
 
@@ -144,6 +146,9 @@ class Reducer:
         return bool(getattr(self.model, "skip_all_reduce_unused_params", False))
 
     def _begin_backward(self) -> None:
+        for future in self._plain_under_way:  # of a backward that broke off: they still write into DDP's buckets
+            future.wait()
+        self._plain_under_way.clear()
         if self.pipeline is not None:
             self.pipeline.retire()
         self._in_backward = True
@@ -161,6 +166,7 @@ class Reducer:
             on_wire = torch.empty_like(buffer, dtype=dtype)
         scale_into(on_wire, buffer, 1.0 / self._link.world_size)
         future = self._link.all_reduce(bucket.index(), on_wire)
+        self._plain_under_way.append(future)
         self._last_bucket_s = time.perf_counter()
         return future if on_wire is buffer else future.then(lambda summed: buffer.copy_(summed.value()))
 
@@ -181,6 +187,7 @@ class Reducer:
         if not self._in_backward or not (self._layouts.complete or self._may_skip_buckets()):
             return
         self._in_backward = False
+        self._plain_under_way.clear()
         self._layouts.end_backward()
         self.iterations += 1
         if self.is_plain and self._device.type == "cpu":
@@ -258,6 +265,10 @@ class Reducer:
             self._planning.profiler.forward_ends()
         if self._waits is not None:
             self._waits.end_forward()
+        if torch.is_grad_enabled():
+            # Protects gradients that are still being staged: the next backward writes into DDP's buckets before
+            # the hook hears of it.
+            self._link.finish_jobs()
 
     def _flush_for_reader(self) -> None:
         if self.pipeline is None or not self.pipeline.has_updates:
@@ -279,3 +290,21 @@ def let_gradients_arrive_early(ddp: DistributedDataParallel, named: Sequence[tup
     cap_bytes = max(_ARRIVAL_BYTES, total_bytes // _MAX_BUCKETS)
     if cap_bytes < bucket_cap_bytes(ddp):
         rebuild_buckets(ddp, cap_bytes)
+        _refuse_backward_of_earlier_forward(ddp, [parameter for _, parameter in named])
+
+
+def _refuse_backward_of_earlier_forward(ddp: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
+    """DDP's new reducer has not seen a forward that ran before it was made, and would not reduce its gradients."""
+
+    def refuse(gradient: Tensor) -> NoReturn:
+        raise RuntimeError(
+            "dear_hook was attached between a forward and its backward, whose gradients DDP would not reduce: "
+            "attach before the forward"
+        )
+
+    def allow(*_: object) -> None:
+        for handle in handles:
+            handle.remove()
+
+    handles = [parameter.register_hook(refuse) for parameter in parameters]
+    handles.append(ddp.register_forward_pre_hook(torch.compiler.disable(allow)))
