@@ -98,6 +98,8 @@ class DearState:
         self._link: Link = make_link(
             ddp.process_group, self._device, timeout, own_group=process_group, sums_in_fp32=wire_dtype is not None
         )
+        # A model that is dropped without detach(), or refused below, must not leave threads and sockets behind.
+        weakref.finalize(self, self._link.shut_down)
         self._fallbacks = FallbackLog()
         self._plain_reason = why_plain_all_reduce(ddp, schedule)
         options = {
@@ -127,8 +129,6 @@ class DearState:
             plain_reason=self._plain_reason,
         )
         self._detached = False
-        # A model that is dropped without detach() must not leave threads and sockets behind.
-        weakref.finalize(self, self._link.shut_down)
 
     # What users call.
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ import torch.distributed as dist
 from equivalence import SGD, Case, Run, check_case, snapshot
 from harness import Outcome, run_faulty_ranks, run_ranks
 from models import DeepNet
+
+from ddp_crossover.gloo_legs import GlooScatterLeg
+from ddp_crossover.gloo_link import GlooLink
 
 GROUP_TIMEOUT_S = 4.0
 # From the peer's end, or from the group's timeout, until this process has left.
@@ -199,6 +203,43 @@ def test_after_an_exception_in_backward_nothing_trains_on_garbage(on_ranks, laye
             before = on_ranks(_parameters_before_the_fault, 2)[0]
             for name, value in before.items():
                 assert torch.equal(seen["state"][name], value), name
+
+
+def _legs_of_a_broken_backward(goes_on: bool) -> None:
+    """What was announced to peers before backward raised is over when the next one begins, or after detach."""
+    legs: list[GlooScatterLeg] = []
+    expect = GlooLink.expect
+
+    def noting(link: GlooLink, group: int, buffer: torch.Tensor) -> None:
+        expect(link, group, buffer)
+        legs.append(link._expected[group])
+
+    # One bucket per layer, one group per gradient: when it raises, some are announced and not on their way.
+    run = Run(Case(model=DeepNet, optimizer=SGD, ddp={"bucket_cap_mb": 1e-4}, steps=FAULT_AT), with_dear=True)
+    with mock.patch.object(GlooLink, "expect", noting):
+        run.model.module[6].register_forward_hook(lambda module, inputs, output: _FailingBackward.apply(output))
+        for x, y in run.batches():
+            run.optimizer.zero_grad()
+            run.loss(run.model(x), y).backward()
+            run.optimizer.step()
+        legs.clear()
+        _FailingBackward.armed = True
+        with pytest.raises(ZeroDivisionError):
+            run.loss(run.model(x), y).backward()
+        link, broken = run.state._link, list(legs)
+        assert link._expected and set(link._expected.values()) < set(broken)
+        if goes_on:
+            run.state._reducer.pipeline.retire()  # as the first bucket of the next backward does
+        else:
+            run.state.detach()
+        assert not link._expected
+        assert all(leg.is_done() for leg in broken)
+    run.detach()
+
+
+@pytest.mark.parametrize("goes_on", [True, False], ids=["next_backward", "detach"])
+def test_a_broken_backward_leaves_no_announced_leg_open(on_ranks, goes_on) -> None:
+    on_ranks(_legs_of_a_broken_backward, 2, goes_on, timeout_s=20)
 
 
 def _parameters_before_the_fault() -> dict[str, torch.Tensor]:

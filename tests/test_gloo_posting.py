@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import socket
 import threading
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from tcp import drain, fill, tcp_pair
 
+from ddp_crossover import gloo_posting
 from ddp_crossover.gloo_legs import GlooGatherLeg, GlooScatterLeg
 from ddp_crossover.gloo_posting import Pace, PostQueue
 from ddp_crossover.socket_backlog import SocketBacklog
@@ -66,7 +68,9 @@ class Posting(NamedTuple):
 
 
 @pytest.fixture
-def posting() -> Iterator[Posting]:
+def posting(monkeypatch) -> Iterator[Posting]:
+    # Else a leg that is never let go would be handed out all the same, and a slow test would see it go too early.
+    monkeypatch.setattr(gloo_posting, "_LONGEST_HOLD_S", math.inf)
     with tcp_pair() as (writer, reader):
         backlog = SocketBacklog([writer.fileno()])
         jobs = PostQueue(Pace(backlog))
@@ -156,6 +160,27 @@ def test_a_paced_leg_goes_earlier_where_no_scatter_leg_can_follow(posting) -> No
     assert posting.nothing_taken()
     pace.is_relaxed = True
     assert posting.next_taken() is leg
+
+
+def test_a_backlog_that_never_drains_holds_a_leg_back_for_a_while_only(posting, monkeypatch) -> None:
+    fill(posting.writer)
+    leg = gather(0, paced=True)
+    posting.queue.put_gather(leg)
+    posting.start()
+    assert posting.nothing_taken()
+    monkeypatch.setattr(gloo_posting, "_LONGEST_HOLD_S", 0.05)
+    assert posting.next_taken() is leg
+
+
+def test_after_a_failure_nothing_is_held_back(posting) -> None:
+    fill(posting.writer)
+    legs = [gather(urgency, paced=True) for urgency in range(2)]
+    for leg in legs:
+        posting.queue.put_gather(leg)
+    posting.start()
+    assert posting.nothing_taken()
+    posting.queue.stop_pacing()
+    assert [posting.next_taken() for _ in range(2)] == legs
 
 
 def test_gather_legs_without_urgency_keep_their_order(posting) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
 import weakref
 
 import torch
+import torch.distributed as dist
 from equivalence import Case, Run, plain_loop
 from models import DeepNet
+
+import ddp_crossover as dx
+from ddp_crossover.gradients import PendingGrad
 
 
 def _trained_run(with_dear: bool) -> Run:
@@ -80,3 +85,30 @@ def _detach_twice() -> bool:
     run.detach()
     run.detach()
     return run.state is not None
+
+
+def _zeroes_gradients_of_a_dropped_state() -> bool:
+    run = _trained_run(with_dear=True)
+    optimizer, link = run.optimizer, run.state._link
+    del run
+    gc.collect()
+    assert link._closed
+    assert any(isinstance(p.grad, PendingGrad) for p in optimizer.param_groups[0]["params"])
+    optimizer.zero_grad(set_to_none=False)
+    return all(not p.grad.any() for p in optimizer.param_groups[0]["params"])
+
+
+def test_gradients_can_be_zeroed_after_model_and_state_were_dropped(on_ranks) -> None:
+    assert on_ranks(_zeroes_gradients_of_a_dropped_state, 2, timeout_s=20) == [True, True]
+
+
+def _threads_left_by_a_refused_attach() -> list[str]:
+    before = {thread.ident for thread in threading.enumerate()}
+    run = Run(Case(dear={"fusion_mb": 1.0 + dist.get_rank()}), with_dear=True)
+    with contextlib.suppress(dx.DisagreementError):
+        run.attach()
+    return [t.name for t in threading.enumerate() if t.ident not in before]
+
+
+def test_a_refused_attach_leaves_no_thread_behind(on_ranks) -> None:
+    assert on_ranks(_threads_left_by_a_refused_attach, 2) == [[], []]

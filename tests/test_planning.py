@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +29,7 @@ from ddp_crossover.profile_file import ModelProfile
 from ddp_crossover.profiling import ComputeProfiler
 from ddp_crossover.reducer import Reducer
 from ddp_crossover.trials import ALLREDUCE, AUTO
+from ddp_crossover.tuned_file import TunedFileError
 
 SETTLING = 4  # steps until DDP's buckets have settled
 PROFILING = 6
@@ -270,3 +273,41 @@ def test_what_one_run_has_tuned_the_next_one_finds(on_ranks, tmp_path, favourite
     steps, is_plain, _ = second
     assert steps <= SETTLING + PROFILING
     assert is_plain == (favourite == ALLREDUCE)
+
+
+def _attach_with_a_broken_file(path: str) -> None:
+    mine = Path(path) if dist.get_rank() == 0 else Path(path).with_name("none here.json")
+    with pytest.raises(TunedFileError, match=r"tuned\.json"):
+        Job(tuned_file=mine)
+
+
+def test_a_tuned_file_that_cannot_be_read_ends_every_rank_at_attach(on_ranks, tmp_path) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_text("nothing that anybody could read")
+    on_ranks(_attach_with_a_broken_file, 2, str(path), timeout_s=20)
+
+
+def _tune_without_a_place_to_keep_it(path: str) -> tuple[list[str], float]:
+    """What was logged as a warning, and the group size in force afterwards."""
+    warnings = BufferingHandler(100)
+    warnings.setLevel(logging.WARNING)
+    planning.logger.addHandler(warnings)
+    try:
+        with judged_plans(AUTO):
+            job = Job(tuned_file=path)
+            job.train_until_settled()
+            job.train(2)
+    finally:
+        planning.logger.removeHandler(warnings)
+    result = job.planning.result
+    assert result is not None and job.state.plan is not None
+    assert job.state.plan.fusion_mb == pytest.approx(result.best.fusion_mb)
+    job.state.detach()
+    return [record.getMessage() for record in warnings.buffer], result.best.fusion_mb
+
+
+def test_a_tuned_file_that_cannot_be_written_costs_a_warning(on_ranks, tmp_path) -> None:
+    path = tmp_path / "no such directory" / "tuned.json"
+    (warnings, best_mb), (silent, same_mb) = on_ranks(_tune_without_a_place_to_keep_it, 2, str(path), timeout_s=40)
+    assert len(warnings) == 1 and path.parent.name in warnings[0]
+    assert silent == [] and same_mb == best_mb

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from equivalence import Case, Run, check_case, optimizer
 from models import INPUTS, OUTPUTS
 from torch import nn
@@ -154,3 +155,30 @@ CASES = {
 def test_new_buckets_train_exactly(on_ranks, name) -> None:
     _skip_unless_known(CASES[name].ddp)
     check_case(CASES[name], on_ranks)
+
+
+def _attach_within_an_iteration() -> None:
+    ddp = DistributedDataParallel(LargeNet())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+
+    def loss() -> torch.Tensor:
+        return ddp(torch.randn(2, INPUTS)).square().mean()
+
+    early = loss()
+    state = dx.attach(ddp, optimizer, tune=False)
+    with pytest.raises(RuntimeError, match="between a forward and its backward"):
+        early.backward()
+    optimizer.zero_grad()
+    for _ in range(5):
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state.detach()
+    parameters = torch.cat([p.detach().flatten() for p in ddp.parameters()])
+    everywhere = [torch.empty_like(parameters) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, parameters)
+    assert torch.equal(*everywhere)  # each rank has batches of its own: the gradients were reduced
+
+
+def test_attach_between_a_forward_and_its_backward_is_refused_and_before_the_forward_is_fine(on_ranks) -> None:
+    on_ranks(_attach_within_an_iteration, 2)
