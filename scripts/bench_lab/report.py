@@ -62,7 +62,7 @@ def print_case(console: Console, case: dict[str, Any], network: str) -> None:
     )
     table = Table(box=box.SIMPLE, padding=(0, 1))
     table.add_column("arm", no_wrap=True)
-    for heading in ("ms/step", "quartiles", "simulated", "T/T*", "over best DDP", "over 25 MB"):
+    for heading in ("ms", "quartiles", "sim", "T/T*", "over best DDP", "25 MB"):
         table.add_column(heading, justify="right", no_wrap=True)
     for arm in case["arms"]:
         if not arm["refused"]:
