@@ -153,7 +153,7 @@ class GlooLink(Link):
             except Exception as error:
                 leg.finish(error)
                 return
-            # Not on thread 3: the norm must not wait for gather legs.
+            # Where no gather leg is waited for.
             self._to_reduce.put(lambda: self._finish(leg, [*receives, *sends]))
 
         self._raise_failure()
