@@ -107,7 +107,7 @@ class PostQueue:
     def next(self) -> Job | GlooGatherLeg | None:
         """Wait for something to do; None once closed."""
         with self._changed:
-            while not self._closed:
+            while True:
                 for queue in (self._urgent, self._jobs):
                     if queue:
                         return queue.popleft()
@@ -117,9 +117,12 @@ class PostQueue:
                 wait_s = None
                 if place is not None:
                     leg = self._as_ready[place]
-                    wait_s = self.pace.idle_in_s() if leg.paced and not self._held_for_long(leg) else 0.0
+                    held = leg.paced and not self._closed and not self._held_for_long(leg)
+                    wait_s = self.pace.idle_in_s() if held else 0.0
                     if not wait_s:
                         return self._as_ready.pop(place)
+                if self._closed:
+                    return None
                 self._changed.wait(wait_s)
                 if self._jobs:
                     # The training thread has just handed something over and wants to go on. On a host with few cores,
@@ -127,7 +130,6 @@ class PostQueue:
                     self._changed.release()
                     time.sleep(_YIELD_S)
                     self._changed.acquire()
-            return None
 
     def _held_for_long(self, leg: GlooGatherLeg) -> bool:
         if self._held[0] is not leg:

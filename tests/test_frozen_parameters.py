@@ -69,7 +69,7 @@ def _freeze_late(thaw: bool) -> str:
     return "nothing was noticed"
 
 
-@pytest.mark.parametrize("thaw", [False])
+@pytest.mark.parametrize("thaw", [True, False])
 def test_what_ddp_and_attach_saw_differently_is_named(on_ranks, thaw) -> None:
     [message] = on_ranks(_freeze_late, 1, thaw)
     assert "before building DistributedDataParallel" in message
