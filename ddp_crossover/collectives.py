@@ -43,6 +43,10 @@ class Leg(ABC):
             LegError: if the leg failed, or one before it did.
         """
 
+    def is_done(self) -> bool:
+        """Whether :meth:`wait` would return at once; False where only the device knows."""
+        return False
+
 
 class ScatterLeg(Leg):
     """A reduce-scatter under way."""

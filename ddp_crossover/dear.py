@@ -271,9 +271,12 @@ class Pipeline:
         self.order.join()
         if not group.complete:
             assert group.gather is not None
-            with torch.profiler.record_function(f"ddp_crossover::wait[{group.spec.index}]"), self.waiting():
-                # Protects the optimizer, or whoever reads `.grad`, from half-gathered gradients.
-                group.gather.wait()
+            if group.gather.is_done():
+                group.gather.wait()  # raises what went wrong
+            else:
+                with torch.profiler.record_function(f"ddp_crossover::wait[{group.spec.index}]"), self.waiting():
+                    # Protects the optimizer, or whoever reads `.grad`, from half-gathered gradients.
+                    group.gather.wait()
             group.complete = True
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:

@@ -238,7 +238,8 @@ def _step_on(snapshot: _Snapshot, groups: dict[int, list[Slot]], reduced: dict[S
 def _as_if_called_by_the_user() -> Iterator[None]:
     """A forward pre-hook may run inside autocast or inference mode; an optimizer step never does."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         for device_type in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device_type):

@@ -162,6 +162,22 @@ def test_a_paced_leg_goes_earlier_where_no_scatter_leg_can_follow(posting) -> No
     assert posting.next_taken() is leg
 
 
+def test_no_leg_goes_earlier_while_a_more_urgent_one_is_on_its_way(posting) -> None:
+    fill(posting.writer)
+    time.sleep(NOT_YET_S)
+    pace = posting.queue.pace
+    pace.s_per_byte = 5e-3 / posting.backlog.unacknowledged_bytes()
+    pace.is_relaxed = True
+    urgent, other = gather(0, paced=True, done=False), gather(1, paced=True)
+    posting.queue.put_gather(other)
+    posting.queue.put_gather(urgent)
+    posting.start()
+    assert posting.nothing_taken()
+    urgent.scatter.finish()
+    posting.queue.look_again()
+    assert [posting.next_taken() for _ in range(2)] == [urgent, other]
+
+
 def test_a_backlog_that_never_drains_holds_a_leg_back_for_a_while_only(posting, monkeypatch) -> None:
     fill(posting.writer)
     leg = gather(0, paced=True)
