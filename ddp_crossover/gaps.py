@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable
 
 # A gap that is not worth so many hand-offs would be spent on handing over.
 _PAYS_HAND_OFFS = 5
 _FIRST_HAND_OFF_S = 100e-6
 _WAITS_KEPT = 5
+_TRY_EVERY = 50
 _HAND_OFFS_KEPT = 9
 
 MIN_GAIN = 0.02
@@ -26,6 +27,7 @@ class ExpectedWaits:
 
     def __init__(self) -> None:
         self._waits_s: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_WAITS_KEPT))
+        self._untried: Counter[Hashable] = Counter()
         self._acquires_s: deque[float] = deque(maxlen=_HAND_OFFS_KEPT)
         self._releases_s: deque[float] = deque(maxlen=_HAND_OFFS_KEPT)
 
@@ -57,6 +59,13 @@ class ExpectedWaits:
         known_s = self._waits_s.get(key)
         expected_s = statistics.median(known_s) if known_s else 0.0
         return abs(expected_s - waited_s) >= _PAYS_HAND_OFFS * self.hand_off_s
+
+    def is_worth_trying(self, key: Hashable) -> bool:
+        """Whether to find out how long a wait is, where that costs something: it was long, or not tried lately."""
+        if not self._waits_s.get(key) or self.is_worth_giving(key, 0.0):
+            return True
+        self._untried[key] += 1
+        return self._untried[key] % _TRY_EVERY == 0
 
 
 class Gain:

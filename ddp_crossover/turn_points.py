@@ -77,7 +77,7 @@ class TurnPoints(Hook):
         assert isinstance(ddp, DistributedDataParallel)
         self._inside = False
         # It raised, or no backward will follow.
-        if output is None or not torch.is_grad_enabled() or not ddp.training:
+        if output is None or not torch.is_grad_enabled() or not ddp.module.training:
             self._turns.release()
         elif not ddp.require_backward_grad_sync:
             # The next batch may have to be loaded, and DDP's hook is not called.

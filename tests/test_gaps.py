@@ -45,6 +45,13 @@ def test_old_waits_are_forgotten() -> None:
     assert not expected.is_worth_giving("changing", 0.0)
 
 
+def test_a_wait_that_is_not_seen_is_tried_now_and_then() -> None:
+    expected = waits(long=[0.1], short=[0.0])
+    assert expected.is_worth_trying("never seen")
+    assert expected.is_worth_trying("long")
+    assert [expected.is_worth_trying("short") for _ in range(100)].count(True) == 2
+
+
 @given(st.lists(st.floats(0, 10), max_size=8), st.floats(1e-6, 1e-3))
 def test_no_wait_is_kept_for_ever(known: list[float], hand_off_s: float) -> None:
     """Else two jobs on two devices could each hold what the other's ranks need."""
