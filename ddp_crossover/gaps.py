@@ -7,7 +7,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Hashable
 
 # A gap that is not worth so many hand-offs would be spent on handing over.
-_PAYS_HAND_OFFS = 5
+_PAYS_HAND_OFFS = 10
 _FIRST_HAND_OFF_S = 100e-6
 _WAITS_KEPT = 5
 _TRY_EVERY = 50

@@ -167,7 +167,7 @@ class Turns:
         self._end_turn(time.perf_counter())  # one that the broker has ended
         was_taken = lease.taken
         start_s = time.perf_counter()
-        granted = lease.acquire()
+        granted = lease.acquire(eager=True)
         now_s = time.perf_counter()
         self._late_s = now_s - start_s
         self._regrant_s += self._late_s
