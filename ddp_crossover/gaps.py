@@ -15,6 +15,7 @@ _HAND_OFFS_KEPT = 9
 
 MIN_GAIN = 0.02
 _WINDOW_STEPS = 10
+_MOST_LOST_S = 1.0
 _FIRST_BREAK_STEPS = 250
 _LONGEST_BREAK_STEPS = 4000
 
@@ -106,7 +107,7 @@ class Gain:
             self._steps += 1
             self._elapsed_s += elapsed_s
             self._gained_s += filled_s - slowed_s
-            if self._steps >= _WINDOW_STEPS:
+            if self._steps >= _WINDOW_STEPS or self._gained_s < -_MOST_LOST_S:
                 self._decide()
 
     @property

@@ -110,7 +110,7 @@ class Turns:
                 self.release()  # a leg has failed, or Ctrl-C: who knows what is next
                 raise
             gap.end()
-            if not self._holding:
+            if self._wanted and not self._holding:
                 self._acquire()
 
     def step_ended(self) -> None:

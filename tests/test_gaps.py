@@ -84,6 +84,12 @@ def test_nothing_is_decided_from_a_few_steps_or_without_another_job() -> None:
     assert not gain.sharing
 
 
+def test_a_job_that_is_kept_waiting_does_not_wait_for_the_end_of_the_window() -> None:
+    gain = Gain()
+    run(gain, 1, 0.0, slowed_s=10.0)
+    assert not gain.sharing
+
+
 def test_it_is_tried_again_after_a_break_that_doubles() -> None:
     gain = Gain()
     breaks = []
