@@ -9,6 +9,7 @@ from collections.abc import Hashable
 # A gap that is not worth so many hand-offs would be spent on handing over.
 _PAYS_HAND_OFFS = 10
 _FIRST_HAND_OFF_S = 100e-6
+_LONGEST_HAND_OFF_S = 1e-3
 _WAITS_KEPT = 5
 _TRY_EVERY = 50
 _HAND_OFFS_KEPT = 9
@@ -21,10 +22,7 @@ _LONGEST_BREAK_STEPS = 4000
 
 
 class ExpectedWaits:
-    """How long each wait will be, from what it was in the latest steps; and what a hand-off costs this process.
-
-    Medians, because one step in ten may be anything.
-    """
+    """How long each wait will be: the median of what it was in the latest steps; and what a hand-off costs here."""
 
     def __init__(self) -> None:
         self._waits_s: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_WAITS_KEPT))
@@ -49,7 +47,8 @@ class ExpectedWaits:
         """What it costs to give the lease away and get it back, without the time that another job holds it."""
         if not self._acquires_s or not self._releases_s:
             return _FIRST_HAND_OFF_S
-        return statistics.median(self._acquires_s) + statistics.median(self._releases_s)
+        # The least, because another job may have been a moment faster than what seemed a free acquire.
+        return min(min(self._acquires_s) + min(self._releases_s), _LONGEST_HAND_OFF_S)
 
     def is_worth_giving(self, key: Hashable, waited_s: float) -> bool:
         """Whether to give away what is left of a wait that has lasted for ``waited_s`` already.

@@ -49,7 +49,7 @@ class Turns:
         self._expected = ExpectedWaits()
         self._gain = Gain()
         self._wanted = False
-        # The turn: since when, and how long it was waited for.
+        # The turn: since when, and how long another job kept it waiting.
         self._granted_s: float | None = None
         self._late_s = 0.0
         # Sums, and what they were when the last step ended.
@@ -169,12 +169,12 @@ class Turns:
         start_s = time.perf_counter()
         granted = lease.acquire(eager=True)
         now_s = time.perf_counter()
-        self._late_s = now_s - start_s
-        self._regrant_s += self._late_s
+        self._late_s = now_s - start_s if was_taken else 0.0
+        self._regrant_s += now_s - start_s
         if was_taken:
             self.disturbances += 1
         elif granted:
-            self._expected.note_acquire(self._late_s)
+            self._expected.note_acquire(now_s - start_s)
         if granted:
             self._granted_s = now_s
         else:

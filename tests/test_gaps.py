@@ -21,10 +21,14 @@ def waits(**known: list[float]) -> ExpectedWaits:
     return expected
 
 
-def test_a_hand_off_costs_what_it_usually_costs() -> None:
+def test_a_hand_off_costs_what_it_costs_at_best() -> None:
     expected = waits()
-    expected.note_acquire(1.0)  # once, something else had the core
+    for _ in range(6):
+        expected.note_acquire(1.0)  # another job was faster
     assert expected.hand_off_s == HAND_OFF_S
+    for _ in range(6):
+        expected.note_acquire(1.0)
+    assert expected.hand_off_s == 1e-3
 
 
 def test_a_wait_is_given_at_once_only_where_it_has_been_long_before() -> None:
