@@ -157,7 +157,7 @@ class Arbiter:
         hold = res.hold
         if hold is None:
             return View(0, 0, len(res.queue))
-        waiters = sum(key != hold.job.key for key in res.queue)
+        waiters = len(res.queue) - (hold.job.key in res.queue)
         yielding = hold.fence if hold.job.role is Role.FILLER and self._peer_waits(res) else 0
         return View(hold.fence, yielding, waiters)
 
@@ -234,12 +234,13 @@ class Arbiter:
             res.hold = None
 
     def _arbitrate(self, res: Resource, now_s: float) -> list[Grant]:
-        if res.hold is None:
+        hold = res.hold
+        if hold is None:
             if not res.queue:
                 return []
-            res.hold = self._start(res, self._choose(res), now_s)
-        hold = res.hold
-        hold.charge(now_s)
+            hold = res.hold = self._start(res, self._choose(res), now_s)
+        else:
+            hold.charge(now_s)
         hold.contested = self._is_contested(res, hold)
         waiting = self._waiting_members(hold.job, res)
         # Once somebody waits, each member holds once per fence; else ranks that take turns would never let go.
@@ -275,7 +276,10 @@ class Arbiter:
 
     def _is_contested(self, res: Resource, hold: Hold) -> bool:
         """Whether another job waits that may press the holder. A filler presses no peer: it waits for a gap."""
-        return any(key != hold.job.key and self._jobs[key].role <= hold.job.role for key in res.queue)
+        for key in res.queue:  # noqa: SIM110 - a generator is one more frame in the way of a hand-off
+            if key != hold.job.key and self._jobs[key].role <= hold.job.role:
+                return True
+        return False
 
     def _limit(self, res: Resource, hold: Hold, now_s: float) -> None:
         limit_s = math.inf

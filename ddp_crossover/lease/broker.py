@@ -120,11 +120,10 @@ class Broker:
     # ---- events
 
     def _on_event(self, fd: int) -> None:
-        if fd == self._listener.fileno():
-            self._accept()
-            return
         connection = self._connections.get(fd)
         if connection is None:
+            if fd == self._listener.fileno():
+                self._accept()
             return
         if fd == connection.pidfd:
             self._drop(connection, "its process ended")
@@ -222,7 +221,7 @@ class Broker:
         for member, request, fence in grants:
             # One that was dropped, because it could not be told of an earlier grant, has left the arbiter, too.
             if (connection := self._members.get(member)) is not None:
-                self._send(connection, Message(Kind.GRANT, request=request, fence=fence).encode())
+                self._send(connection, Message(Kind.GRANT, 0, request, fence).encode())
 
     def _send(self, connection: _Connection, data: bytes) -> None:
         if connection.member not in self._members:

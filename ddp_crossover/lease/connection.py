@@ -37,7 +37,7 @@ class BrokerConnection:
 
     def send(self, kind: Kind, *, request: int = 0, fence: int = 0) -> None:
         """Raises ``OSError`` where the broker is gone or does not read."""
-        self._sock.send(Message(kind, request=request, fence=fence).encode(), socket.MSG_NOSIGNAL)
+        self._sock.send(Message(kind, 0, request, fence).encode(), socket.MSG_NOSIGNAL)
 
     def receive(self) -> Message | None:
         """The next message, or None if none came in ``look_s``. Raises ``OSError``, ``ProtocolError``."""
