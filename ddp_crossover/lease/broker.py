@@ -104,7 +104,7 @@ class Broker:
         logger.info("pid %d serves %s", os.getpid(), self._place.socket)
         try:
             while self.serving:
-                events = self._epoll.poll(_BEAT_S if self._arbiter.contended() else _QUIET_S)
+                events = self._epoll.poll(self._wait_s())
                 for fd, _ in events:
                     self._on_event(fd)
                 self._tick(time.monotonic())
@@ -116,6 +116,12 @@ class Broker:
             if self._is_ours():
                 self._place.socket.unlink()
             logger.info("pid %d ends", os.getpid())
+
+    def _wait_s(self) -> float:
+        if not self._arbiter.contended():
+            return _QUIET_S
+        now_s = time.monotonic()
+        return min(_BEAT_S, *(max(0.0, until_s - now_s) for until_s in self._arbiter.kept_free().values()), _QUIET_S)
 
     # ---- events
 
@@ -257,6 +263,9 @@ class Broker:
     def _tick(self, now_s: float) -> None:
         if self._arbiter.contended():
             self._page.beat()
+            for resource, until_s in self._arbiter.kept_free().items():
+                if until_s <= now_s:
+                    self._announce(resource, self._arbiter.give(resource, now_s))
             for resource in self._arbiter.overdue(now_s):
                 self._evict(resource, now_s, "it held for too long")
             if now_s - self._stopped_check_s >= _STOPPED_CHECK_S:

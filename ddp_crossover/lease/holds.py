@@ -49,6 +49,8 @@ class Hold:
     job: Job
     fence: int
     members: set[int]
+    start_s: float = 0.0
+    found_free: bool = False  # nobody had it or waited for it when this job came
     served: set[int] = field(default_factory=set)  # members that have held and released under this fence
     contested: bool = False
     charged_until_s: float = 0.0
