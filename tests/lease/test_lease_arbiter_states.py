@@ -68,9 +68,7 @@ class ArbiterMachine(RuleBasedStateMachine):
     @rule(some=st.lists(picks, min_size=1, max_size=4))
     def request(self, some: list[int]) -> None:
         for member in filter(None, map(self._pick, some)):
-            self.last_request[member] += 1
-            self.waiting[member] = self.last_request[member]
-            self._hear(self.arbiter.request(member, self.last_request[member], self.now_s))
+            self._request(member)
 
     @rule(pick=picks, again=st.booleans())
     def release(self, pick: int, again: bool) -> None:
@@ -82,6 +80,20 @@ class ArbiterMachine(RuleBasedStateMachine):
                 request = self.waiting[member] = self.last_request[member]
             fence = self.told.pop(member)
             self._hear(self.arbiter.release(member, fence, request, self.now_s))
+
+    # A tie: those that led in one may stand back when they come again.
+    @rule(some=st.lists(picks, min_size=2, max_size=4), again=st.integers(0, 4))
+    def come_together(self, some: list[int], again: int) -> None:
+        members = sorted(filter(None, map(self._pick, some)), key=self.members.__getitem__, reverse=True)
+        for member in members:
+            self._request(member)
+        for _ in members:
+            self.now_s += 0.05
+            for member in members:
+                if member in self.told:
+                    self._hear(self.arbiter.release(member, self.told.pop(member), 0, self.now_s))
+        for member in members[:again]:
+            self._request(member)
 
     @rule(pick=picks)
     def cancel(self, pick: int) -> None:
@@ -165,6 +177,11 @@ class ArbiterMachine(RuleBasedStateMachine):
 
     def _pick(self, pick: int) -> int | None:
         return sorted(self.members)[pick % len(self.members)] if self.members else None
+
+    def _request(self, member: int) -> None:
+        self.last_request[member] += 1
+        self.waiting[member] = self.last_request[member]
+        self._hear(self.arbiter.request(member, self.last_request[member], self.now_s))
 
     def _hear(self, grants: list[Grant]) -> None:
         newest = max(self.owners, default=0)
