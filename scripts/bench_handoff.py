@@ -1,18 +1,22 @@
 """How long the lease's own steps take: hand-offs, free turns, looks, and what follows a dead or stopped holder.
 
     python scripts/bench_handoff.py
-    python scripts/bench_handoff.py --rounds 10 --turns 2000 --json handoff.json
+    python scripts/bench_handoff.py --rounds 10 --keep-awake --json handoff.json
 
 Brokers and clients are real processes, started afresh in every round. The measurements take turns, round by round, so
 that a slow moment of the machine hits them all. A hand-off lasts from the call of the holder's `release` to the return
-of the waiting client's `acquire`, by the clock that all processes of a host share. Needs no GPU and no torch.
+of the waiting client's `acquire`, by the clock that all processes of a host share. The bare relay shows how much is the
+machine's: three processes that pass a message on in the same way and do nothing else. On a virtual machine most of it
+is waking a core that sleeps; with `--keep-awake` none does. Needs no GPU and no torch.
 """
 
 import argparse
 import json
 import os
 import platform
+import select
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -34,7 +38,8 @@ from lease.places import Place  # noqa: E402
 from lease.spawn import spawn_broker  # noqa: E402
 
 CONNECT_S = 10.0
-HAND_OFF, FREE_TURN, CONTENDED = "hand-off, us", "free acquire + release, us", "a look at contended, us"
+HAND_OFF, RELAY = "hand-off, us", "bare relay, us"
+FREE_TURN, CONTENDED = "free acquire + release, us", "a look at contended, us"
 AFTER_KILL, AFTER_STOP = "regrant after SIGKILL, ms", "regrant after SIGSTOP, ms"
 JAIN, HEAVY = "Jain index of {} jobs", "share of weight 4 beside 1"
 TARGETS = {
@@ -104,6 +109,7 @@ def share(lease: GpuLease, seconds: float, hold_s: float) -> float:
         time.sleep(hold_s)
         held_s += time.monotonic() - began_s
         lease.yield_turn()
+    lease.release()
     return held_s
 
 
@@ -117,6 +123,19 @@ def be_client(options: str) -> None:
         name, *arguments = json.loads(line)
         print(json.dumps(what[name](lease, *arguments)), flush=True)
     lease.close()
+
+
+def be_relay_end(fd: int, turns: int, hold_s: float) -> None:
+    """Print when each turn began and ended."""
+    times = []
+    with socket.socket(fileno=fd) as sock:
+        for _ in range(turns):
+            sock.recv(64)
+            began_s = time.monotonic()
+            time.sleep(hold_s)
+            times.append((began_s, time.monotonic()))
+            sock.send(bytes(24))
+    print(json.dumps(times))
 
 
 class Client:
@@ -166,6 +185,27 @@ def hand_offs_us(place: Place, stack: ExitStack, args: argparse.Namespace) -> li
     return [1e6 * (hold[1] - before[2]) for before, hold in after if hold[0] < before[2]]
 
 
+def relays_us(turns: int, hold_s: float) -> list[float]:
+    """Two processes that take turns through a third, with nothing of a lease: from send to receive."""
+    with ExitStack() as stack:
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+        ends = []
+        for _, end in pairs:
+            command = [sys.executable, "-I", "-S", __file__, "--relay-end", str(end.fileno()), str(turns), str(hold_s)]
+            ends.append(subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[end.fileno()]))
+            stack.callback(ends[-1].kill)
+        epoll = select.epoll()
+        towards = {pairs[i][0].fileno(): pairs[1 - i][0] for i in range(2)}
+        for fd in towards:
+            epoll.register(fd, select.EPOLLIN)
+        pairs[0][0].send(bytes(24))
+        for _ in range(2 * turns - 1):
+            [(fd, _)] = epoll.poll(CONNECT_S)
+            towards[fd].send(os.read(fd, 64))
+        times = sorted(turn for end in ends for turn in json.loads(end.communicate()[0]))
+    return [1e6 * (began_s - sent_s) for (_, sent_s), (began_s, _) in pairwise(times)]
+
+
 def free_turn_us(place: Place, stack: ExitStack, args: argparse.Namespace) -> dict[str, float]:
     """One client alone."""
     return Client(place, stack, job="a").call("free_turns", args.turns)
@@ -207,11 +247,22 @@ def with_broker(measure: Callable[..., Any], *arguments: Any) -> Any:
         return measure(place, stack, *arguments)
 
 
+def keep_awake(stack: ExitStack) -> None:
+    """A process on each core that runs whenever nothing else does."""
+    for core in os.sched_getaffinity(0):
+        spin = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10_000))"
+        process = stack.enter_context(subprocess.Popen([sys.executable, "-I", "-S", "-c", spin]))
+        stack.callback(process.kill)
+        os.sched_setaffinity(process.pid, [core])
+        os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
+
+
 def measure_round(args: argparse.Namespace) -> dict[str, list[float]]:
     """Every measurement once: its samples, or its one figure."""
     free = with_broker(free_turn_us, args)
     return {
         HAND_OFF: with_broker(hand_offs_us, args),
+        RELAY: relays_us(args.turns, 1e-3 * args.hold_ms),
         FREE_TURN: [free["turn"]],
         CONTENDED: [free["contended"]],
         AFTER_KILL: [1e3 * s for s in with_broker(regrants_s, signal.SIGKILL, args.kills)],
@@ -258,6 +309,9 @@ def main() -> None:
     if sys.argv[1:2] == ["--client"]:
         be_client(sys.argv[2])
         return
+    if sys.argv[1:2] == ["--relay-end"]:
+        be_relay_end(int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
+        return
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -267,13 +321,17 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20, help="holders killed in each round")
     parser.add_argument("--stops", type=int, default=3, help="holders stopped in each round")
     parser.add_argument("--share-s", type=float, default=1.0, help="how long jobs compete for their shares")
+    parser.add_argument("--keep-awake", action="store_true", help="let no core sleep, with idle-priority processes")
     parser.add_argument("--json", type=Path, help="file for all figures")
     args = parser.parse_args()
 
     config = {"python": platform.python_version(), "kernel": platform.release(), "processor": processor_name()}
     config |= {"cores": len(os.sched_getaffinity(0))} | {k: v for k, v in vars(args).items() if k != "json"}
     print("  ".join(f"{key}={value}" for key, value in config.items()))
-    rounds = [measure_round(args) for _ in range(args.rounds)]
+    with ExitStack() as stack:
+        if args.keep_awake:
+            keep_awake(stack)
+        rounds = [measure_round(args) for _ in range(args.rounds)]
     print_results(rounds)
     if args.json:
         figures = {name: [summary(samples[name]) for samples in rounds] for name in rounds[0]}

@@ -247,7 +247,7 @@ class Arbiter:
         if not hold.members:
             hold.charge(now_s)
             res.hold = None
-            if hold.found_free and res.queue:
+            if hold.found_free:
                 rivals = {key: since_s for key, since_s in res.queue.items() if self._jobs[key].role is hold.job.role}
                 self._ties[res.name].note_hold(hold.job.key, rivals, hold.start_s, now_s)
 

@@ -22,7 +22,7 @@ from .holds import JobKey
 from .page import RESOURCE_SLOTS, PageWriter
 from .places import Place
 from .processes import Peer, is_stopped, open_pidfd, peer_of
-from .protocol import HELLO_BYTES, Kind, Message, ProtocolError, Refusal, decode, decode_hello
+from .protocol import HELLO_BYTES, Kind, Message, ProtocolError, Refusal, decode, decode_hello, encode
 
 logger = logging.getLogger("ddp_crossover.lease")
 
@@ -54,7 +54,7 @@ class BrokerSettings:
     limits: Limits = field(default_factory=Limits)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Connection:
     sock: socket.socket
     peer: Peer
@@ -227,7 +227,7 @@ class Broker:
         for member, request, fence in grants:
             # One that was dropped, because it could not be told of an earlier grant, has left the arbiter, too.
             if (connection := self._members.get(member)) is not None:
-                self._send(connection, Message(Kind.GRANT, 0, request, fence).encode())
+                self._send(connection, encode(Kind.GRANT, 0, request, fence))
 
     def _send(self, connection: _Connection, data: bytes) -> None:
         if connection.member not in self._members:

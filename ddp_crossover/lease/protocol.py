@@ -85,7 +85,12 @@ class Message(NamedTuple):
     fence: int = 0
 
     def encode(self) -> bytes:
-        return _HEADER.pack(MAGIC, VERSION, self.kind, self.value, self.request, self.fence)
+        return encode(*self)
+
+
+def encode(kind: Kind, value: int, request: int, fence: int) -> bytes:
+    """The bytes of that :class:`Message`, which need not be made for it: this is in the way of a hand-off."""
+    return _HEADER.pack(MAGIC, VERSION, kind, value, request, fence)
 
 
 class Hello(NamedTuple):
