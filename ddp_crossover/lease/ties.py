@@ -47,6 +47,11 @@ class Ties:
         self._credit_s = CREDIT_S
         self._credited_at_s = -math.inf
 
+    @property
+    def tied(self) -> bool:
+        """Whether some job may have to stand back when it next finds the resource free."""
+        return bool(self._led)
+
     def note_hold(self, job: JobKey, rivals: Mapping[JobKey, float], start_s: float, end_s: float) -> None:
         """A hold ends that had found the resource free; its ``rivals`` have waited since the times given."""
         window_s = min(TIE * (end_s - start_s), LONGEST_S)
