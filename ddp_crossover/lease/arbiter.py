@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from .holds import Hold, Job, JobKey, Member, Resource
 from .protocol import Role
+from .ties import Ties
 
 EQUAL_S = 0.001
 """Differences below this are noise of measurement. Among equals the first comes first, and among those that came
@@ -33,6 +34,7 @@ class View(NamedTuple):
     fence: int
     yielding: int
     waiters: int
+    tied: int
 
 
 class MismatchError(ValueError):
@@ -62,6 +64,7 @@ class Arbiter:
         self._jobs: dict[JobKey, Job] = {}
         self._members: dict[int, Member] = {}
         self._resources: dict[str, Resource] = {}
+        self._ties: dict[str, Ties] = {}
 
     # ---- members come and go
 
@@ -73,6 +76,7 @@ class Arbiter:
             raise MismatchError(f"job {key.name} is here as {job.role.name} of weight {job.weight}")
         self._jobs[key] = job
         res = self._resources.setdefault(resource, Resource(resource))
+        self._ties.setdefault(resource, Ties())
         self._members[member] = Member(job, res)
         job.members.add(member)
         res.members.add(member)
@@ -81,6 +85,8 @@ class Arbiter:
     def leave(self, member: int, now_s: float) -> list[Grant]:
         """Forget ``member``, whatever it was doing."""
         m = self._members[member]
+        if m.job.members & m.resource.members == {member}:
+            self._ties[m.resource.name].forget(m.job.key, now_s)
         grants = self._give_up(member, m, now_s)
         del self._members[member]
         m.job.members.discard(member)
@@ -89,7 +95,7 @@ class Arbiter:
         if not m.job.members:
             del self._jobs[m.job.key]
         if not m.resource.members:
-            del self._resources[m.resource.name]
+            del self._resources[m.resource.name], self._ties[m.resource.name]
         return grants
 
     # ---- what members ask for
@@ -104,8 +110,9 @@ class Arbiter:
         if hold is not None and member in hold.members:
             return [Grant(member, request, hold.fence)]
         m.waiting = True
+        finds_free = hold is None and not m.resource.queue
         self._enqueue(m, now_s)
-        return self._arbitrate(m.resource, now_s)
+        return self._arbitrate(m.resource, now_s, finds_free)
 
     def release(self, member: int, fence: int, again: int, now_s: float) -> list[Grant]:
         """``member`` gives up its hold under ``fence``, and queues for another as request ``again`` unless that is 0.
@@ -147,19 +154,29 @@ class Arbiter:
         """Resources whose hold has reached its limit, to be evicted."""
         return [r.name for r in self._resources.values() if r.hold is not None and r.hold.ends_s <= now_s]
 
+    def kept_free(self) -> dict[str, float]:
+        """Resources that are kept free though somebody waits, and until when. Then they are to be given."""
+        waits = {name: ties.standing_back for name, ties in self._ties.items()}
+        return {name: wait.until_s for name, wait in waits.items() if wait is not None}
+
+    def give(self, resource: str, now_s: float) -> list[Grant]:
+        """Give a resource that has been kept free for long enough."""
+        return self._arbitrate(self._resources[resource], now_s)
+
     # ---- what others may know
 
     def view(self, resource: str) -> View:
         """What to show of a resource; an unknown one is free."""
         res = self._resources.get(resource)
         if res is None:
-            return View(0, 0, 0)
+            return View(0, 0, 0, 0)
         hold = res.hold
+        tied = int(self._ties[resource].tied)
         if hold is None:
-            return View(0, 0, len(res.queue))
-        waiters = sum(key != hold.job.key for key in res.queue)
+            return View(0, 0, len(res.queue), tied)
+        waiters = len(res.queue) - (hold.job.key in res.queue)
         yielding = hold.fence if hold.job.role is Role.FILLER and self._peer_waits(res) else 0
-        return View(hold.fence, yielding, waiters)
+        return View(hold.fence, yielding, waiters, tied)
 
     def holders(self, resource: str) -> frozenset[int]:
         """Members that hold the resource now."""
@@ -232,14 +249,19 @@ class Arbiter:
         if not hold.members:
             hold.charge(now_s)
             res.hold = None
+            if hold.found_free:
+                rivals = {key: since_s for key, since_s in res.queue.items() if self._jobs[key].role is hold.job.role}
+                self._ties[res.name].note_hold(hold.job.key, rivals, hold.start_s, now_s)
 
-    def _arbitrate(self, res: Resource, now_s: float) -> list[Grant]:
-        if res.hold is None:
-            if not res.queue:
-                return []
-            res.hold = self._start(res, self._choose(res), now_s)
+    def _arbitrate(self, res: Resource, now_s: float, finds_free: bool = False) -> list[Grant]:
         hold = res.hold
-        hold.charge(now_s)
+        if hold is None:
+            job = self._next(res, now_s, finds_free)
+            if job is None:
+                return []
+            hold = res.hold = self._start(res, job, now_s, finds_free)
+        else:
+            hold.charge(now_s)
         hold.contested = self._is_contested(res, hold)
         waiting = self._waiting_members(hold.job, res)
         # Once somebody waits, each member holds once per fence; else ranks that take turns would never let go.
@@ -255,11 +277,20 @@ class Arbiter:
         self._limit(res, hold, now_s)
         return grants
 
-    def _start(self, res: Resource, job: Job, now_s: float) -> Hold:
+    def _start(self, res: Resource, job: Job, now_s: float, found_free: bool) -> Hold:
         fence = self._next_fence
         self._next_fence += 1
         res.floors_s[job.role] = max(res.floors_s[job.role], job.virtual_s)
-        return Hold(job, fence, set(), charged_until_s=now_s)
+        return Hold(job, fence, set(), start_s=now_s, found_free=found_free, charged_until_s=now_s)
+
+    def _next(self, res: Resource, now_s: float, finds_free: bool) -> Job | None:
+        """None where nobody wants it, or where it is kept free for somebody."""
+        ties = self._ties[res.name]
+        if not res.queue:
+            ties.stop(now_s)
+            return None
+        key = ties.choose(self._choose(res).key, res.queue, finds_free, now_s)
+        return self._jobs[key] if key is not None else None
 
     def _choose(self, res: Resource) -> Job:
         jobs = [self._jobs[key] for key in res.queue]
@@ -275,7 +306,10 @@ class Arbiter:
 
     def _is_contested(self, res: Resource, hold: Hold) -> bool:
         """Whether another job waits that may press the holder. A filler presses no peer: it waits for a gap."""
-        return any(key != hold.job.key and self._jobs[key].role <= hold.job.role for key in res.queue)
+        for key in res.queue:  # noqa: SIM110 - a generator is one more frame in the way of a hand-off
+            if key != hold.job.key and self._jobs[key].role <= hold.job.role:
+                return True
+        return False
 
     def _limit(self, res: Resource, hold: Hold, now_s: float) -> None:
         limit_s = math.inf

@@ -22,7 +22,7 @@ from .holds import JobKey
 from .page import RESOURCE_SLOTS, PageWriter, tag_of
 from .places import Place
 from .processes import Peer, is_stopped, open_pidfd, peer_of
-from .protocol import HELLO_BYTES, Kind, Message, ProtocolError, Refusal, decode, decode_hello
+from .protocol import HELLO_BYTES, Kind, Message, ProtocolError, Refusal, decode, decode_hello, encode
 
 logger = logging.getLogger("ddp_crossover.lease")
 
@@ -54,7 +54,7 @@ class BrokerSettings:
     limits: Limits = field(default_factory=Limits)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Connection:
     sock: socket.socket
     peer: Peer
@@ -104,7 +104,7 @@ class Broker:
         logger.info("pid %d serves %s", os.getpid(), self._place.socket)
         try:
             while self.serving:
-                events = self._epoll.poll(_BEAT_S if self._arbiter.contended() else _QUIET_S)
+                events = self._epoll.poll(self._wait_s())
                 for fd, _ in events:
                     self._on_event(fd)
                 self._tick(time.monotonic())
@@ -117,14 +117,19 @@ class Broker:
                 self._place.socket.unlink()
             logger.info("pid %d ends", os.getpid())
 
+    def _wait_s(self) -> float:
+        if not self._arbiter.contended():
+            return _QUIET_S
+        now_s = time.monotonic()
+        return min(_BEAT_S, *(max(0.0, until_s - now_s) for until_s in self._arbiter.kept_free().values()), _QUIET_S)
+
     # ---- events
 
     def _on_event(self, fd: int) -> None:
-        if fd == self._listener.fileno():
-            self._accept()
-            return
         connection = self._connections.get(fd)
         if connection is None:
+            if fd == self._listener.fileno():
+                self._accept()
             return
         if fd == connection.pidfd:
             self._drop(connection, "its process ended")
@@ -224,7 +229,7 @@ class Broker:
         for member, request, fence in grants:
             # One that was dropped, because it could not be told of an earlier grant, has left the arbiter, too.
             if (connection := self._members.get(member)) is not None:
-                self._send(connection, Message(Kind.GRANT, request=request, fence=fence).encode())
+                self._send(connection, encode(Kind.GRANT, 0, request, fence))
 
     def _send(self, connection: _Connection, data: bytes) -> None:
         if connection.member not in self._members:
@@ -260,6 +265,9 @@ class Broker:
     def _tick(self, now_s: float) -> None:
         if self._arbiter.contended():
             self._page.beat()
+            for resource, until_s in self._arbiter.kept_free().items():
+                if until_s <= now_s:
+                    self._announce(resource, self._arbiter.give(resource, now_s))
             for resource in self._arbiter.overdue(now_s):
                 self._evict(resource, now_s, "it held for too long")
             if now_s - self._stopped_check_s >= _STOPPED_CHECK_S:

@@ -260,7 +260,10 @@ class GpuLease:
     def _ask_if_free(self) -> bool:
         """Ask where nobody is in the way, and do not wait for the answer."""
         connection = self._keeper.connection
-        if connection is None or self.role == "filler" or connection.page.fence or connection.page.waiters:
+        if connection is None or self.role == "filler":
+            return False
+        # Where it may be kept free for another job, the answer counts.
+        if connection.page.fence or connection.page.waiters or connection.page.tied:
             return False
         try:
             connection.discard()  # earlier answers that nobody has waited for

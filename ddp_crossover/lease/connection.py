@@ -11,7 +11,18 @@ import struct
 from .page import PageReader
 from .places import Place, PlaceError
 from .processes import peer_of
-from .protocol import MESSAGE_BYTES, REFUSALS, STATUS_BYTES, Hello, Kind, Message, ProtocolError, Refusal, decode
+from .protocol import (
+    MESSAGE_BYTES,
+    REFUSALS,
+    STATUS_BYTES,
+    Hello,
+    Kind,
+    Message,
+    ProtocolError,
+    Refusal,
+    decode,
+    encode,
+)
 
 
 class RefusedError(Exception):
@@ -37,7 +48,7 @@ class BrokerConnection:
 
     def send(self, kind: Kind, *, request: int = 0, fence: int = 0) -> None:
         """Raises ``OSError`` where the broker is gone or does not read."""
-        self._sock.send(Message(kind, request=request, fence=fence).encode(), socket.MSG_NOSIGNAL)
+        self._sock.send(encode(kind, 0, request, fence), socket.MSG_NOSIGNAL)
 
     def receive(self) -> Message | None:
         """The next message, or None if none came in ``look_s``. Raises ``OSError``, ``ProtocolError``."""

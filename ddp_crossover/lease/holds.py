@@ -16,7 +16,7 @@ class JobKey(NamedTuple):
     name: str
 
 
-@dataclass
+@dataclass(slots=True)
 class Job:
     """A job, wherever it has members."""
 
@@ -32,7 +32,7 @@ class Job:
         self.virtual_s += held_s / (self.weight * max(1, self.shared_resources))
 
 
-@dataclass
+@dataclass(slots=True)
 class Member:
     """One connection: a process of a job, on one resource."""
 
@@ -42,13 +42,15 @@ class Member:
     waiting: bool = False
 
 
-@dataclass
+@dataclass(slots=True)
 class Hold:
     """A job's turn on a resource."""
 
     job: Job
     fence: int
     members: set[int]
+    start_s: float = 0.0
+    found_free: bool = False  # nobody had it or waited for it when this job came
     served: set[int] = field(default_factory=set)  # members that have held and released under this fence
     contested: bool = False
     charged_until_s: float = 0.0
@@ -62,7 +64,7 @@ class Hold:
         self.charged_until_s = now_s
 
 
-@dataclass
+@dataclass(slots=True)
 class Resource:
     """A GPU: who wants it, who has it."""
 

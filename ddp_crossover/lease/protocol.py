@@ -85,7 +85,12 @@ class Message(NamedTuple):
     fence: int = 0
 
     def encode(self) -> bytes:
-        return _HEADER.pack(MAGIC, VERSION, self.kind, self.value, self.request, self.fence)
+        return encode(*self)
+
+
+def encode(kind: Kind, value: int, request: int, fence: int) -> bytes:
+    """The bytes of that :class:`Message`, which need not be made for it: this is in the way of a hand-off."""
+    return _HEADER.pack(MAGIC, VERSION, kind, value, request, fence)
 
 
 class Hello(NamedTuple):
@@ -110,12 +115,12 @@ def decode(data: bytes) -> Message:
         raise ProtocolError(Refusal.MALFORMED, "wrong magic number")
     if version != VERSION:
         raise ProtocolError(Refusal.VERSION, f"version {version}, ours is {VERSION}")
-    if kind not in _KINDS:
+    known = _KINDS.get(kind)
+    if known is None:
         raise ProtocolError(Refusal.MALFORMED, f"unknown kind {kind}")
-    kind = _KINDS[kind]
-    if (kind is Kind.HELLO) != (len(data) == HELLO_BYTES):
-        raise ProtocolError(Refusal.MALFORMED, f"{len(data)} bytes are no {kind.name}")
-    return Message(kind, value, request, fence)
+    if (known is Kind.HELLO) != (len(data) == HELLO_BYTES):
+        raise ProtocolError(Refusal.MALFORMED, f"{len(data)} bytes are no {known.name}")
+    return Message(known, value, request, fence)
 
 
 def decode_hello(data: bytes) -> Hello:

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from ddp_crossover.lease.arbiter import EQUAL_S, Arbiter, Grant
 from ddp_crossover.lease.holds import JobKey
 from ddp_crossover.lease.protocol import Role
+from ddp_crossover.lease.ties import LONGEST_S
 
 RESOURCES = ["GPU-0", "GPU-1"]
 JOBS = {
@@ -34,6 +35,7 @@ class ArbiterMachine(RuleBasedStateMachine):
         self.waiting: dict[int, int] = {}  # member: request
         self.told: dict[int, int] = {}  # member: fence under which it believes to hold
         self.owners: dict[int, tuple[JobKey, str]] = {}  # of every fence there was
+        self.kept_free: set[str] = set()  # before the arbiter was called last
         self.next_member = 1
 
     # ---- what members do
@@ -66,9 +68,7 @@ class ArbiterMachine(RuleBasedStateMachine):
     @rule(some=st.lists(picks, min_size=1, max_size=4))
     def request(self, some: list[int]) -> None:
         for member in filter(None, map(self._pick, some)):
-            self.last_request[member] += 1
-            self.waiting[member] = self.last_request[member]
-            self._hear(self.arbiter.request(member, self.last_request[member], self.now_s))
+            self._request(member)
 
     @rule(pick=picks, again=st.booleans())
     def release(self, pick: int, again: bool) -> None:
@@ -80,6 +80,20 @@ class ArbiterMachine(RuleBasedStateMachine):
                 request = self.waiting[member] = self.last_request[member]
             fence = self.told.pop(member)
             self._hear(self.arbiter.release(member, fence, request, self.now_s))
+
+    # A tie: those that led in one may stand back when they come again.
+    @rule(some=st.lists(picks, min_size=2, max_size=4), again=st.integers(0, 4))
+    def come_together(self, some: list[int], again: int) -> None:
+        members = sorted(filter(None, map(self._pick, some)), key=self.members.__getitem__, reverse=True)
+        for member in members:
+            self._request(member)
+        for _ in members:
+            self.now_s += 0.05
+            for member in members:
+                if member in self.told:
+                    self._hear(self.arbiter.release(member, self.told.pop(member), 0, self.now_s))
+        for member in members[:again]:
+            self._request(member)
 
     @rule(pick=picks)
     def cancel(self, pick: int) -> None:
@@ -110,6 +124,13 @@ class ArbiterMachine(RuleBasedStateMachine):
             # Those evicted are not told: they go on believing in a fence that is stale.
             self._hear(self.arbiter.evict(resource, self.now_s))
 
+    @rule()
+    def give_what_was_kept_free_for_long_enough(self) -> None:
+        for resource, until_s in self.arbiter.kept_free().items():
+            if until_s <= self.now_s:
+                self._hear(self.arbiter.give(resource, self.now_s))
+                assert resource not in self.arbiter.kept_free()
+
     # ---- what must hold
 
     @invariant()
@@ -130,7 +151,11 @@ class ArbiterMachine(RuleBasedStateMachine):
                 continue
             assert set(self.arbiter.queue(resource)) == jobs
             holder = self.arbiter_holder(resource)
-            assert holder is not None
+            if holder is None:
+                assert self.arbiter.kept_free()[resource] <= self.now_s + LONGEST_S
+                assert self.arbiter.view(resource).waiters == len(jobs) == 1
+                continue
+            assert resource not in self.arbiter.kept_free()
             assert jobs != {holder}, "ranks of the holder wait though no other job does"
             assert self.arbiter.view(resource).waiters == len(jobs - {holder})
 
@@ -139,6 +164,7 @@ class ArbiterMachine(RuleBasedStateMachine):
         while self.waiting:
             before = len(self.waiting)
             self.now_s += 1.0
+            self.give_what_was_kept_free_for_long_enough()
             for resource in self.arbiter.resources():
                 for member in self.arbiter.holders(resource):
                     self._hear(self.arbiter.release(member, self.told.pop(member), 0, self.now_s))
@@ -152,6 +178,11 @@ class ArbiterMachine(RuleBasedStateMachine):
     def _pick(self, pick: int) -> int | None:
         return sorted(self.members)[pick % len(self.members)] if self.members else None
 
+    def _request(self, member: int) -> None:
+        self.last_request[member] += 1
+        self.waiting[member] = self.last_request[member]
+        self._hear(self.arbiter.request(member, self.last_request[member], self.now_s))
+
     def _hear(self, grants: list[Grant]) -> None:
         newest = max(self.owners, default=0)
         for member, request, fence in grants:
@@ -164,11 +195,13 @@ class ArbiterMachine(RuleBasedStateMachine):
                 self._must_have_been_next(key, resource)
             else:
                 assert fence == self.arbiter.view(resource).fence
+        self.kept_free = set(self.arbiter.kept_free())
 
     def _must_have_been_next(self, key: JobKey, resource: str) -> None:
         for rival in self.arbiter.queue(resource):
             assert JOBS[key][0] <= JOBS[rival][0], "a filler went before a peer"
-            if rival != key and JOBS[key][0] is JOBS[rival][0]:
+            # What was kept free goes to the one for whom it was.
+            if rival != key and JOBS[key][0] is JOBS[rival][0] and resource not in self.kept_free:
                 assert self.arbiter.virtual_s(key) <= self.arbiter.virtual_s(rival) + EQUAL_S
 
 

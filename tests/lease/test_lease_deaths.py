@@ -76,6 +76,40 @@ def test_a_stopped_holder_is_succeeded_and_its_release_is_stale(
     assert third.result()
 
 
+def test_a_waiter_that_is_stopped_while_it_gets_its_grant_asks_again(
+    processes: LeaseProcesses, pair: tuple[Actor, Actor]
+) -> None:
+    holder, waiter = pair
+    third = processes.actor("third", max_wait_s=1000)
+    third.start("acquire")
+    eventually(lambda: len(processes.status()["resources"][0]["waiting"]) == 2)
+    waiter.signal(signal.SIGSTOP)
+    holder.call("release")
+    assert third.result()
+    waiter.signal(signal.SIGCONT)
+    eventually(lambda: third.call("get", "contended"))
+    assert not waiter.has_answered()
+    third.call("release")
+    assert waiter.result()
+    assert waiter.call("stats")["lost"] == 1
+
+
+def test_a_broker_that_is_killed_again_and_again_is_replaced(processes: LeaseProcesses) -> None:
+    actors = [processes.actor(name, spawn_broker=True) for name in "ab"]
+    killed = set()
+    for _ in range(5):
+        for actor in actors:
+            actor.start("take_turns", 0.2, 0.001, 0.0)
+        broker = processes.status()["pid"]
+        assert broker not in killed
+        killed.add(broker)
+        os.kill(broker, signal.SIGKILL)
+        for actor in actors:
+            actor.result()
+            assert actor.call("wait_until_connected", 20)
+    assert [actor.call("hold_for", 0.0)["leased"] for actor in actors] == [True, True]
+
+
 def test_a_killed_broker_stops_nobody(processes: LeaseProcesses) -> None:
     broker = processes.broker()
     holder, waiter = processes.actor("holder"), processes.actor("waiter")

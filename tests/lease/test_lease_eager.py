@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,19 @@ def test_it_is_held_until_it_is_released(processes: LeaseProcesses, lease: GpuLe
     lease.release()
     assert not lease.holding
     assert other.result()
+
+
+def test_who_may_have_to_stand_back_waits_for_the_answer(processes: LeaseProcesses, lease: GpuLease) -> None:
+    first = processes.raw()
+    first.hello("a")
+    assert lease.acquire(eager=True) and lease.fence == 0
+    eventually(lambda: first.page.fence)
+    first.send(Kind.REQUEST, request=1)
+    time.sleep(0.4)  # a tie is a part of a hold
+    lease.release()
+    first.send(Kind.RELEASE, fence=first.receive().fence)
+    eventually(lambda: not lease.taken)
+    assert lease.acquire(eager=True) and lease.fence > 0
 
 
 def test_it_waits_for_whoever_holds_it(processes: LeaseProcesses, lease: GpuLease) -> None:

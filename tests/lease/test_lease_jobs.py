@@ -7,7 +7,9 @@ import time
 from itertools import pairwise
 
 import pytest
-from lease_processes import Actor, LeaseProcesses, eventually
+from lease_processes import Actor, LeaseProcesses, RawClient, eventually
+
+from ddp_crossover.lease.protocol import Kind
 
 
 def _start_waiting(actor: Actor, holder: Actor, kind: str = "acquire") -> None:
@@ -125,6 +127,36 @@ def test_yielding_serves_the_other_first(processes: LeaseProcesses) -> None:
     assert not first.has_answered(0.1)
     second.call("release")
     assert first.result()
+
+
+@pytest.fixture
+def tied(processes: LeaseProcesses) -> tuple[RawClient, RawClient]:
+    """Jobs a and b that are away after b went first in a tie."""
+    processes.broker()
+    first, last = processes.raw(), processes.raw()
+    for client, name in ((first, "a"), (last, "b")):
+        client.hello(name)
+    last.send(Kind.REQUEST, request=1)
+    first.send(Kind.REQUEST, request=1)
+    time.sleep(0.4)  # a tie is a part of a hold
+    last.send(Kind.RELEASE, fence=last.receive().fence)
+    first.send(Kind.RELEASE, fence=first.receive().fence)
+    eventually(lambda: first.page.fence == 0)
+    return first, last
+
+
+def test_who_led_in_a_tie_stands_back(tied: tuple[RawClient, RawClient]) -> None:
+    first, last = tied
+    last.send(Kind.REQUEST, request=2)
+    first.send(Kind.REQUEST, request=2)
+    assert first.receive().kind is Kind.GRANT
+    assert last.hears_nothing()
+
+
+def test_who_stands_back_for_a_job_that_does_not_come_gets_its_turn(tied: tuple[RawClient, RawClient]) -> None:
+    _, last = tied
+    last.send(Kind.REQUEST, request=2)
+    assert last.receive().kind is Kind.GRANT
 
 
 def test_resources_do_not_wait_for_each_other(processes: LeaseProcesses) -> None:

@@ -1,0 +1,179 @@
+"""Who stands back for whom where jobs come together, and what that may cost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_crossover.lease.arbiter import Arbiter
+from ddp_crossover.lease.holds import JobKey
+from ddp_crossover.lease.protocol import Role
+from ddp_crossover.lease.ties import CREDIT_RATE, CREDIT_S, LONGEST_S, TIE
+
+GPU = "GPU-0"
+HOLD_S = 0.1
+LATE_S = 0.5 * TIE * HOLD_S
+MEMBERS = {"a": 1, "b": 2, "c": 3}
+
+
+class OneGpu:
+    """An arbiter, and jobs that ask and release by name."""
+
+    def __init__(self, jobs: str = "ab", role: Role = Role.PEER) -> None:
+        self.arbiter = Arbiter(first_fence=1)
+        self.requests = dict.fromkeys(jobs, 0)
+        self.now_s = 10.0
+        for job in jobs:
+            self.arbiter.join(MEMBERS[job], JobKey(0, job), GPU, role, 1.0)
+
+    @property
+    def holder(self) -> str | None:
+        key = self.arbiter.holding_job(GPU)
+        return key.name if key is not None else None
+
+    def ask(self, job: str) -> None:
+        self.requests[job] += 1
+        self.arbiter.request(MEMBERS[job], self.requests[job], self.now_s)
+
+    def release(self, after_s: float = 0.0) -> None:
+        assert self.holder is not None
+        self.now_s += after_s
+        self.arbiter.release(MEMBERS[self.holder], self.arbiter.view(GPU).fence, 0, self.now_s)
+
+    def tie(self, first: str, second: str, late_s: float = LATE_S) -> None:
+        """``first`` finds the GPU free, ``second`` comes a little later, both have their turn and are away."""
+        self.ask(first)
+        self.now_s += late_s
+        self.ask(second)
+        self.release(HOLD_S - late_s)
+        assert self.holder == second
+        self.release(HOLD_S)
+        self.now_s += HOLD_S
+
+
+def test_who_led_in_a_tie_stands_back_for_the_one_whose_name_sorts_first() -> None:
+    gpu = OneGpu()
+    gpu.tie("b", "a")
+    gpu.ask("b")
+    assert gpu.holder is None
+    assert gpu.arbiter.view(GPU).waiters == 1
+    gpu.now_s += LATE_S
+    gpu.ask("a")
+    assert gpu.holder == "a"
+    gpu.release(HOLD_S)
+    assert gpu.holder == "b"
+
+
+def test_whose_name_sorts_first_does_not_stand_back() -> None:
+    gpu = OneGpu()
+    gpu.tie("a", "b")
+    gpu.ask("a")
+    assert gpu.holder == "a"
+
+
+def test_jobs_that_do_not_come_together_do_not_stand_back() -> None:
+    gpu = OneGpu()
+    gpu.tie("b", "a", late_s=1.1 * TIE * HOLD_S)
+    gpu.ask("b")
+    assert gpu.holder == "b"
+
+
+def test_it_does_not_wait_for_longer_than_a_tie_lasts_and_only_once() -> None:
+    gpu = OneGpu()
+    gpu.tie("b", "a")
+    gpu.ask("b")
+    [until_s] = gpu.arbiter.kept_free().values()
+    assert until_s == pytest.approx(gpu.now_s + TIE * HOLD_S)
+    gpu.now_s = until_s
+    gpu.arbiter.give(GPU, gpu.now_s)
+    assert gpu.holder == "b"
+    assert not gpu.arbiter.kept_free()
+    gpu.release(HOLD_S)
+    gpu.ask("b")
+    assert gpu.holder == "b"
+
+
+def test_a_tie_is_forgotten_once_the_jobs_come_apart() -> None:
+    gpu = OneGpu()
+    gpu.tie("b", "a")
+    gpu.ask("a")
+    gpu.ask("b")
+    gpu.release(HOLD_S)
+    gpu.release(HOLD_S)
+    gpu.ask("b")
+    assert gpu.holder == "b"
+
+
+def test_nobody_stands_back_for_a_job_that_has_left() -> None:
+    gpu = OneGpu()
+    gpu.tie("b", "a")
+    gpu.arbiter.leave(MEMBERS["a"], gpu.now_s)
+    gpu.ask("b")
+    assert gpu.holder == "b"
+
+
+def test_a_job_that_leaves_is_waited_for_no_longer() -> None:
+    gpu = OneGpu()
+    gpu.tie("b", "a")
+    gpu.ask("b")
+    assert gpu.holder is None
+    gpu.arbiter.leave(MEMBERS["a"], gpu.now_s)
+    assert gpu.holder == "b"
+
+
+def test_who_stands_back_and_gives_up_is_forgotten() -> None:
+    gpu = OneGpu()
+    gpu.tie("b", "a")
+    gpu.ask("b")
+    gpu.arbiter.cancel(MEMBERS["b"], gpu.requests["b"], gpu.now_s)
+    assert not gpu.arbiter.kept_free()
+    assert gpu.arbiter.view(GPU).waiters == 0
+    gpu.ask("b")
+    assert gpu.holder == "b"
+
+
+def test_a_third_job_is_not_kept_waiting_for_an_absent_one() -> None:
+    gpu = OneGpu("abc")
+    gpu.tie("b", "a")
+    gpu.ask("b")
+    assert gpu.holder is None
+    gpu.ask("c")
+    assert gpu.holder == "b"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6), st.lists(st.floats(0.001, 0.3), min_size=3, max_size=3), st.floats(0.0, 0.5))
+def test_a_gpu_is_kept_free_for_a_bounded_part_of_the_time(seed: int, away_s: list[float], noise: float) -> None:
+    """Jobs that hold and are away for similar times, which ties a lot of them."""
+    rng = random.Random(seed)
+    gpu = OneGpu("abc")
+    start_s = gpu.now_s
+    comes_s = {job: start_s + rng.uniform(0, 0.01) for job in "abc"}
+    ends_s = kept_s = 0.0
+    led = {"a": True, "b": True, "c": True}  # whether it has had a turn since it last stood back
+    while gpu.now_s < start_s + 20.0:
+        kept = gpu.arbiter.kept_free()
+        due = [*comes_s.values(), *kept.values(), *([ends_s] if gpu.holder else [])]
+        before_s, gpu.now_s = gpu.now_s, min(due)
+        kept_s += (gpu.now_s - before_s) * bool(kept)
+        assert kept_s <= CREDIT_S + CREDIT_RATE * (gpu.now_s - start_s) + 1e-9
+        holder = gpu.holder
+        if holder and ends_s <= gpu.now_s:
+            gpu.release()
+            comes_s[holder] = gpu.now_s + away_s["abc".index(holder)] * (1 + rng.uniform(0, noise))
+        for resource, until_s in kept.items():
+            if until_s <= gpu.now_s:
+                gpu.arbiter.give(resource, gpu.now_s)
+        for job in [job for job, at_s in comes_s.items() if at_s <= gpu.now_s]:
+            del comes_s[job]
+            gpu.ask(job)
+            if gpu.arbiter.kept_free() and not kept:
+                assert led[job], "it stands back again without a turn in between"
+                led[job] = False
+                assert max(gpu.arbiter.kept_free().values()) <= gpu.now_s + LONGEST_S
+        if gpu.holder not in (None, holder):
+            led[gpu.holder] = True
+            ends_s = gpu.now_s + rng.choice([0.02, 0.1, 0.3])
