@@ -1,0 +1,180 @@
+"""A rank of a job: `python -m bench_lease_parts.job DIRECTORY INDEX`, started by `host`.
+
+Does what the conductor tells it. The job lives through all rounds, and trains two networks of the same kind in turn:
+`plain`, and `leased`, which takes part in the lease.
+"""
+
+import sys
+import time
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import ddp_crossover as dx
+from bench_lab.arms import LEARNING_RATE, Arm
+from bench_lab.paced import COLUMNS, layer_sizes, paced_network, sleep_accurately
+from bench_lab.rank import all_reduces_s
+from bench_lab.workloads import Workload
+from bench_lease_parts.conductor import CONDUCTOR_SOCKET, Window
+from bench_lease_parts.device_server import DevicePace
+from bench_lease_parts.settings import CaseSettings, JobSettings
+from ddp_crossover.lease.client import GpuLease
+
+CALIBRATION_NUMEL = 2_000_000
+TIMEOUT = timedelta(seconds=120)
+WARM_UP_LIMIT = 60
+LEASE_START_S = 10.0
+PROBE_KERNEL_S = 0.002
+PROBE_KERNELS = 200
+
+
+class Job:
+    """One rank of one job. Public methods are what the conductor may ask for; those of training jobs are collective."""
+
+    def __init__(self, directory: Path, index: int) -> None:
+        case = CaseSettings.read(directory)
+        self._directory, self._index, self._case = directory, index, case
+        self._settings: JobSettings = case.jobs[index]
+        self._pace = DevicePace(self._settings.compute_s / 3 / self._settings.layers)
+        self._arms: dict[str, Arm] = {}
+        self._lease = GpuLease(
+            f"cpu:{dist.get_rank()}",
+            job=f"{case.name}-{self._settings.name}",
+            weight=self._settings.weight,
+            role=self._settings.role,
+        )
+
+    def calibrate(self) -> float:
+        """Bytes per second of all-reduces over the link."""
+        flat = torch.zeros(CALIBRATION_NUMEL)
+        return flat.nbytes / min(all_reduces_s(flat, warm_up=2, times=5))
+
+    def probe(self) -> dict[str, float]:
+        """What a kernel on the idle device takes longer than it should, and what a plain sleep does, in seconds."""
+
+        def excess_s(spend: Any) -> float:
+            start = time.perf_counter()
+            for _ in range(PROBE_KERNELS):
+                spend(PROBE_KERNEL_S)
+            return (time.perf_counter() - start) / PROBE_KERNELS - PROBE_KERNEL_S
+
+        return {"sleep_excess_s": excess_s(time.sleep), "kernel_excess_s": excess_s(self._pace.spend)}
+
+    def prepare(self, parameters: int) -> dict[str, Any]:
+        """Build both arms and train until they run evenly; returns what the link takes for the gradients alone."""
+        sizes = sizes_of_layers(self._settings, parameters)
+        x = torch.ones(1)
+        workload = Workload(
+            lambda: paced_network(sizes, 1, self._pace),
+            lambda network: network(x).sum(),
+            lambda network: list(network.children()),
+            self._pace,
+        )
+        if not self._lease.wait_until_connected(LEASE_START_S):
+            raise RuntimeError(f"no lease within {LEASE_START_S} s: {self._lease.stats().unleased}")
+        link_s = 0.0
+        if self._settings.kind == "training":
+            link_s = min(all_reduces_s(torch.zeros(sum(sizes)), warm_up=2, times=5))
+        for name, lease in (("plain", None), ("leased", self._lease)):
+            self._arms[name] = self._make_arm(workload, lease)
+            self._arms[name].warm_up(WARM_UP_LIMIT)
+            self._rest(self._arms[name])
+        return {"parameters": sum(sizes), "link_s": link_s}
+
+    def run(self, arm_name: str, window: Window) -> dict[str, Any]:
+        """Train from the beginning of the window until after its end.
+
+        Returns the times of the beginning and of the end of every step, and the lease's figures.
+        """
+        arm = self._arms[arm_name]
+        before = self._lease.stats()
+        time.sleep(max(0.0, window.begin_s - time.monotonic()))
+        ends_s = [time.monotonic()]
+        while not self._is_last(window, steps=len(ends_s) - 1, now_s=ends_s[-1]):
+            arm.step()
+            ends_s.append(time.monotonic())
+        self._rest(arm)
+        after = self._lease.stats()
+        return {
+            "ends_s": ends_s,
+            "grants": after.grants - before.grants,
+            "unleased": sum(after.unleased.values()) - sum(before.unleased.values()),
+            "lost": after.lost - before.lost,
+            "waited_s": after.waited_s - before.waited_s,
+        }
+
+    def close(self) -> dict[str, Any]:
+        """Leave; returns what is worth knowing beside the times."""
+        facts = {name: arm.facts() for name, arm in self._arms.items()}
+        for arm in self._arms.values():
+            arm.close()
+        self._lease.close()
+        return facts | {"unleased": dict(self._lease.stats().unleased)}
+
+    def _make_arm(self, workload: Workload, lease: GpuLease | None) -> Arm:
+        network = workload.build()
+        if self._settings.kind == "compute":
+            if lease is not None:
+                lease.instrument(network)
+            return Arm(workload, network, SGD(network.parameters(), lr=LEARNING_RATE))
+        ddp = DistributedDataParallel(network, gradient_as_bucket_view=True)
+        optimizer = SGD(ddp.parameters(), lr=LEARNING_RATE)
+        options = {} if lease is None else {"lease": lease}
+        state = dx.attach(ddp, optimizer, schedule=self._case.schedule, tune=False, **options)
+        return Arm(workload, ddp, optimizer, state)
+
+    def _rest(self, arm: Arm) -> None:
+        """Finish what was put off, and leave the device to others."""
+        arm.drain()
+        self._lease.release()
+
+    def _is_last(self, window: Window, steps: int, now_s: float) -> bool:
+        """Whether the job has run long enough: on all ranks of a training job after the same number of steps.
+
+        Rank 0 names the last step two steps ahead. No rank gets that far without it: the first forward of a step waits
+        for gradients of rank 0 of the step before.
+        """
+        if self._settings.kind == "compute":
+            return now_s >= window.end_s
+        notice = self._directory / f"last-step-{self._index}-{window.number}"
+        if dist.get_rank() == 0 and now_s >= window.end_s and not notice.exists():
+            written = notice.with_suffix(".new")
+            written.write_text(str(steps + 2))
+            written.rename(notice)
+        return notice.exists() and steps >= int(notice.read_text())
+
+
+def sizes_of_layers(job: JobSettings, parameters: int) -> list[int]:
+    """Elements of each layer's weight, first layer first, multiples of `paced.COLUMNS`; at least one row each."""
+    parameters = max(parameters, job.layers * COLUMNS)
+    if job.first_layer_share is None:
+        return layer_sizes(parameters, job.layers, "uniform")
+    first = round(parameters * job.first_layer_share / COLUMNS) * COLUMNS
+    return [first, *layer_sizes(parameters - first, job.layers - 1, "uniform")]
+
+
+def main() -> None:
+    """Run one rank of one job."""
+    directory, index = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    sleep_accurately()
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    job = Job(directory, index)
+    conductor: Connection = Client(str(directory / CONDUCTOR_SOCKET), family="AF_UNIX")
+    conductor.send((index, dist.get_rank()))
+    answering = True
+    while answering:
+        name, *arguments = conductor.recv()
+        conductor.send(getattr(job, name)(*arguments))
+        answering = name != "close"
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
