@@ -33,6 +33,7 @@ class View(NamedTuple):
     fence: int
     yielding: int
     waiters: int
+    pressed: int
 
 
 class MismatchError(ValueError):
@@ -153,13 +154,13 @@ class Arbiter:
         """What to show of a resource; an unknown one is free."""
         res = self._resources.get(resource)
         if res is None:
-            return View(0, 0, 0)
+            return View(0, 0, 0, 0)
         hold = res.hold
         if hold is None:
-            return View(0, 0, len(res.queue))
+            return View(0, 0, len(res.queue), 0)
         waiters = sum(key != hold.job.key for key in res.queue)
         yielding = hold.fence if hold.job.role is Role.FILLER and self._peer_waits(res) else 0
-        return View(hold.fence, yielding, waiters)
+        return View(hold.fence, yielding, waiters, int(hold.contested))
 
     def holders(self, resource: str) -> frozenset[int]:
         """Members that hold the resource now."""

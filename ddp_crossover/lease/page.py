@@ -1,8 +1,8 @@
 """The state page: memory that the broker writes and every client reads without a system call.
 
-One cache line per resource: the fence that holds it (0: nobody), the fence that is asked to yield (0: none), and how
-many jobs wait. Word 0 beats while anybody waits. Each word is written and read whole, in one aligned 8-byte move;
-words may be read in between two writes, which costs speed only.
+One cache line per resource: the fence that holds it (0: nobody), the fence that is asked to yield (0: none), how many
+jobs wait, and whether one of them presses the holder. Word 0 beats while anybody waits. Each word is written and read
+whole, in one aligned 8-byte move; words may be read in between two writes, which costs speed only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 RESOURCE_SLOTS = 63
 _WORDS = 8  # of 8 bytes: one cache line, so that two resources never share one
-_FENCE, _YIELDING, _WAITERS = range(3)
+_FENCE, _YIELDING, _WAITERS, _PRESSED = range(4)
 _PAGE_BYTES = (RESOURCE_SLOTS + 1) * _WORDS * 8
 _F_SEAL_FUTURE_WRITE = 0x10  # not in Python's fcntl; Linux 5.1
 
@@ -34,10 +34,11 @@ class PageWriter:
         """Show that the broker is alive."""
         self._words[0] += 1
 
-    def show(self, slot: int, fence: int, yielding: int, waiters: int) -> None:
+    def show(self, slot: int, fence: int, yielding: int, waiters: int, pressed: int) -> None:
         start = (slot + 1) * _WORDS
         self._words[start + _YIELDING] = yielding
         self._words[start + _WAITERS] = waiters
+        self._words[start + _PRESSED] = pressed
         self._words[start + _FENCE] = fence
 
 
@@ -69,6 +70,10 @@ class PageReader:
     @property
     def waiters(self) -> int:
         return self._words[self._waiters]
+
+    @property
+    def pressed(self) -> int:
+        return self._words[self._start + _PRESSED]
 
 
 def _sealed_memfd() -> tuple[int, memoryview]:
