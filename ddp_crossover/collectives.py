@@ -7,8 +7,9 @@ A :class:`Link` runs legs on a process group of its own. ``gloo_link`` does it b
 from __future__ import annotations
 
 import contextlib
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import cast
 
@@ -20,6 +21,8 @@ from ddp_crossover.clock import CommClock
 from ddp_crossover.socket_backlog import SocketBacklog, connected_tcp_sockets
 
 MAX_GROUPS = 2**16 - 1
+
+Meanwhile = Callable[[], float]
 
 
 class LegError(RuntimeError):
@@ -36,8 +39,11 @@ class Leg(ABC):
     label: str
 
     @abstractmethod
-    def wait(self) -> None:
+    def wait(self, meanwhile: Meanwhile | None = None) -> None:
         """After this, the caller's work sees the result, and after a gather leg may write into the buffer.
+
+        Args:
+            meanwhile: called while the host waits; says after how many seconds to call it again.
 
         Raises:
             LegError: if the leg failed, or one before it did.
@@ -217,6 +223,15 @@ def all_reduce_sum(
         return future.value()[0]
 
     return work.get_future().then(deliver)
+
+
+def wait_for_futures(futures: Sequence[torch.futures.Future[Tensor]], meanwhile: Meanwhile) -> None:
+    """Wait on the host until all have a result or an error, which is left in them."""
+    done = threading.Event()
+    torch.futures.collect_all(list(futures)).add_done_callback(lambda _: done.set())
+    if not done.is_set():
+        while not done.wait(meanwhile()):
+            pass
 
 
 def make_link(

@@ -23,6 +23,7 @@ from ddp_crossover.collectives import Link, make_link
 from ddp_crossover.consensus import require_same_setup
 from ddp_crossover.dear import Phase
 from ddp_crossover.fusion import FusionPlan
+from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.planning import Planning, PlanSettings
 from ddp_crossover.profile_file import ModelProfile
 from ddp_crossover.recording import recording
@@ -36,6 +37,8 @@ from ddp_crossover.torch_internals import (
     process_group_timeout,
 )
 from ddp_crossover.trace import Trace
+from ddp_crossover.turn_points import TurnPoints
+from ddp_crossover.turns import Turns
 from ddp_crossover.updates import DeferredUpdates
 
 
@@ -61,6 +64,10 @@ class DearState:
         tune: with ``schedule="auto"`` and no ``fusion_mb``: try group sizes, and plain all-reduce, on at most 60
             training steps (results stay exact), and keep the fastest. False: what the measured times predict.
         tuned_file: path of a JSON file where rank 0 keeps what was found, and finds it again in the next run.
+        lease: a :class:`GpuLease`: other jobs that have one compute on this device while this one waits for
+            communication, and the other way round. Held from forward to the end of backward, given away in waits that
+            are long enough while another job waits for it, and never held between steps. It affects speed only;
+            ranks need not agree. See ``docs/lease.md``.
         strict: debugging aid. Parameters that wait for an update hold NaN until it is applied, so that a
             read that nothing has intercepted cannot hide. Costs a copy of the parameters.
 
@@ -85,6 +92,7 @@ class DearState:
         wire_dtype: torch.dtype | None = None,
         tune: bool = True,
         tuned_file: str | os.PathLike[str] | None = None,
+        lease: GpuLease | None = None,
         strict: bool = False,
     ) -> None:
         refuse_model(ddp)
@@ -112,7 +120,9 @@ class DearState:
         }
         require_same_setup(self._link, named, optimizers, options)
         settings = PlanSettings(schedule, fusion_mb, tune, tuned_file)
-        self._planning = Planning(named, settings, self._link, dist.get_backend(ddp.process_group), wire_dtype)
+        self._turns = Turns(lease, self._link.clock, self._fallbacks)
+        backend = dist.get_backend(ddp.process_group)
+        self._planning = Planning(named, settings, self._link, backend, wire_dtype, self._turns)
         self._planning.load_tuned()
         if self._plain_reason is None:
             let_gradients_arrive_early(ddp, named)
@@ -126,9 +136,12 @@ class DearState:
             self._planning,
             self._updates,
             self._fallbacks,
+            self._turns,
             wire_dtype=wire_dtype,
             plain_reason=self._plain_reason,
         )
+        self._turn_points = TurnPoints(ddp, optimizers, self._turns, self._updates) if lease is not None else None
+        weakref.finalize(self, self._turns.release)
         self._detached = False
 
     # What users call.
@@ -160,6 +173,7 @@ class DearState:
         the model do it by themselves.
         """
         self._updates.flush()
+        self._turns.release()
 
     @contextlib.contextmanager
     def synchronized(self) -> Iterator[None]:
@@ -207,6 +221,7 @@ class DearState:
             sent_bytes=self._link.sent_bytes,
             fallbacks=dict(self._fallbacks.counts),
             last_steps=self._reducer.steps.figures(),
+            lease=self._turns.stats(),
         )
 
     @contextlib.contextmanager
@@ -228,6 +243,9 @@ class DearState:
             return
         self._detached = True
         self._reducer.detach()
+        if self._turn_points is not None:
+            self._turn_points.remove()
+        self._turns.release()
         self._link.close()
 
     def __deepcopy__(self, memo: dict) -> NoReturn:  # type: ignore[type-arg]

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_crossover.collectives import Link, StreamOrder
+from ddp_crossover.collectives import Link, Meanwhile, StreamOrder
 from ddp_crossover.fusion import FusionGroup, FusionPlan, gathers_behind_scatters
 from ddp_crossover.gradients import PendingGrad
 from ddp_crossover.layouts import gradient_stride, same_objects
-from ddp_crossover.profiling import ComputeProfiler
 from ddp_crossover.slots import GroupInFlight, Slot
 from ddp_crossover.staging import Staging, plan_staging
 from ddp_crossover.torch_internals import allow_foreach
+from ddp_crossover.turns import Turns
 from ddp_crossover.wire import scale_into, travels_as
 
 _SPARE_NUMEL = 2**14
@@ -50,6 +50,7 @@ class Pipeline:
         plan: which gradient travels in which group.
         parameters: named parameters, in the plan's numbering.
         link: runs the legs.
+        turns: told of waits, so that another job may compute meanwhile.
         memory: arenas of the plan before, used again where they are large enough.
         wire_dtype: what wider gradients are cast to in the fusion buffers; None for their own dtype everywhere.
         every_group_arrives: False if DDP may leave out buckets.
@@ -62,6 +63,7 @@ class Pipeline:
         plan: FusionPlan,
         parameters: Sequence[tuple[str, Parameter]],
         link: Link,
+        turns: Turns,
         *,
         memory: Mapping[str, Tensor] = MappingProxyType({}),
         wire_dtype: torch.dtype | None = None,
@@ -72,13 +74,13 @@ class Pipeline:
         self.unwritten_is_unused = unwritten_is_unused
         self.plan = plan
         self.link = link
+        self.turns = turns
         self.order = StreamOrder(link)
         self.phase = Phase.IDLE
         self.has_updates = False
         self.iteration = 0
         self.apply_updates: Callable[[dict[Slot, Tensor]], None] = _no_updates
         self._gathers_early = plan.schedule == "auto"
-        self.profiler: ComputeProfiler | None = None
         self._urgency = {group: place for place, group in enumerate(plan.use_order)}
         # Where all ranks need one order, the plan says which gather legs go between the scatter legs.
         self._followers = {} if link.orders_gathers else gathers_behind_scatters(plan)
@@ -259,6 +261,7 @@ class Pipeline:
             group.has_updates = True
 
     def _apply(self, slots: list[Slot]) -> None:
+        self.turns.resume()
         begin = self.link.clock.mark()
         self.apply_updates(self._reduced(slots))
         self.link.clock.span("update", begin)
@@ -271,14 +274,15 @@ class Pipeline:
         self.order.join()
         if not group.complete:
             assert group.gather is not None
-            with torch.profiler.record_function(f"ddp_crossover::wait[{group.spec.index}]"), self.waiting():
+            index = group.spec.index
+            with torch.profiler.record_function(f"ddp_crossover::wait[{index}]"), self.waiting(index) as meanwhile:
                 # Protects the optimizer, or whoever reads `.grad`, from half-gathered gradients.
-                group.gather.wait()
+                group.gather.wait(meanwhile)
             group.complete = True
 
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Compute waits for communication within: no part of the compute times that are measured."""
-        return self.profiler.waiting() if self.profiler is not None else contextlib.nullcontext()
+    def waiting(self, what: int | str) -> contextlib.AbstractContextManager[Meanwhile | None]:
+        """Compute waits for communication within, for as long as for ``what`` in earlier steps; see :class:`Turns`."""
+        return self.turns.gap(what)
 
     def _deliver(self, slot: Slot, memory: Tensor) -> Tensor:
         for group in slot.groups:
@@ -333,11 +337,11 @@ class Pipeline:
                     pool.current.disarm()
         if self.phase is Phase.BACKWARD:
             self._close_broken_backward()
-        with self.waiting():
+        with self.waiting("end of iteration") as meanwhile:
             for group in self.groups:
                 if group.gather is not None:
                     # Protects peers that still receive from this buffer.
-                    group.gather.wait()
+                    group.gather.wait(meanwhile)
         self.phase = Phase.IDLE
 
     def _close_broken_backward(self) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_crossover.clock import LegTimes
-from ddp_crossover.collectives import Leg, ScatterLeg, slice_bounds
+from ddp_crossover.collectives import Leg, Meanwhile, ScatterLeg, slice_bounds
 
 if TYPE_CHECKING:
     from ddp_crossover.gloo_link import GlooLink
@@ -29,10 +29,11 @@ class GlooLeg(Leg):
         self._done = threading.Event()
         self._error: BaseException | None = None
 
-    def wait(self) -> None:
+    def wait(self, meanwhile: Meanwhile | None = None) -> None:
         if not self._done.is_set():
             start_s = time.perf_counter()
-            self._done.wait()
+            while not self._done.wait(None if meanwhile is None else meanwhile()):
+                pass
             self._link.clock.waited(start_s, self.label, self.group)
         if self._error is not None:
             raise self._link.describe(self.label, self._error) from self._error

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ddp_crossover.clock import CommClock
-from ddp_crossover.collectives import Leg, Link, ScatterLeg, all_reduce_sum, release, slice_bounds
+from ddp_crossover.collectives import Leg, Link, Meanwhile, ScatterLeg, all_reduce_sum, release, slice_bounds
 
 # torch 2.13 renamed both; the old names warn there.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -28,7 +28,7 @@ class _NcclLeg(Leg):
         self._done.record(stream)
         self._device = stream.device
 
-    def wait(self) -> None:
+    def wait(self, meanwhile: Meanwhile | None = None) -> None:
         stream = torch.cuda.current_stream(self._device)
         begin = self._clock.mark(stream)
         stream.wait_event(self._done)

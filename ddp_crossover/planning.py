@@ -28,6 +28,7 @@ from ddp_crossover.profiling import ComputeProfiler, Stopwatch, make_stopwatch
 from ddp_crossover.trials import ALLREDUCE, AUTO, Candidate
 from ddp_crossover.tuned_file import TunedEntry, TunedFileError, describe_model, load_tuned, save_tuned
 from ddp_crossover.tuner import TRIAL_STEPS, Tuner, TuningResult
+from ddp_crossover.turns import Turns
 from ddp_crossover.wire import travels_as
 
 logger = logging.getLogger("ddp_crossover")
@@ -35,6 +36,8 @@ logger = logging.getLogger("ddp_crossover")
 # Where nothing has been measured yet.
 _FIRST_GROUPS = 16
 _FIRST_MB = (0.25, 8.0)
+# Of those in which another job was in the way; a job that never leaves must not keep the tuner from its end.
+_MAX_REPEATED_TRIALS = 5
 
 
 class Stage(enum.Enum):
@@ -89,6 +92,7 @@ class Planning:
         link: the ranks.
         backend: of the process group, such as ``"gloo"``.
         wire_dtype: what wider gradients are cast to on the wire, or None.
+        turns: on the device, which are given up while ranks talk, and whose disturbances make a trial worthless.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class Planning:
         link: Link,
         backend: str,
         wire_dtype: torch.dtype | None,
+        turns: Turns,
     ) -> None:
         self._specs = [_gradient_spec(name, parameter, wire_dtype) for name, parameter in named]
         self._settings = settings
@@ -115,6 +120,9 @@ class Planning:
         self._orders = Orders([], [])
         self._tuner: Tuner | None = None
         self._known: Candidate | None = None
+        self._turns = turns
+        self._disturbances = 0
+        self._repeats_left = _MAX_REPEATED_TRIALS
         self._step_marks: list[Any] = []
         self.stage = Stage.SETTLED
         self.link_model: LinkModel | None = None
@@ -137,6 +145,7 @@ class Planning:
         require_equal("arrival order", {"arrival order": orders.arrival}, self._link.process_group, self._device)
         self._orders = Orders(proposals[0]["arrival"], proposals[0]["use"])
         self._tuner = None
+        self._repeats_left = _MAX_REPEATED_TRIALS
         self.profiler = None
         self.stage = Stage.SETTLED
         if self._settings.schedule == "dear":
@@ -155,11 +164,13 @@ class Planning:
     def at_step_boundary(self) -> Choice | None:
         """What to switch to now, if anything."""
         if self.stage is Stage.PROFILING and self.profiler is not None and self.profiler.done:
-            return self._leave_profiling()
+            with self._turns.away():
+                return self._leave_profiling()
         if self.stage is Stage.TUNING:
             self._step_marks.append(self._stopwatch.mark())
             if len(self._step_marks) > TRIAL_STEPS:
-                return self._end_trial()
+                with self._turns.away():
+                    return self._end_trial()
         return None
 
     def model_profile(self) -> ModelProfile | None:
@@ -198,19 +209,30 @@ class Planning:
             return self._choice(start)
         self._tuner = Tuner(start, model_bytes=self._model_bytes, low_mb=max(0.25, self._lowest_mb()))
         self.stage = Stage.TUNING
-        self._step_marks = [self._stopwatch.mark()]
+        self._begin_trial()
         return self._choice(self._tuner.candidate)
+
+    def _begin_trial(self) -> None:
+        self._step_marks = [self._stopwatch.mark()]
+        self._disturbances = self._turns.disturbances
 
     def _end_trial(self) -> Choice | None:
         assert self._tuner is not None
         times_s = self._stopwatch.seconds(self._step_marks, waits=True)
         steps_s = [later - earlier for earlier, later in itertools.pairwise(times_s)]
         # Ranks wait for each other, so that a step takes as long as on the slowest.
-        slowest_s = [max(on_ranks) for on_ranks in zip(*self._exchange(steps_s), strict=True)]
+        mine = {"steps_s": steps_s, "disturbed": self._turns.disturbances > self._disturbances}
+        answers = self._exchange(mine)
+        if self._repeats_left and any(answer["disturbed"] for answer in answers):
+            # Steps have taken as long as another job's turns.
+            self._repeats_left -= 1
+            self._begin_trial()
+            return None
+        slowest_s = [max(on_ranks) for on_ranks in zip(*(answer["steps_s"] for answer in answers), strict=True)]
         before = self._tuner.candidate
         for step_s in slowest_s:
             self._tuner.observe(step_s)
-        self._step_marks = [self._stopwatch.mark()]
+        self._begin_trial()
         if self._link.rank == 0:
             logger.info("ddp_crossover: %s", self._tuner.progress())
         if self._tuner.result is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_crossover.collectives import Link, all_reduce_sum
+from ddp_crossover.collectives import Link, all_reduce_sum, wait_for_futures
 from ddp_crossover.dear import Pipeline
 from ddp_crossover.first_use import FirstUseAudit
 from ddp_crossover.flush_points import FlushPoints
@@ -28,6 +28,7 @@ from ddp_crossover.torch_internals import (
     comm_hooks_of,
     rebuild_buckets,
 )
+from ddp_crossover.turns import Turns
 from ddp_crossover.updates import DeferredUpdates
 from ddp_crossover.wait_points import ForwardWatch, WaitPoints
 from ddp_crossover.wire import scale_into, travels_as
@@ -47,6 +48,7 @@ class Reducer:
         planning: makes the plans.
         updates: the optimizers' side.
         fallbacks: told what could not be done the fast way.
+        turns: told when compute waits.
         wire_dtype: what wider gradients are cast to on the wire, or None.
         plain_reason: why everything is a plain all-reduce, or None.
     """
@@ -59,6 +61,7 @@ class Reducer:
         planning: Planning,
         updates: DeferredUpdates,
         fallbacks: FallbackLog,
+        turns: Turns,
         *,
         wire_dtype: torch.dtype | None,
         plain_reason: str | None,
@@ -73,6 +76,7 @@ class Reducer:
         self._planning = planning
         self._updates = updates
         self._fallbacks = fallbacks
+        self._turns = turns
         self._wire_dtype = wire_dtype
         self._plain_reason = plain_reason
         self.pipeline: Pipeline | None = None
@@ -157,6 +161,8 @@ class Reducer:
         self._link.next_iteration()
         if self.pipeline is not None and not self.is_plain:
             self.pipeline.begin_backward()
+        self._turns.want()
+        self._turns.resume()
         call_after_backward(self._graph_task_ended)
 
     def _plain_all_reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -180,8 +186,20 @@ class Reducer:
         return future
 
     def _graph_task_ended(self) -> None:
+        if self._plain_under_way and self._layouts.complete and self._device.type == "cpu":
+            self._wait_for_all_reduces()
         # DDP's own callback is queued behind this one, and copies buckets into gradients.
         call_after_backward(self._backward_ended)
+
+    def _wait_for_all_reduces(self) -> None:
+        """In place of DDP, which would wait in C++ and keep the turn."""
+        with self._turns.gap("all-reduces") as meanwhile:
+            if meanwhile is None:
+                return
+            wait_for_futures(self._plain_under_way, meanwhile)
+            self._link.clock.waited(self._last_bucket_s, "all-reduces")
+        self._plain_under_way.clear()
+        self._last_bucket_s = time.perf_counter()
 
     def _backward_ended(self) -> None:
         if not self._in_backward or not (self._layouts.complete or self._may_skip_buckets()):
@@ -197,8 +215,10 @@ class Reducer:
         if self.pipeline is not None and not self.is_plain:
             self.pipelined_iterations += 1
             self.pipeline.end_backward()
+            self._turns.release()
         elif (reason := self._why_plain()) is not None:
             self._fallbacks.note(reason)
+        self._turns.step_ended()
         self.steps.note(self._link.clock.sums(), self._link.sent_bytes, self._fallbacks.counts)
 
     # The plan.
@@ -208,10 +228,12 @@ class Reducer:
             return
         if self._layouts.settled_anew():
             use_rank = [self._audit.use_rank(index) for index in range(len(self._named))]
-            self._use(self._planning.begin(Orders(self._layouts.arrival_order(), use_rank)))
-            self._layouts.adopt()
-        elif self.pipeline is not None and (choice := self._planning.at_step_boundary()) is not None:
+            with self._turns.away():
+                choice = self._planning.begin(Orders(self._layouts.arrival_order(), use_rank))
             self._use(choice)
+            self._layouts.adopt()
+        elif self.pipeline is not None and (change := self._planning.at_step_boundary()) is not None:
+            self._use(change)
 
     def _use(self, choice: Choice) -> None:
         """Switch between two iterations: nothing is pending, nothing on the wire."""
@@ -225,6 +247,7 @@ class Reducer:
             choice.plan,
             self._named,
             self._link,
+            self._turns,
             memory=before.release() if before is not None else {},
             wire_dtype=self._wire_dtype,
             every_group_arrives=not self._may_skip_buckets(),

@@ -80,7 +80,7 @@ def total_norm(pipeline: Pipeline, gradients: Gradients, norm_type: float) -> Te
             part.mul_(factor.abs())
         parts.append(part)
     own: Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type)
-    with pipeline.waiting():
+    with pipeline.waiting("norms"), pipeline.turns.away():
         of_ranks = pipeline.link.all_gather_small(own)
     total: Tensor = torch.linalg.vector_norm(of_ranks, norm_type)
     return total
@@ -131,9 +131,9 @@ def _reduced_shard(pipeline: Pipeline, group: GroupInFlight, low: int, high: int
     if group.complete:
         return group.buffer[low:high]
     assert group.scatter is not None
-    with pipeline.waiting():
+    with pipeline.waiting(f"scatter {group.spec.index}") as meanwhile:
         # Protects the norm from sums that are not complete.
-        group.scatter.wait()
+        group.scatter.wait(meanwhile)
     return group.scatter.shard()
 
 

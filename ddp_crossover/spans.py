@@ -9,7 +9,8 @@ from ddp_crossover.intervals import Interval, clip, difference, total, union
 
 LEG_KINDS = ("scatter", "gather", "all_reduce")
 COMPUTE_KINDS = ("forward", "backward", "update")
-KINDS = ("step", *COMPUTE_KINDS, "wait", *LEG_KINDS)
+LEASE_KINDS = ("held", "gap", "lease_wait")
+KINDS = ("step", *COMPUTE_KINDS, "wait", *LEG_KINDS, *LEASE_KINDS)
 
 
 class Span(NamedTuple):

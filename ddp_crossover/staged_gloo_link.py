@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_crossover.collectives import ScatterLeg, all_reduce_sum
+from ddp_crossover.collectives import Meanwhile, ScatterLeg, all_reduce_sum
 from ddp_crossover.gloo_legs import GlooGatherLeg, GlooScatterLeg
 from ddp_crossover.gloo_link import GlooLink
 from ddp_crossover.socket_backlog import SocketBacklog
@@ -41,8 +41,8 @@ class _StagedGatherLeg(GlooGatherLeg):
         self.device_buffer = scatter.device_buffer
         self.on_device = torch.cuda.Event()
 
-    def wait(self) -> None:
-        super().wait()
+    def wait(self, meanwhile: Meanwhile | None = None) -> None:
+        super().wait(meanwhile)
         torch.cuda.current_stream(self.device_buffer.device).wait_event(self.on_device)
 
 

@@ -44,6 +44,41 @@ class StepStats:
 
 
 @dataclass(frozen=True)
+class LeaseUse:
+    """How one rank has shared its device with other jobs since attach.
+
+    Attributes:
+        held_s: time in which it held the lease.
+        gaps: waits for communication that another job was given, or had been given already.
+        given_s: their length, from when the lease was free until the communication was over.
+        filled_s: time within them in which another job held the lease, sampled every millisecond.
+        regrant_s: time in which compute waited for the lease.
+        slowed_s: the part of that by which sharing has slowed this job down: of each turn, by how much longer it was
+            waited for than held.
+        hand_offs: how often the lease was given up while another job waited for it.
+        gain: ``filled_s`` less ``slowed_s``, as a part of step time, over the latest ten steps with another job
+            around; None before.
+        sharing: False during a break, which the lease takes where the gain is below 2%.
+        grants: how often the lease was granted.
+        lost: how often the broker ended a turn: it was too long, or the broker went away.
+        unleased: for each reason, how often a turn was computed without.
+    """
+
+    held_s: float
+    gaps: int
+    given_s: float
+    filled_s: float
+    regrant_s: float
+    slowed_s: float
+    hand_offs: int
+    gain: float | None
+    sharing: bool
+    grants: int
+    lost: int
+    unleased: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class DearStats:
     """Figures of one rank since attach.
 
@@ -57,6 +92,7 @@ class DearStats:
         sent_bytes: payload bytes that this rank has sent.
         fallbacks: for each reason, how often something was done the slower way.
         last_steps: figures of the latest iterations, at most 100, the last one at the end.
+        lease: how the device was shared; None without ``lease=``.
     """
 
     iterations: int
@@ -68,6 +104,7 @@ class DearStats:
     sent_bytes: int
     fallbacks: Mapping[str, int]
     last_steps: tuple[StepStats, ...]
+    lease: LeaseUse | None = None
 
     @property
     def compute_s(self) -> float:

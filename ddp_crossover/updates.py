@@ -101,6 +101,20 @@ class DeferredUpdates:
         if self.pipeline is not None:
             self.pipeline.flush()
 
+    @property
+    def pending(self) -> bool:
+        """Whether any parameter waits for its update."""
+        return self.pipeline is not None and self.pipeline.has_updates
+
+    def is_deferred(self, optimizer: Optimizer) -> bool:
+        """Whether ``step()`` would only note updates, as far as its first parameter tells."""
+        pipeline = self.pipeline
+        if pipeline is None or not self.enabled or self._reasons[optimizer] is not None:
+            return False
+        slots = (pipeline.slot_of.get(parameter) for parameter in optimizer_parameters(optimizer))
+        slot = next((slot for slot in slots if slot is not None and slot.parameter.grad is not None), None)
+        return slot is not None and pipeline.phase is Phase.REDUCED and pipeline.is_pending(slot)
+
     # The life of one `optimizer.step()`.
 
     def _before_step(

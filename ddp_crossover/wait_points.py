@@ -84,7 +84,7 @@ class WaitPoints:
         profiler: ComputeProfiler | None,
     ) -> None:
         self._profiler = profiler
-        pipeline.profiler = profiler
+        pipeline.turns.profiler = profiler
         self._pipeline = pipeline
         self._inside_forward = inside_forward
         self._undo: list[Callable[[], None]] = []

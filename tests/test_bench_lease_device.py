@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
 
 import pytest
 from hypothesis import given

@@ -19,7 +19,7 @@ from typing import Any
 
 from .arbiter import Arbiter, Grant, Limits, MismatchError
 from .holds import JobKey
-from .page import RESOURCE_SLOTS, PageWriter
+from .page import RESOURCE_SLOTS, PageWriter, tag_of
 from .places import Place
 from .processes import Peer, is_stopped, open_pidfd, peer_of
 from .protocol import HELLO_BYTES, Kind, Message, ProtocolError, Refusal, decode, decode_hello
@@ -217,7 +217,9 @@ class Broker:
     def _announce(self, resource: str, grants: list[Grant]) -> None:
         """Show the new state of a resource, then tell those that now hold it."""
         # The page first: a client that has its grant must find its fence there.
-        self._page.show(self._slots[resource], *self._arbiter.view(resource))
+        holder = self._arbiter.holding_job(resource)
+        tag = 0 if holder is None else tag_of(holder.name)
+        self._page.show(self._slots[resource], *self._arbiter.view(resource), tag)
         self._grants += len(grants)
         for member, request, fence in grants:
             # One that was dropped, because it could not be told of an earlier grant, has left the arbiter, too.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from .connection import BrokerConnection
 from .keeper import Keeper
+from .page import tag_of
 from .places import Place
 from .protocol import Hello, Kind, ProtocolError, Role, require_sound
 from .resources import default_resource, drain, is_gpu
@@ -107,6 +108,7 @@ class GpuLease:
         if max_wait_s is None:
             max_wait_s = _PEER_MAX_WAIT_S if role == "peer" else math.inf
         self._max_wait_s = max_wait_s
+        self._tag = tag_of(job)
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a signal handler may come in between
         self._request = 0
@@ -248,6 +250,12 @@ class GpuLease:
         """Whether another job waits that is entitled to a turn of its own. A filler is not, while a peer holds."""
         connection = self._keeper.connection
         return connection is not None and connection.page.pressed > 0
+
+    @property
+    def taken(self) -> bool:
+        """Whether another job holds the resource now. A read of shared memory, too."""
+        connection = self._keeper.connection
+        return connection is not None and connection.page.holder not in (0, self._tag)
 
     @property
     def holding(self) -> bool:

@@ -1,8 +1,9 @@
 """The state page: memory that the broker writes and every client reads without a system call.
 
 One cache line per resource: the fence that holds it (0: nobody), the fence that is asked to yield (0: none), how many
-jobs wait, and whether one of them presses the holder. Word 0 beats while anybody waits. Each word is written and read
-whole, in one aligned 8-byte move; words may be read in between two writes, which costs speed only.
+jobs wait, whether one of them presses the holder, and a tag of the job that holds it. Word 0 beats while anybody waits.
+Each word is written and read whole, in one aligned 8-byte move; words may be read in between two writes, which costs
+speed only.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import fcntl
 import mmap
 import os
 import tempfile
+import zlib
 from pathlib import Path
 
 RESOURCE_SLOTS = 63
 _WORDS = 8  # of 8 bytes: one cache line, so that two resources never share one
-_FENCE, _YIELDING, _WAITERS, _PRESSED = range(4)
+_FENCE, _YIELDING, _WAITERS, _PRESSED, _HOLDER = range(5)
 _PAGE_BYTES = (RESOURCE_SLOTS + 1) * _WORDS * 8
 _F_SEAL_FUTURE_WRITE = 0x10  # not in Python's fcntl; Linux 5.1
 
@@ -34,11 +36,12 @@ class PageWriter:
         """Show that the broker is alive."""
         self._words[0] += 1
 
-    def show(self, slot: int, fence: int, yielding: int, waiters: int, pressed: int) -> None:
+    def show(self, slot: int, fence: int, yielding: int, waiters: int, pressed: int = 0, holder: int = 0) -> None:
         start = (slot + 1) * _WORDS
         self._words[start + _YIELDING] = yielding
         self._words[start + _WAITERS] = waiters
         self._words[start + _PRESSED] = pressed
+        self._words[start + _HOLDER] = holder
         self._words[start + _FENCE] = fence
 
 
@@ -68,12 +71,21 @@ class PageReader:
         return self._words[self._start + _YIELDING]
 
     @property
+    def holder(self) -> int:
+        return self._words[self._start + _HOLDER]
+
+    @property
     def waiters(self) -> int:
         return self._words[self._waiters]
 
     @property
     def pressed(self) -> int:
         return self._words[self._start + _PRESSED]
+
+
+def tag_of(job: str) -> int:
+    """How the page names a job: not 0, and the same for all its ranks. For figures only, since two may share one."""
+    return zlib.crc32(job.encode()) | 1 << 32
 
 
 def _sealed_memfd() -> tuple[int, memoryview]:
