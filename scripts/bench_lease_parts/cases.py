@@ -11,7 +11,8 @@ TRAINING = JobSettings("a", "training", compute_s=0.3, link_s=0.085, first_layer
 COMMUNICATION_BOUND = JobSettings("a", "training", compute_s=0.1, link_s=0.2)
 # A step is as long as the main job's device time is idle in one of its steps: no other mix of steps could do better.
 COMPUTE_BOUND = JobSettings("b", "compute", compute_s=0.1)
-FILLER = JobSettings("filler", "compute", compute_s=0.012, layers=4, role="filler")
+# Kernels of 1.5 and 3 ms: what the main job waits for at most when it wants the device back.
+FILLER = JobSettings("filler", "compute", compute_s=0.054, layers=12, role="filler")
 
 
 def _named(job: JobSettings, *names: str) -> tuple[JobSettings, ...]:

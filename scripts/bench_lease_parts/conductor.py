@@ -121,7 +121,7 @@ class Conductor:
             yield measured
 
     def _window(self, arm: Arm) -> dict[int, dict[str, Any]]:
-        """For each job of the arm: its steps in the window on each host, and the lease's figures, sums over hosts."""
+        """For each job of the arm: its steps in the window on each host; all its steps, and what adds up over them."""
         settings = self._settings
         self._windows += 1
         begin_s = time.monotonic() + BEGIN_AHEAD_S
@@ -136,7 +136,8 @@ class Conductor:
             job: {
                 "steps": [steps_between(rank["ends_s"], start_s, end_s) for rank in ranks],
                 "run_s": max(rank["ends_s"][-1] for rank in ranks) - begin_s,
-                **{key: sum(rank[key] for rank in ranks) for key in ("grants", "unleased", "lost", "waited_s")},
+                "all_steps": [len(rank["ends_s"]) - 1 for rank in ranks],
+                **{key: sum(rank["sums"][key] for rank in ranks) for key in ranks[0]["sums"]},
             }
             for job, ranks in answers.items()
         }

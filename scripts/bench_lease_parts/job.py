@@ -93,21 +93,15 @@ class Job:
         Returns the times of the beginning and of the end of every step, and the lease's figures.
         """
         arm = self._arms[arm_name]
-        before = self._lease.stats()
+        before = self._sums(arm)
         time.sleep(max(0.0, window.begin_s - time.monotonic()))
         ends_s = [time.monotonic()]
         while not self._is_last(window, steps=len(ends_s) - 1, now_s=ends_s[-1]):
             arm.step()
             ends_s.append(time.monotonic())
         self._rest(arm)
-        after = self._lease.stats()
-        return {
-            "ends_s": ends_s,
-            "grants": after.grants - before.grants,
-            "unleased": sum(after.unleased.values()) - sum(before.unleased.values()),
-            "lost": after.lost - before.lost,
-            "waited_s": after.waited_s - before.waited_s,
-        }
+        after = self._sums(arm)
+        return {"ends_s": ends_s, "sums": {key: after[key] - before[key] for key in after}}
 
     def close(self) -> dict[str, Any]:
         """Leave; returns what is worth knowing beside the times."""
@@ -128,6 +122,20 @@ class Job:
         options = {} if lease is None else {"lease": lease}
         state = dx.attach(ddp, optimizer, schedule=self._case.schedule, tune=False, **options)
         return Arm(workload, ddp, optimizer, state)
+
+    def _sums(self, arm: Arm) -> dict[str, float]:
+        """Figures that add up from the beginning of the job, see `LeaseStats` and `LeaseUse`."""
+        lease = self._lease.stats()
+        sums = {
+            "grants": lease.grants, "unleased": sum(lease.unleased.values()), "lost": lease.lost,
+            "waited_s": lease.waited_s,
+        }  # fmt: skip
+        if arm.state is not None:
+            stats = arm.state.stats()
+            sums["exposed_s"] = stats.exposed_s
+            if stats.lease is not None:
+                sums |= {key: getattr(stats.lease, key) for key in ("held_s", "given_s", "filled_s", "slowed_s")}
+        return sums
 
     def _rest(self, arm: Arm) -> None:
         """Finish what was put off, and leave the device to others."""
