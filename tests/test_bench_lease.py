@@ -17,7 +17,7 @@ import lab
 from bench_lease_parts import options, report
 from bench_lease_parts.cases import JOBS, make_case
 from bench_lease_parts.conductor import arms_of
-from bench_lease_parts.figures import StepTimes, bound, jain, steps_between, summarize, with_fillers_scaled
+from bench_lease_parts.figures import StepTimes, bound, in_proportion, jain, steps_between, summarize
 from bench_lease_parts.job import sizes_of_layers
 from bench_lease_parts.settings import CaseSettings
 
@@ -46,10 +46,11 @@ def test_the_bound_is_what_binds_first() -> None:
     assert bound([device]) == 1.0
 
 
-def test_a_filler_fills_what_the_main_job_leaves() -> None:
+def test_what_only_computes_counts_as_what_the_main_job_leaves() -> None:
     times = [StepTimes(0.3, 0.1, 0.4), StepTimes(0.01, 0.0, 0.011)]
-    _, filler = with_fillers_scaled(times, case("filler"))
-    assert filler == pytest.approx((0.1, 0.0, 0.11))
+    main, filler = in_proportion(times, case("filler"))
+    assert main == times[0] and filler == pytest.approx((0.1, 0.0, 0.11))
+    assert in_proportion(times, case("weights")) == times
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8))
@@ -72,7 +73,8 @@ def measured(solo: tuple[float, ...], co_run: tuple[float, ...], lease: tuple[fl
     a_round |= {"solo leased": window(solo[0]), "co-run": window(*co_run), "lease": window(*lease)}
     return {
         "link_bytes_per_s": 1.2e8, "device": {"kernel_excess_s": 1e-4, "sleep_excess_s": 5e-5},
-        "jobs": [{"parameters": 2_000_000, "link_s": 0.1}] * len(solo), "rounds": [a_round] * 2, "facts": [{}, {}],
+        "jobs": [{"parameters": 2_000_000, "compute_s": 0.3, "link_s": 0.1}] * len(solo),
+        "rounds": [a_round] * 2, "facts": [{}, {}],
     }  # fmt: skip
 
 
@@ -107,7 +109,7 @@ def test_tables_say_that_the_device_is_emulated_and_fit(name: str) -> None:
     rounds |= {"solo leased": window(25), "co-run": window(*steps), "lease": window(*steps)}
     figures = measured((25,), (), ()) | {
         "rounds": [rounds],
-        "jobs": [{"parameters": 10**6, "link_s": 0.1}] * len(steps),
+        "jobs": [{"parameters": 10**6, "compute_s": 0.3, "link_s": 0.1}] * len(steps),
     }
     console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     report.print_case(console, summarize(settings, figures), "2 hosts")

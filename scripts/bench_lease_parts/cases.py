@@ -9,8 +9,7 @@ from bench_lease_parts.settings import CaseSettings, JobSettings
 # Both links together take two thirds of one compute, so they do not bind.
 TRAINING = JobSettings("a", "training", compute_s=0.3, link_s=0.085, first_layer_share=0.9)
 COMMUNICATION_BOUND = JobSettings("a", "training", compute_s=0.1, link_s=0.2)
-# A step is as long as the main job's device time is idle in one of its steps: no other mix of steps could do better.
-COMPUTE_BOUND = JobSettings("b", "compute", compute_s=0.1)
+COMPUTE_BOUND = JobSettings("b", "compute", compute_s=0.1, layers=24)
 # Kernels of 1.5 and 3 ms: what the main job waits for at most when it wants the device back.
 FILLER = JobSettings("filler", "compute", compute_s=0.054, layers=12, role="filler")
 

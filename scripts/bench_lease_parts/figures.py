@@ -6,7 +6,8 @@ over serial. The *bound* is for jobs that progress at equal rates, a step of eac
 
     S* = sum(T_i) / max(sum(c_i), max(T_i), sum(n_i))
 
-with c device time, n link time and T the time of a solo step: no device, link or job can be more than busy.
+with c the time of a step's compute alone, n of its communication alone, and T of a solo step with both: no device, link
+or job can be more than busy. What the host computes between kernels counts as compute: on a GPU it would be kernels.
 """
 
 import bisect
@@ -21,7 +22,7 @@ from bench_lease_parts.settings import CaseSettings
 
 
 class StepTimes(NamedTuple):
-    """Seconds that a job's step takes alone: device, link, whole step."""
+    """Seconds that a job's step takes alone: compute, communication, both as they overlap."""
 
     compute_s: float
     link_s: float
@@ -52,15 +53,17 @@ def bound(jobs: Sequence[StepTimes]) -> float:
     return sum(job.solo_s for job in jobs) / max(device_s, link_s, max(job.solo_s for job in jobs))
 
 
-def with_fillers_scaled(jobs: Sequence[StepTimes], settings: CaseSettings) -> list[StepTimes]:
-    """The jobs, where a step of a filler is as much of its work as the main job leaves device time in one step.
+def in_proportion(jobs: Sequence[StepTimes], settings: CaseSettings) -> list[StepTimes]:
+    """The jobs, where a step of one that only computes is as much of its work as the first job leaves device time.
 
-    A filler has no step of its own that anybody waits for; this is the most that it can do beside the main job.
+    How much work such a job calls a step is arbitrary, and in S* every job makes one step. With this much no other mix
+    of the jobs' work does better beside a training job.
     """
     idle_s = jobs[0].solo_s - jobs[0].compute_s
     scaled = []
     for job, each in zip(jobs, settings.jobs, strict=True):
-        factor = idle_s / job.compute_s if each.role == "filler" else 1.0
+        beside_training = each.kind == "compute" and settings.jobs[0].kind == "training"
+        factor = idle_s / job.compute_s if beside_training else 1.0
         scaled.append(StepTimes(*(factor * seconds for seconds in job)))
     return scaled
 
@@ -82,12 +85,12 @@ def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any
         for index, job in enumerate(settings.jobs)
     ]
     times = [
-        StepTimes(job.compute_s, prepared["link_s"], statistics.median(solo_s))
-        for job, prepared, solo_s in zip(settings.jobs, measured["jobs"], solos_s, strict=True)
+        StepTimes(prepared["compute_s"], prepared["link_s"], statistics.median(solo_s))
+        for prepared, solo_s in zip(measured["jobs"], solos_s, strict=True)
     ]
-    best = bound(with_fillers_scaled(times, settings))
+    best = bound(in_proportion(times, settings))
     per_round = {
-        arm: [_of_window(settings, a_round[arm], [solo_s[n] for solo_s in solos_s], best)
+        arm: [_of_window(settings, a_round[arm], times, [solo_s[n] for solo_s in solos_s], best)
               for n, a_round in enumerate(measured["rounds"])]
         for arm in ("co-run", "lease")
     }  # fmt: skip
@@ -122,12 +125,16 @@ def _steps(job: dict[str, Any]) -> float:
 
 
 def _of_window(
-    settings: CaseSettings, window: dict[int, dict[str, Any]], solos_s: Sequence[float], best: float
+    settings: CaseSettings,
+    window: dict[int, dict[str, Any]],
+    times: Sequence[StepTimes],
+    solos_s: Sequence[float],
+    best: float,
 ) -> dict[str, Any]:
     """The figures of one window in which all jobs ran; `solos_s` are their solo steps in the same round."""
     steps = [_steps(window[index]) for index in range(len(settings.jobs))]
     over_serial = sum(n * solo_s for n, solo_s in zip(steps, solos_s, strict=True)) / settings.window_s
-    device_s = [n * job.compute_s for n, job in zip(steps, settings.jobs, strict=True)]
+    device_s = [n * job.compute_s for n, job in zip(steps, times, strict=True)]
     peers = [index for index, job in enumerate(settings.jobs) if job.role == "peer"]
     hosts = len(window[0]["steps"])
     return {
@@ -139,7 +146,15 @@ def _of_window(
         "jain": jain([device_s[index] / settings.jobs[index].weight for index in peers]),
         "grants_per_s": sum(job["grants"] / job["run_s"] for job in window.values()) / hosts,
         "unleased": sum(job["unleased"] for job in window.values()),
+        **_gaps(window[0]),
     }
+
+
+def _gaps(main: dict[str, Any]) -> dict[str, float]:
+    """Which part of the first job's waits for communication another one was given, and computed in."""
+    if not main.get("given_s"):
+        return {}
+    return {"waits_given": main["given_s"] / main["exposed_s"], "waits_filled": main["filled_s"] / main["exposed_s"]}
 
 
 def _over_rounds(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -151,4 +166,5 @@ def _over_rounds(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if isinstance(rounds[0][key], list)
         else spread(np.array([a_round[key] for a_round in rounds]))
         for key in rounds[0]
+        if all(key in a_round for a_round in rounds)
     }

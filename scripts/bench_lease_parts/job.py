@@ -4,6 +4,7 @@ Does what the conductor tells it. The job lives through all rounds, and trains t
 `plain`, and `leased`, which takes part in the lease.
 """
 
+import statistics
 import sys
 import time
 from datetime import timedelta
@@ -13,11 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import ddp_crossover as dx
-from bench_lab.arms import LEARNING_RATE, Arm
+from bench_lab.arms import LEARNING_RATE, WARM_UP_STEPS, Arm
 from bench_lab.paced import COLUMNS, layer_sizes, paced_network, sleep_accurately
 from bench_lab.rank import all_reduces_s
 from bench_lab.workloads import Workload
@@ -30,6 +32,8 @@ CALIBRATION_NUMEL = 2_000_000
 TIMEOUT = timedelta(seconds=120)
 WARM_UP_LIMIT = 60
 LEASE_START_S = 10.0
+CALIBRATION_STEPS = 3
+CALIBRATION_TURNS = 3
 PROBE_KERNEL_S = 0.002
 PROBE_KERNELS = 200
 
@@ -67,7 +71,10 @@ class Job:
         return {"sleep_excess_s": excess_s(time.sleep), "kernel_excess_s": excess_s(self._pace.spend)}
 
     def prepare(self, parameters: int) -> dict[str, Any]:
-        """Build both arms and train until they run evenly; returns what the link takes for the gradients alone."""
+        """Set the pace, build both arms and train until they run evenly.
+
+        Returns what compute alone and the link alone take for a step, in seconds.
+        """
         sizes = sizes_of_layers(self._settings, parameters)
         x = torch.ones(1)
         workload = Workload(
@@ -78,6 +85,7 @@ class Job:
         )
         if not self._lease.wait_until_connected(LEASE_START_S):
             raise RuntimeError(f"no lease within {LEASE_START_S} s: {self._lease.stats().unleased}")
+        compute_s = self._set_pace(self._make_arm(workload, None, communicates=False))
         link_s = 0.0
         if self._settings.kind == "training":
             link_s = min(all_reduces_s(torch.zeros(sum(sizes)), warm_up=2, times=5))
@@ -85,7 +93,7 @@ class Job:
             self._arms[name] = self._make_arm(workload, lease)
             self._arms[name].warm_up(WARM_UP_LIMIT)
             self._rest(self._arms[name])
-        return {"parameters": sum(sizes), "link_s": link_s}
+        return {"parameters": sum(sizes), "compute_s": compute_s, "link_s": link_s}
 
     def run(self, arm_name: str, window: Window) -> dict[str, Any]:
         """Train from the beginning of the window until after its end.
@@ -111,16 +119,45 @@ class Job:
         self._lease.close()
         return facts | {"unleased": dict(self._lease.stats().unleased)}
 
-    def _make_arm(self, workload: Workload, lease: GpuLease | None) -> Arm:
+    def _set_pace(self, compute_only: Arm) -> float:
+        """Let a step without communication take as long as the settings say, sleeps and the rest of it together.
+
+        On a GPU that rest would be kernels, too. Returns how long it does take.
+        """
+        asked_s = self._settings.compute_s
+        for _ in range(WARM_UP_STEPS):
+            compute_only.step()
+        not_sleep_s = min(self._turns_s(compute_only)) - asked_s
+        self._pace.forward_s = max(0.0, asked_s - not_sleep_s) / 3 / self._settings.layers
+        return statistics.median(self._turns_s(compute_only))
+
+    def _turns_s(self, arm: Arm) -> list[float]:
+        """Seconds per step, means over ranks, of a few turns."""
+        own_s = []
+        for _ in range(CALIBRATION_TURNS):
+            dist.barrier()
+            arm.step()
+            start = time.perf_counter()
+            for _ in range(CALIBRATION_STEPS):
+                arm.step()
+            own_s.append((time.perf_counter() - start) / CALIBRATION_STEPS)
+        sums_s = torch.tensor(own_s, dtype=torch.float64)
+        dist.all_reduce(sums_s)
+        return (sums_s / dist.get_world_size()).tolist()
+
+    def _make_arm(self, workload: Workload, lease: GpuLease | None, communicates: bool = True) -> Arm:
         network = workload.build()
         if self._settings.kind == "compute":
+            optimizer = SGD(network.parameters(), lr=LEARNING_RATE)
             if lease is not None:
-                lease.instrument(network)
-            return Arm(workload, network, SGD(network.parameters(), lr=LEARNING_RATE))
+                lease.instrument(network, optimizer)
+            return Arm(workload, network, optimizer)
         ddp = DistributedDataParallel(network, gradient_as_bucket_view=True)
         optimizer = SGD(ddp.parameters(), lr=LEARNING_RATE)
-        options = {} if lease is None else {"lease": lease}
-        state = dx.attach(ddp, optimizer, schedule=self._case.schedule, tune=False, **options)
+        if not communicates:
+            ddp.register_comm_hook(None, noop_hook)
+            return Arm(workload, ddp, optimizer)
+        state = dx.attach(ddp, optimizer, schedule=self._case.schedule, tune=False, lease=lease)
         return Arm(workload, ddp, optimizer, state)
 
     def _sums(self, arm: Arm) -> dict[str, float]:

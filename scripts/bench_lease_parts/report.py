@@ -75,6 +75,11 @@ def _notes(case: dict[str, Any]) -> list[str]:
             f"{job['name']} {share['median']:.1%}" for job, share in zip(case["jobs"], arm["device_share"], strict=True)
         )
         notes.append(f"{name}: shares of the device time used: {shares}")
+        if "waits_given" in arm:
+            notes.append(
+                f"{name}: of the time that {case['jobs'][0]['name']} waits for communication, "
+                f"{arm['waits_given']['median']:.0%} was given to others, {arm['waits_filled']['median']:.0%} used"
+            )
         if arm["unleased"]:
             notes.append(f"{name}: {arm['unleased']} turns without the lease")
     return notes

@@ -15,7 +15,7 @@ class JobSettings:
     Attributes:
         name: unique within the case.
         kind: `training` synchronizes its gradients; `compute` uses the device only, each rank for itself.
-        compute_s: device time of a step alone; a third of it is forward.
+        compute_s: time of a step's compute alone; a third of it is forward.
         link_s: time that the link alone would take for a step's gradients, which says how many parameters there are.
         layers: paced layers, which all take equally long.
         first_layer_share: share of the parameters that the first layer holds, as an embedding would: their gradient
