@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddp_crossover.spans import KINDS, LEG_KINDS, Span
+from ddp_crossover.spans import KINDS, LEASE_KINDS, LEG_KINDS, Span
 
 _FORMAT = "ddp_crossover trace 1"
 
@@ -37,7 +37,7 @@ def write(path: Path, about: About, spans: list[Span]) -> None:
                 "ph": "X",
                 "pid": about.rank,
                 "tid": lanes.setdefault(lane, len(lanes)),
-                "name": span.detail or (f"{span.kind} {span.group}" if span.group >= 0 else span.kind),
+                "name": _name(span),
                 "cat": span.kind,
                 "ts": begin_ns / 1e3,
                 "dur": (end_ns - begin_ns) / 1e3,
@@ -82,6 +82,8 @@ def _in_lanes(spans: list[Span]) -> Iterator[tuple[Span, str]]:
     for span in sorted(spans, key=lambda span: (KINDS.index(span.kind), span.begin_s)):
         if span.kind == "step":
             yield span, "steps"
+        elif span.kind in LEASE_KINDS:
+            yield span, f"lease of {span.detail}"
         elif span.kind not in LEG_KINDS:
             yield span, "compute"
         else:
@@ -89,6 +91,12 @@ def _in_lanes(spans: list[Span]) -> Iterator[tuple[Span, str]]:
             row = next((row for row, end_s in enumerate(rows) if end_s <= span.begin_s), len(rows))
             rows[row : row + 1] = [span.end_s]
             yield span, f"{span.kind} {row + 1}"
+
+
+def _name(span: Span) -> str:
+    if span.kind in LEASE_KINDS:
+        return span.kind.replace("_", " ")
+    return span.detail or (f"{span.kind} {span.group}" if span.group >= 0 else span.kind)
 
 
 def _arguments(span: Span) -> dict[str, Any]:

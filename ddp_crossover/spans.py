@@ -9,6 +9,7 @@ from ddp_crossover.intervals import Interval, clip, difference, total, union
 
 LEG_KINDS = ("scatter", "gather", "all_reduce")
 COMPUTE_KINDS = ("forward", "backward", "update")
+WAIT_KINDS = ("wait", "lease_wait")
 LEASE_KINDS = ("held", "gap", "lease_wait")
 KINDS = ("step", *COMPUTE_KINDS, "wait", *LEG_KINDS, *LEASE_KINDS)
 
@@ -18,12 +19,13 @@ class Span(NamedTuple):
 
     Attributes:
         kind: ``step``, ``forward``, ``backward``, ``update``, ``wait``, ``scatter``, ``gather`` or ``all_reduce``. A
-            step goes from the first forward after an ``optimizer.step()`` to the next such forward.
+            step goes from the first forward after an ``optimizer.step()`` to the next such forward. With a lease also
+            ``held``, ``gap`` (a wait in which another job had its turn) and ``lease_wait``.
         begin_s: host time (``time.perf_counter``). A leg begins when it is handed to the link.
         end_s: likewise.
         group: fusion group of a leg (with plain all-reduce the bucket), or of the leg that is waited for; else -1.
         posted_s: when a leg was given to the network; NaN where that is not known, or for what is no leg.
-        detail: for a wait, what is waited for.
+        detail: for a wait, what is waited for; for the lease, the job.
     """
 
     kind: str
@@ -76,7 +78,7 @@ def exposed(spans: list[Span]) -> list[Interval]:
 
 def computing(spans: list[Span]) -> list[Interval]:
     """When forward, backward or an update ran and did not wait."""
-    return difference(when(spans, COMPUTE_KINDS), when(spans, ("wait",)))
+    return difference(when(spans, COMPUTE_KINDS), when(spans, WAIT_KINDS))
 
 
 def when(spans: list[Span], kinds: Iterable[str]) -> list[Interval]:

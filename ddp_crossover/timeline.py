@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ddp_crossover.intervals import Interval, clip, difference, intersection, union
-from ddp_crossover.spans import LEG_KINDS, Figures, Span, exposed, when
+from ddp_crossover.spans import LEG_KINDS, WAIT_KINDS, Figures, Span, exposed, when
 from ddp_crossover.trace import Trace
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ _ROW_COLORS = {
     "all_reduce": "#54a24b",
     "update": "#b279a2",
 }
+_LEASE_COLORS = {"held": "#2f4b6e", "gap": "#eeca3b", "lease_wait": "0.7"}
+_LEASE_NAMES = {"held": "lease held", "gap": "gap given to another job", "lease_wait": "waiting for the lease"}
 _EDGE_COLOR = "0.35"
 _ROW_NAMES = {"scatter": "reduce-scatter", "gather": "all-gather", "all_reduce": "all-reduce"}
 _BAR_HEIGHT = 0.74  # of a row
@@ -38,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of this subcommand."""
     parser.description = (
         "Draw traces that Trace.save() wrote, such as one of plain DDP and one of DeAR: a row each for forward, "
-        "backward, reduce-scatter, all-gather and update; exposed communication in red."
+        "backward, reduce-scatter, all-gather and update, and for the lease where there is one; exposed communication "
+        "in red."
     )
     parser.add_argument(
         "traces", nargs="+", metavar="trace.json", help="from top to bottom; {rank} in a name stands for --rank"
@@ -91,6 +94,8 @@ def draw(traces: Sequence[Trace], path: Path, *, steps: int = 2) -> None:
         Patch(color=_ROW_COLORS["scatter"], alpha=_QUEUED_ALPHA, label="leg that waits to be sent"),
         Line2D([], [], color=_EDGE_COLOR, linestyle="--", label="a step begins or ends"),
     ]
+    if any(panel.lease for panel in panels):
+        legend += [Patch(color=color, label=_LEASE_NAMES[kind]) for kind, color in _LEASE_COLORS.items()]
     figure.legend(handles=legend, loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path)
 
@@ -103,6 +108,7 @@ class _Panel(NamedTuple):
     spans: list[Span]
     window: Interval
     edges_s: list[float]  # where steps begin or end
+    lease: str  # name of the row of the job's lease; empty without
 
     @classmethod
     def of(cls, trace: Trace, steps: int) -> _Panel:
@@ -119,8 +125,9 @@ class _Panel(NamedTuple):
         spans = trace.spans()
         seen = {span.kind for span in spans if span.begin_s < window[1] and window[0] < span.end_s}
         legs = [kind for kind in LEG_KINDS if kind in seen]
-        rows = ["forward", "backward", *legs, "update"]
-        return cls(_headline(trace), rows, spans, window, [*(step.begin_s for step in shown), window[1]])
+        lease = next((f"lease: {span.detail}" for span in spans if span.kind in _LEASE_COLORS), "")
+        rows = ["forward", "backward", *legs, "update", *([lease] if lease else [])]
+        return cls(_headline(trace), rows, spans, window, [*(step.begin_s for step in shown), window[1]], lease)
 
 
 def _typical(steps: list[Figures], count: int) -> list[Figures]:
@@ -152,6 +159,9 @@ def _draw_panel(axes: Axes, panel: _Panel) -> None:
     for row, kind in enumerate(panel.rows):
         if kind in LEG_KINDS:
             _draw_legs(axes, panel, row, kind, red)
+        elif kind == panel.lease:
+            for state, color in _LEASE_COLORS.items():
+                _draw_bars(axes, panel, row, when(panel.spans, [state]), color)
         else:
             _draw_bars(axes, panel, row, _alone(panel.spans, kind), _ROW_COLORS[kind])
     for edge_s in panel.edges_s:
@@ -167,7 +177,7 @@ def _draw_panel(axes: Axes, panel: _Panel) -> None:
 
 def _alone(spans: list[Span], kind: str) -> list[Interval]:
     """When this was computed; without the waits and updates inside of it."""
-    inside = ("wait",) if kind == "update" else ("wait", "update")
+    inside = WAIT_KINDS if kind == "update" else (*WAIT_KINDS, "update")
     return difference(when(spans, [kind]), when(spans, inside))
 
 

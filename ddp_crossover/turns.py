@@ -118,6 +118,7 @@ class Turns:
         if self._lease is None:
             return
         now_s = time.perf_counter()
+        was_sharing = self._gain.sharing
         if self._at_step is not None:
             since_s, filled_s, slowed_s, disturbances = self._at_step
             self._gain.step(
@@ -127,7 +128,7 @@ class Turns:
                 # A filler that went on without the lease would be in the main job's way.
                 contended=self.disturbances > disturbances and self._lease.role == "peer",
             )
-            if not self._gain.sharing and self._wanted:
+            if was_sharing and not self._gain.sharing:
                 self._fallbacks.note(
                     f"gaps filled by other jobs gained less than {MIN_GAIN:.0%} of a step: the lease takes a break"
                 )

@@ -182,8 +182,8 @@ class Arbiter:
         return list(self._resources[resource].queue)
 
     def holding_job(self, resource: str) -> JobKey | None:
-        hold = self._resources[resource].hold
-        return hold.job.key if hold is not None else None
+        res = self._resources.get(resource)
+        return res.hold.job.key if res is not None and res.hold is not None else None
 
     def virtual_s(self, key: JobKey) -> float:
         """Weighted time that the job has been charged for so far."""

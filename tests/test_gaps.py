@@ -1,0 +1,93 @@
+"""Which waits are given away, and when sharing is given up: decisions from times, without any lease."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_crossover.gaps import MIN_GAIN, ExpectedWaits, Gain
+
+HAND_OFF_S = 2e-4
+
+
+def waits(**known: list[float]) -> ExpectedWaits:
+    expected = ExpectedWaits()
+    for _ in range(3):
+        expected.note_acquire(0.75 * HAND_OFF_S)
+        expected.note_release(0.25 * HAND_OFF_S)
+    for key, seconds in known.items():
+        for waited_s in seconds:
+            expected.note(key, waited_s)
+    return expected
+
+
+def test_a_hand_off_costs_what_it_usually_costs() -> None:
+    expected = waits()
+    expected.note_acquire(1.0)  # once, something else had the core
+    assert expected.hand_off_s == HAND_OFF_S
+
+
+def test_a_wait_is_given_at_once_only_where_it_has_been_long_before() -> None:
+    expected = waits(long=[0.1, 0.1, 0.0], short=[1e-4, 1e-4, 0.5])
+    assert expected.is_worth_giving("long", 0.0)
+    assert not expected.is_worth_giving("short", 0.0)
+    assert not expected.is_worth_giving("never seen", 0.0)
+
+
+def test_the_rest_of_a_wait_is_not_given() -> None:
+    expected = waits(long=[0.1])
+    assert expected.is_worth_giving("long", 0.05)
+    assert not expected.is_worth_giving("long", 0.1 - HAND_OFF_S)
+
+
+def test_old_waits_are_forgotten() -> None:
+    expected = waits(changing=[0.1] * 50 + [0.0] * 5)
+    assert not expected.is_worth_giving("changing", 0.0)
+
+
+@given(st.lists(st.floats(0, 10), max_size=8), st.floats(1e-6, 1e-3))
+def test_no_wait_is_kept_for_ever(known: list[float], hand_off_s: float) -> None:
+    """Else two jobs on two devices could each hold what the other's ranks need."""
+    expected = waits(key=known)
+    for _ in range(20):
+        expected.note_acquire(hand_off_s)
+    assert expected.is_worth_giving("key", max(known, default=0.0) + 0.1)
+
+
+def run(gain: Gain, steps: int, filled_s: float, slowed_s: float = 0.0, *, contended: bool = True) -> None:
+    for _ in range(steps):
+        gain.step(1.0, filled_s, slowed_s, contended=contended)
+
+
+def test_below_the_least_gain_sharing_ends() -> None:
+    for filled_s, slowed_s, pays in ((0.021, 0.0, True), (0.019, 0.0, False), (0.5, 0.49, False), (0.5, 0.4, True)):
+        gain = Gain()
+        run(gain, 10, filled_s, slowed_s)
+        assert gain.sharing == pays
+        assert abs(gain.last - (filled_s - slowed_s)) < 1e-9
+    assert MIN_GAIN == 0.02
+
+
+def test_nothing_is_decided_from_a_few_steps_or_without_another_job() -> None:
+    gain = Gain()
+    run(gain, 9, 0.0)
+    run(gain, 1000, 0.0, contended=False)
+    assert gain.sharing and gain.last is None
+    run(gain, 1, 0.0)
+    assert not gain.sharing
+
+
+def test_it_is_tried_again_after_a_break_that_doubles() -> None:
+    gain = Gain()
+    breaks = []
+    for _ in range(6):
+        run(gain, 10, 0.0)
+        steps = 0
+        while not gain.sharing:
+            run(gain, 1, 0.0, contended=False)
+            steps += 1
+        breaks.append(steps)
+    assert breaks == [250, 500, 1000, 2000, 4000, 4000]
+    run(gain, 10, 0.5)
+    run(gain, 10, 0.0)
+    assert gain.break_steps == 250
