@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -109,10 +110,8 @@ def run_processes(kernels_s: list[float], seconds: float) -> list[float]:
     return [kernel_s * answer.recv() for kernel_s, answer in zip(kernels_s, answers, strict=True)]
 
 
-def started(
-    make: Callable[..., multiprocessing.Process], target: Callable[..., None], args: tuple
-) -> multiprocessing.Process:
-    process = make(target=target, args=args, daemon=True)
+def started(target: Callable[..., None], *args: Any) -> Any:
+    process = multiprocessing.get_context("fork").Process(target=target, args=args, daemon=True)
     process.start()
     return process
 
