@@ -21,6 +21,7 @@ def _named(job: JobSettings, *names: str) -> tuple[JobSettings, ...]:
 JOBS: dict[str, tuple[JobSettings, ...]] = {
     "equal": _named(TRAINING, "a", "b"),
     "unequal": (COMMUNICATION_BOUND, COMPUTE_BOUND),
+    "embedding": (dataclasses.replace(COMMUNICATION_BOUND, first_layer_share=0.9), COMPUTE_BOUND),
     "filler": (TRAINING, FILLER),
     "opposite": _named(TRAINING, "a", "b"),
     "three": _named(TRAINING, "a", "b", "c"),
@@ -32,6 +33,7 @@ JOBS: dict[str, tuple[JobSettings, ...]] = {
 MEANING = {
     "equal": "two equal training jobs, T about 1.33 c, link not binding",
     "unequal": "a training job with A/C = 2, and one that only computes",
+    "embedding": "as unequal, with 90% of the gradients in the first layer",
     "filler": "a training job with T about 1.33 c, and an endless filler",
     "opposite": "as equal, but jobs arrive in opposite order on the two hosts",
     "three": "three equal training jobs",
