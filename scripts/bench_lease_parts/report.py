@@ -5,6 +5,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 from bench_lease_parts.cases import MEANING
@@ -14,9 +15,9 @@ def print_case(console: Console, case: dict[str, Any], network: str) -> None:
     """A table with a row for each way to run the jobs."""
     settings = case["settings"]
     console.print()
-    console.print(f"[bold]{escape(case['case'])}[/]: {MEANING[case['case']]}", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{escape(case['case'])}[/]: {MEANING[case['case']]}", highlight=False)
     for line in _description(case, network):
-        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+        console.print(Padding(line, (0, 0, 0, 2)), markup=False, highlight=False)
     table = Table(
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
@@ -28,10 +29,10 @@ def print_case(console: Console, case: dict[str, Any], network: str) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_row("serial", "1.00", f"{1 / case['bound']:.2f}")
     for name, arm in case["arms"].items():
-        table.add_row(name, *_cells(arm, case["case"]))
+        table.add_row(name, *_cells(arm))
     console.print(table)
     for note in _notes(case):
-        console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
+        console.print(Padding(note, (0, 0, 0, 2)), markup=False, highlight=False)
 
 
 def _description(case: dict[str, Any], network: str) -> list[str]:
@@ -47,7 +48,7 @@ def _description(case: dict[str, Any], network: str) -> list[str]:
     ]
 
 
-def _cells(arm: dict[str, Any], case_name: str) -> list[str]:
+def _cells(arm: dict[str, Any]) -> list[str]:
     over_serial, over_co_run = arm["over_serial"], arm.get("over_co_run")
     return [
         f"{over_serial['median']:.2f} ({over_serial['low']:.2f}..{over_serial['high']:.2f})",
@@ -67,7 +68,7 @@ def _notes(case: dict[str, Any]) -> list[str]:
     notes = [
         f"{case['jobs'][0]['name']} alone with its lease on: {slower['median']:+.1%} per step "
         f"({slower['low']:+.1%}..{slower['high']:+.1%})",
-        f"a kernel on the idle device takes {case['device_kernel_excess_s'] * 1e6:.0f} us longer than it should, "
+        f"a kernel on the idle device takes {case['device_kernel_excess_s'] * 1e6:.0f} us too long, "
         f"a plain sleep {case['sleep_excess_s'] * 1e6:.0f} us",
     ]
     for name, arm in case["arms"].items():
@@ -77,8 +78,8 @@ def _notes(case: dict[str, Any]) -> list[str]:
         notes.append(f"{name}: shares of the device time used: {shares}")
         if "waits_given" in arm:
             notes.append(
-                f"{name}: of the time that {case['jobs'][0]['name']} waits for communication, "
-                f"{arm['waits_given']['median']:.0%} was given to others, {arm['waits_filled']['median']:.0%} used"
+                f"{name}: of {case['jobs'][0]['name']}'s waits for communication "
+                f"{arm['waits_given']['median']:.0%} were given away, {arm['waits_filled']['median']:.0%} used"
             )
         if arm["unleased"]:
             notes.append(f"{name}: {arm['unleased']} turns without the lease")
