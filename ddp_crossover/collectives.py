@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,15 @@ from ddp_crossover.socket_backlog import SocketBacklog, connected_tcp_sockets
 
 MAX_GROUPS = 2**16 - 1
 
-Meanwhile = Callable[[], float]
+
+class Meanwhile(Protocol):
+    """What is done with the time of a wait."""
+
+    def __call__(self) -> float:
+        """The host waits: says after how many seconds to call again."""
+
+    def is_worth_blocking(self) -> bool:
+        """Whether the host should wait although the leg does not need it to."""
 
 
 class LegError(RuntimeError):
@@ -43,7 +51,7 @@ class Leg(ABC):
         """After this, the caller's work sees the result, and after a gather leg may write into the buffer.
 
         Args:
-            meanwhile: called while the host waits; says after how many seconds to call it again.
+            meanwhile: called while the host waits.
 
         Raises:
             LegError: if the leg failed, or one before it did.

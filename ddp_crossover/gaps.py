@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable
 
 # A gap that is not worth so many hand-offs would be spent on handing over.
-_PAYS_HAND_OFFS = 5
+_PAYS_HAND_OFFS = 10
 _FIRST_HAND_OFF_S = 100e-6
+_LONGEST_HAND_OFF_S = 1e-3
 _WAITS_KEPT = 5
+_TRY_EVERY = 50
 _HAND_OFFS_KEPT = 9
 
 MIN_GAIN = 0.02
 _WINDOW_STEPS = 10
+_MOST_LOST_S = 1.0
 _FIRST_BREAK_STEPS = 250
 _LONGEST_BREAK_STEPS = 4000
 
 
 class ExpectedWaits:
-    """How long each wait will be, from what it was in the latest steps; and what a hand-off costs this process.
-
-    Medians, because one step in ten may be anything.
-    """
+    """How long each wait will be: the median of what it was in the latest steps; and what a hand-off costs here."""
 
     def __init__(self) -> None:
         self._waits_s: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_WAITS_KEPT))
+        self._untried: Counter[Hashable] = Counter()
         self._acquires_s: deque[float] = deque(maxlen=_HAND_OFFS_KEPT)
         self._releases_s: deque[float] = deque(maxlen=_HAND_OFFS_KEPT)
 
@@ -46,7 +47,8 @@ class ExpectedWaits:
         """What it costs to give the lease away and get it back, without the time that another job holds it."""
         if not self._acquires_s or not self._releases_s:
             return _FIRST_HAND_OFF_S
-        return statistics.median(self._acquires_s) + statistics.median(self._releases_s)
+        # The least, because another job may have been a moment faster than what seemed a free acquire.
+        return min(min(self._acquires_s) + min(self._releases_s), _LONGEST_HAND_OFF_S)
 
     def is_worth_giving(self, key: Hashable, waited_s: float) -> bool:
         """Whether to give away what is left of a wait that has lasted for ``waited_s`` already.
@@ -57,6 +59,13 @@ class ExpectedWaits:
         known_s = self._waits_s.get(key)
         expected_s = statistics.median(known_s) if known_s else 0.0
         return abs(expected_s - waited_s) >= _PAYS_HAND_OFFS * self.hand_off_s
+
+    def is_worth_trying(self, key: Hashable) -> bool:
+        """Whether to find out how long a wait is, where that costs something: it was long, or not tried lately."""
+        if not self._waits_s.get(key) or self.is_worth_giving(key, 0.0):
+            return True
+        self._untried[key] += 1
+        return self._untried[key] % _TRY_EVERY == 0
 
 
 class Gain:
@@ -97,7 +106,7 @@ class Gain:
             self._steps += 1
             self._elapsed_s += elapsed_s
             self._gained_s += filled_s - slowed_s
-            if self._steps >= _WINDOW_STEPS:
+            if self._steps >= _WINDOW_STEPS or self._gained_s < -_MOST_LOST_S:
                 self._decide()
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, cast
 
 import torch
@@ -30,9 +31,19 @@ class _NcclLeg(Leg):
 
     def wait(self, meanwhile: Meanwhile | None = None) -> None:
         stream = torch.cuda.current_stream(self._device)
+        if meanwhile is not None and not self._done.query() and meanwhile.is_worth_blocking():
+            self._wait_on_host(stream, meanwhile)
         begin = self._clock.mark(stream)
         stream.wait_event(self._done)
         self._clock.span("wait", begin, stream, group=self.group, what=self.label)
+
+    def _wait_on_host(self, stream: torch.cuda.Stream, meanwhile: Meanwhile) -> None:
+        """For a gap in the lease, which can be given only when the stream has nothing left to compute."""
+        drained = torch.cuda.Event(blocking=True)
+        drained.record(stream)
+        drained.synchronize()
+        while not self._done.query():
+            time.sleep(meanwhile())
 
 
 class _NcclScatterLeg(_NcclLeg, ScatterLeg):

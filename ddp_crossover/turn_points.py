@@ -16,7 +16,7 @@ from ddp_crossover.turns import Turns
 from ddp_crossover.updates import DeferredUpdates
 
 
-class TurnPoints(Hook):
+class TurnPoints:
     """Installs them.
 
     A turn begins when the forward of the module *inside* of DDP does, behind DDP's broadcast of buffers; but where
@@ -41,14 +41,13 @@ class TurnPoints(Hook):
         self._updates = updates
         self._inside = False
         inner = ddp.module
-        compute = torch.compiler.disable(self._before_compute)
         self._undo: list[Callable[[], None]] = [
             # In front of the hook that waits for what the root itself uses.
             ddp.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True).remove,
             ddp.register_forward_hook(torch.compiler.disable(self._after_forward), always_call=True).remove,
             call_before_compiled(inner, self._before_compute)
             if is_compiled(inner)
-            else inner.register_forward_pre_hook(compute, prepend=True).remove,
+            else inner.register_forward_pre_hook(_BeforeCompute(self._before_compute), prepend=True).remove,
         ]
         for optimizer in optimizers:
             self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
@@ -67,7 +66,7 @@ class TurnPoints(Hook):
         else:
             self._turns.want()
 
-    def _before_compute(self, *_: Any) -> None:
+    def _before_compute(self) -> None:
         if self._inside:  # else the module is called by itself, and nobody would say when that ends
             self._turns.want()
             if not self._updates.pending:
@@ -77,7 +76,7 @@ class TurnPoints(Hook):
         assert isinstance(ddp, DistributedDataParallel)
         self._inside = False
         # It raised, or no backward will follow.
-        if output is None or not torch.is_grad_enabled() or not ddp.training:
+        if output is None or not torch.is_grad_enabled() or not ddp.module.training:
             self._turns.release()
         elif not ddp.require_backward_grad_sync:
             # The next batch may have to be loaded, and DDP's hook is not called.
@@ -95,3 +94,17 @@ class TurnPoints(Hook):
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._turns.release()
+
+
+class _BeforeCompute(Hook):
+    """Forward pre-hook of the module inside of DDP. Breaks the graph where that is compiled."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+        self._run_eagerly = torch.compiler.disable(run)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._run_eagerly()
+        else:
+            self._run()

@@ -49,7 +49,7 @@ class Turns:
         self._expected = ExpectedWaits()
         self._gain = Gain()
         self._wanted = False
-        # The turn: since when, and how long it was waited for.
+        # The turn: since when, and how long another job kept it waiting.
         self._granted_s: float | None = None
         self._late_s = 0.0
         # Sums, and what they were when the last step ended.
@@ -105,12 +105,12 @@ class Turns:
         gap = _Gap(self, what)
         with self.profiler.waiting() if self.profiler is not None else contextlib.nullcontext():
             try:
-                yield gap.look
+                yield gap
             except BaseException:
                 self.release()  # a leg has failed, or Ctrl-C: who knows what is next
                 raise
             gap.end()
-            if not self._holding:
+            if self._wanted and not self._holding:
                 self._acquire()
 
     def step_ended(self) -> None:
@@ -167,14 +167,14 @@ class Turns:
         self._end_turn(time.perf_counter())  # one that the broker has ended
         was_taken = lease.taken
         start_s = time.perf_counter()
-        granted = lease.acquire()
+        granted = lease.acquire(eager=True)
         now_s = time.perf_counter()
-        self._late_s = now_s - start_s
-        self._regrant_s += self._late_s
+        self._late_s = now_s - start_s if was_taken else 0.0
+        self._regrant_s += now_s - start_s
         if was_taken:
             self.disturbances += 1
         elif granted:
-            self._expected.note_acquire(self._late_s)
+            self._expected.note_acquire(now_s - start_s)
         if granted:
             self._granted_s = now_s
         else:
@@ -211,7 +211,16 @@ class Turns:
 class _Gap:
     """One wait of compute for communication."""
 
-    __slots__ = ("_began_s", "_filled_s", "_free_since_s", "_handed_over", "_looked_s", "_turns", "_what")
+    __slots__ = (
+        "_began_s",
+        "_filled_s",
+        "_free_since_s",
+        "_handed_over",
+        "_is_unknown",
+        "_looked_s",
+        "_turns",
+        "_what",
+    )
 
     def __init__(self, turns: Turns, what: Hashable) -> None:
         self._turns = turns
@@ -220,9 +229,18 @@ class _Gap:
         self._free_since_s: float | None = None
         self._looked_s = 0.0
         self._handed_over = False
+        self._is_unknown = False
         self._filled_s = 0.0
 
-    def look(self) -> float:
+    def is_worth_blocking(self) -> bool:
+        """On CUDA, where only a stream waits: whether another job wants the time."""
+        turns = self._turns
+        assert turns._lease is not None
+        worth = turns._holding and turns._lease.contended and turns._expected.is_worth_trying(self._what)
+        self._is_unknown = not worth
+        return worth
+
+    def __call__(self) -> float:
         """The host waits: give the turn away if that is of use now. Returns when to look again, in seconds."""
         turns, now_s = self._turns, time.perf_counter()
         assert turns._lease is not None
@@ -247,7 +265,8 @@ class _Gap:
     def end(self) -> None:
         """What was waited for is there."""
         turns, now_s = self._turns, time.perf_counter()
-        turns._expected.note(self._what, 0.0 if self._began_s is None else now_s - self._began_s)
+        if not self._is_unknown:
+            turns._expected.note(self._what, 0.0 if self._began_s is None else now_s - self._began_s)
         if self._free_since_s is None:
             return
         self._sample(now_s)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ddp_crossover")
 
 _ROLES = {"peer": Role.PEER, "filler": Role.FILLER}
+_NOT_KNOWN_YET = -1  # the fence of a hold that was asked for and not waited for
 _PEER_MAX_WAIT_S = 15.0  # longer than the 10 s after which the broker gives on what a holder does not release
 
 
@@ -130,8 +131,12 @@ class GpuLease:
 
     # ---- holding
 
-    def acquire(self) -> bool:
+    def acquire(self, *, eager: bool = False) -> bool:
         """Wait for the resource, and tell whether it is held now; False means: go on unleased.
+
+        With ``eager``, where nobody holds it or waits, it counts as held as soon as it has been asked for: the answer
+        is only a matter of time, and to sleep until it comes takes longest where all cores are busy. If another job
+        was faster after all, :attr:`holding` turns False. Fillers always wait.
 
         Waits for other jobs for at most ``max_wait_s``, and for a broker that does not answer for at most
         ``max_stall_s``. Never call it with a collective, a data loader or a checkpoint ahead that another job might be
@@ -140,7 +145,7 @@ class GpuLease:
         if os.getpid() != self._pid:
             return False
         with self._lock:
-            return self.holding or self._ask(Kind.REQUEST)
+            return self.holding or (eager and self._ask_if_free()) or self._ask(Kind.REQUEST)
 
     def release(self, stream: torch.cuda.Stream | None = None) -> None:
         """Give the resource up. If another job waits for it, not before ``stream`` (None: the current one) has done all
@@ -157,7 +162,7 @@ class GpuLease:
             with self._lock:
                 held_on = self._checked_hold()
                 if held_on is not None:
-                    self._send_or_give_up(held_on, Kind.RELEASE, fence=self._fence)
+                    self._send_release(held_on)
                 # Last, so that an interrupt in between leaves a hold that can still be released.
                 self._held_on, self._fence = None, 0
 
@@ -261,7 +266,11 @@ class GpuLease:
     def holding(self) -> bool:
         """Whether this process holds the resource now. The broker may have ended the hold meanwhile."""
         held_on = self._held_on
-        return held_on is not None and held_on is self._keeper.connection and held_on.page.fence == self._fence
+        if held_on is None or held_on is not self._keeper.connection:
+            return False
+        if self._fence == _NOT_KNOWN_YET:
+            return held_on.page.holder in (0, self._tag)
+        return held_on.page.fence == self._fence
 
     @property
     def asked_to_yield(self) -> bool:
@@ -271,8 +280,8 @@ class GpuLease:
 
     @property
     def fence(self) -> int:
-        """The number under which it is held, greater with every grant of this host; 0 if it is not."""
-        return self._fence if self.holding else 0
+        """The number under which it is held, greater with every grant of this host; 0 if not, or not known yet."""
+        return max(self._fence, 0) if self.holding else 0
 
     @property
     def connected(self) -> bool:
@@ -303,9 +312,36 @@ class GpuLease:
 
     # ---- inside
 
+    def _ask_if_free(self) -> bool:
+        """Ask where nobody is in the way, and do not wait for the answer."""
+        connection = self._keeper.connection
+        if connection is None or self.role == "filler" or connection.page.fence or connection.page.waiters:
+            return False
+        try:
+            connection.discard()  # earlier answers that nobody has waited for
+            self._request += 1
+            self._held_on, self._fence = connection, _NOT_KNOWN_YET
+            connection.send(Kind.REQUEST, request=self._request)
+        except OSError:
+            self._held_on, self._fence = None, 0
+            self._keeper.give_up(connection)
+            return False
+        self._grants += 1
+        return True
+
+    def _send_release(self, connection: BrokerConnection) -> None:
+        if self._fence == _NOT_KNOWN_YET:
+            self._send_or_give_up(connection, Kind.CANCEL, request=self._request)
+        else:
+            self._send_or_give_up(connection, Kind.RELEASE, fence=self._fence)
+
     def _ask(self, kind: Kind) -> bool:
         """Send REQUEST, or RELEASE with a request in it, and wait for the grant."""
-        fence = self._fence if self._checked_hold() is not None else 0
+        held_on = self._checked_hold()
+        if self._fence == _NOT_KNOWN_YET and self._held_on is not None:
+            self._send_release(self._held_on)  # there is no fence yet to be sent along
+            held_on = None
+        fence = self._fence if held_on is not None else 0
         connection = self._keeper.connection
         if connection is None:
             self._held_on, self._fence = None, 0

@@ -49,6 +49,12 @@ class BrokerConnection:
             raise ConnectionResetError("the broker closed the connection")
         return decode(data)
 
+    def discard(self) -> None:
+        """Throw away what has come. Raises ``OSError`` where the broker is gone."""
+        with contextlib.suppress(BlockingIOError):
+            while self._sock.recv(MESSAGE_BYTES + 1, socket.MSG_DONTWAIT):
+                pass
+
     def wait_until_lost(self) -> None:
         """Return when the broker has gone or this side has shut down. Reads nothing."""
         poll = select.poll()

@@ -19,10 +19,12 @@ import torch.distributed as dist
 from lease_processes import Actor, LeaseProcesses
 from lease_training import Job, make_lease, same, train
 from models import DeepNet
+from plans import judged_plans
 from torch import nn
 
 import ddp_crossover as dx
 from ddp_crossover.spans import LEASE_KINDS
+from ddp_crossover.tuner import TRIAL_STEPS
 
 STEPS = 25
 LATE_S = 0.02
@@ -145,6 +147,7 @@ def where_it_is_held(directory: str, with_buffers: bool) -> dict[str, Any]:
         note("after a forward that raised")
         model.fails = False
         job.ddp(job.batch())
+        job.ddp(job.batch())  # broadcasts buffers while the first one's turn lasts
         job.state.synchronize()
         note("after synchronize")
         job.ddp(job.batch())
@@ -246,6 +249,27 @@ def test_where_sharing_gains_nothing_it_takes_a_break_and_says_so(
     assert any("takes a break" in reason for reason in stats.fallbacks)
     assert stats.lease.grants < 60
     assert not held
+
+
+def steps_until_tuned(directory: str, disturbed: bool) -> int:
+    with judged_plans("auto"):
+        job = Job(make_lease(directory), fusion_mb=None)
+        steps = 0
+        while job.state.tuning:
+            if disturbed and dist.get_rank() == 0:
+                job.state._turns.disturbances += 1
+            job.step()
+            steps += 1
+    job.end()
+    return steps
+
+
+def test_trials_in_which_another_job_was_in_the_way_are_run_again_but_not_for_ever(
+    on_ranks, processes: LeaseProcesses, lease_directory: Path
+) -> None:
+    processes.broker()
+    quiet, disturbed = (on_ranks(steps_until_tuned, 2, str(lease_directory), was) for was in (False, True))
+    assert disturbed == [steps + 5 * TRIAL_STEPS for steps in quiet]
 
 
 def traced(directory: str, path: str) -> Any:

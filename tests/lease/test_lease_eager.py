@@ -1,0 +1,85 @@
+"""`acquire(eager=True)`: a free resource is held as soon as it has been asked for."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lease_processes import LeaseProcesses, eventually
+
+from ddp_crossover.lease.client import GpuLease
+from ddp_crossover.lease.protocol import Kind
+
+
+@pytest.fixture
+def lease(processes: LeaseProcesses, lease_directory: Path) -> Iterator[GpuLease]:
+    processes.broker()
+    lease = GpuLease("cpu:0", job="eager", directory=lease_directory, spawn_broker=False, max_stall_s=10.0)
+    assert lease.wait_until_connected(20)
+    yield lease
+    lease.close()
+
+
+def test_it_is_held_until_it_is_released(processes: LeaseProcesses, lease: GpuLease) -> None:
+    other = processes.actor("other")
+    assert lease.acquire(eager=True) and lease.holding
+    other.start("acquire")
+    eventually(lambda: lease.contended)
+    assert lease.holding and not other.has_answered()
+    lease.release()
+    assert not lease.holding
+    assert other.result()
+
+
+def test_it_waits_for_whoever_holds_it(processes: LeaseProcesses, lease: GpuLease) -> None:
+    other = processes.actor("other")
+    other.start("hold_for", 0.2)
+    eventually(lambda: lease.taken)
+    assert lease.acquire(eager=True)
+    assert lease.fence > other.result()["fence"]
+
+
+def test_answers_that_nobody_waits_for_do_not_pile_up(processes: LeaseProcesses, lease: GpuLease) -> None:
+    other = processes.actor("other")
+    for _ in range(2000):
+        assert lease.acquire(eager=True)
+        lease.release()
+    assert lease.connected and lease.stats().unleased == {} and lease.stats().lost == 0
+    assert other.call("acquire")
+
+
+def test_turns_are_yielded_although_their_number_is_not_known(processes: LeaseProcesses, lease: GpuLease) -> None:
+    other = processes.actor("other")
+    assert lease.acquire(eager=True)
+    other.start("hold_for", 0.05)
+    eventually(lambda: lease.contended)
+    assert lease.yield_turn()
+    assert lease.fence > other.result()["fence"]
+
+
+def test_where_another_job_was_faster_it_is_not_held(processes: LeaseProcesses, lease: GpuLease) -> None:
+    other = processes.raw()
+    other.hello("other")
+    pid = processes.status()["pid"]
+    broker = next(broker for broker in processes._brokers if broker.pid == pid)
+    broker.send_signal(signal.SIGSTOP)
+    other.send(Kind.REQUEST, request=1)
+    assert lease.acquire(eager=True) and lease.holding
+    broker.send_signal(signal.SIGCONT)
+    grant = other.receive()
+    assert grant.kind is Kind.GRANT
+    eventually(lambda: not lease.holding)
+    other.send(Kind.RELEASE, fence=grant.fence)
+    assert lease.acquire()
+    assert lease.fence > grant.fence
+    assert lease.stats().lost == 1
+
+
+def test_it_ends_with_the_broker(processes: LeaseProcesses, lease: GpuLease) -> None:
+    assert lease.acquire(eager=True)
+    processes._brokers[0].kill()
+    eventually(lambda: not lease.holding)
+    assert not lease.acquire(eager=True)
+    lease.release()
