@@ -14,9 +14,10 @@ from rich.console import Console
 
 import bench_lease
 import lab
+from bench_lab.launch import CaseFailed
 from bench_lease_parts import options, report
 from bench_lease_parts.cases import JOBS, make_case
-from bench_lease_parts.conductor import arms_of
+from bench_lease_parts.conductor import arms_of, run_case
 from bench_lease_parts.figures import StepTimes, bound, in_proportion, jain, steps_between, summarize
 from bench_lease_parts.job import sizes_of_layers
 from bench_lease_parts.settings import CaseSettings
@@ -162,6 +163,16 @@ def test_without_a_lab_it_says_why_and_exits_with_2(
     monkeypatch.setenv("PATH", "")
     assert bench_lease.main(["--quick"]) == 2
     assert "`ip`" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("end", [CaseFailed("out of paper"), KeyboardInterrupt()])
+def test_a_case_without_its_ranks_ends(end: BaseException) -> None:
+    def run_ranks(*_: object) -> None:
+        raise end
+
+    with pytest.raises(type(end)):
+        run_case(case("equal"), 2, run_ranks, lambda doing, behind: None)
 
 
 @pytest.mark.skipif(lab.why_no_lab() is not None, reason="needs the rights to build a lab")

@@ -15,7 +15,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench_lab.launch import CaseFailed, OnProgress, RunRanks, rank_environment
+from bench_lab.launch import OnProgress, RunRanks, rank_environment
 from bench_lease_parts.figures import steps_between
 from bench_lease_parts.settings import CaseSettings
 
@@ -66,11 +66,12 @@ def run_case(settings: CaseSettings, hosts: int, run_ranks: RunRanks, on_progres
             conducted = pool.submit(lambda: Conductor(settings, hosts, listener, on_progress).conduct())
             try:
                 run_ranks(["-m", "bench_lease_parts.host", name], rank_environment(), lambda line: None)
-            except CaseFailed:
+            except BaseException as error:
                 with contextlib.suppress(OSError):
                     Client(listener.address, family="AF_UNIX").close()  # or it would wait for ranks for ever
+                # Ranks that ended took the conductor with them, unless it was the other way round.
                 if not isinstance(conducted.exception(), EOFError | ConnectionError | None):
-                    conducted.result()
+                    raise conducted.exception() from error
                 raise
             return conducted.result()
 
