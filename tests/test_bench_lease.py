@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,7 @@ def test_without_a_lab_it_says_why_and_exits_with_2(
 @pytest.mark.parametrize("end", [CaseFailed("out of paper"), KeyboardInterrupt()])
 def test_a_case_without_its_ranks_ends(end: BaseException) -> None:
     def run_ranks(*_: object) -> None:
+        time.sleep(0.3)  # the conductor waits for them by now
         raise end
 
     with pytest.raises(type(end)):
