@@ -166,7 +166,7 @@ def test_without_a_lab_it_says_why_and_exits_with_2(
     assert "`ip`" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(20, method="thread")  # a hang would not hear a signal
 @pytest.mark.parametrize("end", [CaseFailed("out of paper"), KeyboardInterrupt()])
 def test_a_case_without_its_ranks_ends(end: BaseException) -> None:
     def run_ranks(*_: object) -> None:
