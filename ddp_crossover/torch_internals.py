@@ -39,6 +39,11 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     _private(Variable._execution_engine, "queue_callback")(callback)
 
 
+def is_in_backward() -> bool:
+    """Whether this thread runs a part of an autograd graph task."""
+    return bool(_private(torch._C, "_current_graph_task_id")() != -1)
+
+
 def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
     """The optimizer's ``step`` without step hooks, profiler range or scheduler counters."""
     return _private(type(optimizer).step, "__wrapped__")  # type: ignore[no-any-return]

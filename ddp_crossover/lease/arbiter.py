@@ -34,6 +34,7 @@ class View(NamedTuple):
     fence: int
     yielding: int
     waiters: int
+    pressed: int
     tied: int
 
 
@@ -169,14 +170,14 @@ class Arbiter:
         """What to show of a resource; an unknown one is free."""
         res = self._resources.get(resource)
         if res is None:
-            return View(0, 0, 0, 0)
+            return View(0, 0, 0, 0, 0)
         hold = res.hold
         tied = int(self._ties[resource].tied)
         if hold is None:
-            return View(0, 0, len(res.queue), tied)
+            return View(0, 0, len(res.queue), 0, tied)
         waiters = len(res.queue) - (hold.job.key in res.queue)
         yielding = hold.fence if hold.job.role is Role.FILLER and self._peer_waits(res) else 0
-        return View(hold.fence, yielding, waiters, tied)
+        return View(hold.fence, yielding, waiters, int(hold.contested), tied)
 
     def holders(self, resource: str) -> frozenset[int]:
         """Members that hold the resource now."""

@@ -19,10 +19,12 @@ from .keeper import Keeper
 from .page import tag_of
 from .places import Place
 from .protocol import Hello, Kind, ProtocolError, Role, require_sound
-from .resources import default_resource, drain
+from .resources import default_resource, drain, is_gpu
 
 if TYPE_CHECKING:
     import torch
+
+    from .instrument import Instrument
 
 logger = logging.getLogger("ddp_crossover")
 
@@ -193,6 +195,53 @@ class GpuLease:
                 self.release()  # an interrupt may have hit the first one
             raise
 
+    def instrument(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        quantum_ms: float = 5.0,
+        run_ahead_ms: float = 4.0,
+    ) -> Instrument:
+        """Let ``model`` hold the lease while it computes: for jobs that train or infer on one GPU, in one thread.
+
+        It is held from the beginning of a forward to its end or, where a backward follows as it did last time, to the
+        end of that; with ``optimizer``, to the end of the step that follows. Meanwhile it looks, at each module and
+        gradient, whether somebody waits. Then it is given up and asked for again: at once by a filler that is asked to
+        yield, else once it has been held for ``quantum_ms``. Where nobody waits, a look takes about a microsecond.
+
+        It changes no number. Compiled modules are looked at from outside only, and so are torch's
+        ``TransformerEncoderLayer``; CUDA graphs run no hooks. A copy of the model takes part in the lease, too.
+
+        Args:
+            quantum_ms: how long the job holds it before it lets another one of equal rights go first.
+            run_ahead_ms: GPU time of kernels that a filler may have queued. The GPU is given back within that, or when
+                the module that is running is done.
+
+        Returns:
+            a handle: ``remove()``, or the end of a ``with`` block, takes the hooks down.
+
+        Raises:
+            ValueError: for a DDP model, one compiled by ``model.compile()``, or a time that is not positive.
+
+        Example::
+
+            with lease.instrument(model, optimizer):
+                for x, y in loader:
+                    loss_fn(model(x), y).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """
+        for name, value in (("quantum_ms", quantum_ms), ("run_ahead_ms", run_ahead_ms)):
+            if not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        # Here, since it needs torch, which the rest of the lease does without.
+        from .instrument import Instrument, gpu_run_ahead
+
+        queues = self.role == "filler" and is_gpu(self.resource)
+        run_ahead = gpu_run_ahead(run_ahead_ms / 1e3) if queues else None
+        return Instrument(self, model, optimizer, quantum_ms / 1e3, run_ahead)
+
     # ---- looking
 
     @property
@@ -200,6 +249,12 @@ class GpuLease:
         """Whether another job waits for the resource. A read of shared memory, no system call."""
         connection = self._keeper.connection
         return connection is not None and connection.page.waiters > 0
+
+    @property
+    def pressed(self) -> bool:
+        """Whether another job waits that is entitled to a turn of its own. A filler is not, while a peer holds."""
+        connection = self._keeper.connection
+        return connection is not None and connection.page.pressed > 0
 
     @property
     def taken(self) -> bool:

@@ -1,9 +1,9 @@
 """The state page: memory that the broker writes and every client reads without a system call.
 
 One cache line per resource: the fence that holds it (0: nobody), the fence that is asked to yield (0: none), how many
-jobs wait, whether a job may have to stand back (see :mod:`.ties`), and a tag of the job that holds it. Word 0 beats
-while anybody waits. Each word is written and read whole, in one aligned 8-byte move; words may be read in between two
-writes, which costs speed only.
+jobs wait, whether one of them presses the holder, whether a job may have to stand back (see :mod:`.ties`), and a tag of
+the job that holds it. Word 0 beats while anybody waits. Each word is written and read whole, in one aligned 8-byte move;
+words may be read in between two writes, which costs speed only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 RESOURCE_SLOTS = 63
 _WORDS = 8  # of 8 bytes: one cache line, so that two resources never share one
-_FENCE, _YIELDING, _WAITERS, _TIED, _HOLDER = range(5)
+_FENCE, _YIELDING, _WAITERS, _PRESSED, _TIED, _HOLDER = range(6)
 _PAGE_BYTES = (RESOURCE_SLOTS + 1) * _WORDS * 8
 _F_SEAL_FUTURE_WRITE = 0x10  # not in Python's fcntl; Linux 5.1
 
@@ -36,10 +36,13 @@ class PageWriter:
         """Show that the broker is alive."""
         self._words[0] += 1
 
-    def show(self, slot: int, fence: int, yielding: int, waiters: int, tied: int = 0, holder: int = 0) -> None:
+    def show(
+        self, slot: int, fence: int, yielding: int, waiters: int, pressed: int = 0, tied: int = 0, holder: int = 0
+    ) -> None:
         start = (slot + 1) * _WORDS
         self._words[start + _YIELDING] = yielding
         self._words[start + _WAITERS] = waiters
+        self._words[start + _PRESSED] = pressed
         self._words[start + _TIED] = tied
         self._words[start + _HOLDER] = holder
         self._words[start + _FENCE] = fence
@@ -81,6 +84,10 @@ class PageReader:
     @property
     def waiters(self) -> int:
         return self._words[self._waiters]
+
+    @property
+    def pressed(self) -> int:
+        return self._words[self._start + _PRESSED]
 
 
 def tag_of(job: str) -> int:

@@ -21,6 +21,11 @@ def default_resource() -> str:
     return f"cpu:{min(os.sched_getaffinity(0))}"
 
 
+def is_gpu(resource: str) -> bool:
+    """Whether work is queued there, to be done later."""
+    return resource.startswith(_GPU)
+
+
 def drain(resource: str, stream: torch.cuda.Stream | None) -> None:
     """Wait until ``stream`` (None: the current one) has done all that was queued on it. Other threads run on.
 
@@ -29,7 +34,7 @@ def drain(resource: str, stream: torch.cuda.Stream | None) -> None:
     """
     # Nothing has been queued by a process that has not even loaded torch.
     torch = sys.modules.get("torch")
-    if torch is None or not resource.startswith(_GPU) or not torch.cuda.is_initialized():
+    if torch is None or not is_gpu(resource) or not torch.cuda.is_initialized():
         return
     try:
         event = torch.cuda.Event(blocking=True)  # sleeps; spinning would take a core from the data loader

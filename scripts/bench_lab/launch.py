@@ -42,11 +42,15 @@ def run_case(settings: CaseSettings, run_ranks: RunRanks, on_progress: OnProgres
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         settings_file, result_file = Path(directory, "settings.json"), Path(directory, "result.json")
         settings.write(settings_file)
-        paths = [str(ROOT), str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-        run_ranks(["-m", "bench_lab.rank", str(settings_file), str(result_file)], environment, on_line)
+        run_ranks(["-m", "bench_lab.rank", str(settings_file), str(result_file)], rank_environment(), on_line)
         result: dict[str, Any] = json.loads(result_file.read_text())
     return result
+
+
+def rank_environment() -> dict[str, str]:
+    """What a rank needs beside torchrun's variables."""
+    paths = [str(ROOT), str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def over_loopback(world_size: int) -> RunRanks:

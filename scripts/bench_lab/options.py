@@ -27,7 +27,7 @@ def parse_args(description: str | None, arguments: list[str] | None) -> argparse
     )
     # fmt: off
     what = parser.add_argument_group("what is measured")
-    what.add_argument("--workloads", type=_names(["paced", *MODELS]), default=["paced"], metavar="NAME,...",
+    what.add_argument("--workloads", type=names(["paced", *MODELS]), default=["paced"], metavar="NAME,...",
                       help=f"paced, {', '.join(MODELS)} (paced)")
     what.add_argument("--arms", type=_arms, default=list(MEANING), metavar="ARM,...",
                       help="see below; noop always takes part (all)")
@@ -35,12 +35,12 @@ def parse_args(description: str | None, arguments: list[str] | None) -> argparse
                       help="bucket_cap_mb of the arm ddp, one after the other (25,8,4,2,1)")
     what.add_argument("--ratios", type=_positive_numbers, default=[0.5, 0.8, 1.0, 1.33, 2.0], metavar="A/C,...",
                       help="paced: time of all communication over time of all compute (0.5,0.8,1,1.33,2)")
-    what.add_argument("--profile", type=_names(list(GROWTH)), default=["uniform"], metavar="NAME,...",
+    what.add_argument("--profile", type=names(list(GROWTH)), default=["uniform"], metavar="NAME,...",
                       help="paced: uniform; heavy-end: parameters grow towards the end, as in ResNet (uniform)")
-    what.add_argument("--blocks", type=_positive_int, default=8, help="paced (%(default)s)")
-    what.add_argument("--weights-per-block", type=_positive_int, default=4, help="paced (%(default)s)")
-    what.add_argument("--parameters", type=_positive_int, default=10_000_000, help="paced: in all (%(default)s)")
-    what.add_argument("--tokens", type=_positive_int, default=320,
+    what.add_argument("--blocks", type=positive_int, default=8, help="paced (%(default)s)")
+    what.add_argument("--weights-per-block", type=positive_int, default=4, help="paced (%(default)s)")
+    what.add_argument("--parameters", type=positive_int, default=10_000_000, help="paced: in all (%(default)s)")
+    what.add_argument("--tokens", type=positive_int, default=320,
                       help="transformer: tokens of a batch, a multiple of 32 (%(default)s)")
     what.add_argument("--fusion-mb", type=float, help="for the arms of ddp_crossover (its own default)")
     how = parser.add_argument_group("how")
@@ -50,8 +50,8 @@ def parse_args(description: str | None, arguments: list[str] | None) -> argparse
     how.add_argument("--latency", default="20ms", help="longest wait in the queue, see tc-tbf(8) (%(default)s)")
     how.add_argument("--no-lab", action="store_true",
                      help="processes over loopback, without root: to try the bench, NOT a measurement of a network")
-    how.add_argument("--rounds", type=_positive_int, default=12, help="turns of each arm (%(default)s)")
-    how.add_argument("--steps-per-round", type=_positive_int, default=5, help="timed steps of a turn (%(default)s)")
+    how.add_argument("--rounds", type=positive_int, default=12, help="turns of each arm (%(default)s)")
+    how.add_argument("--steps-per-round", type=positive_int, default=5, help="timed steps of a turn (%(default)s)")
     how.add_argument("--quick", action="store_true", 
                      help="a first look: 3 rounds, A/C = 1, buckets of 25 and 2 MB, unless given")
     out = parser.add_argument_group("results")
@@ -100,7 +100,7 @@ def _written_out(arms: list[str], buckets_mb: list[float]) -> list[str]:
     return list(dict.fromkeys(written))
 
 
-def _names(known: list[str]) -> Callable[[str], list[str]]:
+def names(known: list[str]) -> Callable[[str], list[str]]:
     """An argparse type: a comma-separated list of known names."""
 
     def parse(text: str) -> list[str]:
@@ -127,7 +127,7 @@ def _positive_numbers(text: str) -> list[float]:
     return numbers
 
 
-def _positive_int(text: str) -> int:
+def positive_int(text: str) -> int:
     """An argparse type: a whole number above zero."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text}: give 1 or more")

@@ -20,11 +20,17 @@ _PR_SET_TIMERSLACK = 29
 
 
 class Pace:
-    """How long all layers of a network take; shared by its copies, so that all can be slowed down at once."""
+    """How long all layers of a network take, and how they spend it; shared by its copies, so that all can be slowed
+    down at once.
+    """
 
     def __init__(self, forward_s: float) -> None:
         self.forward_s = forward_s
         """F: the forward of one layer. Its backward takes twice as long."""
+
+    def spend(self, seconds: float) -> None:
+        """Let the time pass that a layer takes."""
+        time.sleep(seconds)
 
 
 class PacedLayer(nn.Module):
@@ -47,12 +53,12 @@ class _Paced(torch.autograd.Function):
         ctx.pace, ctx.shape = pace, weight.shape
         # Read before the time that stands for using it.
         result = x + weight[0, :1]
-        time.sleep(pace.forward_s)
+        pace.spend(pace.forward_s)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        time.sleep(2 * ctx.pace.forward_s)
+        ctx.pace.spend(2 * ctx.pace.forward_s)
         # Costs nothing to make; autograd writes it out once, as a kernel would.
         return gradient, gradient.expand(ctx.shape), None
 

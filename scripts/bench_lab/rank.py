@@ -56,7 +56,7 @@ class Rank:
 
     def run(self) -> dict[str, Any]:
         """Measure; returns every figure, with times that hold for all ranks together."""
-        a_s = min(self._all_reduce_s(warm_up=2, times=5))
+        a_s = min(all_reduces_s(self._flat, warm_up=2, times=5))
         self._start("noop")
         if self._settings.ratio is not None:
             self._set_pace(compute_s=a_s / self._settings.ratio)
@@ -66,7 +66,7 @@ class Rank:
         # What is alive now stays so: the garbage collector need not look at it in somebody's turn.
         gc.collect()
         gc.freeze()
-        all_reduces_s, rounds_s = self._rounds()
+        flat_s, rounds_s = self._rounds()
         facts = {name: arm.facts() for name, arm in self._arms.items()}
         for name, step_s in predicted_steps_s(self._arms).items():
             facts[name]["predicted_step_s"] = step_s
@@ -79,7 +79,7 @@ class Rank:
             "calibration_s": a_s,
             "forward_s": self._workload.pace.forward_s if self._workload.pace else None,
             "threads": torch.get_num_threads(),
-            "all_reduces_s": all_reduces_s,
+            "all_reduces_s": flat_s,
             "rounds_s": rounds_s,
             "refused": self._refused,
             "warm_up_steps": self._warm_up_steps,
@@ -115,7 +115,7 @@ class Rank:
     def _rounds(self) -> tuple[list[float], dict[str, list[float]]]:
         names = ["", *self._arms]  # the flat all-reduce takes a turn as well
         own_s: dict[str, list[float]] = {name: [] for name in self._arms}
-        all_reduces_s: list[float] = []
+        flat_s: list[float] = []
         for number in range(self._settings.rounds):
             first = number % len(names)
             for place, name in enumerate(names[first:] + names[:first]):
@@ -124,8 +124,8 @@ class Rank:
                 if name:
                     own_s[name].append(self._turn(self._arms[name], self._settings.steps))
                 else:
-                    all_reduces_s += self._all_reduce_s(warm_up=1, times=ALL_REDUCES_PER_TURN)
-        return all_reduces_s, {name: self._mean(times) for name, times in own_s.items()}
+                    flat_s += all_reduces_s(self._flat, warm_up=1, times=ALL_REDUCES_PER_TURN)
+        return flat_s, {name: self._mean(times) for name, times in own_s.items()}
 
     def _turn(self, arm: Arm, steps: int) -> float:
         """Seconds per step; see the top of this file."""
@@ -138,23 +138,24 @@ class Rank:
         arm.drain()
         return seconds
 
-    def _all_reduce_s(self, warm_up: int, times: int) -> list[float]:
-        """Seconds that gloo's all-reduce of all gradients in one flat buffer takes on the slowest rank."""
-        own_s = []
-        for _ in range(warm_up + times):
-            dist.barrier()
-            start = time.perf_counter()
-            dist.all_reduce(self._flat)
-            own_s.append(time.perf_counter() - start)
-        slowest_s = torch.tensor(own_s[warm_up:], dtype=torch.float64)
-        dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
-        return slowest_s.tolist()
-
     def _mean(self, own_s: list[float]) -> list[float]:
         """Means over ranks. They train in step, so their times differ by little more than where the clock started."""
         sums_s = torch.tensor(own_s, dtype=torch.float64)
         dist.all_reduce(sums_s)
         return (sums_s / dist.get_world_size()).tolist()
+
+
+def all_reduces_s(flat: torch.Tensor, warm_up: int, times: int) -> list[float]:
+    """Seconds that gloo's all-reduce of a buffer takes on the slowest rank, `times` times. Collective."""
+    own_s = []
+    for _ in range(warm_up + times):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(flat)
+        own_s.append(time.perf_counter() - start)
+    slowest_s = torch.tensor(own_s[warm_up:], dtype=torch.float64)
+    dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
+    return slowest_s.tolist()
 
 
 def refuse_too_many_arms(arms: int, gradient_bytes: int) -> None:

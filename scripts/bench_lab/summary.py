@@ -29,8 +29,8 @@ def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any
         arm: dict[str, Any] = {"arm": name, "refused": measured["refused"].get(name)}
         if name in rounds_s:
             arm |= {
-                "step_s": _spread(rounds_s[name]),
-                "over_bound": _spread(rounds_s[name] / bound_s),
+                "step_s": spread(rounds_s[name]),
+                "over_bound": spread(rounds_s[name] / bound_s),
                 "speedup_over_best_ddp": _speedup(sweep.get(best or ""), rounds_s[name]),
                 "speedup_over_default_ddp": _speedup(sweep.get(default), rounds_s[name]),
                 "warm_up_steps": measured["warm_up_steps"][name],
@@ -58,11 +58,12 @@ def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _spread(values: np.ndarray) -> dict[str, float]:
+def spread(values: np.ndarray) -> dict[str, float]:
+    """Median and quartiles."""
     low, median, high = np.quantile(values, (0.25, 0.5, 0.75))
     return {"median": float(median), "low": float(low), "high": float(high)}
 
 
 def _speedup(reference_s: np.ndarray | None, times_s: np.ndarray) -> dict[str, float] | None:
     """How many times faster than `reference_s`: ratios of the same round, then their median and quartiles."""
-    return None if reference_s is None else _spread(reference_s / times_s)
+    return None if reference_s is None else spread(reference_s / times_s)

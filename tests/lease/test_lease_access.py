@@ -172,8 +172,8 @@ def test_without_memfd_the_state_page_is_a_file_without_a_name(
     try:
         assert not list(lease_directory.iterdir())
         reader = PageReader(writer.fd, slot=3)
-        writer.show(3, 7, 0, 2)
-        assert (reader.fence, reader.waiters) == (7, 2)
+        writer.show(3, 7, 0, 2, 1)
+        assert (reader.fence, reader.waiters, reader.pressed) == (7, 2, 1)
         with pytest.raises(PermissionError):
             mmap.mmap(writer.fd, 4096)
     finally:

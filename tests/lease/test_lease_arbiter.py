@@ -33,16 +33,16 @@ def arbiter_with(*names: str, role: Role = Role.PEER) -> Arbiter:
 def test_a_free_resource_is_granted_at_once_and_shown() -> None:
     arbiter = arbiter_with("a")
     assert arbiter.request(1, 1, 0.0) == [Grant(1, 1, 100)]
-    assert arbiter.view(GPU)[:3] == (100, 0, 0)
+    assert arbiter.view(GPU)[:4] == (100, 0, 0, 0)
 
 
 def test_a_waiter_gets_it_on_release_under_a_greater_fence() -> None:
     arbiter = arbiter_with("a", "b")
     arbiter.request(1, 1, 0.0)
     assert arbiter.request(2, 1, 0.1) == []
-    assert arbiter.view(GPU)[:3] == (100, 0, 1)
+    assert arbiter.view(GPU)[:4] == (100, 0, 1, 1)
     assert arbiter.release(1, 100, 0, 0.2) == [Grant(2, 1, 101)]
-    assert arbiter.view(GPU)[:3] == (101, 0, 0)
+    assert arbiter.view(GPU)[:4] == (101, 0, 0, 0)
 
 
 def test_a_stale_release_gives_nothing_up() -> None:
@@ -133,9 +133,9 @@ def test_a_filler_gets_only_what_no_peer_wants_and_is_asked_to_yield() -> None:
     arbiter.request(2, 1, 0.2)
     assert arbiter.release(1, 100, 0, 5.0)[0].member == 2  # though the filler came first
     assert arbiter.release(2, 101, 0, 5.1)[0].member == 3
-    assert arbiter.view(GPU)[:3] == (102, 0, 0)
+    assert arbiter.view(GPU)[:4] == (102, 0, 0, 0)
     arbiter.request(1, 2, 5.2)
-    assert arbiter.view(GPU)[:3] == (102, 102, 1)
+    assert arbiter.view(GPU)[:4] == (102, 102, 1, 1)
     assert arbiter.overdue(5.2 + Limits().filler_s) == [GPU]
 
 
@@ -156,7 +156,7 @@ def test_a_filler_that_waits_does_not_press_a_peer() -> None:
     arbiter.join(3, job("filler"), GPU, Role.FILLER, 1.0)
     arbiter.request(1, 1, 0.0)
     arbiter.request(3, 1, 0.1)
-    assert arbiter.view(GPU).waiters == 1
+    assert arbiter.view(GPU)[:4] == (100, 0, 1, 0)
     assert arbiter.overdue(1e9) == []
     # Nor does it keep ranks of the peer from taking turns.
     arbiter.request(2, 1, 0.2)

@@ -1,0 +1,155 @@
+"""Who tells the jobs when to run: every arm in each round, all jobs of an arm in the same window.
+
+    begin - all jobs of the arm train for `settle_s` - window of `window_s`, in which all of them train - end
+
+A job is told its window beforehand and trains until after the end, so nobody ever has the hosts to itself in a window.
+The conductor is a thread of the bench's process; network namespaces do not matter to Unix sockets with a path.
+"""
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench_lab.launch import OnProgress, RunRanks, rank_environment
+from bench_lease_parts.figures import steps_between
+from bench_lease_parts.settings import CaseSettings
+
+CONDUCTOR_SOCKET = "conductor.sock"
+BEGIN_AHEAD_S = 0.1
+
+
+class Window(NamedTuple):
+    """When a job runs, in seconds of the clock that all processes of this machine share."""
+
+    number: int
+    begin_s: float
+    end_s: float
+
+
+class Arm(NamedTuple):
+    """Which jobs train in a window, and which of their networks: `plain`, or `leased`, which heeds the lease."""
+
+    name: str
+    jobs: tuple[int, ...]
+    network: str
+
+
+def arms_of(settings: CaseSettings) -> list[Arm]:
+    """Each job alone, the first one also with its lease, and all at once without and with a lease."""
+    everybody = tuple(range(len(settings.jobs)))
+    solos = [Arm(f"solo {settings.jobs[job].name}", (job,), "plain") for job in everybody]
+    together = [Arm("co-run", everybody, "plain"), Arm("lease", everybody, "leased")]
+    return [*solos, Arm("solo leased", (0,), "leased"), *together]
+
+
+def run_case(settings: CaseSettings, hosts: int, run_ranks: RunRanks, on_progress: OnProgress) -> dict[str, Any]:
+    """Measure one case; returns what `Conductor.conduct` returns.
+
+    Args:
+        settings: the case.
+        hosts: number of hosts.
+        run_ranks: runs a command once per host, see `bench_lab.launch`.
+        on_progress: told what is done now, and the share of all work that is behind.
+
+    Raises:
+        CaseFailed: when a job did not end well.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-lease-") as name, ThreadPoolExecutor(1) as pool:
+        directory = Path(name)
+        settings.write(directory)
+        with Listener(str(directory / CONDUCTOR_SOCKET), family="AF_UNIX") as listener:
+            conducted = pool.submit(lambda: Conductor(settings, hosts, listener, on_progress).conduct())
+            try:
+                run_ranks(["-m", "bench_lease_parts.host", name], rank_environment(), lambda line: None)
+            except BaseException as error:
+                with contextlib.suppress(OSError):
+                    Client(listener.address, family="AF_UNIX").close()  # or it would wait for ranks for ever
+                # Ranks that ended took the conductor with them, unless it was the other way round.
+                if not isinstance(conducted.exception(), EOFError | ConnectionError | None):
+                    raise conducted.exception() from error
+                raise
+            return conducted.result()
+
+
+class Conductor:
+    """Conducts one case; see the top of this file."""
+
+    def __init__(self, settings: CaseSettings, hosts: int, listener: Listener, on_progress: OnProgress) -> None:
+        self._settings, self._hosts, self._listener, self._progress = settings, hosts, listener, on_progress
+        self._ranks: dict[tuple[int, int], Connection] = {}
+        self._windows = 0
+
+    def conduct(self) -> dict[str, Any]:
+        """Everything that was measured. Raises EOFError or ConnectionError when a rank has ended too early."""
+        with contextlib.ExitStack() as stack:
+            while len(self._ranks) < len(self._settings.jobs) * self._hosts:
+                rank = stack.enter_context(self._listener.accept())
+                self._ranks[rank.recv()] = rank
+            jobs = range(len(self._settings.jobs))
+            bytes_per_s = min(self._ask([0], "calibrate")[0])
+            prepared = []
+            for job, settings in enumerate(self._settings.jobs):
+                self._progress(f"warming up {settings.name}", 0.0)
+                prepared.append(self._ask([job], "prepare", round(settings.link_s * bytes_per_s / 4))[job][0])
+            probes = self._ask([0], "probe")[0]
+            rounds = list(self._rounds())
+            facts = self._ask(list(jobs), "close")
+        return {
+            "link_bytes_per_s": bytes_per_s,
+            "device": probes[0],
+            "jobs": prepared,
+            "rounds": rounds,
+            "facts": [facts[job] for job in jobs],
+        }
+
+    def _rounds(self) -> Iterator[dict[str, Any]]:
+        arms = arms_of(self._settings)
+        self._progress("rehearsing", 0.0)
+        for arm in arms[-2:]:  # what the leased network learns of its gaps, it learns here
+            self._window(arm)
+        for number in range(self._settings.rounds):
+            first = number % len(arms)
+            measured = {}
+            for place, arm in enumerate(arms[first:] + arms[:first]):
+                behind = (number + place / len(arms)) / self._settings.rounds
+                self._progress(f"round {number + 1} of {self._settings.rounds}: {arm.name}", behind)
+                measured[arm.name] = self._window(arm)
+            yield measured
+
+    def _window(self, arm: Arm) -> dict[int, dict[str, Any]]:
+        """For each job of the arm: its steps in the window on each host; all its steps, and what adds up over them."""
+        settings = self._settings
+        self._windows += 1
+        begin_s = time.monotonic() + BEGIN_AHEAD_S
+        start_s = begin_s + settings.settle_s
+        end_s = start_s + settings.window_s
+
+        def command(job: int, host: int) -> tuple[Any, ...]:
+            return "run", arm.network, Window(self._windows, begin_s + settings.start_delay_s(job, host), end_s)
+
+        answers = self._exchange(arm.jobs, command)
+        return {
+            job: {
+                "steps": [steps_between(rank["ends_s"], start_s, end_s) for rank in ranks],
+                "run_s": max(rank["ends_s"][-1] for rank in ranks) - begin_s,
+                "all_steps": [len(rank["ends_s"]) - 1 for rank in ranks],
+                **{key: sum(rank["sums"][key] for rank in ranks) for key in ranks[0]["sums"]},
+            }
+            for job, ranks in answers.items()
+        }
+
+    def _ask(self, jobs: list[int], *command: Any) -> dict[int, list[Any]]:
+        return self._exchange(tuple(jobs), lambda job, host: command)
+
+    def _exchange(self, jobs: tuple[int, ...], command: Callable[[int, int], tuple[Any, ...]]) -> dict[int, list[Any]]:
+        """Tell all ranks of these jobs what to do; their answers by job, in the order of hosts."""
+        places = [(job, host) for job in jobs for host in range(self._hosts)]
+        for place in places:
+            self._ranks[place].send(command(*place))
+        answers = {place: self._ranks[place].recv() for place in places}
+        return {job: [answers[job, host] for host in range(self._hosts)] for job in jobs}

@@ -1,0 +1,80 @@
+"""The emulated device: kernels of several jobs share it in time slices, as contexts share a GPU. Pure: no clock.
+
+One job's kernel runs at a time. While several jobs have work, each gets a slice in turn, first come, first served;
+a job that is alone keeps the device. So all of it is used whenever anybody has work, and with *n* busy jobs
+each gets 1/n.
+"""
+
+import copy
+import math
+from collections import deque
+
+_DONE_S = 1e-9
+
+
+class Device:
+    """The queue of one device. A job has at most one kernel in it.
+
+    Args:
+        slice_s: how long a job keeps the device while others have work.
+        switch_s: time lost whenever the device goes from one job to another.
+    """
+
+    def __init__(self, slice_s: float, switch_s: float = 0.0) -> None:
+        self._slice_s, self._switch_s = slice_s, switch_s
+        self._turns: deque[int] = deque()  # the first one is on the device
+        self._left_s: dict[int, float] = {}
+        self._clock_s = 0.0
+        self._last_job: int | None = None
+        self._switching_s = 0.0
+        self._slice_left_s = slice_s
+
+    def submit(self, job: int, kernel_s: float, now_s: float) -> list[int]:
+        """Queue a kernel; returns the jobs whose kernels were done before, as `advance` does."""
+        done = self.advance(now_s)
+        assert job not in self._left_s
+        self._left_s[job] = kernel_s
+        self._turns.append(job)
+        return done
+
+    def advance(self, now_s: float) -> list[int]:
+        """Let time pass until `now_s`; returns the jobs whose kernels are done."""
+        done = []
+        while self._turns and self._clock_s < now_s:
+            if (job := self._run_a_piece(now_s)) is not None:
+                done.append(job)
+        self._clock_s = max(self._clock_s, now_s)
+        return done
+
+    def next_done_s(self) -> float:
+        """When the next kernel will be done if no other comes; infinite on an idle device."""
+        trial = copy.copy(self)
+        trial._turns, trial._left_s = self._turns.copy(), self._left_s.copy()
+        while trial._turns:
+            if trial._run_a_piece(math.inf) is not None:
+                return trial._clock_s
+        return math.inf
+
+    def _run_a_piece(self, until_s: float) -> int | None:
+        """Go on to the next event, not past `until_s`; returns the job whose kernel is done by that."""
+        job = self._turns[0]
+        if job != self._last_job:
+            self._switching_s = 0.0 if self._last_job is None else self._switch_s
+            self._last_job, self._slice_left_s = job, self._slice_s
+        if self._switching_s > 0:
+            spent_s = min(self._switching_s, until_s - self._clock_s)
+            self._switching_s -= spent_s
+            self._clock_s += spent_s
+            return None
+        spent_s = min(self._left_s[job], self._slice_left_s, until_s - self._clock_s)
+        self._clock_s += spent_s
+        self._left_s[job] -= spent_s
+        self._slice_left_s -= spent_s
+        if self._left_s[job] <= _DONE_S:
+            self._turns.popleft()
+            del self._left_s[job]
+            return job
+        if self._slice_left_s <= _DONE_S:
+            self._turns.rotate(-1)
+            self._slice_left_s = self._slice_s
+        return None

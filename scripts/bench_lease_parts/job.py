@@ -1,0 +1,225 @@
+"""A rank of a job: `python -m bench_lease_parts.job DIRECTORY INDEX`, started by `host`.
+
+Does what the conductor tells it. The job lives through all rounds, and trains two networks of the same kind in turn:
+`plain`, and `leased`, which takes part in the lease.
+"""
+
+import statistics
+import sys
+import time
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import ddp_crossover as dx
+from bench_lab.arms import LEARNING_RATE, WARM_UP_STEPS, Arm
+from bench_lab.paced import COLUMNS, layer_sizes, paced_network, sleep_accurately
+from bench_lab.rank import all_reduces_s
+from bench_lab.workloads import Workload
+from bench_lease_parts.conductor import CONDUCTOR_SOCKET, Window
+from bench_lease_parts.device_server import DevicePace
+from bench_lease_parts.settings import CaseSettings, JobSettings
+from ddp_crossover.lease.client import GpuLease
+
+CALIBRATION_NUMEL = 2_000_000
+TIMEOUT = timedelta(seconds=120)
+WARM_UP_LIMIT = 60
+LEASE_START_S = 10.0
+CALIBRATION_STEPS = 3
+CALIBRATION_TURNS = 3
+PROBE_KERNEL_S = 0.002
+PROBE_KERNELS = 200
+
+
+class Job:
+    """One rank of one job. Public methods are what the conductor may ask for; those of training jobs are collective."""
+
+    def __init__(self, directory: Path, index: int) -> None:
+        case = CaseSettings.read(directory)
+        self._directory, self._index, self._case = directory, index, case
+        self._settings: JobSettings = case.jobs[index]
+        self._pace = DevicePace(self._settings.compute_s / 3 / self._settings.layers)
+        self._arms: dict[str, Arm] = {}
+        self._lease = GpuLease(
+            f"cpu:{dist.get_rank()}",
+            job=f"{case.name}-{self._settings.name}",
+            weight=self._settings.weight,
+            role=self._settings.role,
+        )
+
+    def calibrate(self) -> float:
+        """Bytes per second of all-reduces over the link."""
+        flat = torch.zeros(CALIBRATION_NUMEL)
+        return flat.nbytes / min(all_reduces_s(flat, warm_up=2, times=5))
+
+    def probe(self) -> dict[str, float]:
+        """What a kernel on the idle device takes longer than it should, and what a plain sleep does, in seconds."""
+
+        def excess_s(spend: Any) -> float:
+            start = time.perf_counter()
+            for _ in range(PROBE_KERNELS):
+                spend(PROBE_KERNEL_S)
+            return (time.perf_counter() - start) / PROBE_KERNELS - PROBE_KERNEL_S
+
+        return {"sleep_excess_s": excess_s(time.sleep), "kernel_excess_s": excess_s(self._pace.spend)}
+
+    def prepare(self, parameters: int) -> dict[str, Any]:
+        """Set the pace, build both arms and train until they run evenly.
+
+        Returns what compute alone and the link alone take for a step, in seconds.
+        """
+        sizes = sizes_of_layers(self._settings, parameters)
+        x = torch.ones(1)
+        workload = Workload(
+            lambda: paced_network(sizes, 1, self._pace),
+            lambda network: network(x).sum(),
+            lambda network: list(network.children()),
+            self._pace,
+        )
+        if not self._lease.wait_until_connected(LEASE_START_S):
+            raise RuntimeError(f"no lease within {LEASE_START_S} s: {self._lease.stats().unleased}")
+        compute_s = self._set_pace(self._make_arm(workload, None, communicates=False))
+        link_s = 0.0
+        if self._settings.kind == "training":
+            link_s = min(all_reduces_s(torch.zeros(sum(sizes)), warm_up=2, times=5))
+        for name, lease in (("plain", None), ("leased", self._lease)):
+            self._arms[name] = self._make_arm(workload, lease)
+            self._arms[name].warm_up(WARM_UP_LIMIT)
+            self._rest(self._arms[name])
+        return {"parameters": sum(sizes), "compute_s": compute_s, "link_s": link_s}
+
+    def run(self, arm_name: str, window: Window) -> dict[str, Any]:
+        """Train from the beginning of the window until after its end.
+
+        Returns the times of the beginning and of the end of every step, and the lease's figures.
+        """
+        arm = self._arms[arm_name]
+        before = self._sums(arm)
+        time.sleep(max(0.0, window.begin_s - time.monotonic()))
+        ends_s = [time.monotonic()]
+        while not self._is_last(window, steps=len(ends_s) - 1, now_s=ends_s[-1]):
+            arm.step()
+            ends_s.append(time.monotonic())
+        self._rest(arm)
+        after = self._sums(arm)
+        return {"ends_s": ends_s, "sums": {key: after[key] - before[key] for key in after}}
+
+    def close(self) -> dict[str, Any]:
+        """Leave; returns what is worth knowing beside the times."""
+        facts = {name: arm.facts() for name, arm in self._arms.items()}
+        for arm in self._arms.values():
+            arm.close()
+        self._lease.close()
+        return facts | {"unleased": dict(self._lease.stats().unleased)}
+
+    def _set_pace(self, compute_only: Arm) -> float:
+        """Let a step without communication take as long as the settings say, sleeps and the rest of it together.
+
+        On a GPU that rest would be kernels, too. Returns how long it does take.
+        """
+        asked_s = self._settings.compute_s
+        for _ in range(WARM_UP_STEPS):
+            compute_only.step()
+        not_sleep_s = min(self._turns_s(compute_only)) - asked_s
+        self._pace.forward_s = max(0.0, asked_s - not_sleep_s) / 3 / self._settings.layers
+        return statistics.median(self._turns_s(compute_only))
+
+    def _turns_s(self, arm: Arm) -> list[float]:
+        """Seconds per step, means over ranks, of a few turns."""
+        own_s = []
+        for _ in range(CALIBRATION_TURNS):
+            dist.barrier()
+            arm.step()
+            start = time.perf_counter()
+            for _ in range(CALIBRATION_STEPS):
+                arm.step()
+            own_s.append((time.perf_counter() - start) / CALIBRATION_STEPS)
+        sums_s = torch.tensor(own_s, dtype=torch.float64)
+        dist.all_reduce(sums_s)
+        return (sums_s / dist.get_world_size()).tolist()
+
+    def _make_arm(self, workload: Workload, lease: GpuLease | None, communicates: bool = True) -> Arm:
+        network = workload.build()
+        if self._settings.kind == "compute":
+            optimizer = SGD(network.parameters(), lr=LEARNING_RATE)
+            if lease is not None:
+                lease.instrument(network, optimizer)
+            return Arm(workload, network, optimizer)
+        ddp = DistributedDataParallel(network, gradient_as_bucket_view=True)
+        optimizer = SGD(ddp.parameters(), lr=LEARNING_RATE)
+        if not communicates:
+            ddp.register_comm_hook(None, noop_hook)
+            return Arm(workload, ddp, optimizer)
+        state = dx.attach(ddp, optimizer, schedule=self._case.schedule, tune=False, lease=lease)
+        return Arm(workload, ddp, optimizer, state)
+
+    def _sums(self, arm: Arm) -> dict[str, float]:
+        """Figures that add up from the beginning of the job, see `LeaseStats` and `LeaseUse`."""
+        lease = self._lease.stats()
+        sums = {
+            "grants": lease.grants, "unleased": sum(lease.unleased.values()), "lost": lease.lost,
+            "waited_s": lease.waited_s,
+        }  # fmt: skip
+        if arm.state is not None:
+            stats = arm.state.stats()
+            sums["exposed_s"] = stats.exposed_s
+            if stats.lease is not None:
+                sums |= {key: getattr(stats.lease, key) for key in ("held_s", "given_s", "filled_s", "slowed_s")}
+        return sums
+
+    def _rest(self, arm: Arm) -> None:
+        """Finish what was put off, and leave the device to others."""
+        arm.drain()
+        self._lease.release()
+
+    def _is_last(self, window: Window, steps: int, now_s: float) -> bool:
+        """Whether the job has run long enough: on all ranks of a training job after the same number of steps.
+
+        Rank 0 names the last step two steps ahead. No rank gets that far without it: the first forward of a step waits
+        for gradients of rank 0 of the step before.
+        """
+        if self._settings.kind == "compute":
+            return now_s >= window.end_s
+        notice = self._directory / f"last-step-{self._index}-{window.number}"
+        if dist.get_rank() == 0 and now_s >= window.end_s and not notice.exists():
+            written = notice.with_suffix(".new")
+            written.write_text(str(steps + 2))
+            written.rename(notice)
+        return notice.exists() and steps >= int(notice.read_text())
+
+
+def sizes_of_layers(job: JobSettings, parameters: int) -> list[int]:
+    """Elements of each layer's weight, first layer first, multiples of `paced.COLUMNS`; at least one row each."""
+    parameters = max(parameters, job.layers * COLUMNS)
+    if job.first_layer_share is None:
+        return layer_sizes(parameters, job.layers, "uniform")
+    first = round(parameters * job.first_layer_share / COLUMNS) * COLUMNS
+    return [first, *layer_sizes(parameters - first, job.layers - 1, "uniform")]
+
+
+def main() -> None:
+    """Run one rank of one job."""
+    directory, index = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    sleep_accurately()
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    job = Job(directory, index)
+    conductor: Connection = Client(str(directory / CONDUCTOR_SOCKET), family="AF_UNIX")
+    conductor.send((index, dist.get_rank()))
+    answering = True
+    while answering:
+        name, *arguments = conductor.recv()
+        conductor.send(getattr(job, name)(*arguments))
+        answering = name != "close"
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
