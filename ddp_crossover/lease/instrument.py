@@ -106,11 +106,13 @@ class Instrument:
             self._check(module)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or is_in_backward():
+        if torch.compiler.is_compiling():
             return
         results = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         for result in results:
             result.register_hook(partial(self._on_gradient, None))
+        if is_in_backward():
+            return
         if not (results and module.training and self._backward_follows.comes_next()):
             self._end()
 
