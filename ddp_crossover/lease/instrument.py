@@ -110,7 +110,7 @@ class Instrument:
             return
         results = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         for result in results:
-            result.register_hook(partial(self._on_gradient, None))
+            result.register_hook(partial(self._on_gradient, "result"))
         if is_in_backward():
             return
         if not (results and module.training and self._backward_follows.comes_next()):
@@ -161,9 +161,12 @@ class Instrument:
             self._start(lease.yield_turn())
 
     def _end(self) -> None:
-        if self._leased is not None:
-            self._leased = None
-            self._lease.release()
+        if self._leased is None:
+            return
+        if self._leased and self._run_ahead is not None:
+            self._run_ahead.mark(None)  # else the next turn would begin with what the last module has queued
+        self._leased = None
+        self._lease.release()
 
 
 class _Habit:
