@@ -67,7 +67,7 @@ class RunAhead:
 
     def _retire(self, segment: _Segment) -> None:
         segment.end.synchronize()
-        if self._start is not None and segment.point is not _BETWEEN_TURNS:
+        if self._start is not None:
             self._took_s[segment.point] = self._start.elapsed_time(segment.end) / 1e3
         self._start = segment.end
         self._queued_s -= segment.expected_s

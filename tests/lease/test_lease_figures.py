@@ -152,6 +152,27 @@ def test_a_request_for_what_is_free_is_no_hand_off(processes: LeaseProcesses) ->
         assert (job["handoffs"], job["handoff_p50_us"]) == (0, None)
 
 
+def test_a_turn_that_returns_to_who_yielded_it_is_no_hand_off(processes: LeaseProcesses) -> None:
+    processes.broker()
+    peer, filler = processes.actor("peer"), processes.actor("filler", role="filler")
+    peer.call("acquire")
+    filler.start("acquire")
+    eventually(lambda: peer.call("get", "contended"))
+    fence = peer.call("get", "fence")
+    assert peer.call("yield_turn")
+    assert peer.call("get", "fence") > fence
+    peer.call("release")
+    assert filler.result()
+    filler.call("release")  # reports how it came by its turn
+    eventually(lambda: _of_broker(processes, "filler")["handoff_p50_us"])
+    assert (_of_broker(processes, "peer")["handoffs"], _of_broker(processes, "peer")["handoff_p50_us"]) == (0, None)
+    assert _of_broker(processes, "filler")["handoffs"] == 1
+
+
+def _of_broker(processes: LeaseProcesses, name: str) -> dict[str, Any]:
+    return next(job for job in processes.status()["resources"][0]["jobs"] if job["job"] == name)
+
+
 def test_a_job_is_gone_with_its_last_process(processes: LeaseProcesses) -> None:
     processes.broker()
     ranks = [processes.actor("job"), processes.actor("job")]

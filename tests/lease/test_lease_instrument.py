@@ -399,6 +399,20 @@ def test_numbers_are_those_of_a_job_without_it(
     other.result()
 
 
+def test_encoder_layers_keep_their_fast_path(lease: GpuLease) -> None:
+    model = _encoder().eval()
+
+    def operations() -> set[str]:
+        with torch.autograd.profiler.profile() as profile, torch.inference_mode():
+            model(X.unsqueeze(0))
+        return {event.name for event in profile.function_events}
+
+    before = operations()
+    assert "aten::_transformer_encoder_layer_fwd" in before
+    with lease.instrument(model):
+        assert operations() == before
+
+
 def test_compiled_models_are_held_from_outside_and_compiled_once(lease: GpuLease, seen: list[bool]) -> None:
     graphs: list[Any] = []
 
