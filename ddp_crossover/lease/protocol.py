@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 MAGIC = 0xDDC0
-VERSION = 1
+VERSION = 2
 NAME_BYTES = 96
 WEIGHTS = (0.01, 100.0)
 
