@@ -260,6 +260,12 @@ class GpuLease:
         return held_on is not None and held_on is self._keeper.connection and held_on.page.fence == self._fence
 
     @property
+    def undisturbed(self) -> bool:
+        """Holding, and not pressed: the cheapest way to see that there is nothing to do."""
+        held_on = self._held_on
+        return held_on is not None and held_on is self._keeper.connection and held_on.page.is_calm(self._fence)
+
+    @property
     def asked_to_yield(self) -> bool:
         """Whether this is a filler that holds what a peer waits for: release as soon as can be."""
         held_on = self._held_on

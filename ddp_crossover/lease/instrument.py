@@ -157,6 +157,8 @@ class Instrument:
         if self._run_ahead is not None:
             self._run_ahead.mark(point)
         lease = self._lease
+        if lease.undisturbed:
+            return
         if not lease.holding or lease.asked_to_yield or (lease.pressed and time.monotonic() >= self._quantum_ends_s):
             self._start(lease.yield_turn())
 
