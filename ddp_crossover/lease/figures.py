@@ -47,7 +47,7 @@ class ResourceFigures:
         self._jobs.pop(key, None)
 
     def change(self, now_s: float, holder: JobKey | None, waiting: Collection[JobKey]) -> None:
-        """From now on ``holder`` holds it and ``waiting`` wait. Costs about half a microsecond for each job."""
+        """From now on ``holder`` holds it and ``waiting`` wait. Costs less than a microsecond for each job."""
         passed_s = max(0.0, now_s - self._since_s)
         for key, job in self._jobs.items():
             if key == self.holder:
