@@ -2,5 +2,6 @@
 
 The package knows nothing of DDP. Its modules import each other relatively, and beside that only the standard library
 (the client reaches for torch when there is a CUDA stream to drain): the broker loads it without its parent package,
-whose import of torch would take seconds and hundreds of megabytes.
+whose import of torch would take seconds and hundreds of megabytes. Two modules are loaded by those who ask for them
+only: ``instrument`` needs torch, ``top`` needs rich.
 """

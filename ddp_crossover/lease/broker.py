@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .arbiter import Arbiter, Grant, Limits, MismatchError
+from .figures import ResourceFigures
 from .holds import JobKey
 from .page import RESOURCE_SLOTS, PageWriter, tag_of
 from .places import Place
@@ -64,6 +65,10 @@ class _Connection:
     resource: str | None = None  # from HELLO on
     job: str = ""
 
+    @property
+    def key(self) -> JobKey:
+        return JobKey(self.peer.uid, self.job)
+
 
 class Broker:
     """Takes the place of the broker, or is not :attr:`serving` because another one has it.
@@ -86,6 +91,7 @@ class Broker:
         self._connections: dict[int, _Connection] = {}  # by socket and by pidfd
         self._members: dict[int, _Connection] = {}
         self._slots: dict[str, int] = {}
+        self._figures: dict[str, ResourceFigures] = {}
         self._next_member = 1
         self._capacity = _CONNECTIONS
         self._to_close: list[int] = []
@@ -157,7 +163,7 @@ class Broker:
             if message.kind is Kind.HELLO:
                 self._welcome(connection, data)
             elif message.kind is Kind.STATUS:
-                self._send(connection, json.dumps(self.status()).encode())
+                self._send(connection, json.dumps(self.status(), separators=(",", ":")).encode())
             else:
                 raise ProtocolError(Refusal.MALFORMED, f"{message.kind.name} before HELLO")
             return
@@ -171,7 +177,9 @@ class Broker:
                 grants = self._arbiter.cancel(member, message.request, now_s)
             case _:
                 raise ProtocolError(Refusal.MALFORMED, f"unexpected {message.kind.name}")
-        self._announce(connection.resource, grants)
+        self._announce(connection.resource, grants, now_s, message.time_ns)
+        if message.value and message.kind is Kind.RELEASE and member in self._members:
+            self._figures[connection.resource].handed_over(connection.key, message.value)
 
     def _accept(self) -> None:
         try:
@@ -210,6 +218,9 @@ class Broker:
         except MismatchError as error:
             raise ProtocolError(Refusal.MISMATCH, str(error)) from None
         connection.resource, connection.job = hello.resource, hello.job
+        now_s = time.monotonic()
+        figures = self._figures.setdefault(hello.resource, ResourceFigures(now_s))
+        figures.join(key, hello.role.name.lower(), now_s)
         slot = self._slots.setdefault(hello.resource, min(set(range(RESOURCE_SLOTS)) - set(self._slots.values())))
         welcome = Message(Kind.WELCOME, value=slot).encode()
         try:
@@ -219,8 +230,11 @@ class Broker:
 
     # ---- consequences
 
-    def _announce(self, resource: str, grants: list[Grant]) -> None:
+    def _announce(self, resource: str, grants: list[Grant], now_s: float, released_ns: int = 0) -> None:
         """Show the new state of a resource, then tell those that now hold it."""
+        figures = self._figures[resource]
+        if released_ns and self._arbiter.holding_job(resource) == figures.holder:
+            released_ns = 0  # no hand-off
         # The page first: a client that has its grant must find its fence there.
         holder = self._arbiter.holding_job(resource)
         tag = 0 if holder is None else tag_of(holder.name)
@@ -229,7 +243,11 @@ class Broker:
         for member, request, fence in grants:
             # One that was dropped, because it could not be told of an earlier grant, has left the arbiter, too.
             if (connection := self._members.get(member)) is not None:
-                self._send(connection, encode(Kind.GRANT, 0, request, fence))
+                self._send(connection, encode(Kind.GRANT, 0, request, fence, released_ns))
+
+        # Last: the grants are on their way. One that could not be sent may have ended the resource.
+        if resource in self._figures:
+            figures.change(now_s, self._arbiter.holding_job(resource), self._arbiter.queue(resource))
 
     def _send(self, connection: _Connection, data: bytes) -> None:
         if connection.member not in self._members:
@@ -255,10 +273,17 @@ class Broker:
         resource = connection.resource
         if resource is None:
             return
-        grants = self._arbiter.leave(connection.member, time.monotonic())
-        self._announce(resource, grants)
+        now_s = time.monotonic()
+        grants = self._arbiter.leave(connection.member, now_s)
         if resource not in self._arbiter.resources():
-            self._slots.pop(resource, None)
+            self._page.show(self._slots.pop(resource), *self._arbiter.view(resource))
+            del self._figures[resource]
+            return
+        self._announce(resource, grants, now_s)
+        others = self._members.values()
+        gone = not any(other.resource == resource and other.key == connection.key for other in others)
+        if gone and resource in self._figures:
+            self._figures[resource].leave(connection.key)
 
     # ---- time
 
@@ -289,7 +314,7 @@ class Broker:
     def _evict(self, resource: str, now_s: float, why: str) -> None:
         logger.warning("%s is taken from %s: %s", resource, self._arbiter.holding_job(resource), why)
         self._evictions += 1
-        self._announce(resource, self._arbiter.evict(resource, now_s))
+        self._announce(resource, self._arbiter.evict(resource, now_s), now_s)
 
     def _is_ours(self) -> bool:
         """Whether the socket that clients find is still this broker's."""
@@ -311,6 +336,8 @@ class Broker:
                 for c in self._members.values()
                 if c.resource == name
             ]
+            figures = self._figures[name]
+            figures.change(time.monotonic(), holder, arbiter.queue(name))
             resources.append(
                 {
                     "resource": name,
@@ -318,6 +345,7 @@ class Broker:
                     "fence": arbiter.view(name).fence,
                     "waiting": sorted(key.name for key in arbiter.queue(name)),
                     "members": members,
+                    "jobs": figures.as_dicts(),
                 }
             )
         return {"pid": os.getpid(), "grants": self._grants, "evictions": self._evictions, "resources": resources}

@@ -115,6 +115,7 @@ class GpuLease:
         self._request = 0
         self._fence = 0
         self._held_on: BrokerConnection | None = None
+        self._handoff_ns = 0
         self._grants = 0
         self._lost = 0
         self._waited_s = 0.0
@@ -273,6 +274,12 @@ class GpuLease:
         return held_on.page.fence == self._fence
 
     @property
+    def undisturbed(self) -> bool:
+        """Holding, and not pressed: the cheapest way to see that there is nothing to do."""
+        held_on = self._held_on
+        return held_on is not None and held_on is self._keeper.connection and held_on.page.is_calm(self._fence)
+
+    @property
     def asked_to_yield(self) -> bool:
         """Whether this is a filler that holds what a peer waits for: release as soon as can be."""
         held_on = self._held_on
@@ -335,8 +342,11 @@ class GpuLease:
     def _send_release(self, connection: BrokerConnection) -> None:
         if self._fence == _NOT_KNOWN_YET:
             self._send_or_give_up(connection, Kind.CANCEL, request=self._request)
-        else:
-            self._send_or_give_up(connection, Kind.RELEASE, fence=self._fence)
+            return
+        try:
+            self._send_timed_release(connection, self._fence, 0)
+        except OSError:
+            self._keeper.give_up(connection)
 
     def _ask(self, kind: Kind) -> bool:
         """Send REQUEST, or RELEASE with a request in it, and wait for the grant."""
@@ -354,7 +364,10 @@ class GpuLease:
             self._held_on, self._fence = None, 0
             self._request += 1
             beats = connection.page.beats
-            connection.send(kind, request=self._request, fence=fence)
+            if kind is Kind.RELEASE:
+                self._send_timed_release(connection, fence, self._request)
+            else:
+                connection.send(kind, request=self._request)
             outcome = self._await_grant(connection, beats, start_s)
             self._grants += outcome is None
         except (OSError, ProtocolError) as error:
@@ -384,6 +397,7 @@ class GpuLease:
             elif message.kind is Kind.GRANT and message.request == self._request:
                 if connection.page.fence == message.fence:
                     self._fence, self._held_on = message.fence, connection
+                    self._handoff_ns = _since_ns(message.time_ns)
                     return None
                 # This process was stopped, and the grant has been given on by now.
                 self._lost += 1
@@ -392,6 +406,11 @@ class GpuLease:
             if time.monotonic() - start_s > self._max_wait_s:
                 self._send_or_give_up(connection, Kind.CANCEL, request=self._request)
                 return f"waited for {self._max_wait_s} s"
+
+    def _send_timed_release(self, connection: BrokerConnection, fence: int, request: int) -> None:
+        """With the time at which it is sent, and that which the hand-off took that began this hold, for figures."""
+        took_ns, self._handoff_ns = self._handoff_ns, 0
+        connection.send(Kind.RELEASE, value=took_ns, request=request, fence=fence, time_ns=time.monotonic_ns())
 
     def _send_or_give_up(self, connection: BrokerConnection, kind: Kind, *, request: int = 0, fence: int = 0) -> None:
         try:
@@ -411,6 +430,12 @@ class GpuLease:
             logger.warning("ddp_crossover: %s runs without its lease on %s: %s", self.job, self.resource, reason)
         self._unleased[reason] += 1
         return False
+
+
+def _since_ns(time_ns: int) -> int:
+    """Time since then; 0 if that was not measured, or on another clock (a container's time namespace)."""
+    took_ns = time.monotonic_ns() - time_ns
+    return took_ns if time_ns and 0 < took_ns < 1 << 32 else 0
 
 
 def _note_failure(lease: weakref.ref[GpuLease], reason: str) -> None:

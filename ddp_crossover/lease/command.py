@@ -1,4 +1,4 @@
-"""``lease serve`` and ``lease status``."""
+"""The GPU lease: run its broker, see who holds what and where the time goes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import logging
 import math
 import signal
 import sys
+import time
+from typing import Any
 
 from .broker import Broker, BrokerSettings
 from .connection import RefusedError, ask_status
+from .figures import with_shares
 from .places import Place, PlaceError
 from .protocol import ProtocolError
 
@@ -27,7 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--idle-exit-s", type=float, default=math.inf, help="exit after so long without a client")
     status = verbs.add_parser("status", help="show who holds what")
     status.add_argument("--json", action="store_true", help="print it as JSON")
-    for verb in (serve, status):
+    top = verbs.add_parser("top", help="follow who holds what, and how each job's time is spent")
+    top.add_argument("--interval", type=_positive, default=1.0, help="seconds that each row is about (default: 1)")
+    top.add_argument("--once", action="store_true", help="show one interval and exit")
+    top.add_argument("--json", action="store_true", help="print a line of JSON for each interval")
+    for verb in (serve, status, top):
         verb.add_argument("--directory", help="where the socket is; the default is the user's own place")
 
 
@@ -35,10 +42,24 @@ def run(args: argparse.Namespace) -> int:
     """Do what ``args`` says; the exit status."""
     place = Place(args.directory)
     try:
-        return _serve(place, args) if args.verb == "serve" else _status(place, args.json)
+        if args.verb == "serve":
+            return _serve(place, args)
+        return _status(place, args.json) if args.verb == "status" else _top(place, args)
     except (OSError, KeyError, PlaceError, ProtocolError, RefusedError) as error:
         print(f"lease {args.verb}: {error}", file=sys.stderr)
         return 1
+
+
+def _positive(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError("must be positive")
+    return seconds
+
+
+def _ask(place: Place) -> dict[str, Any]:
+    status: dict[str, Any] = json.loads(ask_status(place, _STATUS_S))
+    return status
 
 
 def _serve(place: Place, args: argparse.Namespace) -> int:
@@ -55,7 +76,7 @@ def _serve(place: Place, args: argparse.Namespace) -> int:
 
 
 def _status(place: Place, as_json: bool) -> int:
-    answer = json.loads(ask_status(place, _STATUS_S))
+    answer = with_shares(_ask(place))
     if as_json:
         print(json.dumps(answer, indent=2))
         return 0
@@ -63,4 +84,35 @@ def _status(place: Place, as_json: bool) -> int:
     for resource in answer["resources"]:
         waiting = ", ".join(resource["waiting"]) or "nobody"
         print(f"{resource['resource']}: held by {resource['holder'] or 'nobody'}, {waiting} waiting")
+    return 0
+
+
+def _top(place: Place, args: argparse.Namespace) -> int:
+    before: dict[str, Any] | None = None
+
+    def read() -> dict[str, Any]:
+        nonlocal before
+        now = _ask(place)
+        earlier, before = before, now
+        return with_shares(now, earlier)
+
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
+        if args.once or args.json or not sys.stdout.isatty():
+            read()  # the beginning of the first interval
+            time.sleep(args.interval)
+        while args.json:
+            print(json.dumps(read()), flush=True)
+            if args.once:
+                return 0
+            time.sleep(args.interval)
+        # Only now: rich is not there where the broker runs without site-packages.
+        from rich.console import Console
+
+        from .top import as_table, follow
+
+        console = Console()
+        if args.once:
+            console.print(as_table(read()))
+        else:
+            follow(read, args.interval, console)
     return 0

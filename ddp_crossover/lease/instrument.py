@@ -106,11 +106,13 @@ class Instrument:
             self._check(module)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or is_in_backward():
+        if torch.compiler.is_compiling():
             return
         results = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         for result in results:
-            result.register_hook(partial(self._on_gradient, None))
+            result.register_hook(partial(self._on_gradient, "result"))
+        if is_in_backward():
+            return
         if not (results and module.training and self._backward_follows.comes_next()):
             self._end()
 
@@ -155,13 +157,18 @@ class Instrument:
         if self._run_ahead is not None:
             self._run_ahead.mark(point)
         lease = self._lease
+        if lease.undisturbed:
+            return
         if not lease.holding or lease.asked_to_yield or (lease.pressed and time.monotonic() >= self._quantum_ends_s):
             self._start(lease.yield_turn())
 
     def _end(self) -> None:
-        if self._leased is not None:
-            self._leased = None
-            self._lease.release()
+        if self._leased is None:
+            return
+        if self._leased and self._run_ahead is not None:
+            self._run_ahead.mark(None)  # else the next turn would begin with what the last module has queued
+        self._leased = None
+        self._lease.release()
 
 
 class _Habit:

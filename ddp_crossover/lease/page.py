@@ -60,6 +60,7 @@ class PageReader:
         self._words = memoryview(mmap.mmap(fd, _PAGE_BYTES, prot=mmap.PROT_READ)).cast("Q")
         self._start = (slot + 1) * _WORDS
         self._waiters = self._start + _WAITERS
+        self._pressed = self._start + _PRESSED
 
     @property
     def beats(self) -> int:
@@ -85,9 +86,13 @@ class PageReader:
     def waiters(self) -> int:
         return self._words[self._waiters]
 
+    def is_calm(self, fence: int) -> bool:
+        """Whether ``fence`` holds and nobody presses it."""
+        return self._words[self._start] == fence and not self._words[self._pressed]
+
     @property
     def pressed(self) -> int:
-        return self._words[self._start + _PRESSED]
+        return self._words[self._pressed]
 
 
 def tag_of(job: str) -> int:

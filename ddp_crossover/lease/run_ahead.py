@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
+_BETWEEN_TURNS = object()
+
 
 class Event(Protocol):
     """The part of ``torch.cuda.Event`` that is needed here. It must measure time, and wait without the GIL."""
@@ -43,29 +45,29 @@ class RunAhead:
         self._limit_s = limit_s
         self._new_event = new_event
         self._took_s: dict[Hashable, float] = {}
-        self.restart()
-
-    def restart(self) -> None:
-        """Measure from here: whatever lies before was another turn."""
         self._queued: deque[_Segment] = deque()
         self._queued_s = 0.0
-        self._start = self._record()
+        self._start: Event | None = None  # where the oldest of them began
+
+    def restart(self) -> None:
+        """Measure from here: what the device does before, until it gets here, is another job's or nothing."""
+        self._queue(_BETWEEN_TURNS, 0.0)
 
     def mark(self, point: Hashable) -> None:
         """At the hook ``point``: wait until what is queued may be queued."""
-        expected_s = self._took_s.get(point, self._limit_s)
-        self._queued.append(_Segment(point, self._record(), expected_s))
+        self._queue(point, self._took_s.get(point, self._limit_s))
+
+    def _queue(self, point: Hashable, expected_s: float) -> None:
+        event = self._new_event()
+        event.record()
+        self._queued.append(_Segment(point, event, expected_s))
         self._queued_s += expected_s
         while self._queued and (self._queued_s > self._limit_s or self._queued[0].end.query()):
             self._retire(self._queued.popleft())
 
     def _retire(self, segment: _Segment) -> None:
         segment.end.synchronize()
-        self._took_s[segment.point] = self._start.elapsed_time(segment.end) / 1e3
+        if self._start is not None:
+            self._took_s[segment.point] = self._start.elapsed_time(segment.end) / 1e3
         self._start = segment.end
         self._queued_s -= segment.expected_s
-
-    def _record(self) -> Event:
-        event = self._new_event()
-        event.record()
-        return event
