@@ -292,7 +292,7 @@ class Broker:
             self._page.beat()
             for resource, until_s in self._arbiter.kept_free().items():
                 if until_s <= now_s:
-                    self._announce(resource, self._arbiter.give(resource, now_s))
+                    self._announce(resource, self._arbiter.give(resource, now_s), now_s)
             for resource in self._arbiter.overdue(now_s):
                 self._evict(resource, now_s, "it held for too long")
             if now_s - self._stopped_check_s >= _STOPPED_CHECK_S:

@@ -2,8 +2,8 @@
 
 One cache line per resource: the fence that holds it (0: nobody), the fence that is asked to yield (0: none), how many
 jobs wait, whether one of them presses the holder, whether a job may have to stand back (see :mod:`.ties`), and a tag of
-the job that holds it. Word 0 beats while anybody waits. Each word is written and read whole, in one aligned 8-byte move;
-words may be read in between two writes, which costs speed only.
+the job that holds it. Word 0 beats while anybody waits. Each word is written and read whole, in one aligned 8-byte
+move; words may be read in between two writes, which costs speed only.
 """
 
 from __future__ import annotations
