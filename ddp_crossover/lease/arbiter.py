@@ -15,9 +15,13 @@ from .holds import Hold, Job, JobKey, Member, Resource
 from .protocol import Role
 from .ties import Ties
 
+AHEAD_S = 0.1
+"""So far a job may get ahead of another in virtual time while they take turns as they come. A training step holds for a
+long time and then hardly at all: to even that out within the step would keep it waiting in every one of its gaps."""
+
 EQUAL_S = 0.001
-"""Differences below this are noise of measurement. Among equals the first comes first, and among those that came
-together the one whose name sorts first, so that hosts which see the same jobs wait choose the same one."""
+"""Who came within this of the first came together with it. Of those the one whose name sorts first goes first, so that
+hosts which see the same jobs wait choose the same one."""
 
 
 class Grant(NamedTuple):
@@ -111,6 +115,8 @@ class Arbiter:
         if hold is not None and member in hold.members:
             return [Grant(member, request, hold.fence)]
         m.waiting = True
+        if hold is not None:
+            hold.charge(now_s, shared=m.resource.shared)  # to start level with it is to start level with it as of now
         finds_free = hold is None and not m.resource.queue
         self._enqueue(m, now_s)
         return self._arbitrate(m.resource, now_s, finds_free)
@@ -210,9 +216,11 @@ class Arbiter:
 
     def _count_shared(self, res: Resource, *gone: Job) -> None:
         """After members of ``res`` have changed: on how many resources each of its jobs has company."""
-        for job in (*self._jobs_on(res), *gone):
+        jobs = self._jobs_on(res)
+        res.shared = len(jobs) > 1
+        for job in (*jobs, *gone):
             places = {m.resource.name: m.resource for m in map(self._members.__getitem__, job.members)}
-            job.shared_resources = sum(len(self._jobs_on(place)) > 1 for place in places.values())
+            job.shared_resources = sum(place.shared for place in places.values())
 
     def _jobs_on(self, res: Resource) -> list[Job]:
         jobs = {self._members[member].job.key: self._members[member].job for member in res.members}
@@ -248,7 +256,7 @@ class Arbiter:
         hold.members.discard(member)
         hold.served.add(member)
         if not hold.members:
-            hold.charge(now_s)
+            hold.charge(now_s, shared=res.shared)
             res.hold = None
             if hold.found_free:
                 rivals = {key: since_s for key, since_s in res.queue.items() if self._jobs[key].role is hold.job.role}
@@ -262,7 +270,7 @@ class Arbiter:
                 return []
             hold = res.hold = self._start(res, job, now_s, finds_free)
         else:
-            hold.charge(now_s)
+            hold.charge(now_s, shared=res.shared)
         hold.contested = self._is_contested(res, hold)
         waiting = self._waiting_members(hold.job, res)
         # Once somebody waits, each member holds once per fence; else ranks that take turns would never let go.
@@ -300,7 +308,7 @@ class Arbiter:
         first_role = min(job.role for job in jobs)
         jobs = [job for job in jobs if job.role is first_role]
         lowest_s = min(job.virtual_s for job in jobs)
-        jobs = [job for job in jobs if job.virtual_s <= lowest_s + EQUAL_S]
+        jobs = [job for job in jobs if job.virtual_s <= lowest_s + AHEAD_S]
         first_s = min(res.queue[job.key] for job in jobs)
         together = [job for job in jobs if res.queue[job.key] <= first_s + EQUAL_S]
         return min(together, key=lambda job: (job.key.name, job.key.uid))

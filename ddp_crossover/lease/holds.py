@@ -57,9 +57,13 @@ class Hold:
     limit_s: float = math.inf
     ends_s: float = math.inf
 
-    def charge(self, now_s: float) -> None:
-        """Bring the job's virtual time up to date. Time in which nobody waits costs nobody anything."""
-        if self.contested:
+    def charge(self, now_s: float, *, shared: bool) -> None:
+        """Bring the job's virtual time up to date; nothing is charged where no other job could want it.
+
+        Time in which nobody waits counts as well: a job that fills another one's gaps has had its turn when that one
+        comes back.
+        """
+        if shared:
             self.job.charge(now_s - self.charged_until_s)
         self.charged_until_s = now_s
 
@@ -72,5 +76,6 @@ class Resource:
     members: set[int] = field(default_factory=set)
     queue: dict[JobKey, float] = field(default_factory=dict)  # waiting jobs: since when
     hold: Hold | None = None
+    shared: bool = False  # by members of several jobs
     # Virtual time at which a job of that role starts that was away.
     floors_s: dict[Role, float] = field(default_factory=lambda: dict.fromkeys(Role, 0.0))

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ddp_crossover.lease.arbiter import EQUAL_S, Arbiter, Grant
+from ddp_crossover.lease.arbiter import AHEAD_S, EQUAL_S, Arbiter, Grant
 from ddp_crossover.lease.holds import JobKey
 from ddp_crossover.lease.protocol import Role
 from ddp_crossover.lease.ties import LONGEST_S
@@ -202,7 +202,7 @@ class ArbiterMachine(RuleBasedStateMachine):
             assert JOBS[key][0] <= JOBS[rival][0], "a filler went before a peer"
             # What was kept free goes to the one for whom it was.
             if rival != key and JOBS[key][0] is JOBS[rival][0] and resource not in self.kept_free:
-                assert self.arbiter.virtual_s(key) <= self.arbiter.virtual_s(rival) + EQUAL_S
+                assert self.arbiter.virtual_s(key) <= self.arbiter.virtual_s(rival) + AHEAD_S
 
 
 ArbiterMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
