@@ -242,10 +242,12 @@ class DearState:
         if self._detached:
             return
         self._detached = True
-        self._reducer.detach()
-        if self._turn_points is not None:
-            self._turn_points.remove()
-        self._turns.release()
+        try:
+            self._reducer.detach()
+        finally:
+            if self._turn_points is not None:
+                self._turn_points.remove()
+            self._turns.release()
         self._link.close()
 
     def __deepcopy__(self, memo: dict) -> NoReturn:  # type: ignore[type-arg]

@@ -186,8 +186,11 @@ class Reducer:
         return future
 
     def _graph_task_ended(self) -> None:
-        if self._plain_under_way and self._layouts.complete and self._device.type == "cpu":
-            self._wait_for_all_reduces()
+        if self._layouts.complete:
+            if self._plain_under_way and self._device.type == "cpu":
+                self._wait_for_all_reduces()
+            elif self.is_plain or self.model.find_unused_parameters:
+                self._turns.release()  # DDP waits for other ranks now
         # DDP's own callback is queued behind this one, and copies buckets into gradients.
         call_after_backward(self._backward_ended)
 
@@ -197,6 +200,8 @@ class Reducer:
             if meanwhile is None:
                 return
             wait_for_futures(self._plain_under_way, meanwhile)
+            # A step takes a turn of its own, and it may be the data of another micro-batch that comes next.
+            self._turns.release()
             self._link.clock.waited(self._last_bucket_s, "all-reduces")
         self._plain_under_way.clear()
         self._last_bucket_s = time.perf_counter()
@@ -215,9 +220,9 @@ class Reducer:
         if self.pipeline is not None and not self.is_plain:
             self.pipelined_iterations += 1
             self.pipeline.end_backward()
-            self._turns.release()
         elif (reason := self._why_plain()) is not None:
             self._fallbacks.note(reason)
+        self._turns.release()
         self._turns.step_ended()
         self.steps.note(self._link.clock.sums(), self._link.sent_bytes, self._fallbacks.counts)
 

@@ -81,7 +81,7 @@ class TurnPoints:
         elif not ddp.require_backward_grad_sync:
             # The next batch may have to be loaded, and DDP's hook is not called.
             for tensor in tensors_in(output):
-                if tensor.requires_grad:
+                if tensor.grad_fn is not None:  # a hook on a parameter would stay
                     tensor.register_hook(self._in_backward_without_sync)
 
     def _in_backward_without_sync(self, gradient: Tensor) -> None:

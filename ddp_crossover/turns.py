@@ -179,6 +179,7 @@ class Turns:
             self._granted_s = now_s
         else:
             self._wanted = False  # not again before the next seam
+            self._slowed_s += self._late_s
         if self._clock.trace is not None:
             self._clock.trace.add("lease_wait", start_s, now_s, detail=lease.job)
 

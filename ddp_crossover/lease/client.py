@@ -162,6 +162,8 @@ class GpuLease:
         finally:
             with self._lock:
                 held_on = self._checked_hold()
+                if self._fence == _NOT_KNOWN_YET:
+                    held_on = self._held_on  # also where another job was faster: its turn must not come later
                 if held_on is not None:
                     self._send_release(held_on)
                 # Last, so that an interrupt in between leaves a hold that can still be released.

@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from .protocol import Role
 
+# What lasts longer is no gap between a job's turns, and must not set it back by hours once another one comes.
+_LONGEST_GAP_S = 0.1
+
 
 class JobKey(NamedTuple):
     """Two users' jobs of the same name are two jobs."""
@@ -53,19 +56,23 @@ class Hold:
     found_free: bool = False  # nobody had it or waited for it when this job came
     served: set[int] = field(default_factory=set)  # members that have held and released under this fence
     contested: bool = False
+    unwanted_s: float = 0.0  # charged for while nobody waited
     charged_until_s: float = 0.0
     limit_s: float = math.inf
     ends_s: float = math.inf
 
     def charge(self, now_s: float, *, shared: bool) -> None:
-        """Bring the job's virtual time up to date; nothing is charged where no other job could want it.
+        """Bring the job's virtual time up to date.
 
-        Time in which nobody waits counts as well: a job that fills another one's gaps has had its turn when that one
-        comes back.
+        Where other jobs are connected, time in which none of them waits counts as well, up to a limit: a job that fills
+        another one's gaps has had its turn when that one comes back.
         """
-        if shared:
-            self.job.charge(now_s - self.charged_until_s)
+        elapsed_s = now_s - self.charged_until_s
         self.charged_until_s = now_s
+        if not self.contested:
+            elapsed_s = min(elapsed_s, _LONGEST_GAP_S - self.unwanted_s) if shared else 0.0
+            self.unwanted_s += elapsed_s
+        self.job.charge(elapsed_s)
 
 
 @dataclass(slots=True)

@@ -343,6 +343,25 @@ def test_who_fills_gaps_has_had_its_turn_when_the_other_comes_back() -> None:
     assert kept_waiting_s / 100 == pytest.approx(0.005)
 
 
+@pytest.mark.parametrize("comes", ["before", "after"])
+def test_a_long_hold_that_nobody_wanted_sets_nobody_back(comes: str) -> None:
+    """One job trains for an hour without a gap, then writes a checkpoint. Then two want the GPU all the time."""
+    arbiter = arbiter_with("early", "late") if comes == "before" else arbiter_with("early")
+    arbiter.request(1, 1, 0.0)
+    if comes == "after":
+        arbiter.join(2, job("late"), GPU, Role.PEER, 1.0)
+    arbiter.release(1, 100, 0, 3600.0)
+    now_s = 3601.0
+    [held] = arbiter.request(2, 1, now_s)
+    arbiter.request(1, 2, now_s)
+    held_s = {1: 0.0, 2: 0.0}
+    for turn in range(3, 1003):
+        now_s += 0.01
+        held_s[held.member] += 0.01
+        [held] = arbiter.release(held.member, held.fence, turn, now_s)
+    assert held_s[1] == pytest.approx(held_s[2], rel=0.05)
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0.1, 10.0), st.floats(0.001, 0.1)), min_size=2, max_size=6),

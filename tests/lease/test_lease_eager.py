@@ -91,6 +91,26 @@ def test_where_another_job_was_faster_it_is_not_held(processes: LeaseProcesses, 
     assert lease.stats().lost == 1
 
 
+def test_where_another_job_was_faster_and_nobody_asks_again_no_turn_comes_later(
+    processes: LeaseProcesses, lease: GpuLease
+) -> None:
+    other = processes.raw()
+    other.hello("other")
+    pid = processes.status()["pid"]
+    broker = next(broker for broker in processes._brokers if broker.pid == pid)
+    broker.send_signal(signal.SIGSTOP)
+    other.send(Kind.REQUEST, request=1)
+    assert lease.acquire(eager=True)
+    broker.send_signal(signal.SIGCONT)
+    grant = other.receive()
+    eventually(lambda: not lease.holding)
+    lease.release()
+    eventually(lambda: not other.page.waiters)
+    other.send(Kind.RELEASE, fence=grant.fence)
+    eventually(lambda: not other.page.fence)
+    assert processes.status()["resources"][0]["waiting"] == []
+
+
 def test_it_ends_with_the_broker(processes: LeaseProcesses, lease: GpuLease) -> None:
     assert lease.acquire(eager=True)
     processes._brokers[0].kill()
