@@ -19,6 +19,10 @@ AHEAD_S = 0.1
 """So far a job may get ahead of another in virtual time while they take turns as they come. A training step holds for a
 long time and then hardly at all: to even that out within the step would keep it waiting in every one of its gaps."""
 
+CREDIT_S = 2 * AHEAD_S
+"""So much of what it was behind a job keeps when it comes back. It is away at every end of a step: to start level each
+time would take from a job of great weight the turns that it is still to have."""
+
 EQUAL_S = 0.001
 """Who came within this of the first came together with it. Of those the one whose name sorts first goes first, so that
 hosts which see the same jobs wait choose the same one."""
@@ -230,7 +234,7 @@ class Arbiter:
         res, job = m.resource, m.job
         if job.key in res.queue:
             return
-        # A job that was away gets no credit for it: it starts level with those that are active.
+        # A job that was away gets hardly any credit for it: it starts level with those that are active.
         rivals = [self._jobs[key] for key in res.queue]
         if res.hold is not None:
             rivals.append(res.hold.job)
@@ -238,7 +242,7 @@ class Arbiter:
         if virtual_s:
             res.floors_s[job.role] = max(res.floors_s[job.role], min(virtual_s))
         if res.hold is None or res.hold.job is not job:
-            job.virtual_s = max(job.virtual_s, res.floors_s[job.role])
+            job.virtual_s = max(job.virtual_s, res.floors_s[job.role] - CREDIT_S)
         res.queue[job.key] = since_s
 
     def _give_up(self, member: int, m: Member, now_s: float) -> list[Grant]:

@@ -343,6 +343,29 @@ def test_who_fills_gaps_has_had_its_turn_when_the_other_comes_back() -> None:
     assert kept_waiting_s / 100 == pytest.approx(0.005)
 
 
+def test_time_goes_by_weight_although_jobs_leave_for_a_moment_after_each_step() -> None:
+    """As instrumented models do: turns of 5 ms, and every 20 turns a step ends."""
+    weights, steps, held_s = {1: 1.0, 2: 4.0}, {1: 0, 2: 0}, {1: 0.0, 2: 0.0}
+    arbiter = Arbiter(first_fence=1)
+    for member, weight in weights.items():
+        arbiter.join(member, job(str(member)), GPU, Role.PEER, weight)
+    now_s = 0.0
+    [held] = arbiter.request(1, 1, now_s)
+    arbiter.request(2, 1, now_s)
+    for turn in range(2, 4002):
+        now_s += 0.005
+        member = held.member
+        held_s[member] += 0.005
+        steps[member] += 1
+        if steps[member] % 20:
+            [held] = arbiter.release(member, held.fence, turn, now_s)
+        else:
+            [held] = arbiter.release(member, held.fence, 0, now_s)
+            now_s += 0.0002
+            arbiter.request(member, turn, now_s)
+    assert held_s[2] / sum(held_s.values()) == pytest.approx(0.8, rel=0.05)
+
+
 @pytest.mark.parametrize("comes", ["before", "after"])
 def test_a_long_hold_that_nobody_wanted_sets_nobody_back(comes: str) -> None:
     """One job trains for an hour without a gap, then writes a checkpoint. Then two want the GPU all the time."""
