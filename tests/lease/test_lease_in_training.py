@@ -242,7 +242,7 @@ def test_where_sharing_gains_nothing_it_takes_a_break_and_says_so(
     on_ranks, processes: LeaseProcesses, lease_directory: Path
 ) -> None:
     processes.broker()
-    contenders(processes, 3.0)
+    contenders(processes, 8.0)
     # A single rank waits for nobody: it has nothing to give.
     [(stats, held)] = on_ranks(train_without_gaps, 1, str(lease_directory), 60)
     assert not stats.lease.sharing and stats.lease.gain < 0.02
@@ -291,7 +291,7 @@ def test_turns_are_a_row_of_the_trace(on_ranks, processes: LeaseProcesses, lease
     from ddp_crossover.timeline import draw
 
     processes.broker()
-    contenders(processes, 2.0)
+    contenders(processes, 8.0)
     results = on_ranks(traced, 2, str(lease_directory), str(tmp_path))
     for spans, loaded in results:
         lease = [span for span in spans if span.kind in LEASE_KINDS]
