@@ -11,16 +11,14 @@ the same processes: in each round every arm takes a turn of a few steps. docs/be
 
 import argparse
 import contextlib
-import json
-import platform
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+import bench_record
 from bench_lab import chart, report
 from bench_lab.launch import CaseFailed, RunRanks, on_hosts, over_loopback, run_case
 from bench_lab.options import make_cases, parse_args
@@ -45,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
                 case = summarize(settings, run_case(settings, run_ranks, display.update))
                 report.print_case(console, case, record["configuration"]["network"])
                 record["cases"].append(case)
-                write(args, record)
+                bench_record.write(args, record, chart.draw)
     except LabError as error:
         print(f"bench: {error}. Without a lab: --no-lab", file=sys.stderr)
         return REFUSED_EXIT_CODE
@@ -74,31 +72,9 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
         "network": f"loopback, {args.hosts} processes: NOT a measurement of a network" if args.no_lab else shaped,
         "is_network_measurement": not args.no_lab,
         "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "processor": processor_name(),
         "backend": "gloo",
         "all_arms_share": "SGD, gradient_as_bucket_view=True, 1 thread per rank",
-    } | {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-
-
-def processor_name() -> str:
-    """The model name that Linux knows, else what Python says."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
-def write(args: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Write the files asked for. After each case, so that a long run that breaks off leaves what it has."""
-    for path in filter(None, (args.json, args.plot)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    if args.json:
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
-    if args.plot:
-        chart.draw(record, args.plot)
+    } | bench_record.surroundings(args)
 
 
 if __name__ == "__main__":

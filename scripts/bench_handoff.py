@@ -298,12 +298,6 @@ def print_results(rounds: list[dict[str, list[float]]]) -> None:
         print(f"{row}   {TARGETS.get(name, '')}")
 
 
-def processor_name() -> str:
-    """The model name that Linux knows."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
 def main() -> None:
     """Measure round by round, print, and write what `--json` asks for."""
     if sys.argv[1:2] == ["--client"]:
@@ -325,8 +319,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for all figures")
     args = parser.parse_args()
 
-    config = {"python": platform.python_version(), "kernel": platform.release(), "processor": processor_name()}
-    config |= {"cores": len(os.sched_getaffinity(0))} | {k: v for k, v in vars(args).items() if k != "json"}
+    # Here, because the clients run without this directory on their path.
+    from bench_record import surroundings
+
+    config = {"kernel": platform.release(), "cores": len(os.sched_getaffinity(0))} | surroundings(args)
     print("  ".join(f"{key}={value}" for key, value in config.items()))
     with ExitStack() as stack:
         if args.keep_awake:

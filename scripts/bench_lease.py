@@ -9,16 +9,13 @@ the figures mean. Needs root.
 """
 
 import argparse
-import json
-import platform
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from bench import processor_name
+import bench_record
 from bench_lab.launch import CaseFailed, on_hosts
 from bench_lab.report import Display
 from bench_lease_parts import chart, report
@@ -48,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
                 case = summarize(settings, run_case(settings, args.hosts, on_hosts(lab), display.update))
                 report.print_case(console, case, record["configuration"]["network"])
                 record["cases"].append(case)
-                write(args, record)
+                bench_record.write(args, record, chart.draw)
     except LabError as error:
         print(f"bench_lease: {error}", file=sys.stderr)
         return REFUSED_EXIT_CODE
@@ -64,22 +61,9 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
         "device": "EMULATED: sleeps in time slices, one job's at a time",
         "network": f"{args.hosts} hosts, {args.rate} each way",
         "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "processor": processor_name(),
         "backend": "gloo",
         "all_jobs_share": "SGD, gradient_as_bucket_view=True, 1 thread per rank, 1 core per host",
-    } | {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-
-
-def write(args: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Write the files asked for. After each case, so that a long run that breaks off leaves what it has."""
-    for path in filter(None, (args.json, args.plot)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    if args.json:
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
-    if args.plot:
-        chart.draw(record, args.plot)
+    } | bench_record.surroundings(args)
 
 
 if __name__ == "__main__":

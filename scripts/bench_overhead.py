@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import json
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
+from bench_record import surroundings
 
 SCALING_LAYERS = (250, 500, 1000, 2000)
 # The growth counts as linear up to this exponent: timings of a shared machine do not resolve less.
@@ -166,22 +166,10 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
     """Everything that the figures depend on."""
     return {
         "torch": torch.__version__,
-        "python": platform.python_version(),
-        "processor": processor_name(),
         "threads": torch.get_num_threads(),
         "backend": "gloo",
         "world_size": 1,
-    } | {key: value for key, value in vars(args).items() if key != "json"}
-
-
-def processor_name() -> str:
-    """The model name that Linux knows, else what Python says."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    } | surroundings(args)
 
 
 def print_results(console: Console, summaries: list[dict[str, Any]], fit: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lease_processes import LeaseProcesses, eventually
@@ -73,7 +74,8 @@ def test_turns_are_yielded_although_their_number_is_not_known(processes: LeasePr
     assert lease.fence > other.result()["fence"]
 
 
-def test_where_another_job_was_faster_it_is_not_held(processes: LeaseProcesses, lease: GpuLease) -> None:
+def another_job_is_faster(processes: LeaseProcesses, lease: GpuLease) -> tuple[Any, int]:
+    """Both ask for what is free. Returns the other job, and the fence under which it holds."""
     other = processes.raw()
     other.hello("other")
     pid = processes.status()["pid"]
@@ -85,28 +87,24 @@ def test_where_another_job_was_faster_it_is_not_held(processes: LeaseProcesses, 
     grant = other.receive()
     assert grant.kind is Kind.GRANT
     eventually(lambda: not lease.holding)
-    other.send(Kind.RELEASE, fence=grant.fence)
+    return other, grant.fence
+
+
+def test_where_another_job_was_faster_it_is_not_held(processes: LeaseProcesses, lease: GpuLease) -> None:
+    other, fence = another_job_is_faster(processes, lease)
+    other.send(Kind.RELEASE, fence=fence)
     assert lease.acquire()
-    assert lease.fence > grant.fence
+    assert lease.fence > fence
     assert lease.stats().lost == 1
 
 
 def test_where_another_job_was_faster_and_nobody_asks_again_no_turn_comes_later(
     processes: LeaseProcesses, lease: GpuLease
 ) -> None:
-    other = processes.raw()
-    other.hello("other")
-    pid = processes.status()["pid"]
-    broker = next(broker for broker in processes._brokers if broker.pid == pid)
-    broker.send_signal(signal.SIGSTOP)
-    other.send(Kind.REQUEST, request=1)
-    assert lease.acquire(eager=True)
-    broker.send_signal(signal.SIGCONT)
-    grant = other.receive()
-    eventually(lambda: not lease.holding)
+    other, fence = another_job_is_faster(processes, lease)
     lease.release()
     eventually(lambda: not other.page.waiters)
-    other.send(Kind.RELEASE, fence=grant.fence)
+    other.send(Kind.RELEASE, fence=fence)
     eventually(lambda: not other.page.fence)
     assert processes.status()["resources"][0]["waiting"] == []
 
