@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,12 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from .connection import BrokerConnection
 from .keeper import Keeper
-from .page import tag_of
 from .places import Place
-from .protocol import Hello, Kind, ProtocolError, Role, require_sound
+from .protocol import Hello, Kind, Role, require_sound
 from .resources import default_resource, drain, is_gpu
+from .turn import Turn
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ddp_crossover")
 
 _ROLES = {"peer": Role.PEER, "filler": Role.FILLER}
-_NOT_KNOWN_YET = -1  # the fence of a hold that was asked for and not waited for
 _PEER_MAX_WAIT_S = 15.0  # longer than the 10 s after which the broker gives on what a holder does not release
 
 
@@ -108,25 +105,17 @@ class GpuLease:
         require_sound(hello)
         if max_wait_s is None:
             max_wait_s = _PEER_MAX_WAIT_S if role == "peer" else math.inf
-        self._max_wait_s = max_wait_s
-        self._tag = tag_of(job)
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a signal handler may come in between
-        self._request = 0
-        self._fence = 0
-        self._held_on: BrokerConnection | None = None
-        self._handoff_ns = 0
-        self._grants = 0
-        self._lost = 0
-        self._waited_s = 0.0
         self._unleased: Counter[str] = Counter()
-        self._connecting_failed = "no lease: not connected to a broker"
+        self._no_connection = "no lease: not connected to a broker"
         itself = weakref.ref(self)
         # Two looks without a beat; the broker beats every 20 ms while somebody waits.
         look_s = 0.4 * max_stall_s
         self._keeper = Keeper(
             Place(directory), hello, look_s, spawn_broker, lambda reason: _note_failure(itself, reason)
         )
+        self._turn = Turn(self._keeper, hello, max_wait_s)
         self._finalizer = weakref.finalize(self, self._keeper.stop)
         os.register_at_fork(after_in_child=lambda: _forget_in_child(itself))
 
@@ -146,7 +135,7 @@ class GpuLease:
         if os.getpid() != self._pid:
             return False
         with self._lock:
-            return self.holding or (eager and self._ask_if_free()) or self._ask(Kind.REQUEST)
+            return self.holding or (eager and self._turn.ask_if_free()) or self._ask(Kind.REQUEST)
 
     def release(self, stream: torch.cuda.Stream | None = None) -> None:
         """Give the resource up. If another job waits for it, not before ``stream`` (None: the current one) has done all
@@ -154,20 +143,14 @@ class GpuLease:
 
         On a CPU resource there is nothing to wait for. Does nothing where nothing is held.
         """
-        if os.getpid() != self._pid or not self._fence:
+        if os.getpid() != self._pid or not self._turn.is_asked_for:
             return
         try:
             if self.contended:
                 drain(self.resource, stream)
         finally:
             with self._lock:
-                held_on = self._checked_hold()
-                if self._fence == _NOT_KNOWN_YET:
-                    held_on = self._held_on  # also where another job was faster: its turn must not come later
-                if held_on is not None:
-                    self._send_release(held_on)
-                # Last, so that an interrupt in between leaves a hold that can still be released.
-                self._held_on, self._fence = None, 0
+                self._turn.end()
 
     def yield_turn(self, stream: torch.cuda.Stream | None = None) -> bool:
         """Let whoever is behind in weighted time go first, then hold again: for jobs that have no gaps.
@@ -262,35 +245,27 @@ class GpuLease:
     @property
     def taken(self) -> bool:
         """Whether another job holds the resource now. A read of shared memory, too."""
-        connection = self._keeper.connection
-        return connection is not None and connection.page.holder not in (0, self._tag)
+        return self._turn.is_taken
 
     @property
     def holding(self) -> bool:
         """Whether this process holds the resource now. The broker may have ended the hold meanwhile."""
-        held_on = self._held_on
-        if held_on is None or held_on is not self._keeper.connection:
-            return False
-        if self._fence == _NOT_KNOWN_YET:
-            return held_on.page.holder in (0, self._tag)
-        return held_on.page.fence == self._fence
+        return self._turn.is_held
 
     @property
     def undisturbed(self) -> bool:
         """Holding, and not pressed: the cheapest way to see that there is nothing to do."""
-        held_on = self._held_on
-        return held_on is not None and held_on is self._keeper.connection and held_on.page.is_calm(self._fence)
+        return self._turn.is_undisturbed
 
     @property
     def asked_to_yield(self) -> bool:
         """Whether this is a filler that holds what a peer waits for: release as soon as can be."""
-        held_on = self._held_on
-        return held_on is not None and held_on.page.yielding == self._fence != 0
+        return self._turn.is_asked_to_yield
 
     @property
     def fence(self) -> int:
         """The number under which it is held, greater with every grant of this host; 0 if not, or not known yet."""
-        return max(self._fence, 0) if self.holding else 0
+        return self._turn.fence if self.holding else 0
 
     @property
     def connected(self) -> bool:
@@ -302,7 +277,8 @@ class GpuLease:
         return os.getpid() == self._pid and self._keeper.connected.wait(timeout_s)
 
     def stats(self) -> LeaseStats:
-        return LeaseStats(self._grants, dict(self._unleased), self._lost, self._waited_s)
+        turn = self._turn
+        return LeaseStats(turn.grants, dict(self._unleased), turn.lost, turn.waited_s)
 
     # ---- the end
 
@@ -315,117 +291,14 @@ class GpuLease:
 
     def _forget_in_child(self) -> None:
         # Not under the lock, which a thread of the parent may have held when it forked.
-        self._held_on = None
-        self._fence = 0
+        self._turn.forget()
         self._keeper.forget_in_child()
 
     # ---- inside
 
-    def _ask_if_free(self) -> bool:
-        """Ask where nobody is in the way, and do not wait for the answer."""
-        connection = self._keeper.connection
-        if connection is None or self.role == "filler":
-            return False
-        # Where it may be kept free for another job, the answer counts.
-        if connection.page.fence or connection.page.waiters or connection.page.tied:
-            return False
-        try:
-            connection.discard()  # earlier answers that nobody has waited for
-            self._request += 1
-            self._held_on, self._fence = connection, _NOT_KNOWN_YET
-            connection.send(Kind.REQUEST, request=self._request)
-        except OSError:
-            self._held_on, self._fence = None, 0
-            self._keeper.give_up(connection)
-            return False
-        self._grants += 1
-        return True
-
-    def _send_release(self, connection: BrokerConnection) -> None:
-        if self._fence == _NOT_KNOWN_YET:
-            self._send_or_give_up(connection, Kind.CANCEL, request=self._request)
-            return
-        try:
-            self._send_timed_release(connection, self._fence, 0)
-        except OSError:
-            self._keeper.give_up(connection)
-
     def _ask(self, kind: Kind) -> bool:
-        """Send REQUEST, or RELEASE with a request in it, and wait for the grant."""
-        held_on = self._checked_hold()
-        if self._fence == _NOT_KNOWN_YET and self._held_on is not None:
-            self._send_release(self._held_on)  # there is no fence yet to be sent along
-            held_on = None
-        fence = self._fence if held_on is not None else 0
-        connection = self._keeper.connection
-        if connection is None:
-            self._held_on, self._fence = None, 0
-            return self._go_unleased(self._connecting_failed)
-        start_s = time.monotonic()
-        try:
-            self._held_on, self._fence = None, 0
-            self._request += 1
-            beats = connection.page.beats
-            if kind is Kind.RELEASE:
-                self._send_timed_release(connection, fence, self._request)
-            else:
-                connection.send(kind, request=self._request)
-            outcome = self._await_grant(connection, beats, start_s)
-            self._grants += outcome is None
-        except (OSError, ProtocolError) as error:
-            self._keeper.give_up(connection)
-            return self._go_unleased(f"lost the broker: {error}")
-        except BaseException:
-            # An interrupt, perhaps just after the grant, or before the broker was told of a release.
-            self._held_on, self._fence = None, 0
-            self._send_or_give_up(connection, Kind.CANCEL, request=self._request)
-            raise
-        finally:
-            self._waited_s += time.monotonic() - start_s
-        return outcome is None or self._go_unleased(outcome)
-
-    def _await_grant(self, connection: BrokerConnection, beats: int, start_s: float) -> str | None:
-        """None with the grant in hand, or why there is none."""
-        missed_beats = 0
-        while True:
-            message = connection.receive()
-            if message is None:
-                beats_now = connection.page.beats
-                missed_beats = missed_beats + 1 if beats_now == beats else 0
-                beats = beats_now
-                if missed_beats == 2:
-                    self._keeper.give_up(connection, slow=True)
-                    return "the broker does not answer"
-            elif message.kind is Kind.GRANT and message.request == self._request:
-                if connection.page.fence == message.fence:
-                    self._fence, self._held_on = message.fence, connection
-                    self._handoff_ns = _since_ns(message.time_ns)
-                    return None
-                # This process was stopped, and the grant has been given on by now.
-                self._lost += 1
-                self._request += 1
-                connection.send(Kind.REQUEST, request=self._request)
-            if time.monotonic() - start_s > self._max_wait_s:
-                self._send_or_give_up(connection, Kind.CANCEL, request=self._request)
-                return f"waited for {self._max_wait_s} s"
-
-    def _send_timed_release(self, connection: BrokerConnection, fence: int, request: int) -> None:
-        """With the time at which it is sent, and that which the hand-off took that began this hold, for figures."""
-        took_ns, self._handoff_ns = self._handoff_ns, 0
-        connection.send(Kind.RELEASE, value=took_ns, request=request, fence=fence, time_ns=time.monotonic_ns())
-
-    def _send_or_give_up(self, connection: BrokerConnection, kind: Kind, *, request: int = 0, fence: int = 0) -> None:
-        try:
-            connection.send(kind, request=request, fence=fence)
-        except OSError:
-            self._keeper.give_up(connection)
-
-    def _checked_hold(self) -> BrokerConnection | None:
-        """The connection on which it is held, or None, and then counted if it once was."""
-        if self.holding:
-            return self._held_on
-        self._lost += self._fence != 0
-        return None
+        reason = self._turn.ask(kind, self._no_connection)
+        return reason is None or self._go_unleased(reason)
 
     def _go_unleased(self, reason: str) -> bool:
         if not self._unleased[reason]:
@@ -434,15 +307,9 @@ class GpuLease:
         return False
 
 
-def _since_ns(time_ns: int) -> int:
-    """Time since then; 0 if that was not measured, or on another clock (a container's time namespace)."""
-    took_ns = time.monotonic_ns() - time_ns
-    return took_ns if time_ns and 0 < took_ns < 1 << 32 else 0
-
-
 def _note_failure(lease: weakref.ref[GpuLease], reason: str) -> None:
     if (itself := lease()) is not None:
-        itself._connecting_failed = reason
+        itself._no_connection = reason
 
 
 def _forget_in_child(lease: weakref.ref[GpuLease]) -> None:
