@@ -15,7 +15,8 @@ from lease_processes import PACKAGE, LeaseProcesses
 from ddp_crossover.lease import command
 
 SERVE = f"""
-import argparse, sys
+import argparse, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it runs in the background
 sys.path.append({PACKAGE!r})
 from lease import command
 parser = argparse.ArgumentParser()
