@@ -19,6 +19,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.profiler import record_function
 
 from ddp_crossover.collectives import Link, Meanwhile, StreamOrder
 from ddp_crossover.fusion import FusionGroup, FusionPlan, gathers_behind_scatters
@@ -275,12 +276,12 @@ class Pipeline:
         if not group.complete:
             assert group.gather is not None
             index = group.spec.index
-            if group.gather.is_done():
-                group.gather.wait()  # raises what went wrong
-            else:
-                with torch.profiler.record_function(f"ddp_crossover::wait[{index}]"), self.waiting(index) as meanwhile:
-                    # Protects the optimizer, or whoever reads `.grad`, from half-gathered gradients.
-                    group.gather.wait(meanwhile)
+            # For what is there already a range in the profiler would only cost time.
+            there = group.gather.is_done()
+            named = contextlib.nullcontext() if there else record_function(f"ddp_crossover::wait[{index}]")
+            with named, self.waiting(index) as meanwhile:
+                # Protects the optimizer, or whoever reads `.grad`, from half-gathered gradients.
+                group.gather.wait(meanwhile)
             group.complete = True
 
     def waiting(self, what: int | str) -> contextlib.AbstractContextManager[Meanwhile | None]:

@@ -25,8 +25,13 @@ KILL_TIMEOUT_S = 5.0
 
 def call(*command: str) -> None:
     """Run a command of the system; raises LabError with what it said when it fails."""
-    # In a session of its own, a Ctrl-C does not reach it: half a cleaning up would be worse than none.
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True)
+    # In a session of its own, a Ctrl-C does not reach it: half a cleaning up would be worse than none. Blocked, it does
+    # not reach it on its way there, either.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if done.returncode:
         said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
         raise LabError(f"`{shlex.join(command)}` failed: {said}")
