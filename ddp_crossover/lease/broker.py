@@ -233,10 +233,10 @@ class Broker:
     def _announce(self, resource: str, grants: list[Grant], now_s: float, released_ns: int = 0) -> None:
         """Show the new state of a resource, then tell those that now hold it."""
         figures = self._figures[resource]
-        if released_ns and self._arbiter.holding_job(resource) == figures.holder:
+        holder = self._arbiter.holding_job(resource)
+        if released_ns and holder == figures.holder:
             released_ns = 0  # no hand-off
         # The page first: a client that has its grant must find its fence there.
-        holder = self._arbiter.holding_job(resource)
         tag = 0 if holder is None else tag_of(holder.name)
         self._page.show(self._slots[resource], *self._arbiter.view(resource), tag)
         self._grants += len(grants)
