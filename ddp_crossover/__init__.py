@@ -13,10 +13,10 @@ from ddp_crossover.comm_hook import DearState, attach, dear_hook
 from ddp_crossover.ddp_timer import DdpTimer
 from ddp_crossover.fusion import FusionPlan
 from ddp_crossover.grad_scaler import GradScaler
+from ddp_crossover.lazy_params import StaleParameterError
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.stats import DearStats, LeaseUse, StepStats
 from ddp_crossover.trace import Trace
-from ddp_crossover.wait_points import StaleParameterError
 
 __all__ = [
     "DdpTimer",

@@ -30,10 +30,34 @@ class CommSums(NamedTuple):
 
     communication_s: float
     exposed_s: float
+    gather_s: float
+    gather_exposed_s: float
+
+
+class _UnderWay:
+    """Time in which at least one of some legs is under way."""
+
+    def __init__(self) -> None:
+        self._legs = 0
+        self._since_s = 0.0
+        self._sum_s = 0.0
+
+    def begin(self, now_s: float) -> None:
+        if not self._legs:
+            self._since_s = now_s
+        self._legs += 1
+
+    def end(self, now_s: float) -> None:
+        self._legs -= 1
+        if not self._legs:
+            self._sum_s += now_s - self._since_s
+
+    def sum_s(self, now_s: float) -> float:
+        return self._sum_s + (now_s - self._since_s if self._legs else 0.0)
 
 
 class CommClock:
-    """Time in which at least one leg is under way, and time in which compute waited for one.
+    """Time in which at least one leg is under way, and time in which compute waited for one; gather legs also apart.
 
     Host time; on CUDA streams waits do not block the host and are not counted.
 
@@ -43,11 +67,11 @@ class CommClock:
 
     def __init__(self) -> None:
         self.trace: Trace | None = None
-        self._lock = threading.Lock()
-        self._legs_under_way = 0
-        self._since_s = 0.0
-        self._communication_s = 0.0
+        self._lock = threading.RLock()  # a signal handler may ask for the sums
+        self._legs = _UnderWay()
+        self._gather_legs = _UnderWay()
         self._exposed_s = 0.0
+        self._gather_exposed_s = 0.0
 
     # Legs and waits in host time.
 
@@ -59,20 +83,21 @@ class CommClock:
         """The first bytes may leave from now on: the leg is under way."""
         leg.posted_s = time.perf_counter()
         with self._lock:
-            if not self._legs_under_way:
-                self._since_s = leg.posted_s
-            self._legs_under_way += 1
+            for legs in self._kinds(leg):
+                legs.begin(leg.posted_s)
 
     def leg_ended(self, leg: LegTimes) -> None:
         """Its result is there, or it has failed."""
         now_s = time.perf_counter()
         with self._lock:
             if leg.posted_s == leg.posted_s:  # not NaN: it did not fail before it was posted
-                self._legs_under_way -= 1
-                if not self._legs_under_way:
-                    self._communication_s += now_s - self._since_s
+                for legs in self._kinds(leg):
+                    legs.end(now_s)
         if self.trace is not None:
             self.trace.add(leg.kind, leg.started_s, now_s, leg.group, leg.posted_s)
+
+    def _kinds(self, leg: LegTimes) -> tuple[_UnderWay, ...]:
+        return (self._legs, self._gather_legs) if leg.kind == "gather" else (self._legs,)
 
     def all_reduce_started(self, group: int, device: torch.device) -> Callable[[], None]:
         """The backend's own all-reduce begins; call what is returned when it is done, on CUDA on a stream behind it."""
@@ -83,18 +108,22 @@ class CommClock:
         self.leg_posted(leg)
         return lambda: self.leg_ended(leg)
 
-    def waited(self, since_s: float, what: str, group: int = -1) -> None:
+    def waited(self, since_s: float, what: str, group: int = -1, *, for_gather: bool = False) -> None:
         """The training thread has waited since ``since_s`` until now; ``what`` for, such as a leg's label."""
         now_s = time.perf_counter()
         self._exposed_s += now_s - since_s
+        if for_gather:
+            self._gather_exposed_s += now_s - since_s
         if self.trace is not None:
             self.trace.add("wait", since_s, now_s, group, detail=what)
 
     def sums(self) -> CommSums:
         """Sums up to now, with what is under way."""
         with self._lock:
-            under_way_s = time.perf_counter() - self._since_s if self._legs_under_way else 0.0
-            return CommSums(self._communication_s + under_way_s, self._exposed_s)
+            now_s = time.perf_counter()
+            return CommSums(
+                self._legs.sum_s(now_s), self._exposed_s, self._gather_legs.sum_s(now_s), self._gather_exposed_s
+            )
 
     # Anything else, and everything on CUDA: only while somebody traces.
 

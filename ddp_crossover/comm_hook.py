@@ -23,7 +23,9 @@ from ddp_crossover.collectives import Link, make_link
 from ddp_crossover.consensus import require_same_setup
 from ddp_crossover.dear import Phase
 from ddp_crossover.fusion import FusionPlan
+from ddp_crossover.lazy_params import LazyParams
 from ddp_crossover.lease.client import GpuLease
+from ddp_crossover.looks import Looks
 from ddp_crossover.planning import Planning, PlanSettings
 from ddp_crossover.profile_file import ModelProfile
 from ddp_crossover.recording import recording
@@ -109,7 +111,7 @@ class DearState:
         )
         # A model that is dropped without detach(), or refused below, must not leave threads and sockets behind.
         weakref.finalize(self, self._link.shut_down)
-        self._fallbacks = FallbackLog()
+        self._fallbacks = FallbackLog(self._link.rank)
         self._plain_reason = why_plain_all_reduce(ddp, schedule)
         options = {
             "schedule": schedule,
@@ -126,12 +128,16 @@ class DearState:
         self._planning.load_tuned()
         if self._plain_reason is None:
             let_gradients_arrive_early(ddp, named)
+        self._looks = Looks()
+        params = LazyParams(named)
         self._updates = DeferredUpdates(
-            [(one, why_not_separable(one)) for one in optimizers], self._fallbacks, strict=strict
+            [(one, why_not_separable(one)) for one in optimizers], params, self._looks, self._fallbacks, strict=strict
         )
         self._reducer = Reducer(
             ddp,
             named,
+            params,
+            self._looks,
             self._link,
             self._planning,
             self._updates,
@@ -168,9 +174,8 @@ class DearState:
     def synchronize(self) -> None:
         """Apply all pending updates now.
 
-        Needed only before parameters are read in a way that nothing can intercept, such as ``p.data`` of a
-        parameter that was put aside earlier. Forwards, ``state_dict()``, ``parameters()`` and copies of
-        the model do it by themselves.
+        Needed only before the memory of parameters is read or written in a way that torch does not tell of, such as
+        an address that was put aside earlier. Whatever Python does with a parameter applies its update by itself.
         """
         self._updates.flush()
         self._turns.release()
@@ -214,6 +219,9 @@ class DearState:
         return DearStats(
             iterations=self._reducer.iterations,
             pipelined_iterations=self._reducer.pipelined_iterations,
+            overlapped_steps=self._reducer.steps.overlapped,
+            finished_steps=self._reducer.steps.finished,
+            looks=dict(self._looks.counts),
             deferred_steps=self._updates.deferred_steps,
             elapsed_s=self._reducer.steps.elapsed_s(),
             communication_s=sums.communication_s,

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from ddp_crossover.agreement import require_equal
 from ddp_crossover.collectives import Link
-from ddp_crossover.updates import hyperparameters
+from ddp_crossover.optimizer_snapshot import hyperparameters
 
 
 def require_same_setup(

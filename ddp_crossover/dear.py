@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -22,12 +23,12 @@ from torch.nn import Parameter
 from torch.profiler import record_function
 
 from ddp_crossover.collectives import Link, Meanwhile, StreamOrder
-from ddp_crossover.fusion import FusionGroup, FusionPlan, gathers_behind_scatters
+from ddp_crossover.fusion import FusionGroup, FusionPlan, gathers_behind_scatters, order_of_use
 from ddp_crossover.gradients import PendingGrad
 from ddp_crossover.layouts import gradient_stride, same_objects
 from ddp_crossover.slots import GroupInFlight, Slot
 from ddp_crossover.staging import Staging, plan_staging
-from ddp_crossover.torch_internals import allow_foreach
+from ddp_crossover.torch_internals import allow_foreach, outside_of_modes
 from ddp_crossover.turns import Turns
 from ddp_crossover.wire import scale_into, travels_as
 
@@ -52,6 +53,7 @@ class Pipeline:
         parameters: named parameters, in the plan's numbering.
         link: runs the legs.
         turns: told of waits, so that another job may compute meanwhile.
+        lock: held while gradients are delivered and updates applied, from any thread.
         memory: arenas of the plan before, used again where they are large enough.
         wire_dtype: what wider gradients are cast to in the fusion buffers; None for their own dtype everywhere.
         every_group_arrives: False if DDP may leave out buckets.
@@ -66,6 +68,7 @@ class Pipeline:
         link: Link,
         turns: Turns,
         *,
+        lock: threading.RLock | None = None,
         memory: Mapping[str, Tensor] = MappingProxyType({}),
         wire_dtype: torch.dtype | None = None,
         every_group_arrives: bool = True,
@@ -78,9 +81,12 @@ class Pipeline:
         self.turns = turns
         self.order = StreamOrder(link)
         self.phase = Phase.IDLE
-        self.has_updates = False
         self.iteration = 0
-        self.apply_updates: Callable[[dict[Slot, Tensor]], None] = _no_updates
+        self.lock = lock or threading.RLock()
+        # What the optimizer still has to do, opaque to the pipeline. An entry is taken out by whoever does it.
+        self.updates: dict[Slot, object] = {}
+        self.apply_updates: Callable[[list[Slot]], None] = _no_updates
+        self.on_gradient_read: Callable[[], None] = _nobody_minds
         self._gathers_early = plan.schedule == "auto"
         self._urgency = {group: place for place, group in enumerate(plan.use_order)}
         # Where all ranks need one order, the plan says which gather legs go between the scatter legs.
@@ -121,6 +127,12 @@ class Pipeline:
         for slot in group.slots:
             slot.groups.append(group)
         return group
+
+    def follow(self, use_rank: Sequence[int]) -> None:
+        """Forward uses parameters in a new order. Where ranks may differ in it, so do gather legs from now on."""
+        if self.link.orders_gathers:
+            order = order_of_use(self.plan.groups, use_rank)
+            self._urgency = {group: place for place, group in enumerate(order)}
 
     # Backward.
 
@@ -236,38 +248,28 @@ class Pipeline:
         pending = slot.pending.current
         return not pending.resolved and slot.parameter.grad is pending
 
-    def catch_up(self, groups: Iterable[GroupInFlight]) -> None:
-        """Apply the updates that these groups' parameters still wait for. Cheap when there are none."""
-        self.order.join()
-        due = [group for group in groups if group.has_updates]
-        # One after the other: what is cast back to the parameters' dtype is never more than one group.
-        for group in due:
-            self.complete(group)
-            slots = [s for s in group.slots if s.update is not None and all(part.complete for part in s.groups)]
-            self._apply(slots)
-        if due:
-            self.has_updates = any(group.has_updates for group in self.groups)
+    def catch_up(self, slots: Iterable[Slot]) -> None:
+        """Apply the updates that these parameters, and others in their fusion groups, still wait for."""
+        with self.lock:
+            self.order.join()
+            if not self.updates:
+                return
+            # One after the other: what is cast back to the parameters' dtype is never more than one group.
+            for group in dict.fromkeys(group for slot in slots if slot in self.updates for group in slot.groups):
+                self.complete(group)
+                due = [s for s in group.slots if s in self.updates and all(part.complete for part in s.groups)]
+                if due:
+                    outside_of_modes(functools.partial(self._apply, due), self.link.current_stream())
 
     def flush(self) -> None:
         """Apply all updates that have been asked for."""
-        self.order.join()
-        if self.has_updates:
-            self.catch_up(self.groups)
-
-    def defer(self, slot: Slot, update: object) -> None:
-        """Note an update that is to be applied once the parameter's gradient is complete."""
-        slot.update = update
-        self.has_updates = True
-        for group in slot.groups:
-            group.has_updates = True
+        self.catch_up(self.slots)
 
     def _apply(self, slots: list[Slot]) -> None:
         self.turns.resume()
         begin = self.link.clock.mark()
-        self.apply_updates(self._reduced(slots))
+        self.apply_updates(slots)
         self.link.clock.span("update", begin)
-        for group in {group for slot in slots for group in slot.groups}:
-            group.has_updates = any(slot.update is not None for slot in group.slots)
         self.order.mark()
 
     def complete(self, group: GroupInFlight) -> None:
@@ -291,16 +293,20 @@ class Pipeline:
     def _deliver(self, slot: Slot, memory: Tensor) -> Tensor:
         for group in slot.groups:
             self.complete(group)
-        with torch.no_grad():
-            memory.copy_(slot.view)
-            for factor in slot.scales:
-                self.order.keep(factor)
-                torch._foreach_mul_([memory], factor)
-        self.order.mark()
+        outside_of_modes(functools.partial(self._copy_out, slot, memory), self.link.current_stream())
         return memory
 
+    @torch.no_grad()
+    def _copy_out(self, slot: Slot, memory: Tensor) -> None:
+        value = slot.view
+        for factor in slot.scales:  # not in place: a signal handler may interrupt this and do the same
+            self.order.keep(factor)
+            [value] = torch._foreach_mul([value.to(memory.dtype)], factor)
+        memory.copy_(value)
+        self.order.mark()
+
     @torch.inference_mode(False)  # else a copy made by an evaluation would be of no use to the optimizer
-    def _reduced(self, slots: Iterable[Slot]) -> dict[Slot, Tensor]:
+    def reduced(self, slots: Iterable[Slot]) -> dict[Slot, Tensor]:
         """Complete gradients in the dtype of their parameters, times what clipping or the loss scaler left for them.
 
         Those that have travelled in it are multiplied in place, the others are copies.
@@ -323,8 +329,6 @@ class Pipeline:
         """End the iteration: nothing of it may be left when its buffers are filled again."""
         if self.phase is Phase.IDLE:
             return
-        for slot in self.slots if self.has_updates else ():
-            slot.applied_unused = slot.update is not None
         self.flush()
         if self.phase is Phase.REDUCED:
             for slot in self.slots:
@@ -377,8 +381,12 @@ def _zeros(numel: int, dtype: torch.dtype, device: torch.device, memory: Tensor 
     return torch.zeros(numel + _SPARE_NUMEL, dtype=dtype, device=device)[:numel]
 
 
-def _no_updates(gradients: dict[Slot, Tensor]) -> None:
-    assert not gradients
+def _no_updates(slots: list[Slot]) -> None:
+    assert not slots
+
+
+def _nobody_minds() -> None:
+    pass
 
 
 def _version(grad: Tensor | None) -> int:

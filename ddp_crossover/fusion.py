@@ -170,7 +170,7 @@ def plan_fusion(
         world_size=world_size,
         fusion_mb=fusion_mb,
         groups=tuple(groups),
-        use_order=_use_order(groups, use_rank),
+        use_order=order_of_use(groups, use_rank),
         offsets=tuple(offsets),
         arena_numel=arena_numel,
     )
@@ -272,7 +272,8 @@ def _in_arrival_order(groups: list[FusionGroup], arrival: Sequence[int]) -> list
     return [replace(group, index=index) for index, group in enumerate(ordered)]
 
 
-def _use_order(groups: Sequence[FusionGroup], use_rank: Sequence[int]) -> tuple[int, ...]:
+def order_of_use(groups: Sequence[FusionGroup], use_rank: Sequence[int]) -> tuple[int, ...]:
+    """Indices of the groups in the order in which forward needs them, from each parameter's place in it."""
     first_use = {group.index: min(use_rank[piece.parameter] for piece in group.pieces) for group in groups}
     # Among groups that are needed at the same time the last to arrive comes first: it is the
     # nearer to the front of the network.

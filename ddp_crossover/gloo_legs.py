@@ -17,29 +17,55 @@ if TYPE_CHECKING:
     from ddp_crossover.gloo_link import GlooLink
 
 
+class Latch:
+    """An event that is set once. A signal handler may wait for it while the thread that it has interrupted does.
+
+    ``threading.Event`` has a lock of its own, which such a handler would wait for in vain.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._closed = threading.Lock()
+        self._closed.acquire()
+
+    def set(self) -> None:
+        """Let all go who wait."""
+        if not self.is_set:
+            self.is_set = True
+            self._closed.release()
+
+    def wait(self, timeout_s: float = -1) -> bool:
+        """Wait until it is set, or for some seconds; returns whether it is set."""
+        # Set before the lock is opened: who finds it taken by the thread that it has interrupted is back here at once.
+        if not self.is_set and self._closed.acquire(timeout=timeout_s):
+            self._closed.release()
+        return self.is_set
+
+
 class GlooLeg(Leg):
     """A leg whose progress other threads report through an event."""
 
     group = -1
+    is_gather = False
     times: LegTimes
 
     def __init__(self, link: GlooLink, label: str) -> None:
         self.label = label
         self._link = link
-        self._done = threading.Event()
+        self._done = Latch()
         self._error: BaseException | None = None
 
     def wait(self, meanwhile: Meanwhile | None = None) -> None:
-        if not self._done.is_set():
+        if not self._done.is_set:
             start_s = time.perf_counter()
-            while not self._done.wait(None if meanwhile is None else meanwhile()):
+            while not self._done.wait(-1 if meanwhile is None else meanwhile()):
                 pass
-            self._link.clock.waited(start_s, self.label, self.group)
+            self._link.clock.waited(start_s, self.label, self.group, for_gather=self.is_gather)
         if self._error is not None:
             raise self._link.describe(self.label, self._error) from self._error
 
     def is_done(self) -> bool:
-        return self._done.is_set()
+        return self._done.is_set
 
     def finish(self, error: BaseException | None = None) -> None:
         self._error = error
@@ -84,6 +110,8 @@ class GlooGatherLeg(GlooLeg):
         urgency: smaller goes first among those that are ready; None keeps the order of asking.
         paced: only when the link has nothing else to send.
     """
+
+    is_gather = True
 
     def __init__(
         self, link: GlooLink, scatter: GlooScatterLeg, urgency: int | None = None, *, paced: bool = True

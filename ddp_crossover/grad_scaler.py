@@ -8,7 +8,8 @@ from torch.optim import Optimizer
 
 from ddp_crossover import shards
 from ddp_crossover.dear import Phase
-from ddp_crossover.updates import optimizer_parameters, pipeline_of
+from ddp_crossover.optimizer_snapshot import optimizer_parameters
+from ddp_crossover.updates import pipeline_of
 
 
 class GradScaler(torch.amp.GradScaler):

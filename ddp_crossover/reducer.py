@@ -1,6 +1,6 @@
 """What becomes of DDP's buckets: plain all-reduces at first, then the pipeline, under the plan in force.
 
-Follows DDP from forward to forward: learns where its buckets lie and where parameters are used, asks ``planning`` for a
+Follows DDP from forward to forward: learns where its buckets lie and when parameters are used, asks ``planning`` for a
 plan and switches to it between two iterations. Knows DDP's hook contract; users hold a ``comm_hook.DearState``.
 """
 # No `from __future__ import annotations`: what DDP calls must have types for annotations.
@@ -16,10 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.collectives import Link, all_reduce_sum, wait_for_futures
 from ddp_crossover.dear import Pipeline
-from ddp_crossover.first_use import FirstUseAudit
-from ddp_crossover.flush_points import FlushPoints
+from ddp_crossover.forwards import CompiledCode, ForwardWatch
 from ddp_crossover.layouts import LayoutRecorder
+from ddp_crossover.lazy_params import LazyParam, LazyParams, StaleParameterError, StaleReadGuard
+from ddp_crossover.looks import Looks
 from ddp_crossover.planning import Choice, Orders, Planning
+from ddp_crossover.refused_methods import allow_methods, refuse_methods
 from ddp_crossover.stats import FallbackLog, StepLog
 from ddp_crossover.torch_internals import (
     GradBucket,
@@ -30,7 +32,7 @@ from ddp_crossover.torch_internals import (
 )
 from ddp_crossover.turns import Turns
 from ddp_crossover.updates import DeferredUpdates
-from ddp_crossover.wait_points import ForwardWatch, WaitPoints
+from ddp_crossover.use_order import UseOrder
 from ddp_crossover.wire import scale_into, travels_as
 
 # A hook call costs tens of microseconds: so fine that it does not show, so coarse that there are not too many.
@@ -44,6 +46,8 @@ class Reducer:
     Args:
         ddp: the model.
         named: the parameters that DDP manages.
+        params: the same, with what stands between them and their values.
+        looks: told when somebody needs an update early.
         link: runs the legs.
         planning: makes the plans.
         updates: the optimizers' side.
@@ -57,6 +61,8 @@ class Reducer:
         self,
         ddp: DistributedDataParallel,
         named: Sequence[tuple[str, torch.nn.Parameter]],
+        params: LazyParams,
+        looks: Looks,
         link: Link,
         planning: Planning,
         updates: DeferredUpdates,
@@ -83,11 +89,15 @@ class Reducer:
         self.is_plain = True
         self.iterations = self.pipelined_iterations = 0
         self.steps = StepLog()
-        self._waits: WaitPoints | None = None
+        self._params = params
+        self._looks = looks
         self._layouts = LayoutRecorder([parameter for _, parameter in named])
-        self._audit = FirstUseAudit(ddp.module, [parameter for _, parameter in named])
+        self._use_order = UseOrder(len(named))
+        self._guard = StaleReadGuard(params, self._stale_read)
         self._watch = ForwardWatch(ddp, self._before_forward, self._after_forward)
-        self._flush_points = FlushPoints(ddp, updates.flush, self._flush_for_reader)
+        self._compiled = CompiledCode(ddp.module, params, looks, fallbacks)
+        params.on_use = self._used
+        refuse_methods(ddp)
         self._in_backward = False
         self._last_bucket = -1
         self._last_bucket_s = 0.0
@@ -108,11 +118,11 @@ class Reducer:
         if self.pipeline is not None:
             self.pipeline.retire()
             self.pipeline.unwrap_gradients()
-        if self._waits is not None:
-            self._waits.remove()
-        self._audit.end_forward(completed=False)
-        for part in (self._updates, self._watch, self._flush_points):
+        self._params.use_all()
+        for part in (self._updates, self._watch, self._guard, self._compiled):
             part.remove()
+        if (ddp := self._ddp()) is not None:
+            allow_methods(ddp)
 
     # DDP's backward.
 
@@ -224,17 +234,23 @@ class Reducer:
             self._fallbacks.note(reason)
         self._turns.release()
         self._turns.step_ended()
-        self.steps.note(self._link.clock.sums(), self._link.sent_bytes, self._fallbacks.counts)
+        self.steps.note(
+            self._link.clock.sums(),
+            self._link.sent_bytes,
+            self._fallbacks.counts,
+            is_pipelined=not self.is_plain,
+            was_looked_at=self._looks.is_explained,
+        )
+        self._looks.next_step()
 
     # The plan.
 
     def _choose_plan(self) -> None:
-        if self._plain_reason is not None or not self._audit.done:
+        if self._plain_reason is not None or not self._use_order.is_known:
             return
         if self._layouts.settled_anew():
-            use_rank = [self._audit.use_rank(index) for index in range(len(self._named))]
             with self._turns.away():
-                choice = self._planning.begin(Orders(self._layouts.arrival_order(), use_rank))
+                choice = self._planning.begin(Orders(self._layouts.arrival_order(), self._use_order.ranks()))
             self._use(choice)
             self._layouts.adopt()
         elif self.pipeline is not None and (change := self._planning.at_step_boundary()) is not None:
@@ -242,9 +258,6 @@ class Reducer:
 
     def _use(self, choice: Choice) -> None:
         """Switch between two iterations: nothing is pending, nothing on the wire."""
-        self._updates.flush()
-        if self._waits is not None:
-            self._waits.remove()
         self._link.forget_sizes()
         before = self.pipeline
         self.is_plain = choice.is_plain
@@ -253,16 +266,15 @@ class Reducer:
             self._named,
             self._link,
             self._turns,
+            lock=self._params.lock,
             memory=before.release() if before is not None else {},
             wire_dtype=self._wire_dtype,
             every_group_arrives=not self._may_skip_buckets(),
             # With bucket views DDP hands out the reduced bucket even for what no rank has used.
             unwritten_is_unused=self.model.find_unused_parameters and not self.model.gradient_as_bucket_view,
         )
+        self._turns.profiler = self._planning.profiler
         self._updates.use(self.pipeline)
-        self._waits = WaitPoints(
-            self.model, self.pipeline, self._audit, lambda: self._watch.depth > 0, self._planning.profiler
-        )
 
     def _why_plain(self) -> str | None:
         if self.pipeline is not None and self._planning.settled:
@@ -279,34 +291,49 @@ class Reducer:
                     "a DearState was built but its hook is not registered: call "
                     "ddp.register_comm_hook(state, dear_hook), or use attach(ddp, optimizer)"
                 )
-        if not self._audit.done:
-            self._audit.begin_forward()
+        self._guard.remove()
+        if not torch.is_grad_enabled():
+            # What runs without gradients may look at a parameter's class, as TransformerEncoder does.
+            self._updates.flush()
+            return
         if self._planning.profiler is not None:
             self._planning.profiler.forward_begins()
-        if self._waits is not None:
-            self._waits.begin_forward()
+        if self._plain_reason is None and self.pipeline is None:
+            self._params.arm_all()  # nothing is pending: only to see when they are used
+        self._use_order.begin_forward()
+        self._looks.is_inside_forward = True
+        self._compiled.before_forward()
 
     def _after_forward(self, returned: bool) -> None:
-        if not self._audit.done:
-            self._audit.end_forward(completed=returned)
+        self._looks.is_inside_forward = False
+        if not torch.is_grad_enabled():
+            return
         if self._planning.profiler is not None:
             self._planning.profiler.forward_ends()
-        if self._waits is not None:
-            self._waits.end_forward()
-        if torch.is_grad_enabled():
-            # Protects gradients that are still being staged: the next backward writes into DDP's buckets before
-            # the hook hears of it.
-            self._link.finish_jobs()
+        if returned and self._use_order.end_forward() and self.pipeline is not None:
+            self.pipeline.follow(self._use_order.ranks())
+        self._guard.end_forward()
+        # Protects gradients that are still being staged: the next backward writes into DDP's buckets before
+        # the hook hears of it.
+        self._link.finish_jobs()
 
-    def _flush_for_reader(self) -> None:
-        if self.pipeline is None or not self.pipeline.has_updates:
+    def _used(self, lazy: LazyParam) -> None:
+        """A parameter was touched for the first time since ``step()``."""
+        if self._looks.is_inside_forward:
+            self._use_order.note(lazy.index)
+            if self._planning.profiler is not None:
+                self._planning.profiler.used((lazy.index,))
+
+    def _stale_read(self, lazy: LazyParam) -> None:
+        """There is a gradient for a parameter that nobody has touched."""
+        if self.pipeline is None:
+            lazy.unseen_reads = True  # nothing was pending yet, and nothing will be for this one
             return
-        if not self._watch.depth:  # within a forward it is dynamo that asks, while it compiles
-            self._fallbacks.note(
-                "parameters() was called between optimizer.step() and the next forward: all updates were waited "
-                "for. Put aside list(ddp.parameters()) before the loop if only gradients are looked at"
-            )
-        self._updates.flush()
+        raise StaleParameterError(
+            f"{lazy.name} was used by this forward in a way that torch does not tell of (as by TorchScript or an "
+            "extension) and that no earlier forward has shown, so perhaps before its update was applied. Call "
+            "state.synchronize() before such a forward, or attach with schedule='allreduce'"
+        )
 
 
 def let_gradients_arrive_early(ddp: DistributedDataParallel, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ddp_crossover.optimizer_snapshot import OptimizerSnapshot, ToUpdate
 from ddp_crossover.torch_internals import has_raw_step, raw_step
 
 # Enough for counters that act every few steps, and gradients on both sides of a threshold on their size.
@@ -36,6 +38,8 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
         return "differentiable=True"
     if (name := _unknown_attribute(optimizer)) is not None:
         return f"it keeps something of its own in .{name}"
+    if _knows_parameters_by_id(optimizer):
+        return "it tells its parameters apart by their id()"
     devices = {p.device for g in optimizer.param_groups for p in g["params"] if p.device.type == "cuda"}
     failure = ""
     # Fresh state first. Some optimizers (Adagrad up to torch 2.11) make theirs when they are built.
@@ -91,24 +95,21 @@ class _Clone:
 
     def step_one_by_one(self) -> None:
         """As ``updates`` does it: a step that finds no gradient, then one step per parameter."""
-        gradients = [parameter.grad for parameter in self.parameters]
-        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        gradients = {parameter: parameter.grad for parameter in self.parameters}
+        snapshots: list[OptimizerSnapshot] = []
 
         def hide() -> None:
             self.closure_calls += 1
             for parameter in self.parameters:
                 parameter.grad = None
+            snapshots.append(OptimizerSnapshot(self.optimizer))
 
-        raw_step(optimizer)(optimizer, closure=hide)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient
-        try:
-            for group in groups:
-                for parameter in group["params"]:
-                    optimizer.param_groups = [{**_without_parameters(group), "params": [parameter]}]
-                    raw_step(optimizer)(optimizer)
-        finally:
-            optimizer.param_groups = groups
+        raw_step(self.optimizer)(self.optimizer, closure=hide)
+        for index, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                memory = torch.nn.Parameter(parameter.detach())
+                memory.grad = gradients[parameter]
+                snapshots[-1].step({index: [ToUpdate(parameter, memory)]})
 
     def everything(self) -> list[Any]:
         """All that a step may have changed."""
@@ -164,6 +165,24 @@ def _unknown_attribute(optimizer: Optimizer) -> str | None:
         if name not in usual and not _is_plain(value):
             return name
     return None
+
+
+def _knows_parameters_by_id(optimizer: Optimizer) -> bool:
+    """Deferred updates are made on other tensors of the same memory, which it would not know."""
+    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    own = [value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")]
+    return not ids.isdisjoint(_integers((own, [_without_parameters(group) for group in optimizer.param_groups])))
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """All integers in nested containers, keys of dicts among them."""
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _integers(item)
+    elif isinstance(value, int):
+        yield value
 
 
 def _is_plain(value: Any) -> bool:

@@ -44,7 +44,7 @@ def gradients_of(pipeline: Pipeline, parameters: Iterable[Tensor]) -> Gradients 
         slot = pipeline.slot_of.get(parameter)
         if slot is None:
             return None
-        if pipeline.is_pending(slot) and slot.update is None:
+        if pipeline.is_pending(slot) and slot not in pipeline.updates:
             gradients.on_the_wire.append(slot)
         else:
             # After step() the wire belongs to the update: what is done to `.grad` now must not reach it.

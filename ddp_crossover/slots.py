@@ -24,15 +24,12 @@ class Slot:
         groups: the fusion groups that carry a piece of it.
         pending: makes its ``PendingGrad``.
         deliver: what its ``PendingGrad`` calls to get the value.
-        update: what the optimizer still has to do with it, opaque to the pipeline; None if nothing.
-        applied_unused: its last update was applied by the next backward, because no forward had waited for it.
         scales: factors (0-dim tensors) that the gradient is multiplied by once it is complete, in the parameter's
             dtype.
         version_before: version of ``.grad`` when its bucket arrived, to see whether DDP wrote to it.
     """
 
     __slots__ = (
-        "applied_unused",
         "deliver",
         "groups",
         "index",
@@ -41,7 +38,6 @@ class Slot:
         "parameter",
         "pending",
         "scales",
-        "update",
         "version_before",
         "view",
     )
@@ -54,8 +50,6 @@ class Slot:
         self.is_cast = view.dtype is not parameter.dtype
         self.groups: list[GroupInFlight] = []
         self.pending = PendingGradPool(view, parameter.dtype)
-        self.update: object | None = None
-        self.applied_unused = False
         self.scales: tuple[Tensor, ...] = ()
         self.version_before = -1
         self.deliver: Callable[[Tensor], Tensor]
@@ -72,4 +66,3 @@ class GroupInFlight:
         self.scatter: ScatterLeg | None = None
         self.gather: Leg | None = None
         self.complete = True
-        self.has_updates = False

@@ -17,6 +17,8 @@ logger = logging.getLogger("ddp_crossover")
 
 
 STEPS_KEPT = 100
+# The share of an iteration's gather legs from which on it counts as overlapped.
+_MOSTLY = 0.5
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class StepStats:
         duration_s: wall-clock time.
         communication_s: time in which at least one leg was under way. 0 on NCCL, where it is not host time.
         exposed_s: time in which the training thread waited for a leg. 0 on NCCL.
+        gather_s: time in which at least one gather leg was under way. 0 on NCCL.
+        gather_exposed_s: time in which the training thread waited for a gather leg. 0 on NCCL.
         sent_bytes: payload bytes that this rank has sent. A leg may be sent an iteration later than it was asked for.
         fallbacks: for each reason, how often something was done the slower way.
     """
@@ -34,6 +38,8 @@ class StepStats:
     duration_s: float
     communication_s: float
     exposed_s: float
+    gather_s: float
+    gather_exposed_s: float
     sent_bytes: int
     fallbacks: Mapping[str, int]
 
@@ -41,6 +47,11 @@ class StepStats:
     def compute_s(self) -> float:
         """Time not spent waiting for communication."""
         return self.duration_s - self.exposed_s
+
+    @property
+    def hidden_share(self) -> float | None:
+        """The share of ``gather_s`` in which compute went on, 0 to 1; None where it was not measured."""
+        return max(0.0, 1.0 - self.gather_exposed_s / self.gather_s) if self.gather_s else None
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,10 @@ class DearStats:
     Attributes:
         iterations: backward passes whose gradients were reduced.
         pipelined_iterations: those of them that took the pipeline; the others were plain all-reduces.
+        overlapped_steps: pipelined iterations of whose gather legs compute has hidden half or more. Where that is not
+            measured, as on NCCL: in which nobody needed all updates or gradients at once.
+        finished_steps: pipelined iterations whose gather legs are over; all but the last.
+        looks: who needed updates or gradients at once (file and line), and in how many steps.
         deferred_steps: ``optimizer.step()`` calls with at least one update put off to the next forward.
         elapsed_s: wall-clock time since the first reduced backward ended.
         communication_s: time in which at least one leg was under way. 0 on NCCL, where it is not host time.
@@ -97,6 +112,9 @@ class DearStats:
 
     iterations: int
     pipelined_iterations: int
+    overlapped_steps: int
+    finished_steps: int
+    looks: Mapping[str, int]
     deferred_steps: int
     elapsed_s: float
     communication_s: float
@@ -110,6 +128,13 @@ class DearStats:
     def compute_s(self) -> float:
         """Time not spent waiting for communication."""
         return self.elapsed_s - self.exposed_s
+
+    def __str__(self) -> str:
+        """One line: how many steps overlapped, and who was in the way."""
+        parts = [f"{self.overlapped_steps} of {self.finished_steps} steps overlapped"]
+        parts += [f"{look} ({steps} steps)" for look, steps in Counter(self.looks).most_common(3)]
+        parts += [f"{reason} ({times} times)" for reason, times in Counter(self.fallbacks).most_common(3)]
+        return "; ".join(parts)
 
     @property
     def last_step(self) -> StepStats | None:
@@ -128,6 +153,8 @@ class DearStats:
             statistics.median(step.duration_s for step in self.last_steps),
             statistics.median(step.communication_s for step in self.last_steps),
             statistics.median(step.exposed_s for step in self.last_steps),
+            statistics.median(step.gather_s for step in self.last_steps),
+            statistics.median(step.gather_exposed_s for step in self.last_steps),
             statistics.median_low(step.sent_bytes for step in self.last_steps),
             dict(fallbacks),
         )
@@ -143,18 +170,40 @@ class _Sample(NamedTuple):
 
 
 class StepLog:
-    """Keeps the running sums of the latest iterations; the figures are their differences."""
+    """Keeps the running sums of the latest iterations; the figures are their differences.
+
+    Attributes:
+        finished: pipelined iterations whose gather legs are over.
+        overlapped: those of them that compute has hidden.
+    """
 
     def __init__(self) -> None:
+        self.finished = self.overlapped = 0
         self._started_s: float | None = None
         self._samples: deque[_Sample] = deque(maxlen=STEPS_KEPT + 1)
+        self._last_was_pipelined = False
 
-    def note(self, sums: CommSums, sent_bytes: int, fallbacks: Counter[str]) -> None:
-        """A reduced backward has ended."""
+    def note(
+        self, sums: CommSums, sent_bytes: int, fallbacks: Counter[str], *, is_pipelined: bool, was_looked_at: bool
+    ) -> None:
+        """A reduced backward has ended.
+
+        Args:
+            sums: times up to now.
+            sent_bytes: up to now.
+            fallbacks: up to now.
+            is_pipelined: whether its gather legs follow.
+            was_looked_at: whether somebody needed the updates or gradients of the iteration before at once.
+        """
         now_s = time.perf_counter()
         if self._started_s is None:
             self._started_s = now_s
         self._samples.append(_Sample(now_s, sums, sent_bytes, fallbacks.copy()))
+        if self._last_was_pipelined:
+            self.finished += 1
+            hidden = _between(self._samples[-2], self._samples[-1]).hidden_share
+            self.overlapped += not was_looked_at if hidden is None else hidden >= _MOSTLY
+        self._last_was_pipelined = is_pipelined
 
     def elapsed_s(self) -> float:
         """Time since the first of them; 0 before."""
@@ -162,25 +211,32 @@ class StepLog:
 
     def figures(self) -> tuple[StepStats, ...]:
         """Figures of each iteration."""
-        return tuple(
-            StepStats(
-                after.at_s - before.at_s,
-                after.sums.communication_s - before.sums.communication_s,
-                after.sums.exposed_s - before.sums.exposed_s,
-                after.sent_bytes - before.sent_bytes,
-                dict(after.fallbacks - before.fallbacks),
-            )
-            for before, after in pairwise(self._samples)
-        )
+        return tuple(_between(before, after) for before, after in pairwise(self._samples))
+
+
+def _between(before: _Sample, after: _Sample) -> StepStats:
+    times = CommSums(*(late - early for late, early in zip(after.sums, before.sums, strict=True)))
+    return StepStats(
+        after.at_s - before.at_s,
+        *times,
+        sent_bytes=after.sent_bytes - before.sent_bytes,
+        fallbacks=dict(after.fallbacks - before.fallbacks),
+    )
 
 
 class FallbackLog:
-    """Counts fall-backs by reason, and logs each reason once."""
+    """Counts fall-backs by reason; rank 0 logs each reason once.
 
-    def __init__(self) -> None:
+    Args:
+        rank: this rank.
+    """
+
+    def __init__(self, rank: int) -> None:
         self.counts: Counter[str] = Counter()
+        self._logs = rank == 0
 
     def note(self, reason: str) -> None:
-        if not self.counts[reason]:
+        """Something is done the slower way."""
+        if self._logs and not self.counts[reason]:
             logger.warning("ddp_crossover: %s", reason)
         self.counts[reason] += 1

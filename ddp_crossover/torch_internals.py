@@ -5,11 +5,13 @@ Checked on torch 2.11.0 and 2.15.0. Where a name is gone, the error says so inst
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+import importlib
+import sys
+import threading
+from collections.abc import Callable
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -44,6 +46,10 @@ def is_in_backward() -> bool:
     return bool(_private(torch._C, "_current_graph_task_id")() != -1)
 
 
+# Attributes of an optimizer in which it keeps the hooks around `step()`.
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
 def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
     """The optimizer's ``step`` without step hooks, profiler range or scheduler counters."""
     return _private(type(optimizer).step, "__wrapped__")  # type: ignore[no-any-return]
@@ -65,20 +71,6 @@ def move_to_front(hooks_of: Optimizer, handle: RemovableHandle) -> None:
 def step_pre_hooks(optimizer: Optimizer) -> list[Any]:
     """The step pre-hooks of an optimizer, in the order in which they run."""
     return list(_private(optimizer, "_optimizer_step_pre_hooks").values())
-
-
-@contextlib.contextmanager
-def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """No step hooks, not even where a subclass calls the decorated ``super().step()``."""
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    hooks = {name: _private(optimizer, name) for name in names}
-    for name in names:
-        setattr(optimizer, name, OrderedDict())
-    try:
-        yield
-    finally:
-        for name, value in hooks.items():
-            setattr(optimizer, name, value)
 
 
 def process_group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
@@ -146,23 +138,35 @@ def gradients_left_in_optimizer_hooks(parameter: torch.nn.Parameter) -> bool:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calling the module runs code that ``torch.compile(module)`` or ``module.compile()`` has made."""
+    return isinstance(module, torch._dynamo.OptimizedModule) or is_compiled_in_place(module)
+
+
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
     """Whether ``module.compile()`` was called: calling the module then runs none of its hooks eagerly."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-def call_before_compiled(module: torch.nn.Module, before: Callable[[], None]) -> Callable[[], None]:
-    """Run ``before`` outside of, and ahead of, the code of ``module.compile()``; returns the undoing."""
-    compiled = _private(module, "_compiled_call_impl")
+def call_around_compiled(
+    module: torch.nn.Module, before: Callable[[], None], after: Callable[[], None] = lambda: None
+) -> Callable[[], None]:
+    """Run ``before`` and ``after`` outside of the code of a compiled module; returns the undoing."""
+    # Both are attributes of the object, not methods, and no hooks, which would keep fused paths from running.
+    name = "forward" if isinstance(module, torch._dynamo.OptimizedModule) else "_compiled_call_impl"
+    compiled = _private(module, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         before()
-        return compiled(*args, **kwargs)
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            after()
 
-    module._compiled_call_impl = call
+    vars(module)[name] = call
 
     def undo() -> None:
-        if module._compiled_call_impl is call:
-            module._compiled_call_impl = compiled
+        if vars(module).get(name) is call:
+            vars(module)[name] = compiled
 
     return undo
 
@@ -181,6 +185,85 @@ def allow_foreach(tensor_class: type[torch.Tensor]) -> None:
     supported = _private(_private(torch.utils, "_foreach_utils"), "_foreach_supported_types")
     if tensor_class not in supported:
         supported.append(tensor_class)
+
+
+def outside_of_modes(job: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
+    """Run ``job`` where no dispatch mode, function mode or functorch transform of the caller sees what it does.
+
+    All of these belong to a thread, so where there are any a new thread has none. That takes 0.1 ms.
+
+    Args:
+        job: what to do.
+        stream: the CUDA stream to do it on, or None.
+    """
+    depth_of_modes = (
+        _private(torch._C, "_len_torch_dispatch_stack")() + _private(torch._C, "_len_torch_function_stack")()
+    )
+    if not depth_of_modes and _private(torch._C._functorch, "peek_interpreter_stack")() is None:
+        job()
+        return
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with torch.cuda.stream(stream):  # does nothing for None
+                job()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="ddp_crossover-outside-of-modes", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    finally:
+        thread.join()  # Ctrl-C must not leave the job half done
+    if errors:
+        raise errors[0]
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """Number of C++ references to a storage: one for each tensor, and a constant."""
+    return int(_private(torch._C, "_storage_Use_Count")(storage._cdata))
+
+
+def called_by_compiled_code() -> bool:
+    """Whether some caller on the stack was compiled by ``torch.compile``, so that what we return to may be, too."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("compile_wrapper", "_fn") and code.co_filename.endswith("_dynamo/eval_frame.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def on_compile_start(callback: Callable[[], None]) -> Callable[[], None]:
+    """Call ``callback`` before dynamo compiles anything; returns the undoing."""
+    handler = _private(torch._dynamo.callback, "callback_handler")
+
+    def call(_: object) -> None:
+        callback()
+
+    handler.register_start_callback(call)
+    return lambda: handler.remove_start_callback(call)
+
+
+def call_before_functorch(touch: Callable[[torch.Tensor], None]) -> None:
+    """Call ``touch`` with each tensor that ``torch.func.grad`` and its like take in, before they look at it.
+
+    They ask no tensor for its ``__torch_function__``.
+    """
+    transforms = importlib.import_module("torch._functorch.eager_transforms")
+    wrap = _private(transforms, "_wrap_for_grad")
+    if getattr(wrap, "_is_ours", False):
+        return
+
+    def touch_and_wrap(tensor: Any, level: int) -> Any:
+        touch(tensor)
+        return wrap(tensor, level)
+
+    touch_and_wrap._is_ours = True  # type: ignore[attr-defined]
+    transforms._wrap_for_grad = touch_and_wrap  # type: ignore[attr-defined]
 
 
 def use_count(tensor: torch.Tensor) -> int:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_crossover.hooks import Hook
-from ddp_crossover.torch_internals import call_after_backward, call_before_compiled, is_compiled, tensors_in
+from ddp_crossover.torch_internals import call_after_backward, call_around_compiled, is_compiled, tensors_in
 from ddp_crossover.turns import Turns
 from ddp_crossover.updates import DeferredUpdates
 
@@ -45,7 +45,7 @@ class TurnPoints:
             # In front of the hook that waits for what the root itself uses.
             ddp.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True).remove,
             ddp.register_forward_hook(torch.compiler.disable(self._after_forward), always_call=True).remove,
-            call_before_compiled(inner, self._before_compute)
+            call_around_compiled(inner, self._before_compute)
             if is_compiled(inner)
             else inner.register_forward_pre_hook(_BeforeCompute(self._before_compute), prepend=True).remove,
         ]

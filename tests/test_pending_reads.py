@@ -5,9 +5,12 @@ Each of these once was the only thing between a line of the package and its abse
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,28 +76,31 @@ def _average_without_asking(run: Run) -> Iterator[Any]:
         yield loss, snapshot(averaged.state_dict())
 
 
-def test_an_average_of_weights_is_right_without_synchronize_and_costs_a_named_fallback(on_ranks) -> None:
-    check_case(Case(_average_without_asking, model=DeepNet, pipelined=False), on_ranks)
-    [fallbacks] = on_ranks(_fallbacks, 1, Case(_average_without_asking, model=DeepNet))
-    assert any("parameters()" in reason for reason in fallbacks)
+def test_an_average_of_weights_is_right_without_synchronize_and_its_line_is_named(on_ranks) -> None:
+    check_case(Case(_average_without_asking, model=DeepNet), on_ranks)
+    [looks] = on_ranks(_looks, 1, Case(_average_without_asking, model=DeepNet))
+    [(look, steps)] = looks.items()
+    assert look.startswith(f"{Path(__file__).name}:") and "reads or writes parameters" in look
+    assert steps > 10
 
 
-def _fallbacks(case: Case) -> dict[str, int]:
+def _looks(case: Case) -> dict[str, int]:
     run = Run(case, with_dear=True)
     for _ in case.loop(run):
         pass
     run.detach()
-    return dict(run.state.stats().fallbacks)
+    return dict(run.state.stats().looks)
 
 
 def _share_of_nan_before_and_after_synchronize(strict: bool) -> list[tuple[float, float]]:
+    """As read through addresses, which torch does not tell of."""
     run = Run(Case(model=DeepNet, strict=strict), with_dear=True)
-    parameters = list(run.model.module.parameters())
+    memory = [(ctypes.c_float * p.numel()).from_address(p.data_ptr()) for p in run.model.module.parameters()]
     seen = []
     for _ in plain_loop(run):
-        stale = torch.cat([p.detach().flatten() for p in parameters]).isnan().float().mean().item()
+        stale = sum(math.isnan(value) for each in memory for value in each) / sum(map(len, memory))
         run.synchronize()
-        synced = torch.cat([p.detach().flatten() for p in parameters]).isnan().float().mean().item()
+        synced = sum(math.isnan(value) for each in memory for value in each) / sum(map(len, memory))
         seen.append((stale, synced))
     run.detach()
     return seen
@@ -114,37 +120,18 @@ class SneakyNet(nn.Module):
         super().__init__()
         self.first = nn.Linear(INPUTS, HIDDEN)
         self.head = nn.Linear(HIDDEN, HIDDEN)
-        self.sneaky = False
+        self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
         x = self.first(x)
-        if self.sneaky:
+        if self.calls > LATE:
             return x[:, :OUTPUTS] + self.head.weight.sum()
         return self.head(x)[:, :OUTPUTS]
 
 
-def _read_early() -> str:
-    ddp = {"find_unused_parameters": True}
-    run = Run(Case(model=SneakyNet, strict=False, ddp=ddp), with_dear=True)
-    for _ in plain_loop(run):
-        pass
-    x, y = run.batch(0)
-    run.model.module.sneaky = True
-    loss = run.loss(run.model(x), y)
-    try:
-        loss.backward()
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        run.detach()
-    return "nothing was noticed"
-
-
-def test_a_stale_read_that_no_hook_saw_is_an_error_in_backward(on_ranks) -> None:
-    [message] = on_ranks(_read_early, 1)
-    assert "StaleParameterError" in message
-    assert "head.weight" in message
-    assert "synchronize()" in message
+def test_a_read_that_no_earlier_forward_has_shown_is_right(on_ranks) -> None:
+    check_case(Case(model=SneakyNet, ddp={"find_unused_parameters": True}), on_ranks)
 
 
 def _leftover_gradients(run: Run) -> Iterator[Any]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..torch_internals import call_after_backward, is_compiled, is_in_backward, tensors_in
+from ..torch_internals import call_after_backward, is_compiled_in_place, is_in_backward, tensors_in
 from .run_ahead import RunAhead
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Instrument:
             raise ValueError(
                 "the lease would be held while DDP communicates: use lease.held() around what only computes"
             )
-        if is_compiled(model):
+        if is_compiled_in_place(model):
             raise ValueError("model.compile() runs no hooks: instrument torch.compile(model), or use lease.held()")
         self._lease = lease
         self._quantum_s = quantum_s

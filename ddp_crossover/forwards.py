@@ -1,0 +1,128 @@
+"""When a model's forward begins and ends, and what compiled code needs before it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_crossover.lazy_params import LazyParams
+from ddp_crossover.looks import Looks
+from ddp_crossover.stats import FallbackLog
+from ddp_crossover.torch_internals import call_around_compiled, called_by_compiled_code, is_compiled, on_compile_start
+
+# Dynamo compiles a function anew for shapes that change, so one time means nothing.
+_COMPILED_IN_FORWARDS = 3
+
+
+class ForwardWatch:
+    """Hooks on the DDP module itself: when its forward begins and ends.
+
+    Args:
+        ddp: the model.
+        on_begin: called before each forward.
+        on_end: called after each forward, with whether it returned (and did not raise).
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        on_begin: Callable[[], None],
+        on_end: Callable[[bool], None],
+    ) -> None:
+        self._handled: BaseException | None = None
+        self._on_begin = on_begin
+        self._on_end = on_end
+        # Never part of a compiled graph: what they decide changes from one forward to the next.
+        self._handles = [
+            ddp.register_forward_pre_hook(torch.compiler.disable(self._before), prepend=True),
+            ddp.register_forward_hook(torch.compiler.disable(self._after), always_call=True),
+        ]
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        self._handled = sys.exc_info()[1]
+        self._on_begin()
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        # The model may be called where an exception is being handled; only a new one is its own.
+        self._on_end(sys.exc_info()[1] is self._handled)
+
+    def remove(self) -> None:
+        """Take the hooks down."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class CompiledCode:
+    """Brings parameters up to date before compiled code uses them.
+
+    Compiled code asks no parameter for anything, and dynamo would compile it once more for a ``PendingParameter``. So
+    the parameters of a compiled module are brought up to date before it is called, and all parameters before a forward
+    that is compiled as a whole. Other compiled functions show themselves when dynamo starts to compile them.
+
+    Args:
+        model: the module inside of DDP.
+        params: its parameters.
+        looks: tells whether its forward is running.
+        fallbacks: told when compiled functions cost overlap.
+    """
+
+    def __init__(self, model: nn.Module, params: LazyParams, looks: Looks, fallbacks: FallbackLog) -> None:
+        self._model = model
+        self._params = params
+        self._looks = looks
+        self._fallbacks = fallbacks
+        self._known: dict[nn.Module, Callable[[], None]] = {}
+        self._depth = 0  # of calls of compiled modules under way
+        self._compilations = 0
+        self._stop = on_compile_start(self._compiling)
+        self._find()
+
+    def before_forward(self) -> None:
+        """A forward with gradients begins."""
+        if self._compilations >= _COMPILED_IN_FORWARDS or called_by_compiled_code():
+            for lazy in self._params.armed():
+                lazy.use()
+
+    def remove(self) -> None:
+        """Leave compiled modules as they were."""
+        self._stop()
+        for undo in reversed(self._known.values()):
+            undo()
+        self._known.clear()
+
+    def _find(self) -> None:
+        for module in self._model.modules():
+            if module not in self._known and is_compiled(module):
+                self._known[module] = self._touch_before(module)
+
+    def _touch_before(self, module: nn.Module) -> Callable[[], None]:
+        own = {id(parameter) for parameter in module.parameters()}
+        lazies = [lazy for lazy in self._params.all if id(lazy.parameter) in own]
+
+        def before() -> None:
+            self._depth += 1
+            for lazy in lazies:
+                lazy.use()
+
+        def after() -> None:
+            self._depth -= 1
+
+        return call_around_compiled(module, before, after)
+
+    def _compiling(self) -> None:
+        if not self._params.armed():
+            return
+        if self._looks.is_inside_forward and not self._depth:
+            self._find()
+            self._compilations += 1
+            if self._compilations == _COMPILED_IN_FORWARDS:
+                self._fallbacks.note(
+                    "forward calls a compiled function that uses parameters it is not given by a compiled module: all "
+                    "updates are applied before forward begins. To overlap them compile the modules instead"
+                )
+        self._params.use_all()

@@ -1,0 +1,43 @@
+"""The order in which a model's forward uses its parameters."""
+
+from __future__ import annotations
+
+
+class UseOrder:
+    """Follows the latest forward.
+
+    Args:
+        parameters: number of parameters.
+    """
+
+    def __init__(self, parameters: int) -> None:
+        self._parameters = parameters
+        self._now: list[int] = []
+        self._latest: list[int] = []
+        self.is_known = False
+
+    def begin_forward(self) -> None:
+        """A forward begins."""
+        self._now = []
+
+    def note(self, parameter: int) -> None:
+        """The forward uses this parameter for the first time since the last step."""
+        self._now.append(parameter)
+
+    def end_forward(self) -> bool:
+        """The forward has ended. Returns whether it has used parameters in another order than the one before.
+
+        One that has used fewer, as the second one of a step, tells nothing.
+        """
+        self.is_known = True
+        if len(self._now) < len(self._latest) or self._now == self._latest:
+            return False
+        self._latest = self._now
+        return True
+
+    def ranks(self) -> list[int]:
+        """For each parameter its place in the order; -1, before all others, for those that were not seen in use."""
+        ranks = [-1] * self._parameters
+        for place, parameter in enumerate(self._latest):
+            ranks[parameter] = place
+        return ranks
