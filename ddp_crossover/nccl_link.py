@@ -127,7 +127,12 @@ class NcclLink(Link):
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         self._count(buffer)
         self._count(buffer)
-        return all_reduce_sum(buffer, self.process_group, self.clock, group)
+        with record_function(f"ddp_crossover::all_reduce[{group}]"):
+            return all_reduce_sum(buffer, self.process_group, self.clock, group, self._stream)
+
+    @property
+    def all_reduce_stream(self) -> torch.cuda.Stream:
+        return self._stream
 
     def all_gather_small(self, value: Tensor) -> Tensor:
         rows = value.new_empty((self.world_size, *value.shape))

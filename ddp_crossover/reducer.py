@@ -120,7 +120,8 @@ class Reducer:
         """The work of :func:`dear_hook`."""
         if self._detached:
             # As DDP does without a hook, which cannot be taken out of it again.
-            return all_reduce_sum(bucket.buffer().mul_(1.0 / self._link.world_size), self._process_group)
+            buffer = bucket.buffer().mul_(1.0 / self._link.world_size)
+            return all_reduce_sum(buffer, self._process_group, stream=self._link.all_reduce_stream)
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "dear_hook cannot be captured in a CUDA graph, because its step spans two iterations: "
