@@ -196,6 +196,9 @@ class Link(ABC):
     def adopt(self, buffer: Tensor) -> None:  # noqa: B027  (memory that is not CUDA's needs nothing)
         """Legs are going to use this memory. It may be dropped while the last of them is still under way."""
 
+    def prepare(self, memory: Tensor) -> None:  # noqa: B027  (where groups are connected when they are made)
+        """Make now what the backend would make at the first legs, by way of legs in ``memory``. All ranks call it."""
+
     def forget_sizes(self) -> None:  # noqa: B027  (memory is kept only where receives need it)
         """Legs of other sizes follow: give up the memory that was kept for those so far. No leg may be under way."""
 

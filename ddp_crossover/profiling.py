@@ -64,7 +64,7 @@ class HostStopwatch(Stopwatch):
 class CudaStopwatch(Stopwatch):
     """For compute on a CUDA stream: the one that is current on ``device`` at each mark.
 
-    The thread's own may be another, since nobody has to call ``torch.cuda.set_device``; autograd's threads have this one.
+    The thread's own may be another, since nobody has to call ``torch.cuda.set_device``; that of autograd's is this one.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -7,7 +7,7 @@ plan and switches to it between two iterations. Knows DDP's hook contract; users
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -49,6 +49,7 @@ class Reducer:
         updates: the optimizers' side.
         fallbacks: told what could not be done the fast way.
         turns: told when compute waits.
+        memory: arenas for the first pipeline, large enough for every plan.
         wire_dtype: what wider gradients are cast to on the wire, or None.
         plain_reason: why everything is a plain all-reduce, or None.
     """
@@ -63,6 +64,7 @@ class Reducer:
         fallbacks: FallbackLog,
         turns: Turns,
         *,
+        memory: Mapping[str, Tensor],
         wire_dtype: torch.dtype | None,
         plain_reason: str | None,
     ) -> None:
@@ -77,6 +79,7 @@ class Reducer:
         self._updates = updates
         self._fallbacks = fallbacks
         self._turns = turns
+        self._memory = memory
         self._wire_dtype = wire_dtype
         self._plain_reason = plain_reason
         self.pipeline: Pipeline | None = None
@@ -254,7 +257,7 @@ class Reducer:
             self._named,
             self._link,
             self._turns,
-            memory=before.release() if before is not None else {},
+            memory=before.release() if before is not None else self._memory,
             wire_dtype=self._wire_dtype,
             every_group_arrives=not self._may_skip_buckets(),
             # With bucket views DDP hands out the reduced bucket even for what no rank has used.
