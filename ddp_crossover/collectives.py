@@ -163,6 +163,11 @@ class Link(ABC):
         """Both legs as one, where :attr:`has_fused_all_reduce`; after it the whole buffer holds the sum."""
         raise NotImplementedError
 
+    @property
+    def all_reduce_stream(self) -> torch.cuda.Stream | None:
+        """For :func:`all_reduce_sum` on another group, also when the link is closed."""
+        return None
+
     @abstractmethod
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         """Both legs in a row; the future delivers ``buffer``, summed over ranks in place."""
@@ -190,6 +195,9 @@ class Link(ABC):
 
     def adopt(self, buffer: Tensor) -> None:  # noqa: B027  (memory that is not CUDA's needs nothing)
         """Legs are going to use this memory. It may be dropped while the last of them is still under way."""
+
+    def prepare(self, memory: Tensor) -> None:  # noqa: B027  (where groups are connected when they are made)
+        """Make now what the backend would make at the first legs, by way of legs in ``memory``. All ranks call it."""
 
     def forget_sizes(self) -> None:  # noqa: B027  (memory is kept only where receives need it)
         """Legs of other sizes follow: give up the memory that was kept for those so far. No leg may be under way."""
@@ -221,9 +229,18 @@ def slice_bounds(numel: int, world_size: int, rank: int) -> tuple[int, int]:
 
 
 def all_reduce_sum(
-    buffer: Tensor, process_group: dist.ProcessGroup, clock: CommClock | None = None, group: int = -1
+    buffer: Tensor,
+    process_group: dist.ProcessGroup,
+    clock: CommClock | None = None,
+    group: int = -1,
+    stream: torch.cuda.Stream | None = None,
 ) -> torch.futures.Future[Tensor]:
-    """The backend's own all-reduce, in place; the future delivers ``buffer``. ``clock`` is told of it as ``group``."""
+    """The backend's own all-reduce, in place; the future delivers ``buffer``. ``clock`` is told of it as ``group``.
+
+    On NCCL it needs a ``stream`` to run on, see :func:`stream_for_all_reduces`.
+    """
+    if stream is not None:
+        return _all_reduce_sum_on(stream, buffer, process_group, clock, group)
     ended = clock.all_reduce_started(group, buffer.device) if clock is not None else None
     work = dist.all_reduce(buffer, group=process_group, async_op=True)
     assert work is not None
@@ -235,6 +252,39 @@ def all_reduce_sum(
         return future.value()[0]
 
     return work.get_future().then(deliver)
+
+
+def _all_reduce_sum_on(
+    stream: torch.cuda.Stream,
+    buffer: Tensor,
+    process_group: dist.ProcessGroup,
+    clock: CommClock | None,
+    group: int,
+) -> torch.futures.Future[Tensor]:
+    """All-reduce on ``stream``. The caller's stream goes on; waiting for the future makes a stream wait for the sum.
+
+    An asynchronous call has a future as well, but torch 2.15's NCCL backend (nccl2) makes the caller's stream wait for
+    the sum when it is asked for that one: backward would stand still at every bucket.
+    """
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device])
+    # Protects the gradients, which are written on the caller's stream.
+    stream.wait_stream(torch.cuda.current_stream(buffer.device))
+    begin = clock.mark(stream) if clock is not None else None
+    with torch.cuda.stream(stream):
+        dist.all_reduce(buffer, group=process_group)
+        # The future notes here how far this stream has come.
+        future.set_result(buffer)
+    if clock is not None:
+        clock.span("all_reduce", begin, stream, group=group)
+    # Protects it from an allocator that knows of the caller's stream only.
+    buffer.record_stream(stream)
+    return future
+
+
+def stream_for_all_reduces(process_group: dist.ProcessGroup, device: torch.device) -> torch.cuda.Stream | None:
+    """A stream for :func:`all_reduce_sum`; None where the backend makes futures that hold nobody up."""
+    is_nccl = device.type == "cuda" and _backend_for(process_group, device).startswith("nccl")
+    return torch.cuda.Stream(device) if is_nccl else None
 
 
 def wait_for_futures(futures: Sequence[torch.futures.Future[Tensor]], meanwhile: Meanwhile) -> None:

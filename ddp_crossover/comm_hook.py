@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_crossover import shards
+from ddp_crossover.arenas import make_arenas
 from ddp_crossover.collectives import Link, make_link
 from ddp_crossover.consensus import require_same_setup
 from ddp_crossover.dear import Phase
@@ -126,7 +127,10 @@ class DearState:
         backend = dist.get_backend(ddp.process_group)
         self._planning = Planning(named, settings, self._link, backend, wire_dtype, self._turns)
         self._planning.load_tuned()
+        memory: dict[str, Tensor] = {}
         if self._plain_reason is None:
+            memory = make_arenas(self._planning.specs, named, self._link, wire_dtype)
+            self._planning.measure_link()
             let_gradients_arrive_early(ddp, named)
         self._looks = Looks()
         params = LazyParams(named)
@@ -143,6 +147,7 @@ class DearState:
             self._updates,
             self._fallbacks,
             self._turns,
+            memory=memory,
             wire_dtype=wire_dtype,
             plain_reason=self._plain_reason,
         )

@@ -176,6 +176,14 @@ def plan_fusion(
     )
 
 
+def arena_capacity(specs: Sequence[GradientSpec], world_size: int) -> dict[str, int]:
+    """Elements of each arena that are enough for every plan: each gradient may be the last of its group, and padded."""
+    capacity: dict[str, int] = {}
+    for spec in specs:
+        capacity[spec.arena] = capacity.get(spec.arena, 0) + spec.numel + world_size - 1
+    return capacity
+
+
 class _ArenaCutter:
     """Lays gradients into one arena and closes a group whenever the target size is reached."""
 

@@ -17,6 +17,9 @@ from ddp_crossover.collectives import Leg, Link, Meanwhile, ScatterLeg, all_redu
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+# From a few MiB on, NCCL's choice of an algorithm does not change any more.
+_LARGE_NUMEL = 2**20
+
 
 class _NcclLeg(Leg):
     """A leg whose end is a CUDA event on the communication stream."""
@@ -127,7 +130,12 @@ class NcclLink(Link):
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         self._count(buffer)
         self._count(buffer)
-        return all_reduce_sum(buffer, self.process_group, self.clock, group)
+        with record_function(f"ddp_crossover::all_reduce[{group}]"):
+            return all_reduce_sum(buffer, self.process_group, self.clock, group, self._stream)
+
+    @property
+    def all_reduce_stream(self) -> torch.cuda.Stream:
+        return self._stream
 
     def all_gather_small(self, value: Tensor) -> Tensor:
         rows = value.new_empty((self.world_size, *value.shape))
@@ -139,8 +147,19 @@ class NcclLink(Link):
         self.current_stream().wait_stream(self._small_stream)
         return rows
 
+    def prepare(self, memory: Tensor) -> None:
+        """Communicators, and connections, which NCCL makes for each algorithm when that is first chosen, by size."""
+        with self.unrecorded():
+            for numel in (self.world_size, min(memory.numel(), _LARGE_NUMEL)):
+                buffer = memory[: numel // self.world_size * self.world_size].zero_()
+                self.all_gather(self.reduce_scatter(0, buffer)).wait()
+                self.all_reduce_leg(0, buffer).wait()
+            self.all_gather_small(torch.zeros(1, device=self._device))
+
     def adopt(self, buffer: Tensor) -> None:
-        buffer.record_stream(self._stream)
+        # It is made at attach, maybe on another stream than the one that trains.
+        for stream in (self._stream, self.current_stream()):
+            buffer.record_stream(stream)
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)

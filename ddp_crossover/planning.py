@@ -150,11 +150,15 @@ class Planning:
         self.stage = Stage.SETTLED
         if self._settings.schedule == "dear":
             return self._checked(Choice(self._cut(self._first_mb(), "dear")))
-        self._measure_link()
         if self._settings.fusion_mb is None or not self._link.orders_gathers:
             self.stage = Stage.PROFILING
             self.profiler = ComputeProfiler(self._stopwatch, len(self._specs))
         return self._checked(Choice(self._cut(self._first_mb(), "auto")))
+
+    @property
+    def specs(self) -> Sequence[GradientSpec]:
+        """The gradients, one for each parameter."""
+        return self._specs
 
     @property
     def settled(self) -> bool:
@@ -187,7 +191,10 @@ class Planning:
 
     # The stages.
 
-    def _measure_link(self) -> None:
+    def measure_link(self) -> None:
+        """For the plans to come. Call it at attach: a probe takes memory, and a backward has none to spare."""
+        if self._settings.schedule != "auto":
+            return
         measured = probe_link(self._link, self._model_bytes, self._device)
         self.link_model = LinkModel.from_json(self._exchange(measured.to_json())[0])
         self._link.set_pace(self.link_model.s_per_byte)

@@ -62,13 +62,17 @@ class HostStopwatch(Stopwatch):
 
 
 class CudaStopwatch(Stopwatch):
-    """For compute on a CUDA stream: the one that is current at each mark."""
+    """For compute on a CUDA stream: the one that is current on ``device`` at each mark.
 
-    def __init__(self) -> None:
+    The thread's own may be another, since nobody has to call ``torch.cuda.set_device``; that of autograd's is this one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def mark(self) -> Any:
-        return _recorded(), len(self._waits)
+        return self._recorded(), len(self._waits)
 
     def seconds(self, marks: Sequence[Any], *, waits: bool) -> list[float]:
         marks[-1][0].synchronize()  # only when a plan is about to be made
@@ -82,22 +86,21 @@ class CudaStopwatch(Stopwatch):
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        begin = _recorded()
+        begin = self._recorded()
         try:
             yield
         finally:
-            self._waits.append((begin, _recorded()))
+            self._waits.append((begin, self._recorded()))
 
-
-def _recorded() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    def _recorded(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
 
 def make_stopwatch(device: torch.device) -> Stopwatch:
     """The stopwatch for compute on ``device``."""
-    return CudaStopwatch() if device.type == "cuda" else HostStopwatch()
+    return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch()
 
 
 class _Step:

@@ -7,7 +7,7 @@ plan and switches to it between two iterations. Knows DDP's hook contract; users
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -53,6 +53,7 @@ class Reducer:
         updates: the optimizers' side.
         fallbacks: told what could not be done the fast way.
         turns: told when compute waits.
+        memory: arenas for the first pipeline, large enough for every plan.
         wire_dtype: what wider gradients are cast to on the wire, or None.
         plain_reason: why everything is a plain all-reduce, or None.
     """
@@ -69,6 +70,7 @@ class Reducer:
         fallbacks: FallbackLog,
         turns: Turns,
         *,
+        memory: Mapping[str, Tensor],
         wire_dtype: torch.dtype | None,
         plain_reason: str | None,
     ) -> None:
@@ -83,6 +85,7 @@ class Reducer:
         self._updates = updates
         self._fallbacks = fallbacks
         self._turns = turns
+        self._memory = memory
         self._wire_dtype = wire_dtype
         self._plain_reason = plain_reason
         self.pipeline: Pipeline | None = None
@@ -130,7 +133,8 @@ class Reducer:
         """The work of :func:`dear_hook`."""
         if self._detached:
             # As DDP does without a hook, which cannot be taken out of it again.
-            return all_reduce_sum(bucket.buffer().mul_(1.0 / self._link.world_size), self._process_group)
+            buffer = bucket.buffer().mul_(1.0 / self._link.world_size)
+            return all_reduce_sum(buffer, self._process_group, stream=self._link.all_reduce_stream)
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "dear_hook cannot be captured in a CUDA graph, because its step spans two iterations: "
@@ -267,7 +271,7 @@ class Reducer:
             self._link,
             self._turns,
             lock=self._params.lock,
-            memory=before.release() if before is not None else {},
+            memory=before.release() if before is not None else self._memory,
             wire_dtype=self._wire_dtype,
             every_group_arrives=not self._may_skip_buckets(),
             # With bucket views DDP hands out the reduced bucket even for what no rank has used.

@@ -88,7 +88,8 @@ class StagedGlooLink(GlooLink):
         return super().all_gather_small(value.cpu()).to(value.device)
 
     def adopt(self, buffer: Tensor) -> None:
-        for stream in (self.to_host_stream, self._to_device_stream):
+        # It is made at attach, maybe on another stream than the one that trains.
+        for stream in (self.to_host_stream, self._to_device_stream, self.current_stream()):
             buffer.record_stream(stream)
 
     def current_stream(self) -> torch.cuda.Stream:

@@ -16,12 +16,16 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ddp_crossover import dear, gloo_link, nccl_link
+# The last one only to have been imported: it builds on `GlooLink`, which is another class within `fake_gpu`.
+from ddp_crossover import ddp_timer, dear, gloo_link, nccl_link, reducer, staged_gloo_link  # noqa: F401
 from ddp_crossover.gradients import PendingGrad
+from ddp_crossover.torch_internals import call_after_backward
 
+_REAL_FUTURE = torch.futures.Future
 # They make another tensor of the same memory, and neither read nor write it.
 _ALIASING = ("aten::slice", "aten::detach", "aten::as_strided", "aten::narrow", "aten::alias", "aten::t")
 
@@ -63,6 +67,51 @@ class FakeEvent:
         pass
 
 
+class FakeFuture(torch.futures.Future[Any]):
+    """A future that knows the stream of its value, as one with devices does. It is complete before anybody waits."""
+
+    gpu: Any = None
+
+    def __class_getitem__(cls, item: Any) -> Any:
+        return _REAL_FUTURE[item]  # DDP compares annotations with it
+
+    def __init__(self, *, devices: Any = ()) -> None:
+        super().__init__()
+        self._written = FakeEvent() if devices else None
+
+    def set_result(self, result: Any) -> None:
+        if self._written is not None:
+            self._written.record(self.gpu.current)
+        super().set_result(result)
+
+    def wait(self) -> Any:
+        if self._written is not None:
+            self.gpu.current.wait_event(self._written)
+        return super().wait()
+
+    def then(self, callback: Any) -> Any:
+        if self._written is None:
+            return super().then(callback)
+        child = type(self)(devices=[FakeStream.device])
+        with self.gpu.on(FakeStream()):  # one of torch's pool
+            self.wait()
+            child.set_result(callback(self))
+        return child
+
+
+class FakeWork:
+    """Of a collective that runs on a stream of the backend; asked for its future, it behaves as torch 2.15's NCCL."""
+
+    def __init__(self, gpu: Gpu, stream: FakeStream, result: list[torch.Tensor]) -> None:
+        self._gpu, self._stream, self._result = gpu, stream, result
+
+    def get_future(self) -> FakeFuture:
+        self._gpu.current.wait_stream(self._stream)
+        future = FakeFuture(devices=[FakeStream.device])
+        future.set_result(self._result)
+        return future
+
+
 class Access(NamedTuple):
     low: int
     high: int
@@ -70,6 +119,14 @@ class Access(NamedTuple):
     stream: FakeStream
     time: int
     what: str
+
+
+class AllReduce(NamedTuple):
+    """One all-reduce, when and where it ran. It keeps the memory, which would else be used twice by chance."""
+
+    buffer: torch.Tensor
+    stream: FakeStream
+    time: int
 
 
 class Gpu(TorchDispatchMode):
@@ -82,6 +139,7 @@ class Gpu(TorchDispatchMode):
         self.recorded: set[tuple[int, FakeStream]] = set()
         self.races: Counter[tuple[str, str]] = Counter()
         self.seen = 0
+        self.all_reduces: list[AllReduce] = []
         self._accesses: list[Access] = []
 
     @contextmanager
@@ -127,14 +185,17 @@ class Gpu(TorchDispatchMode):
 
 
 @contextmanager
-def fake_gpu(*, gather_writes: bool = True) -> Iterator[Gpu]:
-    """Within it a CPU model trains over `NcclLink` on fake streams. Call it on a gloo group of one rank.
+def fake_gpu(*, gather_writes: bool = True, ddp_waits: bool = True) -> Iterator[Gpu]:
+    """Within it a CPU model trains over `NcclLink` on fake streams. Call it on gloo groups.
+
+    DDP waits for the futures of our hooks at the end of backward; `ddp_waits=False` takes these waits out.
 
     `gather_writes=False`: an all-gather leaves this rank's own shard alone, which at world size 1 is everything.
     Else it counts as writing all, as it does on other ranks, so that nobody may read early.
     """
     gpu = Gpu()
-    reduce_scatter, all_gather = nccl_link._reduce_scatter, nccl_link._all_gather
+    reduce_scatter, all_gather, all_reduce = nccl_link._reduce_scatter, nccl_link._all_gather, dist.all_reduce
+    backend = FakeStream()
     make_pipeline = dear.Pipeline.__init__
 
     def scatter(shard: torch.Tensor, buffer: torch.Tensor, **options: Any) -> Any:
@@ -148,6 +209,27 @@ def fake_gpu(*, gather_writes: bool = True) -> Iterator[Gpu]:
             gpu.access(buffer, writes=True, what="all_gather")
         return all_gather(buffer, shard, **options)
 
+    def reduce(buffer: torch.Tensor, *, group: Any, async_op: bool = False) -> FakeWork | None:
+        if async_op:
+            backend.wait_stream(gpu.current)
+        gpu.watch(buffer)
+        with gpu.on(backend if async_op else gpu.current):
+            gpu.access(buffer, writes=True, what="all_reduce")
+            gpu.all_reduces.append(AllReduce(buffer, gpu.current, gpu.current.tick()))
+        all_reduce(buffer, group=group)
+        return FakeWork(gpu, backend, [buffer]) if async_op else None
+
+    def waited_for(hook: Any) -> Any:
+        """What DDP does with a hook's future, by the same callbacks."""
+
+        def call(state: Any, bucket: Any) -> Any:
+            future = hook(state, bucket)
+            if ddp_waits:
+                call_after_backward(future.wait)
+            return future
+
+        return call
+
     def watched_pipeline(pipeline: dear.Pipeline, *args: Any, **options: Any) -> None:
         make_pipeline(pipeline, *args, **options)
         for arena in pipeline._arenas.values():
@@ -160,11 +242,18 @@ def fake_gpu(*, gather_writes: bool = True) -> Iterator[Gpu]:
         (torch.cuda, "Stream", FakeStream),
         (torch.cuda, "Event", FakeEvent),
         (torch.cuda, "stream", gpu.on),
-        (torch.cuda, "current_stream", lambda *device: gpu.current),
+        # Whoever leaves out the device gets the stream of another one, where the user has not called `set_device`.
+        (torch.cuda, "current_stream", lambda device: gpu.current),
+        (FakeFuture, "gpu", gpu),
+        (torch.futures, "Future", FakeFuture),
         (torch.Tensor, "record_stream", record_stream),
         (gloo_link, "GlooLink", nccl_link.NcclLink),
         (nccl_link, "_reduce_scatter", scatter),
         (nccl_link, "_all_gather", gather),
+        (dist, "all_reduce", reduce),
+        (ddp_timer, "stream_for_all_reduces", lambda *of: FakeStream()),
+        (ddp_timer.DdpTimer, "reduce", waited_for(ddp_timer.DdpTimer.reduce)),
+        (reducer.Reducer, "reduce", waited_for(reducer.Reducer.reduce)),
         (dear.Pipeline, "__init__", watched_pipeline),
         (dear, "outside_of_modes", lambda job, stream: job()),  # this mode is to see updates
     ]

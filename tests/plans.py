@@ -35,6 +35,9 @@ class RandomPlanning(Planning):
         self._schedules = schedules
         self.choices: list[Choice] = []
 
+    def measure_link(self) -> None:
+        """Not needed."""
+
     def begin(self, orders: Orders) -> Choice:
         self._orders = Orders(*self._exchange(orders)[0])
         return self._chosen()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_crossover.fusion import MB, FusionPlan, GradientSpec, plan_fusion
+from ddp_crossover.fusion import MB, FusionPlan, GradientSpec, arena_capacity, plan_fusion
 
 # Before the tests: @given keeps the settings that it finds.
 settings.register_profile("suite", deadline=None, max_examples=100)
@@ -64,6 +64,15 @@ def test_a_piece_lies_inside_its_group_where_the_gradient_lies_in_the_arena(prob
             assert place == plan.offsets[piece.parameter] + piece.start
             place += piece.numel
         assert place + group.padding == group.offset + group.numel
+
+
+@given(problems())
+def test_memory_made_ahead_is_enough_for_every_plan(problem) -> None:
+    specs, plan = problem[0], plan_of(problem)
+    capacity = arena_capacity(specs, plan.world_size)
+    assert capacity.keys() == plan.arena_numel.keys()
+    for arena, numel in plan.arena_numel.items():
+        assert numel <= capacity[arena]
 
 
 @given(problems())

@@ -38,7 +38,8 @@ def launched(seed: int | None) -> tuple[list[tuple[FusionPlan, Legs]], dict[str,
         call = getattr(NcclLink, name)
 
         def note(link: NcclLink, what: Any, *args: Any) -> Any:
-            iterations[-1][1].append((kind, getattr(what, "group", what)))
+            if iterations:  # else it is the first use of the groups, at attach
+                iterations[-1][1].append((kind, getattr(what, "group", what)))
             return call(link, what, *args)
 
         return mock.patch.object(NcclLink, name, note)
