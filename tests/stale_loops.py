@@ -215,15 +215,16 @@ def second_optimizer(run: Run, foreach: bool) -> Iterator[Any]:
         yield loss
 
 
-def broadcast_from_the_first_rank(run: Run) -> Iterator[Any]:
-    """Parameters are perturbed on each rank by itself, then rank 0's are sent to all."""
+def broadcast_from_the_last_rank(run: Run) -> Iterator[Any]:
+    """Each rank perturbs its parameters in its own way, then the last one's are sent to all."""
     parameters = [p for p in run.model.parameters() if p.numel()]
+    source = dist.get_world_size() - 1
     for x, y in run.batches():
         loss = train_step(run, x, y)
         for p in parameters[::2]:
             p.data.mul_(1 - 0.01 * run.rank)
         for p in parameters:
-            dist.broadcast(p.data, 0)
+            dist.broadcast(p.data, source)
         yield loss
 
 

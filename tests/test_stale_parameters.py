@@ -40,7 +40,7 @@ WRITES = {
     "gradients_through_parameters": Case(stale_loops.gradients_through_parameters, pipelined=False),
     "second_optimizer": Case(partial(stale_loops.second_optimizer, foreach=False), pipelined=False),
     "second_optimizer_foreach": Case(partial(stale_loops.second_optimizer, foreach=True), pipelined=False),
-    "broadcast_data": Case(stale_loops.broadcast_from_the_first_rank, pipelined=False),
+    "broadcast_data": Case(stale_loops.broadcast_from_the_last_rank, pipelined=False),
     "broadcast_parameters": Case(stale_loops.broadcast_parameters_themselves, pipelined=False),
     "average_over_ranks": Case(stale_loops.average_over_ranks, pipelined=False),
 }
