@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence import SGD, Case, Run, assert_same, check_case, plain_loop, run_arm, snapshot
+from equivalence import SGD, Case, Run, assert_same, assert_same_on_all_ranks, check_case, plain_loop, run_arm, snapshot
 from invisible_models import (
     CheckpointedMatricesNet,
     CompiledClosureNet,
@@ -47,7 +47,9 @@ def _exact_or_refused(case: Case, name: str) -> None:
     except RuntimeError as error:
         assert name in str(error), f"{error} does not name {name}"
     else:
-        assert_same(snapshot(run.visible_state()), expected_state, "at the end")
+        state = snapshot(run.visible_state())
+        assert_same(state, expected_state, "at the end")
+        assert_same_on_all_ranks(state)
     finally:
         run.detach()
 
@@ -121,8 +123,12 @@ def _backward_on_an_old_graph(run: Run) -> Iterator[Any]:
         loss.backward(retain_graph=True)
         run.optimizer.step()
         if index % 5 == 4:
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            message = "nothing was raised"
+            try:
                 loss.backward()
+            except RuntimeError as error:
+                message = str(error)
+            assert "modified by an inplace operation" in message, message
         yield loss
 
 
