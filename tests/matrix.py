@@ -56,3 +56,16 @@ def spread(
             label += f"-{world_size}ranks" + ("-strict" if strict else "")
             params.append(pytest.param(replace(case, **changes), id=label))
     return params
+
+
+def in_both_modes(features: Mapping[str, Case]) -> list[Any]:
+    """Parameters for `pytest.mark.parametrize("case", ...)`: each feature on 2 ranks with and without
+    `strict`, every third one on 3 ranks as well, each with the optimizer that it names.
+    """
+    params = []
+    for index, (name, case) in enumerate(features.items()):
+        runs = [(2, False), (2, True)] + ([(3, True)] if index % 3 == 0 else [])
+        for world_size, strict in runs:
+            label = f"{name}-{world_size}ranks" + ("-strict" if strict else "")
+            params.append(pytest.param(replace(case, world_size=world_size, strict=strict), id=label))
+    return params
