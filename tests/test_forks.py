@@ -6,9 +6,10 @@ thread held stays locked for ever.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
-import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -29,9 +30,10 @@ from rank_process import dump, load
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-STEPS = 12
-EVERY = 3  # after so many steps something is forked
+STEPS = 24
+EVERY = 6  # after so many steps something is forked; the first few are not pipelined yet
 TIMEOUT_S = 25.0
+SPAWN_TIMEOUT_S = 60.0  # a new interpreter imports torch
 
 check_on_parents = partial(check_case, on_ranks=partial(run_ranks, timeout_s=TIMEOUT_S, have_children=True))
 
@@ -91,9 +93,9 @@ def _read_gradients_in_a_child(run: Run) -> Iterator[Any]:
     for index, (x, y) in enumerate(run.batches()):
         run.optimizer.zero_grad()
         run.loss(run.model(x), y).backward()
-        before = Child(read).result() if index % 4 == 1 else None
+        before = Child(read).result() if index % EVERY == EVERY - 1 else None
         run.optimizer.step()
-        after = Child(read).result() if index % 4 == 3 else None
+        after = Child(read).result() if index % EVERY == EVERY - 2 else None
         yield before, after
 
 
@@ -114,16 +116,18 @@ def test_a_forked_child_sees_what_plain_ddp_shows(on_ranks, loop, strict) -> Non
 
 def _exit_in_a_child(run: Run) -> Iterator[Any]:
     for forks, loss in _forking_steps(run):
-        yield loss, _exit_code_of_a_child() if forks else None
+        yield loss, _exit_code_of_a_child() if forks and run.rank == 0 else None
 
 
 def _exit_code_of_a_child() -> int:
-    """What `sys.exit(0)` does at the end of a script: exit handlers, finalizers, the end of the interpreter."""
+    """What `sys.exit(0)` does at the end of a script: exit handlers and finalizers."""
     pid = os.fork()
     if pid == 0:
         try:
-            # `sys.exit` would unwind into the harness.
-            ctypes.pythonapi.Py_Exit(0)
+            # `sys.exit` itself would unwind into the harness.
+            atexit._run_exitfuncs()
+            gc.collect()
+            os._exit(0)
         finally:
             os._exit(99)
     deadline = time.monotonic() + 10
@@ -138,7 +142,7 @@ def _exit_code_of_a_child() -> int:
 
 
 def test_a_forked_child_can_exit_and_its_parent_does_not_notice(on_ranks) -> None:
-    check_case(stack_case(_exit_in_a_child, steps=STEPS), partial(on_ranks, timeout_s=TIMEOUT_S))
+    check_case(stack_case(_exit_in_a_child, steps=2 * EVERY), partial(on_ranks, timeout_s=TIMEOUT_S))
 
 
 def _fork_beside_a_reader(run: Run) -> Iterator[Any]:
@@ -212,7 +216,7 @@ def _mine_hard_examples(persistent: bool, run: Run) -> Iterator[Any]:
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["new_workers", "persistent_workers"])
 def test_workers_of_a_data_loader_may_ask_the_model(persistent) -> None:
-    check_on_parents(stack_case(partial(_mine_hard_examples, persistent)))
+    check_on_parents(stack_case(partial(_mine_hard_examples, persistent), steps=12))
 
 
 def _answer(connection: Connection, models: list[Any]) -> None:
@@ -236,9 +240,9 @@ def _ask_a_process(method: str, models: list[Any]) -> Any:
     theirs.close()
     try:
         with contextlib.closing(ours):
-            assert ours.poll(TIMEOUT_S / 2), "the process does not answer"
+            assert ours.poll(SPAWN_TIMEOUT_S / 2), "the process does not answer"
             answer = load(ours.recv_bytes())
-        process.join(5)
+        process.join(10)
         assert process.exitcode == 0
         return answer
     finally:
@@ -265,4 +269,5 @@ def test_a_forked_process_can_be_given_the_model() -> None:
 
 @pytest.mark.parametrize("of", [_copied, _itself], ids=["state_dict_and_copy", "itself"])
 def test_a_spawned_process_can_be_given_the_model(of) -> None:
-    check_on_parents(stack_case(partial(_ask_processes, "spawn", of), steps=EVERY + 2))
+    case = stack_case(partial(_ask_processes, "spawn", of), steps=EVERY + 2)
+    check_case(case, partial(run_ranks, timeout_s=SPAWN_TIMEOUT_S, have_children=True))
