@@ -68,13 +68,15 @@ def run_ranks(
     *args: Any,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     start_method: str = "forkserver",
+    have_children: bool = False,
 ) -> list[Any]:
     """Run `fn(*args)` on `world_size` fresh ranks and return their results in rank order.
 
     The ranks must exit by themselves. `start_method="spawn"` gives each a complete interpreter of
     its own, which leaves as a user's does (atexit handlers, destructors), at some seconds a rank.
+    `have_children` allows them to use `multiprocessing` themselves.
     """
-    pool = RankPool(world_size, start_method=start_method)
+    pool = RankPool(world_size, start_method=start_method, have_children=have_children)
     try:
         results = pool.run(fn, *args, timeout_s=timeout_s)
         pool.leave()
@@ -116,6 +118,7 @@ class RankPool:
         *,
         group_timeout_s: float = DEFAULT_TIMEOUT_S,
         start_method: str = "forkserver",
+        have_children: bool = False,
     ) -> None:
         context = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
@@ -131,7 +134,7 @@ class RankPool:
                 target=rank_main,
                 args=(theirs, rank, world_size, str(self._directory), group_timeout_s),
                 name=f"rank {rank} of {world_size}",
-                daemon=True,
+                daemon=not have_children,
             )
             process.start()
             theirs.close()
