@@ -23,10 +23,12 @@ from ddp_crossover.arenas import make_arenas
 from ddp_crossover.collectives import Link, make_link
 from ddp_crossover.consensus import require_same_setup
 from ddp_crossover.dear import Phase
+from ddp_crossover.forks import watch_forks
 from ddp_crossover.fusion import FusionPlan
 from ddp_crossover.lazy_params import LazyParams
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.looks import Looks
+from ddp_crossover.pending_parameter import touch
 from ddp_crossover.planning import Planning, PlanSettings
 from ddp_crossover.profile_file import ModelProfile
 from ddp_crossover.recording import recording
@@ -36,6 +38,7 @@ from ddp_crossover.separability import why_not_separable
 from ddp_crossover.stats import DearStats, FallbackLog
 from ddp_crossover.torch_internals import (
     GradBucket,
+    call_before_functorch,
     managed_parameters,
     process_group_timeout,
 )
@@ -111,7 +114,7 @@ class DearState:
             ddp.process_group, self._device, timeout, own_group=process_group, sums_in_fp32=wire_dtype is not None
         )
         # A model that is dropped without detach(), or refused below, must not leave threads and sockets behind.
-        weakref.finalize(self, self._link.shut_down)
+        self._finalizers = [weakref.finalize(self, self._link.shut_down)]
         self._fallbacks = FallbackLog(self._link.rank)
         self._plain_reason = why_plain_all_reduce(ddp, schedule)
         options = {
@@ -133,14 +136,18 @@ class DearState:
             self._planning.measure_link()
             let_gradients_arrive_early(ddp, named)
         self._looks = Looks()
-        params = LazyParams(named)
+        self._params = LazyParams(named)
         self._updates = DeferredUpdates(
-            [(one, why_not_separable(one)) for one in optimizers], params, self._looks, self._fallbacks, strict=strict
+            [(one, why_not_separable(one)) for one in optimizers],
+            self._params,
+            self._looks,
+            self._fallbacks,
+            strict=strict,
         )
         self._reducer = Reducer(
             ddp,
             named,
-            params,
+            self._params,
             self._looks,
             self._link,
             self._planning,
@@ -152,7 +159,12 @@ class DearState:
             plain_reason=self._plain_reason,
         )
         self._turn_points = TurnPoints(ddp, optimizers, self._turns, self._updates) if lease is not None else None
-        weakref.finalize(self, self._turns.release)
+        # Finalizers of an object run in the opposite of this order: the link is shut down last.
+        self._finalizers.append(weakref.finalize(self, self._turns.release))
+        self._finalizers.append(weakref.finalize(self, self._updates.flush_before_close))
+        self._finalizers[-1].atexit = False  # nobody will look, and peers may never answer
+        call_before_functorch(touch)
+        watch_forks(self)
         self._detached = False
 
     # What users call.
@@ -262,6 +274,26 @@ class DearState:
                 self._turn_points.remove()
             self._turns.release()
         self._link.close()
+
+    def before_fork(self) -> None:
+        """Finish what is pending: a child has none of our threads."""
+        self._params.lock.acquire()
+        self._updates.flush()
+        self._reducer.finish_gradients()
+
+    def after_fork_in_parent(self) -> None:
+        """Go on."""
+        self._params.lock.release()
+
+    def after_fork_in_child(self) -> None:
+        """Leave a plain model."""
+        self._params.lock.release()
+        for finalizer in self._finalizers:
+            finalizer.detach()
+        self._reducer.become_plain()
+        if self._turn_points is not None:
+            self._turn_points.remove()
+        self._detached = True
 
     def __deepcopy__(self, memo: dict) -> NoReturn:  # type: ignore[type-arg]
         raise TypeError("a DearState belongs to one model: copy ddp.module, and attach to the copy")

@@ -113,6 +113,7 @@ class Pipeline:
                 self._arenas[arena_of[index]].as_strided(
                     parameter.shape, gradient_stride(parameter), plan.offsets[index]
                 ),
+                self.lock,
             )
             for index, (name, parameter) in enumerate(parameters)
         ]
@@ -208,6 +209,11 @@ class Pipeline:
             group.complete = group.scatter is None
         self._gather_in_use_order()
         self.link.all_scattered()
+        with self.lock:
+            self._make_gradients_pending()
+            self.phase = Phase.REDUCED
+
+    def _make_gradients_pending(self) -> None:
         for slot in self.slots:
             grad = slot.parameter.grad
             if grad is None or all(group.scatter is None for group in slot.groups):
@@ -220,7 +226,6 @@ class Pipeline:
             pending.arm(slot.deliver, memory, self.link.finish_jobs)
             if pending is not grad:
                 slot.parameter.grad = pending
-        self.phase = Phase.REDUCED
 
     def _gather_in_use_order(self) -> None:
         for index in self.plan.use_order:
@@ -291,8 +296,12 @@ class Pipeline:
         return self.turns.gap(what)
 
     def _deliver(self, slot: Slot, memory: Tensor) -> Tensor:
+        self.on_gradient_read()
         for group in slot.groups:
             self.complete(group)
+        if slot.parameter.grad is not slot.pending.current:
+            # DDP may write the next gradient into that memory already.
+            memory = torch.empty_like(memory)
         outside_of_modes(functools.partial(self._copy_out, slot, memory), self.link.current_stream())
         return memory
 
@@ -327,19 +336,19 @@ class Pipeline:
 
     def retire(self) -> None:
         """End the iteration: nothing of it may be left when its buffers are filled again."""
-        if self.phase is Phase.IDLE:
-            return
+        if self.phase is not Phase.IDLE:
+            with self.lock:
+                self._retire()
+
+    def _retire(self) -> None:
+        on_gradient_read, self.on_gradient_read = self.on_gradient_read, _nobody_minds
         self.flush()
         if self.phase is Phase.REDUCED:
             for slot in self.slots:
                 pool = slot.pending  # no name for the object itself: that would be one more holder
                 if pool.current.resolved:
                     continue
-                if slot.parameter.grad is pool.current:
-                    pool.current.resolve()
-                elif pool.held_elsewhere():
-                    # DDP's memory belongs to the next gradient already.
-                    pool.current.abandon_memory()
+                if slot.parameter.grad is pool.current or pool.held_elsewhere():
                     pool.current.resolve()
                 else:
                     pool.current.disarm()
@@ -350,6 +359,7 @@ class Pipeline:
                 if group.gather is not None:
                     # Protects peers that still receive from this buffer.
                     group.gather.wait(meanwhile)
+        self.on_gradient_read = on_gradient_read
         self.phase = Phase.IDLE
 
     def _close_broken_backward(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
@@ -62,7 +63,7 @@ class GlooLink(Link):
         self._queue = PostQueue(Pace(backlog))
         self._wake = threading.Condition()
         self._open_gathers = 0  # asked for and not over
-        self._open_jobs = 0
+        self._staging: deque[Callable[[], None]] = deque()
         self._closed = False
         self._failure: LegError | None = None
         self._to_reduce: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -99,27 +100,19 @@ class GlooLink(Link):
         return self._start_gather(GlooGatherLeg(self, cast(GlooScatterLeg, scatter), urgency))
 
     def soon(self, job: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                job()
-            except Exception as error:
-                self._fail("staging of gradients", error)
-            finally:
-                with self._wake:
-                    self._open_jobs -= 1
-                    self._wake.notify_all()
-
         self._raise_failure()
-        with self._wake:
-            self._open_jobs += 1
-        self._queue.put(run)
+        # One step: what a signal handler raises in between must not leave a count that nobody takes back.
+        self._staging.append(job)
+        self._queue.put(self._stage)
 
     def forget_sizes(self) -> None:
         self._scratch.clear()
 
     def finish_jobs(self) -> None:
-        with self._wake:
-            self._wake.wait_for(lambda: not self._open_jobs or self._closed)
+        if self._staging:
+            self._queue.put(self._stage)
+            with self._wake:
+                self._wake.wait_for(lambda: not self._staging or self._closed)
 
     def set_pace(self, s_per_byte: float) -> None:
         self._queue.pace.s_per_byte = s_per_byte
@@ -232,6 +225,17 @@ class GlooLink(Link):
                 self._post_gather(task)
             else:
                 task()
+
+    def _stage(self) -> None:
+        while self._staging:
+            try:
+                self._staging[0]()
+            except Exception as error:
+                self._fail("staging of gradients", error)
+            finally:
+                self._staging.popleft()
+        with self._wake:
+            self._wake.notify_all()
 
     def _post_receives(self, leg: GlooScatterLeg) -> None:
         try:

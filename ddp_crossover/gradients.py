@@ -8,6 +8,7 @@ Backward ends before the gradients have been summed over ranks. Until somebody l
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -71,14 +72,16 @@ class PendingGrad(Tensor):
     reduced value; ``type(param.grad)`` is the only difference that a reader sees.
     """
 
+    _lock: threading.RLock
     _deliver: Callable[[Tensor], Tensor] | None
     _memory: Tensor | None
     _value: Tensor | None
     _wait_until_unread: Callable[[], None]
 
     @staticmethod
-    def __new__(cls, like: Tensor, dtype: torch.dtype) -> PendingGrad:
+    def __new__(cls, like: Tensor, dtype: torch.dtype, lock: threading.RLock) -> PendingGrad:
         pending = Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device)
+        pending._lock = lock
         pending._value = None
         pending._deliver = None
         pending._memory = None
@@ -90,14 +93,15 @@ class PendingGrad(Tensor):
         """Make it pending again.
 
         Args:
-            deliver: waits, then copies the reduced gradient into the memory that it is given.
+            deliver: waits, then returns the reduced gradient, in the memory that it is given or, where that belongs to
+                the next gradient already, in memory of its own.
             memory: where plain DDP would leave the reduced gradient.
             wait_until_unread: waits until nobody reads this rank's own gradient from ``memory`` any more.
         """
         self._wait_until_unread = wait_until_unread
         self._value = None
-        self._deliver = deliver
         self._memory = memory
+        self._deliver = deliver  # last: a signal handler may look in between
 
     @property
     def resolved(self) -> bool:
@@ -107,33 +111,29 @@ class PendingGrad(Tensor):
     def resolve(self) -> Tensor:
         """Wait for the reduced gradient and return it as a plain tensor."""
         if self._deliver is not None:
-            self._value = self._deliver(self._own_memory())
-            self._deliver = self._memory = None
+            with self._lock:
+                if self._deliver is not None:  # no other thread was faster
+                    assert self._memory is not None
+                    self._value = self._deliver(self._memory)
+                    self._deliver = None
         assert self._value is not None
         return self._value
 
     def disarm(self) -> None:
         """Forget the gradient: nobody can ask for it any more."""
-        self._deliver = self._memory = None
-
-    def abandon_memory(self) -> None:
-        """From now on DDP's memory belongs to the next gradient: deliver into memory of its own."""
-        self._memory = None
+        self._deliver = None
 
     def overwrite_with_zeros(self) -> None:
         """What ``zero_grad(set_to_none=False)`` asks for needs no value, so it does not wait."""
-        if self._deliver is None:
-            assert self._value is not None
-            self._value.zero_()
-            return
-        self._wait_until_unread()
-        self._value = self._own_memory().zero_()
-        self._deliver = self._memory = None
-
-    def _own_memory(self) -> Tensor:
-        if self._memory is not None:
-            return self._memory
-        return torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=self.device)
+        with self._lock:
+            if self._deliver is None:
+                assert self._value is not None
+                self._value.zero_()
+                return
+            assert self._memory is not None
+            self._wait_until_unread()
+            self._value = self._memory.zero_()
+            self._deliver = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -169,10 +169,11 @@ class PendingGradPool:
     Making one costs microseconds a parameter; reusing it costs a tenth of that.
     """
 
-    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, like: Tensor, dtype: torch.dtype, lock: threading.RLock) -> None:
         self._like = like
         self._dtype = dtype
-        self._object = PendingGrad(like, dtype)
+        self._lock = lock
+        self._object = PendingGrad(like, dtype, lock)
         self._unshared_references = sys.getrefcount(self._object)
 
     def take(self, current_grad: Tensor) -> PendingGrad:
@@ -180,7 +181,7 @@ class PendingGradPool:
         if current_grad is self._object:
             return self._object
         if self.held_elsewhere():
-            self._object = PendingGrad(self._like, self._dtype)
+            self._object = PendingGrad(self._like, self._dtype, self._lock)
         return self._object
 
     @property

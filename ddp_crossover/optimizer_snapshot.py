@@ -1,15 +1,15 @@
-"""An optimizer as it was when ``step()`` was called, able to do that step later on some of its parameters.
+"""Stand-ins for an optimizer: the same class and settings, over some of its parameters.
 
-The step runs on a stand-in: an object of the same class with the attributes and hyperparameters of that moment, whose
-parameters are other tensors of the same memory. So the optimizer that users hold is never half-changed: whoever looks
-at it meanwhile, from another thread or in a signal handler, finds all its param groups and its whole state.
+``optimizer.step()`` runs on one that has only those parameters whose update cannot wait; each deferred update runs on
+one that is as the optimizer was when ``step()`` was called. So the optimizer that users hold is never half-changed:
+whoever looks at it, from another thread or in a signal handler, finds all its param groups and its whole state.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,16 +17,61 @@ from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals import STEP_HOOKS, raw_step
 
+# A learning-rate scheduler wraps `step` on the instance, to count the calls.
+_NOT_TAKEN_OVER = frozenset(("param_groups", "state", "step", *STEP_HOOKS))
+
 
 class ToUpdate(NamedTuple):
-    """A parameter, and the tensor of the same memory that the step is to update; its ``.grad`` is the gradient."""
+    """A parameter, and the tensor of the same memory that a deferred step updates; its ``.grad`` is the gradient."""
 
     parameter: Tensor
     memory: Tensor
 
 
+class StandIn:
+    """Runs ``step()`` in place of an optimizer.
+
+    Attributes:
+        original: the optimizer; where it trains two models, maybe the other one's stand-in.
+        optimizer: an object of the same class, with no parameters yet and the same state.
+
+    Args:
+        original: the optimizer.
+        is_ours: tells our own step hooks; the others run where a subclass calls the decorated ``super().step()``.
+    """
+
+    def __init__(self, original: Optimizer, is_ours: Callable[[Any], bool]) -> None:
+        self.original = original
+        self._groups: list[dict[str, Any]] = []
+        self.optimizer = _object_like(original, vars(original))
+        self.optimizer.state = original.state
+        self.optimizer.param_groups = []
+        for name in STEP_HOOKS:
+            hooks = {key: hook for key, hook in getattr(original, name).items() if not is_ours(hook)}
+            setattr(self.optimizer, name, OrderedDict((key, self._for_original(hook)) for key, hook in hooks.items()))
+
+    def _for_original(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda _, args, kwargs: hook(self.original, args, kwargs)
+
+    def take(self, parameters: Sequence[Sequence[Tensor]]) -> None:
+        """Step on these parameters, given for each param group."""
+        self._groups = [dict(group) for group in self.original.param_groups]
+        self.optimizer.param_groups = [
+            {**group, "params": list(own)} for group, own in zip(self._groups, parameters, strict=True)
+        ]
+
+    def give_back(self) -> None:
+        """After the step: what it has set goes to the original, and who got hold of this object sees that one's."""
+        _give_back(vars(self.optimizer), vars(self.original), self.original)
+        for mine, before, theirs in zip(
+            self.optimizer.param_groups, self._groups, self.original.param_groups, strict=False
+        ):
+            theirs.update((k, v) for k, v in mine.items() if k != "params" and v is not before.get(k))
+        self.optimizer.param_groups = self.original.param_groups
+
+
 class OptimizerSnapshot:
-    """What one ``step()`` would do.
+    """What ``step()`` would do to some parameters, to be done later.
 
     Args:
         optimizer: the optimizer; its attributes and hyperparameters are copied, its state is shared.
@@ -34,16 +79,16 @@ class OptimizerSnapshot:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._attributes = {name: _copied(value) for name, value in vars(optimizer).items() if name not in _REPLACED}
+        self._attributes = {name: _copied(value) for name, value in vars(optimizer).items()}
         self._groups = [hyperparameters(group) for group in optimizer.param_groups]
 
     def step(self, members: Mapping[int, Sequence[ToUpdate]]) -> None:
         """Update these parameters, by the index of their param group."""
         state = self.optimizer.state
         updates = [update for group in members.values() for update in group]
-        stand_in: Optimizer = object.__new__(type(self.optimizer))
-        vars(stand_in).update(self._attributes)
-        vars(stand_in).update((name, OrderedDict()) for name in STEP_HOOKS)
+        stand_in = _object_like(self.optimizer, self._attributes)
+        for name in STEP_HOOKS:
+            setattr(stand_in, name, OrderedDict())
         stand_in.param_groups = [
             {**self._groups[index], "params": [update.memory for update in group]}
             for index, group in sorted(members.items())
@@ -58,18 +103,7 @@ class OptimizerSnapshot:
             for parameter, memory in updates:
                 if memory in stand_in.state and state.get(parameter) is not stand_in.state[memory]:
                     state[parameter] = stand_in.state[memory]
-            self._keep_changes(stand_in)
-
-    def _keep_changes(self, stand_in: Optimizer) -> None:
-        """Attributes that a step sets, such as that it has checked something once."""
-        for name, value in vars(stand_in).items():
-            if name not in _REPLACED and value is not self._attributes.get(name):
-                self._attributes[name] = value
-                setattr(self.optimizer, name, value)
-
-
-# Not copied from the optimizer. A learning-rate scheduler wraps `step` on the instance.
-_REPLACED = frozenset(("param_groups", "state", "step", *STEP_HOOKS))
+            _give_back(vars(stand_in), self._attributes, self.optimizer)
 
 
 def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -80,6 +114,20 @@ def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """A param group without its parameters, safe from later changes."""
     return {key: _copied(value) for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _object_like(optimizer: Optimizer, attributes: Mapping[str, Any]) -> Optimizer:
+    made: Optimizer = object.__new__(type(optimizer))
+    vars(made).update((name, value) for name, value in attributes.items() if name not in _NOT_TAKEN_OVER)
+    return made
+
+
+def _give_back(attributes: Mapping[str, Any], before: dict[str, Any], optimizer: Optimizer) -> None:
+    """Attributes that a step has set, such as that it has checked something once."""
+    for name, value in attributes.items():
+        if name not in _NOT_TAKEN_OVER and value is not before.get(name):
+            before[name] = value
+            setattr(optimizer, name, value)
 
 
 def _copied(value: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.collectives import Link, all_reduce_sum, wait_for_futures
-from ddp_crossover.dear import Pipeline
+from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.forwards import CompiledCode, ForwardWatch
 from ddp_crossover.layouts import LayoutRecorder
 from ddp_crossover.lazy_params import LazyParam, LazyParams, StaleParameterError, StaleReadGuard
@@ -122,6 +122,16 @@ class Reducer:
             self.pipeline.retire()
             self.pipeline.unwrap_gradients()
         self._params.use_all()
+        self.become_plain()
+
+    def finish_gradients(self) -> None:
+        """Leave no gradient that would wait for a leg."""
+        if self.pipeline is not None and self.pipeline.phase is Phase.REDUCED:
+            self.pipeline.unwrap_gradients()
+
+    def become_plain(self) -> None:
+        """Remove every hook."""
+        self._detached = True
         for part in (self._updates, self._watch, self._guard, self._compiled):
             part.remove()
         if (ddp := self._ddp()) is not None:

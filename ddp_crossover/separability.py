@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_crossover.optimizer_snapshot import OptimizerSnapshot, ToUpdate
+from ddp_crossover.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate
 from ddp_crossover.torch_internals import has_raw_step, raw_step
 
 # Enough for counters that act every few steps, and gradients on both sides of a threshold on their size.
@@ -94,17 +94,18 @@ class _Clone:
             parameter.grad = noise * _MAGNITUDES[step % len(_MAGNITUDES)]
 
     def step_one_by_one(self) -> None:
-        """As ``updates`` does it: a step that finds no gradient, then one step per parameter."""
+        """As ``updates`` does it: a step without parameters, then one step per parameter."""
         gradients = {parameter: parameter.grad for parameter in self.parameters}
         snapshots: list[OptimizerSnapshot] = []
+        stand_in = StandIn(self.optimizer, lambda _: False)
 
-        def hide() -> None:
+        def closure() -> None:
             self.closure_calls += 1
-            for parameter in self.parameters:
-                parameter.grad = None
             snapshots.append(OptimizerSnapshot(self.optimizer))
+            stand_in.take([[] for _ in self.optimizer.param_groups])
 
-        raw_step(self.optimizer)(self.optimizer, closure=hide)
+        raw_step(stand_in.optimizer)(stand_in.optimizer, closure=closure)
+        stand_in.give_back()
         for index, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
                 memory = torch.nn.Parameter(parameter.detach())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from torch import Tensor
@@ -42,14 +43,14 @@ class Slot:
         "view",
     )
 
-    def __init__(self, index: int, name: str, parameter: Parameter, view: Tensor) -> None:
+    def __init__(self, index: int, name: str, parameter: Parameter, view: Tensor, lock: threading.RLock) -> None:
         self.index = index
         self.name = name
         self.parameter = parameter
         self.view = view
         self.is_cast = view.dtype is not parameter.dtype
         self.groups: list[GroupInFlight] = []
-        self.pending = PendingGradPool(view, parameter.dtype)
+        self.pending = PendingGradPool(view, parameter.dtype, lock)
         self.scales: tuple[Tensor, ...] = ()
         self.version_before = -1
         self.deliver: Callable[[Tensor], Tensor]

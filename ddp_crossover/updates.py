@@ -1,9 +1,9 @@
 """Deferred optimizer updates.
 
-``optimizer.step()`` runs as always, with its hooks, its closure and its return value, but gradients that are still on
-the wire are hidden from it. What it would have done with them is noted: the optimizer and its hyperparameters as they
-are now (schedulers change them right after). When somebody touches one of these parameters, the same ``step`` runs on
-just the parameters of its fusion group. Works for optimizers whose update of one parameter does not depend on the
+``optimizer.step()`` runs as always, with its hooks, its closure and its return value, but without the parameters whose
+gradients are still on the wire. What it would have done with them is noted: the optimizer and its hyperparameters as
+they are now (schedulers change them right after). When somebody touches one of these parameters, the same ``step`` runs
+on just the parameters of its fusion group. Works for optimizers whose update of one parameter does not depend on the
 others; ``separability`` finds out.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +19,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ddp_crossover.collectives import LegError
 from ddp_crossover.dear import Phase, Pipeline
-from ddp_crossover.gradients import PendingGrad
 from ddp_crossover.lazy_params import LazyParam, LazyParams, StaleParameterError
 from ddp_crossover.looks import Looks
-from ddp_crossover.optimizer_snapshot import OptimizerSnapshot, ToUpdate, optimizer_parameters
+from ddp_crossover.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate, optimizer_parameters
 from ddp_crossover.slots import Slot
 from ddp_crossover.stats import FallbackLog
 from ddp_crossover.torch_internals import move_to_front, step_pre_hooks
@@ -47,12 +46,21 @@ class _Update(NamedTuple):
     shadow: Tensor | None
 
 
-class _Hidden(NamedTuple):
-    """A gradient that the optimizer must not see during ``step()``."""
+class _Step:
+    """One ``optimizer.step()`` under way.
 
-    slot: Slot
-    grad: PendingGrad
-    group: int
+    Attributes:
+        optimizer: whose.
+        stand_in: what really runs.
+        later: parameters that it leaves alone, each with the index of its param group.
+        snapshot: what to do with them.
+    """
+
+    def __init__(self, optimizer: Optimizer, stand_in: StandIn) -> None:
+        self.optimizer = optimizer
+        self.stand_in = stand_in
+        self.later: list[tuple[Slot, int]] = []
+        self.snapshot: OptimizerSnapshot | None = None
 
 
 class DeferredUpdates:
@@ -81,12 +89,7 @@ class DeferredUpdates:
         self._looks = looks
         self._fallbacks = fallbacks
         self._strict = strict
-        self._stepping: Optimizer | None = None
-        self._step_frame: FrameType | None = None
-        self._nested_calls = 0
-        self._iteration = 0
-        self._hidden: list[_Hidden] = []
-        self._snapshot: OptimizerSnapshot | None = None
+        self._under_way: _Step | None = None
         self._reasons = dict(optimizers)
         self.deferred_steps = 0
         params.bring_up_to_date = self.bring_up_to_date
@@ -126,6 +129,12 @@ class DeferredUpdates:
         """Apply everything that has been asked for; all parameters are plain after it."""
         self._params.use_all()
 
+    def flush_before_close(self) -> None:
+        """The model has been dropped, and maybe not its parameters."""
+        if not hasattr(sys, "last_type"):  # else an exception ends this process, and peers may never answer
+            with contextlib.suppress(LegError):
+                self.flush()
+
     @property
     def pending(self) -> bool:
         """Whether any parameter waits for its update."""
@@ -145,13 +154,10 @@ class DeferredUpdates:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._stepping is optimizer and _is_running(self._step_frame):
-            self._nested_calls += 1  # a subclass' step calls super().step(): one step, two calls of the hooks
-            return None
+        self._under_way = None  # a step that raised has left it
         pipeline = self.pipeline
         if pipeline is None:
             return None
-        self._recover_from_broken_step(pipeline)
         if pipeline.phase is Phase.BACKWARD and _has_gradients(optimizer):
             raise RuntimeError(
                 "optimizer.step() after a backward that did not finish: its gradients have not been "
@@ -170,49 +176,54 @@ class DeferredUpdates:
         if reason is not None or not self.enabled:
             return None
         user_closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        step = self._under_way = _Step(optimizer, StandIn(args[0], _is_ours))
 
         def closure() -> Any:
             # Runs inside the step, after every pre-hook and, as in Lightning, after the user's own
             # forward and backward: the last moment before the optimizer looks at the gradients.
             loss = user_closure() if user_closure is not None else None
-            self._hide_gradients(optimizer)
+            self._divide(step)
             return loss
 
-        self._stepping, self._step_frame, self._iteration = optimizer, sys._getframe(1), pipeline.iteration
-        return args[:1], {"closure": closure}
+        return (step.stand_in.optimizer,), {"closure": closure}
 
-    def _hide_gradients(self, optimizer: Optimizer) -> None:
+    def _divide(self, step: _Step) -> None:
+        """Decide which parameters this step updates, and which later."""
         pipeline = self.pipeline
         assert pipeline is not None
-        if pipeline.phase is not Phase.REDUCED:
-            return
+        groups = [list(group["params"]) for group in step.stand_in.original.param_groups]
+        if pipeline.phase is Phase.REDUCED:
+            step.later = self._lazy(pipeline, groups)
+            later = {id(slot.parameter) for slot, _ in step.later}
+            groups = [[parameter for parameter in group if id(parameter) not in later] for group in groups]
+            step.snapshot = OptimizerSnapshot(step.optimizer)
+        step.stand_in.take(groups)
+
+    def _lazy(self, pipeline: Pipeline, groups: Sequence[Sequence[Tensor]]) -> list[tuple[Slot, int]]:
+        """The parameters whose updates can wait, each with the index of its param group."""
         read_early = 0
-        candidates: list[_Hidden] = []
-        for index, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
+        candidates: list[tuple[Slot, int]] = []
+        for index, group in enumerate(groups):
+            for parameter in group:
                 grad = parameter.grad
                 if grad is None or (slot := pipeline.slot_of.get(parameter)) is None:
                     continue
                 if grad is not slot.pending.current or grad.resolved:
                     read_early += 1
                 else:
-                    candidates.append(_Hidden(slot, grad, index))
+                    candidates.append((slot, index))
         if read_early:
             self._fallbacks.note(
                 "gradients were read or replaced before optimizer.step(): their update is not deferred. "
                 "To clip or unscale without a wait use state.clip_grad_norm_ and ddp_crossover.GradScaler"
             )
-        lazies = [self._params.all[slot.index] for slot, _, _ in candidates]
+        lazies = [self._params.all[slot.index] for slot, _ in candidates]
         why_not = self._params.why_not_lazy(lazies)
         self._note_not_lazy(lazies, why_not)
-        self._hidden = [hidden for hidden, reason in zip(candidates, why_not, strict=True) if reason is None]
-        for slot, _, _ in self._hidden:
-            slot.parameter.grad = None
-        if self._hidden:
-            self._snapshot = OptimizerSnapshot(optimizer)
+        return [candidate for candidate, reason in zip(candidates, why_not, strict=True) if reason is None]
 
     def _note_not_lazy(self, lazies: Sequence[LazyParam], why_not: Sequence[str | None]) -> None:
-        """Their gradients stay where the optimizer sees them, and waits for them."""
+        """The optimizer waits for their gradients."""
         names: dict[str, list[str]] = {}
         for lazy, reason in zip(lazies, why_not, strict=True):
             if reason is not None:
@@ -223,40 +234,23 @@ class DeferredUpdates:
             self._fallbacks.note(f"the update of {first}{more} is not deferred, because it {reason}")
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        pipeline = self.pipeline
-        if self._stepping is not optimizer or pipeline is None:
+        step, pipeline = self._under_way, self.pipeline
+        if step is None or pipeline is None:
             return
-        if self._nested_calls:
-            self._nested_calls -= 1
+        self._under_way = None
+        step.stand_in.give_back()
+        if not step.later:
             return
-        hidden, snapshot = self._hidden, self._snapshot
-        self._restore_gradients()
-        if snapshot is None:
-            return
+        assert step.snapshot is not None
         self.deferred_steps += 1
-        lazies = [self._params.all[slot.index] for slot, _, _ in hidden]
+        lazies = [self._params.all[slot.index] for slot, _ in step.later]
         with self._params.lock:
             # As the update would: a backward of an older graph must fail.
             torch.autograd.graph.increment_version([lazy.memory for lazy in lazies])
-            for (slot, _, group), lazy in zip(hidden, lazies, strict=True):
+            for (slot, group), lazy in zip(step.later, lazies, strict=True):
                 shadow = self._hide_value(lazy.memory)
-                pipeline.updates[slot] = _Update(snapshot, group, lazy.memory._version, shadow)
+                pipeline.updates[slot] = _Update(step.snapshot, group, lazy.memory._version, shadow)
                 lazy.arm()  # last: from here on a touch applies the update
-
-    def _restore_gradients(self) -> None:
-        for slot, grad, _ in self._hidden:
-            slot.parameter.grad = grad
-        self._forget_step()
-
-    def _recover_from_broken_step(self, pipeline: Pipeline) -> None:
-        """A step that raised has left its gradients hidden; they count unless a backward has come since."""
-        if self._hidden and self._iteration == pipeline.iteration:
-            self._restore_gradients()
-        self._forget_step()
-
-    def _forget_step(self) -> None:
-        self._stepping, self._step_frame, self._nested_calls = None, None, 0
-        self._hidden, self._snapshot = [], None
 
     def _hide_value(self, memory: Tensor) -> Tensor | None:
         if not self._strict:
@@ -326,18 +320,14 @@ def _as_if_called_by_the_user() -> Iterator[None]:
 def pipeline_of(optimizer: Optimizer) -> Pipeline | None:
     """The pipeline that this optimizer's gradients travel through, if any yet."""
     for hook in step_pre_hooks(optimizer):
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, DeferredUpdates):
+        if _is_ours(hook):
+            owner: DeferredUpdates = hook.__self__
             return owner.pipeline
     return None
 
 
-def _is_running(frame: FrameType | None) -> bool:
-    """Whether the call that ``frame`` belongs to has not returned or raised yet."""
-    caller: FrameType | None = sys._getframe(1)
-    while caller is not None and caller is not frame:
-        caller = caller.f_back
-    return caller is not None
+def _is_ours(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), DeferredUpdates)
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

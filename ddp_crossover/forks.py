@@ -1,0 +1,51 @@
+"""Nothing is pending in a forked child: it has none of the threads that updates and gradients would wait for."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Protocol
+
+
+class Forked(Protocol):
+    """Something with pending work in threads that a child does not have."""
+
+    def before_fork(self) -> None:
+        """Finish what is pending, and let nobody begin anything."""
+
+    def after_fork_in_parent(self) -> None:
+        """Go on."""
+
+    def after_fork_in_child(self) -> None:
+        """Be a plain model from now on."""
+
+
+_watched: weakref.WeakSet[Forked] = weakref.WeakSet()
+_forking: list[Forked] = []
+_is_registered = False
+
+
+def watch_forks(one: Forked) -> None:
+    """Call its methods at each ``os.fork()`` of this process, as long as it lives."""
+    global _is_registered
+    if not _is_registered:  # there is no way to take it back
+        os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+        _is_registered = True
+    _watched.add(one)
+
+
+def _before() -> None:
+    for one in list(_watched):
+        _forking.append(one)
+        one.before_fork()
+
+
+def _in_parent() -> None:
+    while _forking:
+        _forking.pop().after_fork_in_parent()
+
+
+def _in_child() -> None:
+    _watched.clear()
+    while _forking:
+        _forking.pop().after_fork_in_child()
