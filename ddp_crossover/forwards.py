@@ -15,8 +15,8 @@ from ddp_crossover.looks import Looks
 from ddp_crossover.stats import FallbackLog
 from ddp_crossover.torch_internals import call_around_compiled, called_by_compiled_code, is_compiled, on_compile_start
 
-# Dynamo compiles a function anew for shapes that change, so one time means nothing.
-_COMPILED_IN_FORWARDS = 3
+# Dynamo compiles a function anew for shapes that change, so one time means nothing. It gives up after eight.
+_COMPILED_AGAIN = 3
 
 
 class ForwardWatch:
@@ -62,7 +62,8 @@ class CompiledCode:
 
     Compiled code asks no parameter for anything, and dynamo would compile it once more for a ``PendingParameter``. So
     the parameters of a compiled module are brought up to date before it is called, and all parameters before a forward
-    that is compiled as a whole. Other compiled functions show themselves when dynamo starts to compile them.
+    that is compiled as a whole. Other compiled functions show themselves when dynamo starts to compile them, again and
+    again because of the class of a parameter.
 
     Args:
         model: the module inside of DDP.
@@ -78,13 +79,13 @@ class CompiledCode:
         self._fallbacks = fallbacks
         self._known: dict[nn.Module, Callable[[], None]] = {}
         self._depth = 0  # of calls of compiled modules under way
-        self._compilations = 0
+        self._compiled_inside = self._compiled_outside = 0
         self._stop = on_compile_start(self._compiling)
         self._find()
 
     def before_forward(self) -> None:
         """A forward with gradients begins."""
-        if self._compilations >= _COMPILED_IN_FORWARDS or called_by_compiled_code():
+        if self._compiled_inside >= _COMPILED_AGAIN or called_by_compiled_code():
             for lazy in self._params.armed():
                 lazy.use()
 
@@ -117,12 +118,17 @@ class CompiledCode:
     def _compiling(self) -> None:
         if not self._params.armed():
             return
-        if self._looks.is_inside_forward and not self._depth:
-            self._find()
-            self._compilations += 1
-            if self._compilations == _COMPILED_IN_FORWARDS:
-                self._fallbacks.note(
-                    "forward calls a compiled function that uses parameters it is not given by a compiled module: all "
-                    "updates are applied before forward begins. To overlap them compile the modules instead"
-                )
+        if self._looks.is_inside_forward:
+            if not self._depth:
+                self._find()
+                self._compiled_inside += 1
+                if self._compiled_inside == _COMPILED_AGAIN:
+                    self._fallbacks.note(
+                        "forward calls a compiled function that uses parameters it is not given by a compiled module: "
+                        "all updates are applied before forward begins. To overlap them compile the modules instead"
+                    )
+        else:
+            self._compiled_outside += 1
+            if self._compiled_outside == _COMPILED_AGAIN:
+                self._params.why_none_is_lazy = "may be used by a compiled function between step() and forward"
         self._params.use_all()

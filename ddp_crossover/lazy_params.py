@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_crossover.hooks import Hook
 from ddp_crossover.pending_parameter import PendingParameter, arm, disarm, is_armed, is_armed_by, touch
-from ddp_crossover.torch_internals import storage_use_count
+from ddp_crossover.torch_internals import is_in_backward, storage_use_count
 
 
 class StaleParameterError(RuntimeError):
@@ -114,11 +114,13 @@ class LazyParams:
     Attributes:
         lock: held while updates are noted, applied or looked at. A signal handler may take it again.
         bring_up_to_date: called under the lock with parameters that somebody is about to see.
+        why_none_is_lazy: the reason for which all updates must be written in ``step()`` itself, or None.
         on_use: told of each first touch since the parameter was armed.
     """
 
     def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
         self.lock = threading.RLock()
+        self.why_none_is_lazy: str | None = None
         self.bring_up_to_date: Callable[[Iterable[LazyParam]], None] = lambda _: None
         self.on_use: Callable[[LazyParam], None] = lambda _: None
         # References to a storage that belongs to one parameter alone, as this version of torch counts them.
@@ -170,6 +172,8 @@ class LazyParams:
         kind = type(lazy.parameter)
         if kind is not Parameter and kind is not PendingParameter:
             return f"is a {kind.__name__}, not an nn.Parameter itself"
+        if self.why_none_is_lazy is not None:
+            return self.why_none_is_lazy
         if lazy.unseen_reads:
             return "is read in forward where torch does not tell, as by TorchScript or an extension"
         if len(lazy.neighbours) > 1 and any(_overlap(lazy, other) for other in lazy.neighbours):
@@ -212,16 +216,28 @@ class StaleReadGuard:
     def __init__(self, params: LazyParams, on_stale_read: Callable[[LazyParam], None]) -> None:
         self._params = params
         self._on_stale_read = on_stale_read
+        self._touched_in_backward: set[LazyParam] = set()
         self._handles: list[RemovableHandle] = []
 
     def end_forward(self) -> None:
         """Watch what has not been touched."""
         self.remove()
+        self._touched_in_backward.clear()
         self._handles = [
-            lazy.parameter.register_hook(_Gradient(lazy, self._on_stale_read))
+            lazy.parameter.register_hook(_Gradient(lazy, self))
             for lazy in self._params.armed()
             if lazy.parameter.requires_grad
         ]
+
+    def note_touch(self, lazy: LazyParam) -> None:
+        """A parameter was touched outside of a forward."""
+        if self._handles and is_in_backward():
+            self._touched_in_backward.add(lazy)
+
+    def gradient_arrives(self, lazy: LazyParam) -> None:
+        """Of a parameter that the forward has not touched; a penalty in the loss may have."""
+        if is_armed(lazy.parameter) or lazy in self._touched_in_backward:
+            self._on_stale_read(lazy)
 
     def remove(self) -> None:
         """Take the hooks down."""
@@ -233,10 +249,9 @@ class StaleReadGuard:
 class _Gradient(Hook):
     """Gradient hook of a parameter that no forward has touched."""
 
-    def __init__(self, lazy: LazyParam, on_stale_read: Callable[[LazyParam], None]) -> None:
+    def __init__(self, lazy: LazyParam, guard: StaleReadGuard) -> None:
         self._lazy = lazy
-        self._on_stale_read = on_stale_read
+        self._guard = guard
 
     def __call__(self, gradient: Tensor) -> None:
-        if is_armed(self._lazy.parameter):  # else it was touched after the forward, as by a penalty in the loss
-            self._on_stale_read(self._lazy)
+        self._guard.gradient_arrives(self._lazy)

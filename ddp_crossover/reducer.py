@@ -337,6 +337,8 @@ class Reducer:
             self._use_order.note(lazy.index)
             if self._planning.profiler is not None:
                 self._planning.profiler.used((lazy.index,))
+        else:
+            self._guard.note_touch(lazy)
 
     def _stale_read(self, lazy: LazyParam) -> None:
         """There is a gradient for a parameter that nobody has touched."""

@@ -231,7 +231,7 @@ def called_by_compiled_code() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if code.co_name in ("compile_wrapper", "_fn") and code.co_filename.endswith("_dynamo/eval_frame.py"):
+        if code.co_name == "compile_wrapper" and code.co_filename.endswith("_dynamo/eval_frame.py"):
             return True
         frame = frame.f_back
     return False
@@ -242,28 +242,37 @@ def on_compile_start(callback: Callable[[], None]) -> Callable[[], None]:
     handler = _private(torch._dynamo.callback, "callback_handler")
 
     def call(_: object) -> None:
-        callback()
+        # Optimizers ask for this flag, which torch 2.15 has set by now, and would add up in another way.
+        before, torch.compiler._is_compiling_flag = _private(torch.compiler, "_is_compiling_flag"), False
+        try:
+            callback()
+        finally:
+            torch.compiler._is_compiling_flag = before
 
     handler.register_start_callback(call)
     return lambda: handler.remove_start_callback(call)
 
 
 def call_before_functorch(touch: Callable[[torch.Tensor], None]) -> None:
-    """Call ``touch`` with each tensor that ``torch.func.grad`` and its like take in, before they look at it.
+    """Call ``touch`` with each tensor that ``torch.func.grad``, ``vmap`` and their like take in, before they see it.
 
-    They ask no tensor for its ``__torch_function__``.
+    They ask no tensor for its ``__torch_function__``. Stays for the rest of the process.
     """
-    transforms = importlib.import_module("torch._functorch.eager_transforms")
-    wrap = _private(transforms, "_wrap_for_grad")
-    if getattr(wrap, "_is_ours", False):
-        return
+    for module_name, name in (("eager_transforms", "_wrap_for_grad"), ("vmap", "_add_batch_dim")):
+        module = importlib.import_module(f"torch._functorch.{module_name}")
+        take_in = _private(module, name)
+        if not isinstance(take_in, _TouchFirst):
+            setattr(module, name, _TouchFirst(take_in, touch))
 
-    def touch_and_wrap(tensor: Any, level: int) -> Any:
-        touch(tensor)
-        return wrap(tensor, level)
 
-    touch_and_wrap._is_ours = True  # type: ignore[attr-defined]
-    transforms._wrap_for_grad = touch_and_wrap  # type: ignore[attr-defined]
+class _TouchFirst:
+    def __init__(self, take_in: Callable[..., Any], touch: Callable[[torch.Tensor], None]) -> None:
+        self._take_in = take_in
+        self._touch = touch
+
+    def __call__(self, tensor: torch.Tensor, *args: Any) -> Any:
+        self._touch(tensor)
+        return self._take_in(tensor, *args)
 
 
 def use_count(tensor: torch.Tensor) -> int:
