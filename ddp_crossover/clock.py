@@ -34,26 +34,23 @@ class CommSums(NamedTuple):
     gather_exposed_s: float
 
 
-class _UnderWay:
+class _UnderWay(NamedTuple):
     """Time in which at least one of some legs is under way."""
 
-    def __init__(self) -> None:
-        self._legs = 0
-        self._since_s = 0.0
-        self._sum_s = 0.0
+    legs: int = 0
+    since_s: float = 0.0
+    ended_s: float = 0.0
 
-    def begin(self, now_s: float) -> None:
-        if not self._legs:
-            self._since_s = now_s
-        self._legs += 1
+    def with_one_more(self, now_s: float) -> _UnderWay:
+        return _UnderWay(self.legs + 1, self.since_s if self.legs else now_s, self.ended_s)
 
-    def end(self, now_s: float) -> None:
-        self._legs -= 1
-        if not self._legs:
-            self._sum_s += now_s - self._since_s
+    def with_one_less(self, now_s: float) -> _UnderWay:
+        if self.legs > 1:
+            return self._replace(legs=self.legs - 1)
+        return _UnderWay(0, 0.0, self.ended_s + now_s - self.since_s)
 
     def sum_s(self, now_s: float) -> float:
-        return self._sum_s + (now_s - self._since_s if self._legs else 0.0)
+        return self.ended_s + (now_s - self.since_s if self.legs else 0.0)
 
 
 class CommClock:
@@ -67,9 +64,10 @@ class CommClock:
 
     def __init__(self) -> None:
         self.trace: Trace | None = None
-        self._lock = threading.RLock()  # a signal handler may ask for the sums
-        self._legs = _UnderWay()
-        self._gather_legs = _UnderWay()
+        # Among the threads of the link. The training thread reads without it: a signal handler may interrupt it there
+        # and wait for a leg, so for a thread that needs the lock.
+        self._lock = threading.Lock()
+        self._legs = self._gather_legs = _UnderWay()
         self._exposed_s = 0.0
         self._gather_exposed_s = 0.0
 
@@ -83,21 +81,20 @@ class CommClock:
         """The first bytes may leave from now on: the leg is under way."""
         leg.posted_s = time.perf_counter()
         with self._lock:
-            for legs in self._kinds(leg):
-                legs.begin(leg.posted_s)
+            self._legs = self._legs.with_one_more(leg.posted_s)
+            if leg.kind == "gather":
+                self._gather_legs = self._gather_legs.with_one_more(leg.posted_s)
 
     def leg_ended(self, leg: LegTimes) -> None:
         """Its result is there, or it has failed."""
         now_s = time.perf_counter()
-        with self._lock:
-            if leg.posted_s == leg.posted_s:  # not NaN: it did not fail before it was posted
-                for legs in self._kinds(leg):
-                    legs.end(now_s)
+        if leg.posted_s == leg.posted_s:  # not NaN: it did not fail before it was posted
+            with self._lock:
+                self._legs = self._legs.with_one_less(now_s)
+                if leg.kind == "gather":
+                    self._gather_legs = self._gather_legs.with_one_less(now_s)
         if self.trace is not None:
             self.trace.add(leg.kind, leg.started_s, now_s, leg.group, leg.posted_s)
-
-    def _kinds(self, leg: LegTimes) -> tuple[_UnderWay, ...]:
-        return (self._legs, self._gather_legs) if leg.kind == "gather" else (self._legs,)
 
     def all_reduce_started(self, group: int, device: torch.device) -> Callable[[], None]:
         """The backend's own all-reduce begins; call what is returned when it is done, on CUDA on a stream behind it."""
@@ -119,11 +116,8 @@ class CommClock:
 
     def sums(self) -> CommSums:
         """Sums up to now, with what is under way."""
-        with self._lock:
-            now_s = time.perf_counter()
-            return CommSums(
-                self._legs.sum_s(now_s), self._exposed_s, self._gather_legs.sum_s(now_s), self._gather_exposed_s
-            )
+        legs, gather_legs, now_s = self._legs, self._gather_legs, time.perf_counter()
+        return CommSums(legs.sum_s(now_s), self._exposed_s, gather_legs.sum_s(now_s), self._gather_exposed_s)
 
     # Anything else, and everything on CUDA: only while somebody traces.
 

@@ -125,6 +125,6 @@ class GlooGatherLeg(GlooLeg):
 
     def finish(self, error: BaseException | None = None) -> None:
         super().finish(error)
-        self._link.gather_ended()
+        self._link.gather_ended(self)
         if self.on_done is not None:
             self.on_done(error)

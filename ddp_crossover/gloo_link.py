@@ -5,6 +5,9 @@ reduction is done. So each rank sends every peer that peer's slice, adds what it
 whatever arrives first), and sends its reduced slice to everybody. All receives of a group are posted before its
 sends: a receive announced behind data halves the throughput of a connection.
 
+Nothing that the training thread calls takes a lock that another thread needs: a signal handler may interrupt it
+there and wait for a leg.
+
 Threads, because gloo's calls block: one stages and posts (what comes next, ``gloo_posting`` says), one adds up, a few
 wait for gather legs. The thread that trains only ever waits on Python events, so Ctrl-C reaches it.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, cast
@@ -25,7 +29,7 @@ from torch.profiler import record_function
 
 from ddp_crossover.clock import CommClock
 from ddp_crossover.collectives import MAX_GROUPS, LegError, Link, ScatterLeg
-from ddp_crossover.gloo_legs import GlooGatherLeg, GlooLeg, GlooScatterLeg
+from ddp_crossover.gloo_legs import GlooGatherLeg, GlooLeg, GlooScatterLeg, Latch
 from ddp_crossover.gloo_posting import Pace, PostQueue
 from ddp_crossover.reduction import ScratchPool, add_in_rank_order
 from ddp_crossover.socket_backlog import SocketBacklog
@@ -35,6 +39,7 @@ _ITERATION_TAGS = 2**14  # 14 bits of iteration, 1 of leg, 16 of group: a gloo t
 _SMALL_GROUP = MAX_GROUPS
 # Ranks post gather legs in different orders, and those that are posted here and not there yet pile up.
 _MAX_GATHER_WAITS = 64
+_SHUT_DOWN_LOOK_S = 1e-3
 _SHUT_DOWN_S = 60.0  # a peer that is that far behind has a problem of its own
 
 
@@ -61,11 +66,10 @@ class GlooLink(Link):
         self._small_exchanges = 0
         self._expected: dict[int, GlooScatterLeg] = {}
         self._queue = PostQueue(Pace(backlog))
-        self._wake = threading.Condition()
-        self._open_gathers = 0  # asked for and not over
+        self._open_gathers: set[GlooGatherLeg] = set()  # asked for and not over
         self._staging: deque[Callable[[], None]] = deque()
         self._closed = False
-        self._failure: LegError | None = None
+        self._failures: list[LegError] = []
         self._to_reduce: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiters = Waiters(_MAX_GATHER_WAITS)
         loops = (self._post_forever, self._reduce_forever)
@@ -109,10 +113,15 @@ class GlooLink(Link):
         self._scratch.clear()
 
     def finish_jobs(self) -> None:
-        if self._staging:
-            self._queue.put(self._stage)
-            with self._wake:
-                self._wake.wait_for(lambda: not self._staging or self._closed)
+        if self._staging and not self._closed:
+            finished = Latch()
+
+            def finish() -> None:
+                self._stage()
+                finished.set()
+
+            self._queue.put(finish)
+            finished.wait()
 
     def set_pace(self, s_per_byte: float) -> None:
         self._queue.pace.s_per_byte = s_per_byte
@@ -158,33 +167,31 @@ class GlooLink(Link):
         """Let gather legs end first: peers still wait for our slices, and a thread must not die inside of gloo."""
         if hasattr(sys, "last_type"):
             return  # an exception ends this process: peers may never answer
-        with self._wake:
-            self._wake.wait_for(lambda: not self._open_gathers or self._failure is not None, _SHUT_DOWN_S)
-            if self._open_gathers:
+        deadline_s = time.monotonic() + _SHUT_DOWN_S
+        while self._open_gathers and not self._failures:
+            if time.monotonic() > deadline_s:
                 return
-        self.close()
+            time.sleep(_SHUT_DOWN_LOOK_S)
+        if not self._open_gathers:
+            self.close()
 
     def close(self) -> None:
         """End the threads, then release the process group."""
-        with self._wake:
-            if self._closed:
-                return
-            self._closed = True
-            self._wake.notify_all()
+        if self._closed:
+            return
+        self._closed = True
         self._queue.close()
         self._to_reduce.put(None)
         waiting = self._waiters.close()
-        if self._failure is None:  # else a thread may hang in the group for a timeout yet
+        if not self._failures:  # else a thread may hang in the group for a timeout yet
             for thread in [*self._threads, *waiting]:
                 if thread is not threading.current_thread():  # where garbage happened to be collected
                     thread.join()
             super().close()
 
-    def gather_ended(self) -> None:
+    def gather_ended(self, leg: GlooGatherLeg) -> None:
         """A gather leg is over, for better or worse."""
-        with self._wake:
-            self._open_gathers -= 1
-            self._wake.notify_all()
+        self._open_gathers.discard(leg)
 
     def describe(self, label: str, error: BaseException) -> LegError:
         if isinstance(error, LegError):
@@ -205,15 +212,14 @@ class GlooLink(Link):
     def _start_gather(self, leg: GlooGatherLeg) -> GlooGatherLeg:
         self._raise_failure()
         leg.times = self.clock.leg_started("gather", leg.group)
-        with self._wake:
-            self._open_gathers += 1
+        self._open_gathers.add(leg)
         self._queue.put_gather(leg)
         return leg
 
     def _raise_failure(self) -> None:
         """After one leg has failed the others fail at once, not each after a timeout of its own."""
-        if self._failure is not None:
-            raise self._failure
+        if self._failures:
+            raise self._failures[0]
         if self._closed:
             raise RuntimeError("the communication threads of this DearState have been closed")
 
@@ -234,8 +240,6 @@ class GlooLink(Link):
                 self._fail("staging of gradients", error)
             finally:
                 self._staging.popleft()
-        with self._wake:
-            self._wake.notify_all()
 
     def _post_receives(self, leg: GlooScatterLeg) -> None:
         try:
@@ -364,9 +368,6 @@ class GlooLink(Link):
 
     def _fail(self, label: str, error: BaseException) -> LegError:
         """The first failure is everybody's failure."""
-        with self._wake:
-            if self._failure is None:
-                self._failure = self.describe(label, error)
-                self._queue.stop_pacing()
-                self._wake.notify_all()
-            return self._failure
+        self._failures.append(self.describe(label, error))
+        self._queue.stop_pacing()
+        return self._failures[0]

@@ -8,7 +8,8 @@ in front of every later scatter leg. Those of the paper's schedule keep the orde
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import queue
 import time
 from bisect import insort
 from collections import deque
@@ -18,6 +19,7 @@ from ddp_crossover.gloo_legs import GlooGatherLeg
 from ddp_crossover.socket_backlog import SocketBacklog
 
 Job = Callable[[], None]
+_Order = Callable[[], None]
 
 # Posted this long before the link runs dry: a thread needs part of it to wake up.
 _LEAD_S = 2e-3
@@ -63,86 +65,86 @@ class Pace:
 
 
 class PostQueue:
-    """Jobs for the posting thread, from any thread."""
+    """Jobs for the posting thread, from any thread.
+
+    What is put comes through an inbox that takes no lock in Python: a signal handler may interrupt the thread that
+    puts something, and wait for a leg that only the posting thread can bring on its way.
+    """
 
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
-        self._changed = threading.Condition()
+        self._inbox: queue.SimpleQueue[_Order] = queue.SimpleQueue()
+        self._is_pacing = True
+        # The posting thread's own.
         self._urgent: deque[Job] = deque()
         self._jobs: deque[Job] = deque()
         self._in_order: deque[GlooGatherLeg] = deque()
         self._as_ready: list[GlooGatherLeg] = []
-        self._closed = False
-        self._paces = True
+        self._is_closed = False
         self._held: tuple[GlooGatherLeg | None, float] = (None, 0.0)
 
     def put_urgent(self, job: Job) -> None:
         """Ahead of everything else."""
-        self._put(self._urgent, job)
+        self._inbox.put(lambda: self._urgent.append(job))
 
     def put(self, job: Job) -> None:
         """After the jobs that were put before, ahead of gather legs."""
-        self._put(self._jobs, job)
+        self._inbox.put(lambda: self._jobs.append(job))
 
     def put_gather(self, leg: GlooGatherLeg) -> None:
         """When its scatter leg is done, and the schedule says so."""
-        with self._changed:
-            if leg.urgency is None:
-                self._in_order.append(leg)
-            else:
-                insort(self._as_ready, leg, key=lambda one: one.urgency or 0)
-            self._changed.notify()
+        self._inbox.put(lambda: self._sort_in(leg))
 
     def look_again(self) -> None:
         """A scatter leg has ended: a gather leg may have become ready."""
-        with self._changed:
-            self._changed.notify()
+        self._inbox.put(lambda: None)
 
     def stop_pacing(self) -> None:
         """The link has failed: whatever is left fails at once."""
-        with self._changed:
-            self._paces = False
-            self._changed.notify()
+        self._is_pacing = False
+        self.look_again()
 
     def close(self) -> None:
         """Let the posting thread end."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+        self._inbox.put(self._close)
 
     def next(self) -> Job | GlooGatherLeg | None:
-        """Wait for something to do; None once closed."""
-        with self._changed:
-            while True:
-                for queue in (self._urgent, self._jobs):
-                    if queue:
-                        return queue.popleft()
-                if self._in_order and self._in_order[0].scatter.is_done():
-                    return self._in_order.popleft()
-                place = next((i for i, leg in enumerate(self._as_ready) if leg.scatter.is_done()), None)
-                wait_s = None
-                if place is not None:
-                    leg = self._as_ready[place]
-                    held = leg.paced and not self._closed and not self._held_for_long(leg)
-                    wait_s = self.pace.idle_in_s(is_most_urgent=place == 0) if held else 0.0
-                    if not wait_s:
-                        return self._as_ready.pop(place)
-                if self._closed:
-                    return None
-                self._changed.wait(wait_s)
+        """Wait for something to do; None once closed. For the posting thread only."""
+        while True:
+            while not self._inbox.empty():
+                self._inbox.get()()
+            for jobs in (self._urgent, self._jobs):
+                if jobs:
+                    return jobs.popleft()
+            if self._in_order and self._in_order[0].scatter.is_done():
+                return self._in_order.popleft()
+            place = next((i for i, leg in enumerate(self._as_ready) if leg.scatter.is_done()), None)
+            wait_s = None
+            if place is not None:
+                leg = self._as_ready[place]
+                held = leg.paced and not self._is_closed and not self._held_for_long(leg)
+                wait_s = self.pace.idle_in_s(is_most_urgent=place == 0) if held else 0.0
+                if not wait_s:
+                    return self._as_ready.pop(place)
+            if self._is_closed:
+                return None
+            with contextlib.suppress(queue.Empty):
+                self._inbox.get(timeout=wait_s)()
                 if self._jobs:
                     # The training thread has just handed something over and wants to go on. On a host with few cores,
                     # or with the interpreter's lock in hand, this thread would stand in its way.
-                    self._changed.release()
                     time.sleep(_YIELD_S)
-                    self._changed.acquire()
+
+    def _sort_in(self, leg: GlooGatherLeg) -> None:
+        if leg.urgency is None:
+            self._in_order.append(leg)
+        else:
+            insort(self._as_ready, leg, key=lambda one: one.urgency or 0)
+
+    def _close(self) -> None:
+        self._is_closed = True
 
     def _held_for_long(self, leg: GlooGatherLeg) -> bool:
         if self._held[0] is not leg:
             self._held = (leg, time.monotonic())
-        return not self._paces or time.monotonic() - self._held[1] > _LONGEST_HOLD_S
-
-    def _put(self, queue: deque[Job], job: Job) -> None:
-        with self._changed:
-            queue.append(job)
-            self._changed.notify()
+        return not self._is_pacing or time.monotonic() - self._held[1] > _LONGEST_HOLD_S

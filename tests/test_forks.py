@@ -116,11 +116,16 @@ def test_a_forked_child_sees_what_plain_ddp_shows(on_ranks, loop, strict) -> Non
 
 def _exit_in_a_child(run: Run) -> Iterator[Any]:
     for forks, loss in _forking_steps(run):
-        yield loss, _exit_code_of_a_child() if forks and run.rank == 0 else None
+        if forks and run.rank == 0:
+            _let_a_child_exit()
+        yield loss
 
 
-def _exit_code_of_a_child() -> int:
-    """What `sys.exit(0)` does at the end of a script: exit handlers and finalizers."""
+def _let_a_child_exit() -> None:
+    """What `sys.exit(0)` does at the end of a script: exit handlers and finalizers.
+
+    The exit code says nothing: in plain DDP, too, gloo may crash where it finds its threads gone.
+    """
     pid = os.fork()
     if pid == 0:
         try:
@@ -132,9 +137,8 @@ def _exit_code_of_a_child() -> int:
             os._exit(99)
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return
         time.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -146,8 +150,6 @@ def test_a_forked_child_can_exit_and_its_parent_does_not_notice(on_ranks) -> Non
 
 
 def _fork_beside_a_reader(run: Run) -> Iterator[Any]:
-    run.attach()
-    train_step(run, 0)
     ends = threading.Event()
 
     def read() -> None:
