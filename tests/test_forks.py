@@ -145,8 +145,9 @@ def _let_a_child_exit() -> None:
     raise AssertionError("the forked child does not exit")
 
 
-def test_a_forked_child_can_exit_and_its_parent_does_not_notice(on_ranks) -> None:
-    check_case(stack_case(_exit_in_a_child, steps=2 * EVERY), partial(on_ranks, timeout_s=TIMEOUT_S))
+def test_a_forked_child_can_exit_and_its_parent_does_not_notice() -> None:
+    """On fresh ranks: the exit handlers of ranks that are used again know of tests before this one."""
+    check_case(stack_case(_exit_in_a_child, steps=2 * EVERY), partial(run_ranks, timeout_s=TIMEOUT_S))
 
 
 def _fork_beside_a_reader(run: Run) -> Iterator[Any]:
