@@ -351,7 +351,7 @@ class Pipeline:
                 if slot.parameter.grad is pool.current or pool.held_elsewhere():
                     pool.current.resolve()
                 else:
-                    pool.current.disarm()
+                    pool.free()
         if self.phase is Phase.BACKWARD:
             self._close_broken_backward()
         with self.waiting("end of iteration") as meanwhile:

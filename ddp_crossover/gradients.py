@@ -174,15 +174,26 @@ class PendingGradPool:
         self._dtype = dtype
         self._lock = lock
         self._object = PendingGrad(like, dtype, lock)
+        self._is_free = False
         self._unshared_references = sys.getrefcount(self._object)
 
     def take(self, current_grad: Tensor) -> PendingGrad:
         """The object to put into ``param.grad``, whose present value is ``current_grad``."""
         if current_grad is self._object:
             return self._object
-        if self.held_elsewhere():
+        if not self._is_free and self.held_elsewhere():
             self._object = PendingGrad(self._like, self._dtype, self._lock)
+        self._is_free = False
         return self._object
+
+    def is_current(self, grad: Tensor) -> bool:
+        """Whether ``grad`` is the object that was taken last, and nobody has looked at it."""
+        return grad is self._object and self._object._deliver is not None
+
+    def free(self) -> None:
+        """Nobody else refers to the object, and nobody will ask it for its gradient."""
+        self._object.disarm()
+        self._is_free = True
 
     @property
     def current(self) -> PendingGrad:

@@ -44,22 +44,26 @@ class LazyParam:
         name: full name, for messages.
         parameter: the parameter.
         memory: an ``nn.Parameter`` over the same memory, for the optimizer to update.
-        storage: of the same memory.
-        neighbours: parameters in the same storage, this one among them.
-        unseen_reads: whether code that no look-up of ours sees, such as TorchScript, reads it in forward.
+        is_waiting: whether the memory is not right yet: the parameter is pending or updating.
         is_updating: whether its update is being written.
+        version: autograd's version of the memory since ``step()``: another one means a write past everything.
+        shadow: the value, where ``strict`` has put NaN.
+        why_never_lazy: the reason for which each of its updates is written in ``step()`` itself, or None.
     """
 
     __slots__ = (
         "_params",
         "index",
         "is_updating",
+        "is_waiting",
         "memory",
         "name",
         "neighbours",
         "parameter",
+        "shadow",
         "storage",
-        "unseen_reads",
+        "version",
+        "why_never_lazy",
     )
 
     def __init__(self, params: LazyParams, index: int, name: str, parameter: Parameter) -> None:
@@ -67,9 +71,11 @@ class LazyParam:
         self.index = index
         self.name = name
         self.parameter = parameter
-        self.neighbours: list[LazyParam] = [self]
-        self.unseen_reads = False
-        self.is_updating = False
+        self.is_waiting = self.is_updating = False
+        self.version = 0
+        self.shadow: Tensor | None = None
+        kind = type(parameter)
+        self.why_never_lazy = None if kind is Parameter else f"is a {kind.__name__}, not an nn.Parameter itself"
         self.follow_memory()
 
     def follow_memory(self) -> None:
@@ -78,23 +84,37 @@ class LazyParam:
         # Optimizers look at attributes that users have set on a parameter.
         self.memory.__dict__ = self.parameter.__dict__
         self.storage = self.parameter.untyped_storage()
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether :attr:`memory` is not the parameter's any more. A pending parameter cannot have moved."""
-        return not is_armed(self.parameter) and not self.parameter.is_set_to(self.memory)
-
-    def arm(self) -> None:
-        """Be asked before anybody sees the value."""
-        arm(self.parameter, self)
+        self.neighbours = [self]
 
     def use(self) -> None:
         """Somebody is about to see the value."""
-        self._params.use(self)
+        params = self._params
+        with params.lock:
+            if self.is_waiting:
+                if self.is_updating:
+                    return
+                params.bring_up_to_date((self,))
+            if is_armed(self.parameter):
+                params.on_use(self)
+                disarm(self.parameter)
 
     def use_all(self) -> None:
         """Somebody may be about to see any value."""
         self._params.use_all()
+
+    def why_not_lazy_now(self, references_alone: tuple[int, int]) -> str | None:
+        """The reason for which its update must be written in ``step()`` itself, or None."""
+        if self.why_never_lazy is not None:
+            return self.why_never_lazy
+        extra = len(self.neighbours) - 1
+        if extra and any(_overlap(self, other) for other in self.neighbours):
+            return "shares memory with another parameter"
+        tensors, variables = references_alone
+        if _references(self.storage) != (tensors + 2 * extra, variables + extra):
+            return "has memory that something else refers to (.data, detach(), a view, a graph that is still alive)"
+        if self.memory.device.type == "cpu" and self.storage.is_shared():
+            return "is in shared memory, where other processes may read it"
+        return None
 
     def span(self) -> tuple[int, int]:
         """Addresses of its memory: [low, high)."""
@@ -124,9 +144,9 @@ class LazyParams:
         self.bring_up_to_date: Callable[[Iterable[LazyParam]], None] = lambda _: None
         self.on_use: Callable[[LazyParam], None] = lambda _: None
         # References to a storage that belongs to one parameter alone, as this version of torch counts them.
-        alone = LazyParam(self, 0, "", Parameter(torch.zeros(1)))
-        self._references_alone = _references(alone.storage)
+        self._references_alone = _references(LazyParam(self, 0, "", Parameter(torch.zeros(1))).storage)
         self.all = [LazyParam(self, index, name, parameter) for index, (name, parameter) in enumerate(named)]
+        self.of_id = {id(lazy.parameter): lazy for lazy in self.all}
         self._find_neighbours()
 
     def arm_all(self) -> None:
@@ -134,15 +154,7 @@ class LazyParams:
         with self.lock:
             for lazy in self.all:
                 if type(lazy.parameter) is Parameter:
-                    lazy.arm()
-
-    def use(self, lazy: LazyParam) -> None:
-        """Bring one parameter up to date, and make it plain."""
-        with self.lock:
-            if not lazy.is_updating and is_armed(lazy.parameter):
-                self.bring_up_to_date((lazy,))
-                self.on_use(lazy)
-                disarm(lazy.parameter)
+                    arm(lazy.parameter, lazy)
 
     def use_all(self) -> None:
         """Bring all parameters up to date, and make them plain."""
@@ -154,43 +166,49 @@ class LazyParams:
 
     def armed(self) -> list[LazyParam]:
         """Those that nobody has touched since they were armed."""
-        return [lazy for lazy in self.all if is_armed(lazy.parameter)]
+        return [lazy for lazy in self.all if type(lazy.parameter) is PendingParameter]
 
-    def why_not_lazy(self, candidates: Sequence[LazyParam]) -> list[str | None]:
-        """For each, the reason for which its update must be written in ``step()`` itself, or None."""
+    def make_lazy(self, lazies: Sequence[LazyParam], *, hide_values: bool) -> None:
+        """Let them wait for their updates, from now on. Call it under the lock, once it is known what to do for them.
+
+        Args:
+            lazies: the parameters.
+            hide_values: put NaN into their memory meanwhile.
+        """
+        # As the update would: a backward of an older graph must fail.
+        torch.autograd.graph.increment_version([lazy.memory for lazy in lazies])
+        for lazy in lazies:
+            if hide_values:
+                lazy.shadow = lazy.memory.detach().clone()
+                lazy.memory.data.fill_(float("nan"))
+            lazy.version = lazy.memory._version
+            lazy.is_waiting = True
+            arm(lazy.parameter, lazy)
+
+    def why_not_lazy(self, candidates: Sequence[LazyParam]) -> dict[LazyParam, str]:
+        """Those whose updates must be written in ``step()`` itself, with the reason."""
+        if self.why_none_is_lazy is not None:
+            return dict.fromkeys(candidates, self.why_none_is_lazy)
+        moved = []
         for lazy in candidates:
-            if is_armed(lazy.parameter) and not is_armed_by(lazy.parameter, lazy):
+            if not is_armed(lazy.parameter):
+                if not lazy.parameter.is_set_to(lazy.memory):
+                    moved.append(lazy)
+            elif not is_armed_by(lazy.parameter, lazy):
                 touch(lazy.parameter)  # another model trains it, too
-        moved = [lazy for lazy in candidates if lazy.has_moved]
         for lazy in moved:
             lazy.follow_memory()
         if moved:
             self._find_neighbours()
-        return [self._why_not_lazy(lazy) for lazy in candidates]
-
-    def _why_not_lazy(self, lazy: LazyParam) -> str | None:
-        kind = type(lazy.parameter)
-        if kind is not Parameter and kind is not PendingParameter:
-            return f"is a {kind.__name__}, not an nn.Parameter itself"
-        if self.why_none_is_lazy is not None:
-            return self.why_none_is_lazy
-        if lazy.unseen_reads:
-            return "is read in forward where torch does not tell, as by TorchScript or an extension"
-        if len(lazy.neighbours) > 1 and any(_overlap(lazy, other) for other in lazy.neighbours):
-            return "shares memory with another parameter"
-        extra = len(lazy.neighbours) - 1
-        tensors, objects = self._references_alone
-        if _references(lazy.storage) != (tensors + 2 * extra, objects + extra):
-            return "has memory that something else refers to (.data, detach(), a view, a graph that is still alive)"
-        if lazy.memory.device.type == "cpu" and lazy.storage.is_shared():
-            return "is in shared memory, where other processes may read it"
-        return None
+        alone = self._references_alone
+        return {lazy: reason for lazy in candidates if (reason := lazy.why_not_lazy_now(alone)) is not None}
 
     def _find_neighbours(self) -> None:
+        """Parameters in one storage; side by side, as in flattened RNN weights, they do not disturb each other."""
         in_storage: dict[int, list[LazyParam]] = {}
         for lazy in self.all:
-            in_storage.setdefault(lazy.storage._cdata, []).append(lazy)
-            lazy.neighbours = in_storage[lazy.storage._cdata]
+            lazy.neighbours = in_storage.setdefault(lazy.storage._cdata, [])
+            lazy.neighbours.append(lazy)
 
 
 def _references(storage: torch.UntypedStorage) -> tuple[int, int]:

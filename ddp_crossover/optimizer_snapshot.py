@@ -53,11 +53,11 @@ class StandIn:
     def _for_original(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         return lambda _, args, kwargs: hook(self.original, args, kwargs)
 
-    def take(self, parameters: Sequence[Sequence[Tensor]]) -> None:
+    def take(self, parameters: Sequence[list[Tensor]]) -> None:
         """Step on these parameters, given for each param group."""
         self._groups = [dict(group) for group in self.original.param_groups]
         self.optimizer.param_groups = [
-            {**group, "params": list(own)} for group, own in zip(self._groups, parameters, strict=True)
+            {**group, "params": own} for group, own in zip(self._groups, parameters, strict=True)
         ]
 
     def give_back(self) -> None:
@@ -82,27 +82,24 @@ class OptimizerSnapshot:
         self._attributes = {name: _copied(value) for name, value in vars(optimizer).items()}
         self._groups = [hyperparameters(group) for group in optimizer.param_groups]
 
-    def step(self, members: Mapping[int, Sequence[ToUpdate]]) -> None:
-        """Update these parameters, by the index of their param group."""
+    def step(self, group: int, updates: Sequence[ToUpdate]) -> None:
+        """Update these parameters, which are in the param group with this index."""
         state = self.optimizer.state
-        updates = [update for group in members.values() for update in group]
         stand_in = _object_like(self.optimizer, self._attributes)
         for name in STEP_HOOKS:
             setattr(stand_in, name, OrderedDict())
-        stand_in.param_groups = [
-            {**self._groups[index], "params": [update.memory for update in group]}
-            for index, group in sorted(members.items())
-        ]
-        stand_in.state = defaultdict(dict)
-        for parameter, memory in updates:
-            if parameter in state:
-                stand_in.state[memory] = state[parameter]
+        stand_in.param_groups = [{**self._groups[group], "params": [memory for _, memory in updates]}]
+        states = [state.get(parameter) for parameter, _ in updates]
+        stand_in.state = defaultdict(
+            dict, ((memory, own) for (_, memory), own in zip(updates, states, strict=True) if own is not None)
+        )
         try:
             raw_step(stand_in)(stand_in)
         finally:
-            for parameter, memory in updates:
-                if memory in stand_in.state and state.get(parameter) is not stand_in.state[memory]:
-                    state[parameter] = stand_in.state[memory]
+            if stand_in.state:
+                for (parameter, memory), before in zip(updates, states, strict=True):
+                    if (own := stand_in.state.get(memory)) is not before:
+                        state[parameter] = own
             _give_back(vars(stand_in), self._attributes, self.optimizer)
 
 

@@ -62,15 +62,18 @@ def is_armed_by(parameter: Tensor, keeper: Keeper) -> bool:
 def touch(parameter: Tensor) -> None:
     """Bring the parameter up to date, if it is pending."""
     if type(parameter) is PendingParameter:
-        if (keeper := _keepers.get(id(parameter))) is not None:
-            keeper.use()
-        elif type(parameter) is PendingParameter:  # else another thread has done it in between
-            # `torch.utils.swap_tensors` has given this object the class and the memory of a pending parameter.
-            touch_everything()
-            disarm(parameter)
+        keeper = _keepers.get(id(parameter))
+        keeper.use() if keeper is not None else _use_unknown(parameter)
 
 
-def touch_everything() -> None:
+def _use_unknown(parameter: Tensor) -> None:
+    """Another thread has just made it plain, or ``torch.utils.swap_tensors`` has given this object what was pending."""
+    if type(parameter) is PendingParameter:
+        use_everything()
+        disarm(parameter)
+
+
+def use_everything() -> None:
     """Bring all pending parameters up to date, of all models."""
     for keeper in list(_keepers.values()):
         keeper.use_all()
@@ -98,11 +101,12 @@ class _UseBeforeAnswering:
             return _raise_failure
         try:
             if parameter is not None:
-                touch(parameter)
+                keeper = _keepers.get(id(parameter))
+                keeper.use() if keeper is not None else _use_unknown(parameter)
             elif not torch._C._is_torch_function_mode_enabled():
                 # The class is asked where another argument wants to handle the call, and that one may hide this
                 # parameter from us. A mode does not: it calls the function again, which asks the parameter itself.
-                touch_everything()
+                use_everything()
         except BaseException as error:
             _failures[threading.get_ident()] = error
             return _raise_failure

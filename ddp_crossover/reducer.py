@@ -7,7 +7,7 @@ plan and switches to it between two iterations. Knows DDP's hook contract; users
 
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -99,7 +99,7 @@ class Reducer:
         self._guard = StaleReadGuard(params, self._stale_read)
         self._watch = ForwardWatch(ddp, self._before_forward, self._after_forward)
         self._compiled = CompiledCode(ddp.module, params, looks, fallbacks)
-        params.on_use = self._used
+        params.on_use = self._guard.note_touch
         refuse_methods(ddp)
         self._in_backward = False
         self._last_bucket = -1
@@ -314,12 +314,14 @@ class Reducer:
             self._planning.profiler.forward_begins()
         if self._plain_reason is None and self.pipeline is None:
             self._params.arm_all()  # nothing is pending: only to see when they are used
-        self._use_order.begin_forward()
+        note_use = self._use_order.begin_forward()
+        self._params.on_use = note_use if self._planning.profiler is None else self._timing(note_use)
         self._looks.is_inside_forward = True
         self._compiled.before_forward()
 
     def _after_forward(self, returned: bool) -> None:
         self._looks.is_inside_forward = False
+        self._params.on_use = self._guard.note_touch
         if not torch.is_grad_enabled():
             return
         if self._planning.profiler is not None:
@@ -331,19 +333,21 @@ class Reducer:
         # the hook hears of it.
         self._link.finish_jobs()
 
-    def _used(self, lazy: LazyParam) -> None:
-        """A parameter was touched for the first time since ``step()``."""
-        if self._looks.is_inside_forward:
-            self._use_order.note(lazy.index)
-            if self._planning.profiler is not None:
-                self._planning.profiler.used((lazy.index,))
-        else:
-            self._guard.note_touch(lazy)
+    def _timing(self, note_use: Callable[[LazyParam], None]) -> Callable[[LazyParam], None]:
+        profiler = self._planning.profiler
+        assert profiler is not None
+
+        def note(lazy: LazyParam) -> None:
+            note_use(lazy)
+            profiler.used((lazy.index,))
+
+        return note
 
     def _stale_read(self, lazy: LazyParam) -> None:
         """There is a gradient for a parameter that nobody has touched."""
         if self.pipeline is None:
-            lazy.unseen_reads = True  # nothing was pending yet, and nothing will be for this one
+            # Nothing was pending yet, and nothing will be for this one.
+            lazy.why_never_lazy = "is read in forward where torch does not tell, as by TorchScript or an extension"
             return
         raise StaleParameterError(
             f"{lazy.name} was used by this forward in a way that torch does not tell of (as by TorchScript or an "

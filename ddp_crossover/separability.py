@@ -110,7 +110,7 @@ class _Clone:
             for parameter in group["params"]:
                 memory = torch.nn.Parameter(parameter.detach())
                 memory.grad = gradients[parameter]
-                snapshots[-1].step({index: [ToUpdate(parameter, memory)]})
+                snapshots[-1].step(index, [ToUpdate(parameter, memory)])
 
     def everything(self) -> list[Any]:
         """All that a step may have changed."""

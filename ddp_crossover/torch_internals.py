@@ -223,7 +223,7 @@ def outside_of_modes(job: Callable[[], None], stream: torch.cuda.Stream | None) 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Number of C++ references to a storage: one for each tensor, and a constant."""
-    return int(_private(torch._C, "_storage_Use_Count")(storage._cdata))
+    return torch._C._storage_Use_Count(storage._cdata)
 
 
 def called_by_compiled_code() -> bool:
@@ -278,4 +278,4 @@ class _TouchFirst:
 def use_count(tensor: torch.Tensor) -> int:
     """Number of C++ references to a tensor."""
     with torch._C.DisableTorchFunctionSubclass():
-        return int(_private(torch.Tensor, "_use_count")(tensor))
+        return tensor._use_count()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,20 +30,10 @@ from ddp_crossover.torch_internals import move_to_front, step_pre_hooks
 
 
 class _Update(NamedTuple):
-    """What is still to be done with one parameter.
-
-    Attributes:
-        snapshot: the optimizer as it was.
-        group: index of the parameter's param group.
-        version: autograd's version of the parameter: another one, when the update is applied, means a write past
-            everything.
-        shadow: its value, where ``strict`` has put NaN.
-    """
+    """What is still to be done with a parameter: by which optimizer, as it was, and in which param group."""
 
     snapshot: OptimizerSnapshot
     group: int
-    version: int
-    shadow: Tensor | None
 
 
 class _Step:
@@ -52,14 +42,14 @@ class _Step:
     Attributes:
         optimizer: whose.
         stand_in: what really runs.
-        later: parameters that it leaves alone, each with the index of its param group.
+        later: parameters that it leaves alone, for each param group.
         snapshot: what to do with them.
     """
 
     def __init__(self, optimizer: Optimizer, stand_in: StandIn) -> None:
         self.optimizer = optimizer
         self.stand_in = stand_in
-        self.later: list[tuple[Slot, int]] = []
+        self.later: list[list[LazyParam]] = []
         self.snapshot: OptimizerSnapshot | None = None
 
 
@@ -191,45 +181,43 @@ class DeferredUpdates:
         """Decide which parameters this step updates, and which later."""
         pipeline = self.pipeline
         assert pipeline is not None
-        groups = [list(group["params"]) for group in step.stand_in.original.param_groups]
+        groups: list[list[Tensor]] = [group["params"] for group in step.stand_in.original.param_groups]
         if pipeline.phase is Phase.REDUCED:
-            step.later = self._lazy(pipeline, groups)
-            later = {id(slot.parameter) for slot, _ in step.later}
-            groups = [[parameter for parameter in group if id(parameter) not in later] for group in groups]
             step.snapshot = OptimizerSnapshot(step.optimizer)
+            step.later = [self._lazy(pipeline, group) for group in groups]
+            groups = [_without(group, later) for group, later in zip(groups, step.later, strict=True)]
         step.stand_in.take(groups)
 
-    def _lazy(self, pipeline: Pipeline, groups: Sequence[Sequence[Tensor]]) -> list[tuple[Slot, int]]:
-        """The parameters whose updates can wait, each with the index of its param group."""
+    def _lazy(self, pipeline: Pipeline, parameters: Sequence[Tensor]) -> list[LazyParam]:
+        """Those whose updates can wait."""
         read_early = 0
-        candidates: list[tuple[Slot, int]] = []
-        for index, group in enumerate(groups):
-            for parameter in group:
-                grad = parameter.grad
-                if grad is None or (slot := pipeline.slot_of.get(parameter)) is None:
-                    continue
-                if grad is not slot.pending.current or grad.resolved:
-                    read_early += 1
-                else:
-                    candidates.append((slot, index))
+        candidates = []
+        for parameter in parameters:
+            grad = parameter.grad
+            if grad is None or (lazy := self._params.of_id.get(id(parameter))) is None:
+                continue
+            if pipeline.slots[lazy.index].pending.is_current(grad):
+                candidates.append(lazy)
+            else:
+                read_early += 1
         if read_early:
             self._fallbacks.note(
                 "gradients were read or replaced before optimizer.step(): their update is not deferred. "
                 "To clip or unscale without a wait use state.clip_grad_norm_ and ddp_crossover.GradScaler"
             )
-        lazies = [self._params.all[slot.index] for slot, _ in candidates]
-        why_not = self._params.why_not_lazy(lazies)
-        self._note_not_lazy(lazies, why_not)
-        return [candidate for candidate, reason in zip(candidates, why_not, strict=True) if reason is None]
+        why_not = self._params.why_not_lazy(candidates)
+        if not why_not:
+            return candidates
+        self._note_not_lazy(why_not)
+        return [lazy for lazy in candidates if lazy not in why_not]
 
-    def _note_not_lazy(self, lazies: Sequence[LazyParam], why_not: Sequence[str | None]) -> None:
+    def _note_not_lazy(self, why_not: Mapping[LazyParam, str]) -> None:
         """The optimizer waits for their gradients."""
+        self._looks.is_explained = True
         names: dict[str, list[str]] = {}
-        for lazy, reason in zip(lazies, why_not, strict=True):
-            if reason is not None:
-                names.setdefault(reason, []).append(lazy.name)
+        for lazy, reason in why_not.items():
+            names.setdefault(reason, []).append(lazy.name)
         for reason, (first, *others) in names.items():
-            self._looks.is_explained = True
             more = f" (and {len(others)} more)" if others else ""
             self._fallbacks.note(f"the update of {first}{more} is not deferred, because it {reason}")
 
@@ -239,25 +227,15 @@ class DeferredUpdates:
             return
         self._under_way = None
         step.stand_in.give_back()
-        if not step.later:
+        if not any(step.later):
             return
         assert step.snapshot is not None
         self.deferred_steps += 1
-        lazies = [self._params.all[slot.index] for slot, _ in step.later]
         with self._params.lock:
-            # As the update would: a backward of an older graph must fail.
-            torch.autograd.graph.increment_version([lazy.memory for lazy in lazies])
-            for (slot, group), lazy in zip(step.later, lazies, strict=True):
-                shadow = self._hide_value(lazy.memory)
-                pipeline.updates[slot] = _Update(step.snapshot, group, lazy.memory._version, shadow)
-                lazy.arm()  # last: from here on a touch applies the update
-
-    def _hide_value(self, memory: Tensor) -> Tensor | None:
-        if not self._strict:
-            return None
-        shadow = memory.detach().clone()
-        memory.data.fill_(float("nan"))
-        return shadow
+            for index, lazies in enumerate(step.later):
+                update = _Update(step.snapshot, index)
+                pipeline.updates.update((pipeline.slots[lazy.index], update) for lazy in lazies)
+                self._params.make_lazy(lazies, hide_values=self._strict)
 
     # Later, group by group.
 
@@ -277,31 +255,44 @@ class DeferredUpdates:
             self._step(claimed, pipeline.reduced(claimed))
         finally:
             for lazy in lazies:
-                lazy.is_updating = False
+                lazy.is_updating = lazy.is_waiting = False
 
     def _step(self, claimed: dict[Slot, _Update], gradients: dict[Slot, Tensor]) -> None:
-        members: dict[OptimizerSnapshot, dict[int, list[ToUpdate]]] = {}
+        members: dict[_Update, list[ToUpdate]] = {}
         for slot, update in claimed.items():
-            memory = self._params.all[slot.index].memory
-            _refuse_write_past_everything(slot, update, memory)
+            lazy = self._params.all[slot.index]
+            memory = lazy.memory
+            if self._strict or memory._version != lazy.version:
+                _show_value(lazy)
             memory.grad = gradients[slot]
-            group = members.setdefault(update.snapshot, {}).setdefault(update.group, [])
-            group.append(ToUpdate(slot.parameter, memory))
+            members.setdefault(update, []).append(ToUpdate(slot.parameter, memory))
         with _as_if_called_by_the_user():
-            for snapshot, groups in members.items():
-                snapshot.step(groups)
+            for (snapshot, group), updates in members.items():
+                snapshot.step(group, updates)
 
 
-def _refuse_write_past_everything(slot: Slot, update: _Update, memory: Tensor) -> None:
-    written = memory._version != update.version
-    if update.shadow is not None:
-        written = written or not bool(memory.isnan().all())
-        memory.data.copy_(update.shadow)
-    if written:
+def _show_value(lazy: LazyParam) -> None:
+    """Put the value back that ``strict`` has hidden, and raise if anybody has written meanwhile."""
+    memory, shadow = lazy.memory, lazy.shadow
+    is_written = memory._version != lazy.version
+    if shadow is not None:
+        is_written = is_written or not bool(memory.isnan().all())
+        memory.data.copy_(shadow)
+        lazy.shadow = None
+    if is_written:
         raise StaleParameterError(
-            f"{slot.name} was written while its update was pending, by code that torch does not tell of (an extension, "
+            f"{lazy.name} was written while its update was pending, by code that torch does not tell of (an extension, "
             "or a pointer): what it wrote is older than the update. Call state.synchronize() before such a write"
         )
+
+
+def _without(parameters: list[Tensor], lazies: Sequence[LazyParam]) -> list[Tensor]:
+    if not lazies:
+        return parameters
+    if len(lazies) == len(parameters):
+        return []
+    ids = {id(lazy.parameter) for lazy in lazies}
+    return [parameter for parameter in parameters if id(parameter) not in ids]
 
 
 @contextlib.contextmanager

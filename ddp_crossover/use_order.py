@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from ddp_crossover.lazy_params import LazyParam
+
 
 class UseOrder:
     """Follows the latest forward.
@@ -12,17 +16,14 @@ class UseOrder:
 
     def __init__(self, parameters: int) -> None:
         self._parameters = parameters
-        self._now: list[int] = []
-        self._latest: list[int] = []
+        self._now: list[LazyParam] = []
+        self._latest: list[LazyParam] = []
         self.is_known = False
 
-    def begin_forward(self) -> None:
-        """A forward begins."""
+    def begin_forward(self) -> Callable[[LazyParam], None]:
+        """A forward begins. Returns what to call when it uses a parameter for the first time since the last step."""
         self._now = []
-
-    def note(self, parameter: int) -> None:
-        """The forward uses this parameter for the first time since the last step."""
-        self._now.append(parameter)
+        return self._now.append
 
     def end_forward(self) -> bool:
         """The forward has ended. Returns whether it has used parameters in another order than the one before.
@@ -38,6 +39,6 @@ class UseOrder:
     def ranks(self) -> list[int]:
         """For each parameter its place in the order; -1, before all others, for those that were not seen in use."""
         ranks = [-1] * self._parameters
-        for place, parameter in enumerate(self._latest):
-            ranks[parameter] = place
+        for place, lazy in enumerate(self._latest):
+            ranks[lazy.index] = place
         return ranks
