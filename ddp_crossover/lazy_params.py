@@ -94,6 +94,8 @@ class LazyParam:
                 if self.is_updating:
                     return
                 params.bring_up_to_date((self,))
+            elif params.join is not None:
+                params.join()
             if is_armed(self.parameter):
                 params.on_use(self)
                 disarm(self.parameter)
@@ -134,12 +136,14 @@ class LazyParams:
     Attributes:
         lock: held while updates are noted, applied or looked at. A signal handler may take it again.
         bring_up_to_date: called under the lock with parameters that somebody is about to see.
+        join: on CUDA, lets the current stream wait for updates that were written on another one.
         why_none_is_lazy: the reason for which all updates must be written in ``step()`` itself, or None.
         on_use: told of each first touch since the parameter was armed.
     """
 
     def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
         self.lock = threading.RLock()
+        self.join: Callable[[], None] | None = None
         self.why_none_is_lazy: str | None = None
         self.bring_up_to_date: Callable[[Iterable[LazyParam]], None] = lambda _: None
         self.on_use: Callable[[LazyParam], None] = lambda _: None

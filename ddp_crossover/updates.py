@@ -104,6 +104,7 @@ class DeferredUpdates:
         self.pipeline = pipeline
         pipeline.apply_updates = self.apply
         pipeline.on_gradient_read = self._looks.at_gradients
+        self._params.join = pipeline.order.join if pipeline.link.current_stream() is not None else None
 
     def bring_up_to_date(self, lazies: Iterable[LazyParam]) -> None:
         """Apply what these parameters wait for, because somebody is about to see them."""
