@@ -170,7 +170,7 @@ def _switch_and_look(schedules: tuple[str, ...]) -> int:
         if before is not None:
             switches += 1
             assert before.phase is Phase.IDLE
-            assert not before.has_updates
+            assert not before.updates
             assert all(slot.pending.current.resolved for slot in before.slots)
         use(reducer, choice)
         assert reducer.pipeline is not before
