@@ -9,6 +9,36 @@ import pytest
 from harness import RankPool
 
 
+# What `-m quick` runs, in about two minutes: whole files, and every so manieth test of large ones.
+_QUICK_FILES = frozenset(
+    f"test_{name}.py"
+    for name in (
+        *(
+            "cost_model",
+            "foreach_paths",
+            "fusion_plan",
+            "gaps",
+            "gloo_posting",
+            "intervals",
+            "launch_order",
+            "lifetime",
+        ),
+        *("pending_reads", "planner", "reference_hook", "schedule_simulator", "scratch_pool", "staging", "strict"),
+        *("trace", "tuned_file", "tuner", "waiters"),
+    )
+)
+_SAMPLED_FILES = ("test_equivalence", "test_stale_parameters", "test_parameter_aliases", "test_invisible_readers")
+_SAMPLE = 20
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is quick."""
+    for index, item in enumerate(items):
+        name = item.path.name
+        if name in _QUICK_FILES or (name.startswith(_SAMPLED_FILES) and index % _SAMPLE == 0):
+            item.add_marker(pytest.mark.quick)
+
+
 @pytest.fixture(scope="session")
 def _pools() -> Iterator[dict[int, RankPool]]:
     pools: dict[int, RankPool] = {}
