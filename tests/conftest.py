@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from harness import RankPool
 
-
 # What `-m quick` runs, in about two minutes: whole files, and every so manieth test of large ones.
 _QUICK_FILES = frozenset(
     f"test_{name}.py"
