@@ -8,6 +8,7 @@ the pipeline (``dear``) takes over; ``reducer`` has the details.
 
 import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
@@ -28,16 +29,16 @@ from ddp_crossover.fusion import FusionPlan
 from ddp_crossover.lazy_params import LazyParams
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.looks import Looks
-from ddp_crossover.pending_parameter import touch
+from ddp_crossover.pending_parameter import PendingParameter, touch
 from ddp_crossover.planning import Planning, PlanSettings
 from ddp_crossover.profile_file import ModelProfile
 from ddp_crossover.recording import recording
 from ddp_crossover.reducer import Reducer, let_gradients_arrive_early
 from ddp_crossover.refusals import refuse_model, refuse_optimizers, refuse_options, why_plain_all_reduce
-from ddp_crossover.separability import why_not_separable
 from ddp_crossover.stats import DearStats, FallbackLog
 from ddp_crossover.torch_internals import (
     GradBucket,
+    allow_foreach,
     call_before_functorch,
     managed_parameters,
     process_group_timeout,
@@ -138,7 +139,7 @@ class DearState:
         self._looks = Looks()
         self._params = LazyParams(named)
         self._updates = DeferredUpdates(
-            [(one, why_not_separable(one)) for one in optimizers],
+            optimizers,
             self._params,
             self._looks,
             self._fallbacks,
@@ -159,11 +160,13 @@ class DearState:
             plain_reason=self._plain_reason,
         )
         self._turn_points = TurnPoints(ddp, optimizers, self._turns, self._updates) if lease is not None else None
+        updates, link = self._updates, self._link
         # Finalizers of an object run in the opposite of this order: the link is shut down last.
         self._finalizers.append(weakref.finalize(self, self._turns.release))
-        self._finalizers.append(weakref.finalize(self, self._updates.flush_before_close))
+        self._finalizers.append(weakref.finalize(self, lambda: _flush_dropped(updates, link)))
         self._finalizers[-1].atexit = False  # nobody will look, and peers may never answer
         call_before_functorch(touch)
+        allow_foreach(PendingParameter)
         watch_forks(self)
         self._detached = False
 
@@ -304,6 +307,20 @@ class DearState:
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """The work of :func:`dear_hook`."""
         return self._reducer.reduce(bucket)
+
+
+def _flush_dropped(updates: DeferredUpdates, link: Link) -> None:
+    """The model has been dropped, and maybe not its parameters."""
+    if not link.is_this_thread():
+        updates.flush_before_close()
+        return
+
+    def close() -> None:
+        updates.flush_before_close()
+        link.shut_down()
+
+    # Garbage happened to be collected there, and the legs that an update waits for are that thread's work.
+    threading.Thread(target=close, name="ddp_crossover-close", daemon=True).start()
 
 
 def dear_hook(state: DearState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -86,7 +86,7 @@ class Pipeline:
         # What the optimizer still has to do, opaque to the pipeline. An entry is taken out by whoever does it.
         self.updates: dict[Slot, object] = {}
         self.apply_updates: Callable[[list[Slot]], None] = _no_updates
-        self.on_gradient_read: Callable[[], None] = _nobody_minds
+        self.on_gradient_read: Callable[[Slot], None] = _nobody_minds
         self._gathers_early = plan.schedule == "auto"
         self._urgency = {group: place for place, group in enumerate(plan.use_order)}
         # Where all ranks need one order, the plan says which gather legs go between the scatter legs.
@@ -296,7 +296,7 @@ class Pipeline:
         return self.turns.gap(what)
 
     def _deliver(self, slot: Slot, memory: Tensor) -> Tensor:
-        self.on_gradient_read()
+        self.on_gradient_read(slot)
         for group in slot.groups:
             self.complete(group)
         if slot.parameter.grad is not slot.pending.current:
@@ -395,7 +395,7 @@ def _no_updates(slots: list[Slot]) -> None:
     assert not slots
 
 
-def _nobody_minds() -> None:
+def _nobody_minds(slot: Slot) -> None:
     pass
 
 

@@ -163,8 +163,14 @@ class GlooLink(Link):
         leg.wait()
         return rows
 
+    def is_this_thread(self) -> bool:
+        current = threading.current_thread()
+        return current in self._threads or current in self._waiters.threads
+
     def shut_down(self) -> None:
         """Let gather legs end first: peers still wait for our slices, and a thread must not die inside of gloo."""
+        if self.is_this_thread():
+            return  # whoever flushes the model that was dropped closes it
         if hasattr(sys, "last_type"):
             return  # an exception ends this process: peers may never answer
         deadline_s = time.monotonic() + _SHUT_DOWN_S

@@ -79,17 +79,22 @@ class OptimizerSnapshot:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._attributes = {name: _copied(value) for name, value in vars(optimizer).items()}
+        self._state = optimizer.state
+        self._attributes = {
+            name: _copied(value) for name, value in vars(optimizer).items() if name not in _NOT_TAKEN_OVER
+        }
         self._groups = [hyperparameters(group) for group in optimizer.param_groups]
 
     def step(self, group: int, updates: Sequence[ToUpdate]) -> None:
         """Update these parameters, which are in the param group with this index."""
-        state = self.optimizer.state
         stand_in = _object_like(self.optimizer, self._attributes)
         for name in STEP_HOOKS:
             setattr(stand_in, name, OrderedDict())
-        stand_in.param_groups = [{**self._groups[group], "params": [memory for _, memory in updates]}]
-        states = [state.get(parameter) for parameter, _ in updates]
+        # All groups: some optimizers read the settings of the first one for all of them.
+        stand_in.param_groups = [{**settings, "params": []} for settings in self._groups]
+        stand_in.param_groups[group]["params"] = [memory for _, memory in updates]
+        # Past what a LazyState does for others.
+        states = [dict.get(self._state, parameter) for parameter, _ in updates]
         stand_in.state = defaultdict(
             dict, ((memory, own) for (_, memory), own in zip(updates, states, strict=True) if own is not None)
         )
@@ -99,7 +104,7 @@ class OptimizerSnapshot:
             if stand_in.state:
                 for (parameter, memory), before in zip(updates, states, strict=True):
                     if (own := stand_in.state.get(memory)) is not before:
-                        state[parameter] = own
+                        dict.__setitem__(self._state, parameter, own)
             _give_back(vars(stand_in), self._attributes, self.optimizer)
 
 

@@ -75,8 +75,9 @@ def _use_unknown(parameter: Tensor) -> None:
 
 def use_everything() -> None:
     """Bring all pending parameters up to date, of all models."""
-    for keeper in list(_keepers.values()):
-        keeper.use_all()
+    for key, keeper in list(_keepers.items()):
+        if key in _keepers:  # else another parameter's keeper has done it for the whole model
+            keeper.use_all()
 
 
 class _RaiseFailure:

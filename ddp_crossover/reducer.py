@@ -310,6 +310,7 @@ class Reducer:
             # What runs without gradients may look at a parameter's class, as TransformerEncoder does.
             self._updates.flush()
             return
+        self._updates.refuse_to_go_on()
         if self._planning.profiler is not None:
             self._planning.profiler.forward_begins()
         if self._plain_reason is None and self.pipeline is None:

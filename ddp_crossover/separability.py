@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_crossover.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate
+from ddp_crossover.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate, hyperparameters
 from ddp_crossover.torch_internals import has_raw_step, raw_step
 
 # Enough for counters that act every few steps, and gradients on both sides of a threshold on their size.
@@ -40,6 +40,10 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
         return f"it keeps something of its own in .{name}"
     if _knows_parameters_by_id(optimizer):
         return "it tells its parameters apart by their id()"
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            if key not in ("params", "param_names") and isinstance(value, list) and len(value) == len(group["params"]):
+                return f"its {key!r} may have an entry for each parameter"
     devices = {p.device for g in optimizer.param_groups for p in g["params"] if p.device.type == "cuda"}
     failure = ""
     # Fresh state first. Some optimizers (Adagrad up to torch 2.11) make theirs when they are built.
@@ -55,10 +59,13 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
 def _try(optimizer: Optimizer, with_state: bool) -> str | None:
     whole, split = _Clone(optimizer, with_state), _Clone(optimizer, with_state)
     for step in range(_STEPS):
-        whole.set_gradients(step)
-        raw_step(whole.optimizer)(whole.optimizer)
+        gradients = whole.set_gradients(step)
+        result = raw_step(whole.optimizer)(whole.optimizer)
+        if not _same([parameter.grad for parameter in whole.parameters], gradients):
+            return "its step() changes gradients, which may be looked at before it is applied"
         split.set_gradients(step)
-        split.step_one_by_one()
+        if not _same(split.step_one_by_one(), result):
+            return "its step() returns something that depends on the parameters"
     if split.closure_calls != _STEPS:
         return "its step() does not call the closure exactly once"
     if not _same(whole.everything(), split.everything()):
@@ -88,12 +95,14 @@ class _Clone:
                 self.optimizer.state[stand_in][key] = _state_of_sample(value, original, stand_in)
         self.parameters: list[Tensor] = [p for group in groups for p in group["params"]]
 
-    def set_gradients(self, step: int) -> None:
+    def set_gradients(self, step: int) -> list[Tensor]:
+        """Give each parameter a gradient; returns copies of them."""
         for index, parameter in enumerate(self.parameters):
             noise = _noise(parameter, seed=1000 * (step + 1) + index)
             parameter.grad = noise * _MAGNITUDES[step % len(_MAGNITUDES)]
+        return [parameter.grad.clone() for parameter in self.parameters if parameter.grad is not None]
 
-    def step_one_by_one(self) -> None:
+    def step_one_by_one(self) -> Any:
         """As ``updates`` does it: a step without parameters, then one step per parameter."""
         gradients = {parameter: parameter.grad for parameter in self.parameters}
         snapshots: list[OptimizerSnapshot] = []
@@ -104,13 +113,14 @@ class _Clone:
             snapshots.append(OptimizerSnapshot(self.optimizer))
             stand_in.take([[] for _ in self.optimizer.param_groups])
 
-        raw_step(stand_in.optimizer)(stand_in.optimizer, closure=closure)
+        result = raw_step(stand_in.optimizer)(stand_in.optimizer, closure=closure)
         stand_in.give_back()
         for index, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
                 memory = torch.nn.Parameter(parameter.detach())
                 memory.grad = gradients[parameter]
                 snapshots[-1].step(index, [ToUpdate(parameter, memory)])
+        return result
 
     def everything(self) -> list[Any]:
         """All that a step may have changed."""
@@ -119,13 +129,12 @@ class _Clone:
             self.parameters,
             [optimizer.state.get(parameter) for parameter in self.parameters],
             [_without_parameters(group) for group in optimizer.param_groups],
-            {name: value for name, value in vars(optimizer).items() if isinstance(value, (int, float, bool, Tensor))},
+            {name: value for name, value in vars(optimizer).items() if isinstance(value, Tensor) or _is_plain(value)},
         ]
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    kept = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
+    return hyperparameters(group)
 
 
 def _samples(parameters: list[Tensor], seed: int, originals: dict[Tensor, Tensor]) -> list[Tensor]:

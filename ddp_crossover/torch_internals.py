@@ -180,11 +180,13 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
 def allow_foreach(tensor_class: type[torch.Tensor]) -> None:
     """Let torch's foreach implementations take tensors of this class, as DTensor does for itself.
 
-    On CUDA the stock ``clip_grad_norm_`` goes gradient by gradient for classes that are not on the list.
+    On CUDA the stock ``clip_grad_norm_`` and optimizers go tensor by tensor, and round differently, for classes that
+    are not on the lists.
     """
-    supported = _private(_private(torch.utils, "_foreach_utils"), "_foreach_supported_types")
-    if tensor_class not in supported:
-        supported.append(tensor_class)
+    for module in (_private(torch.utils, "_foreach_utils"), sys.modules[Optimizer.__module__]):
+        supported = _private(module, "_foreach_supported_types")
+        if tensor_class not in supported:
+            supported.append(tensor_class)
 
 
 def outside_of_modes(job: Callable[[], None], stream: torch.cuda.Stream | None) -> None:

@@ -22,18 +22,27 @@ from torch.utils.hooks import RemovableHandle
 from ddp_crossover.collectives import LegError
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.lazy_params import LazyParam, LazyParams, StaleParameterError
+from ddp_crossover.lazy_state import make_state_lazy, make_state_plain
 from ddp_crossover.looks import Looks
 from ddp_crossover.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate, optimizer_parameters
+from ddp_crossover.separability import why_not_separable
 from ddp_crossover.slots import Slot
 from ddp_crossover.stats import FallbackLog
 from ddp_crossover.torch_internals import move_to_front, step_pre_hooks
 
 
 class _Update(NamedTuple):
-    """What is still to be done with a parameter: by which optimizer, as it was, and in which param group."""
+    """What is still to be done with a parameter.
+
+    Attributes:
+        snapshot: the optimizer as it was.
+        group: index of the parameter's param group.
+        edits_gradient: whether the update changes the gradient, too.
+    """
 
     snapshot: OptimizerSnapshot
     group: int
+    edits_gradient: bool
 
 
 class _Step:
@@ -57,7 +66,7 @@ class DeferredUpdates:
     """Takes over the optimizers of one model.
 
     Args:
-        optimizers: the optimizers and, for each, why its updates cannot be deferred (None if they can).
+        optimizers: the optimizers.
         params: the parameters that DDP manages.
         looks: told where somebody needs all updates at once.
         fallbacks: told when a step could not be deferred.
@@ -66,7 +75,7 @@ class DeferredUpdates:
 
     def __init__(
         self,
-        optimizers: list[tuple[Optimizer, str | None]],
+        optimizers: Sequence[Optimizer],
         params: LazyParams,
         looks: Looks,
         fallbacks: FallbackLog,
@@ -80,11 +89,13 @@ class DeferredUpdates:
         self._fallbacks = fallbacks
         self._strict = strict
         self._under_way: _Step | None = None
-        self._reasons = dict(optimizers)
+        self._broken = ""
+        self._reasons = {optimizer: why_not_separable(optimizer) for optimizer in optimizers}
+        self._settings: dict[Optimizer, list[Any]] = {}
         self.deferred_steps = 0
         params.bring_up_to_date = self.bring_up_to_date
         self._handles: list[RemovableHandle] = []
-        for optimizer, _ in optimizers:
+        for optimizer in optimizers:
             after = optimizer.register_step_post_hook(self._after_step)
             move_to_front(optimizer, after)
             self._handles += [
@@ -96,6 +107,8 @@ class DeferredUpdates:
 
     def remove(self) -> None:
         """Give the optimizers back."""
+        for optimizer in self._reasons:
+            make_state_plain(optimizer)
         for handle in self._handles:
             handle.remove()
 
@@ -103,7 +116,7 @@ class DeferredUpdates:
         """Defer the updates of this pipeline's parameters from now on."""
         self.pipeline = pipeline
         pipeline.apply_updates = self.apply
-        pipeline.on_gradient_read = self._looks.at_gradients
+        pipeline.on_gradient_read = self._before_gradient_is_read
         self._params.join = pipeline.order.join if pipeline.link.current_stream() is not None else None
 
     def bring_up_to_date(self, lazies: Iterable[LazyParam]) -> None:
@@ -126,6 +139,31 @@ class DeferredUpdates:
             with contextlib.suppress(LegError):
                 self.flush()
 
+    def _flush_if_pending(self) -> None:
+        if self.pending:
+            self.flush()
+
+    def _before_gradient_is_read(self, slot: Slot) -> None:
+        pipeline = self.pipeline
+        assert pipeline is not None
+        self._looks.at_gradients()
+        update = pipeline.updates.get(slot)
+        if isinstance(update, _Update) and update.edits_gradient:
+            pipeline.catch_up([slot])
+
+    def _why_not_separable(self, optimizer: Optimizer) -> str | None:
+        """Tried once more whenever a hyperparameter has been set that was not, or the other way round."""
+        settings = _settings(optimizer)
+        if self._settings.setdefault(optimizer, settings) != settings:
+            self._settings[optimizer] = settings
+            self._reasons[optimizer] = why_not_separable(optimizer)
+        return self._reasons[optimizer]
+
+    def refuse_to_go_on(self) -> None:
+        """Raise if some parameters have been updated, and others never will be."""
+        if self._broken:
+            raise StaleParameterError(f"{self._broken}: go on from a checkpoint that was saved before")
+
     @property
     def pending(self) -> bool:
         """Whether any parameter waits for its update."""
@@ -146,6 +184,7 @@ class DeferredUpdates:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._under_way = None  # a step that raised has left it
+        self.refuse_to_go_on()
         pipeline = self.pipeline
         if pipeline is None:
             return None
@@ -158,7 +197,7 @@ class DeferredUpdates:
             # Whosever update it is: two optimizers may share a parameter.
             slots = [pipeline.slot_of.get(parameter) for parameter in optimizer_parameters(optimizer)]
             pipeline.catch_up([slot for slot in slots if slot is not None])
-        reason = self._reasons[optimizer]
+        reason = self._why_not_separable(optimizer)
         if reason is None and (len(args) > 2 or set(kwargs) - {"closure"}):
             reason = "it was called with arguments besides the closure"
         if reason is not None:
@@ -166,6 +205,7 @@ class DeferredUpdates:
             self._fallbacks.note(f"{type(optimizer).__name__}.step() waits for all gradients: {reason}")
         if reason is not None or not self.enabled:
             return None
+        make_state_lazy(optimizer)
         user_closure = args[1] if len(args) > 1 else kwargs.get("closure")
         step = self._under_way = _Step(optimizer, StandIn(args[0], _is_ours))
 
@@ -197,6 +237,8 @@ class DeferredUpdates:
             grad = parameter.grad
             if grad is None or (lazy := self._params.of_id.get(id(parameter))) is None:
                 continue
+            if not parameter.requires_grad:  # frozen since backward: the optimizer may look
+                continue
             if pipeline.slots[lazy.index].pending.is_current(grad):
                 candidates.append(lazy)
             else:
@@ -206,14 +248,11 @@ class DeferredUpdates:
                 "gradients were read or replaced before optimizer.step(): their update is not deferred. "
                 "To clip or unscale without a wait use state.clip_grad_norm_ and ddp_crossover.GradScaler"
             )
-        why_not = self._params.why_not_lazy(candidates)
-        if not why_not:
-            return candidates
-        self._note_not_lazy(why_not)
-        return [lazy for lazy in candidates if lazy not in why_not]
+        return candidates
 
-    def _note_not_lazy(self, why_not: Mapping[LazyParam, str]) -> None:
-        """The optimizer waits for their gradients."""
+    def _update_at_once(self, pipeline: Pipeline, why_not: Mapping[LazyParam, str]) -> None:
+        """What cannot wait for a touch."""
+        pipeline.catch_up([pipeline.slots[lazy.index] for lazy in why_not])
         self._looks.is_explained = True
         names: dict[str, list[str]] = {}
         for lazy, reason in why_not.items():
@@ -231,12 +270,19 @@ class DeferredUpdates:
         if not any(step.later):
             return
         assert step.snapshot is not None
+        make_state_lazy(optimizer).before_look = self._flush_if_pending
         self.deferred_steps += 1
         with self._params.lock:
+            # Not before the step: it may have taken hold of a parameter's memory.
+            why_not = self._params.why_not_lazy([lazy for lazies in step.later for lazy in lazies])
             for index, lazies in enumerate(step.later):
-                update = _Update(step.snapshot, index)
+                # A fused optimizer unscales the gradients that it is given.
+                edits_gradient = getattr(optimizer, "grad_scale", None) is not None
+                update = _Update(step.snapshot, index, edits_gradient)
                 pipeline.updates.update((pipeline.slots[lazy.index], update) for lazy in lazies)
                 self._params.make_lazy(lazies, hide_values=self._strict)
+            if why_not:
+                self._update_at_once(pipeline, why_not)
 
     # Later, group by group.
 
@@ -254,6 +300,10 @@ class DeferredUpdates:
                     assert isinstance(update, _Update)
                     claimed[slot] = update
             self._step(claimed, pipeline.reduced(claimed))
+        except BaseException as error:
+            # As in the middle of a plain step(): what there is can be looked at and saved, but not trained on.
+            self._broken = f"an update of {slots[0].name} and others broke off ({type(error).__name__}: {error})"
+            raise
         finally:
             for lazy in lazies:
                 lazy.is_updating = lazy.is_waiting = False
@@ -268,8 +318,8 @@ class DeferredUpdates:
             memory.grad = gradients[slot]
             members.setdefault(update, []).append(ToUpdate(slot.parameter, memory))
         with _as_if_called_by_the_user():
-            for (snapshot, group), updates in members.items():
-                snapshot.step(group, updates)
+            for update, to_update in members.items():
+                update.snapshot.step(update.group, to_update)
 
 
 def _show_value(lazy: LazyParam) -> None:
@@ -316,6 +366,18 @@ def pipeline_of(optimizer: Optimizer) -> Pipeline | None:
             owner: DeferredUpdates = hook.__self__
             return owner.pipeline
     return None
+
+
+def _settings(optimizer: Optimizer) -> list[Any]:
+    """Which hyperparameters are set: none of a learning rate, which goes to zero and back."""
+    return [
+        {
+            key: value if isinstance(value, bool) else (type(value), isinstance(value, (int, float)) and not value)
+            for key, value in group.items()
+            if key not in ("params", "param_names", "lr")
+        }
+        for group in optimizer.param_groups
+    ]
 
 
 def _is_ours(hook: Any) -> bool:

@@ -21,16 +21,16 @@ class Waiters:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._unclaimed = 0  # threads that have nothing to do, less the jobs on their way to them
-        self._threads: list[threading.Thread] = []
+        self.threads: list[threading.Thread] = []
 
     def run(self, job: Job) -> None:
         """Run ``job`` on some thread. It must not raise."""
         with self._lock:
             self._unclaimed -= 1
-            if self._unclaimed < 0 and len(self._threads) < self._limit:
+            if self._unclaimed < 0 and len(self.threads) < self._limit:
                 # A daemon: a job that hangs on a dead peer must not keep the process alive.
                 thread = threading.Thread(target=self._work, name="ddp_crossover-wait", daemon=True)
-                self._threads.append(thread)
+                self.threads.append(thread)
                 self._unclaimed += 1
                 thread.start()
         self._jobs.put(job)
@@ -38,7 +38,7 @@ class Waiters:
     def close(self) -> list[threading.Thread]:
         """Let the threads end after the jobs that were given; returns them, to be joined."""
         with self._lock:
-            threads, self._threads = self._threads, []
+            threads, self.threads = self.threads, []
         for _ in threads:
             self._jobs.put(None)
         return threads
