@@ -105,12 +105,8 @@ class LazyParam:
         self._params.use_all()
 
     def why_not_lazy_now(self, references_alone: tuple[int, int]) -> str | None:
-        """The reason for which its update must be written in ``step()`` itself, or None."""
-        if self.why_never_lazy is not None:
-            return self.why_never_lazy
+        """The reason for which its update must be written now, though its gradient was not read; or None."""
         extra = len(self.neighbours) - 1
-        if extra and any(_overlap(self, other) for other in self.neighbours):
-            return "shares memory with another parameter"
         tensors, variables = references_alone
         if _references(self.storage) != (tensors + 2 * extra, variables + extra):
             return "has memory that something else refers to (.data, detach(), a view, a graph that is still alive)"
@@ -190,7 +186,7 @@ class LazyParams:
             arm(lazy.parameter, lazy)
 
     def why_not_lazy(self, candidates: Sequence[LazyParam]) -> dict[LazyParam, str]:
-        """Those whose updates must be written in ``step()`` itself, with the reason."""
+        """Those whose updates must be written at the end of ``step()``, with the reason."""
         if self.why_none_is_lazy is not None:
             return dict.fromkeys(candidates, self.why_none_is_lazy)
         moved = []
@@ -213,6 +209,10 @@ class LazyParams:
         for lazy in self.all:
             lazy.neighbours = in_storage.setdefault(lazy.storage._cdata, [])
             lazy.neighbours.append(lazy)
+        for neighbours in in_storage.values():
+            for lazy in neighbours if len(neighbours) > 1 else ():
+                if any(_overlap(lazy, other) for other in neighbours):
+                    lazy.why_never_lazy = "shares memory with another parameter"
 
 
 def _references(storage: torch.UntypedStorage) -> tuple[int, int]:

@@ -288,7 +288,7 @@ class Reducer:
             unwritten_is_unused=self.model.find_unused_parameters and not self.model.gradient_as_bucket_view,
         )
         self._turns.profiler = self._planning.profiler
-        self._updates.use(self.pipeline)
+        self._updates.use(self.pipeline, is_plain=choice.is_plain)
 
     def _why_plain(self) -> str | None:
         if self.pipeline is not None and self._planning.settled:

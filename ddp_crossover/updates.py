@@ -90,6 +90,7 @@ class DeferredUpdates:
         self._strict = strict
         self._under_way: _Step | None = None
         self._broken = ""
+        self._is_plain = True
         self._reasons = {optimizer: why_not_separable(optimizer) for optimizer in optimizers}
         self._settings: dict[Optimizer, list[Any]] = {}
         self.deferred_steps = 0
@@ -112,9 +113,10 @@ class DeferredUpdates:
         for handle in self._handles:
             handle.remove()
 
-    def use(self, pipeline: Pipeline) -> None:
-        """Defer the updates of this pipeline's parameters from now on."""
+    def use(self, pipeline: Pipeline, *, is_plain: bool) -> None:
+        """Defer the updates of this pipeline's parameters from now on, unless it stands by while all is plain."""
         self.pipeline = pipeline
+        self._is_plain = is_plain
         pipeline.apply_updates = self.apply
         pipeline.on_gradient_read = self._before_gradient_is_read
         self._params.join = pipeline.order.join if pipeline.link.current_stream() is not None else None
@@ -203,7 +205,8 @@ class DeferredUpdates:
         if reason is not None:
             self._looks.is_explained = True
             self._fallbacks.note(f"{type(optimizer).__name__}.step() waits for all gradients: {reason}")
-        if reason is not None or not self.enabled:
+        if reason is not None or not self.enabled or self._is_plain:
+            make_state_plain(optimizer)
             return None
         make_state_lazy(optimizer)
         user_closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -233,16 +236,20 @@ class DeferredUpdates:
         """Those whose updates can wait."""
         read_early = 0
         candidates = []
+        never: dict[LazyParam, str] = {}
         for parameter in parameters:
             grad = parameter.grad
             if grad is None or (lazy := self._params.of_id.get(id(parameter))) is None:
                 continue
             if not parameter.requires_grad:  # frozen since backward: the optimizer may look
                 continue
-            if pipeline.slots[lazy.index].pending.is_current(grad):
-                candidates.append(lazy)
-            else:
+            if not pipeline.slots[lazy.index].pending.is_current(grad):
                 read_early += 1
+            elif lazy.why_never_lazy is not None:
+                never[lazy] = lazy.why_never_lazy
+            else:
+                candidates.append(lazy)
+        self._note_not_deferred(never)
         if read_early:
             self._fallbacks.note(
                 "gradients were read or replaced before optimizer.step(): their update is not deferred. "
@@ -250,14 +257,12 @@ class DeferredUpdates:
             )
         return candidates
 
-    def _update_at_once(self, pipeline: Pipeline, why_not: Mapping[LazyParam, str]) -> None:
-        """What cannot wait for a touch."""
-        pipeline.catch_up([pipeline.slots[lazy.index] for lazy in why_not])
-        self._looks.is_explained = True
+    def _note_not_deferred(self, why_not: Mapping[LazyParam, str]) -> None:
         names: dict[str, list[str]] = {}
         for lazy, reason in why_not.items():
             names.setdefault(reason, []).append(lazy.name)
         for reason, (first, *others) in names.items():
+            self._looks.is_explained = True
             more = f" (and {len(others)} more)" if others else ""
             self._fallbacks.note(f"the update of {first}{more} is not deferred, because it {reason}")
 
@@ -280,9 +285,12 @@ class DeferredUpdates:
                 edits_gradient = getattr(optimizer, "grad_scale", None) is not None
                 update = _Update(step.snapshot, index, edits_gradient)
                 pipeline.updates.update((pipeline.slots[lazy.index], update) for lazy in lazies)
-                self._params.make_lazy(lazies, hide_values=self._strict)
-            if why_not:
-                self._update_at_once(pipeline, why_not)
+                waiting = [lazy for lazy in lazies if lazy not in why_not] if why_not else lazies
+                self._params.make_lazy(waiting, hide_values=self._strict)
+            for lazy in why_not:
+                lazy.version = lazy.memory._version
+            pipeline.catch_up([pipeline.slots[lazy.index] for lazy in why_not])
+            self._note_not_deferred(why_not)
 
     # Later, group by group.
 
