@@ -114,6 +114,11 @@ class LazyParam:
             return "is in shared memory, where other processes may read it"
         return None
 
+    @property
+    def is_written(self) -> bool:
+        """Whether C++ has written to the memory since ``step()``; views of one tensor share a version and cannot tell."""
+        return len(self.neighbours) == 1 and self.memory._version != self.version
+
     def span(self) -> tuple[int, int]:
         """Addresses of its memory: [low, high)."""
         memory, low = self.memory, self.memory.data_ptr()

@@ -321,7 +321,7 @@ class DeferredUpdates:
         for slot, update in claimed.items():
             lazy = self._params.all[slot.index]
             memory = lazy.memory
-            if self._strict or memory._version != lazy.version:
+            if self._strict or lazy.is_written:
                 _show_value(lazy)
             memory.grad = gradients[slot]
             members.setdefault(update, []).append(ToUpdate(slot.parameter, memory))
@@ -333,7 +333,7 @@ class DeferredUpdates:
 def _show_value(lazy: LazyParam) -> None:
     """Put the value back that ``strict`` has hidden, and raise if anybody has written meanwhile."""
     memory, shadow = lazy.memory, lazy.shadow
-    is_written = memory._version != lazy.version
+    is_written = lazy.is_written
     if shadow is not None:
         is_written = is_written or not bool(memory.isnan().all())
         memory.data.copy_(shadow)
