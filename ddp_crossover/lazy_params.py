@@ -116,7 +116,7 @@ class LazyParam:
 
     @property
     def is_written(self) -> bool:
-        """Whether C++ has written to the memory since ``step()``; views of one tensor share a version and cannot tell."""
+        """Whether C++ has written to the memory since ``step()``; views of one tensor share a version, and hide it."""
         return len(self.neighbours) == 1 and self.memory._version != self.version
 
     def span(self) -> tuple[int, int]:
