@@ -173,11 +173,14 @@ class LazyParams:
         """Those that nobody has touched since they were armed."""
         return [lazy for lazy in self.all if type(lazy.parameter) is PendingParameter]
 
-    def make_lazy(self, lazies: Sequence[LazyParam], *, hide_values: bool) -> None:
-        """Let them wait for their updates, from now on. Call it under the lock, once it is known what to do for them.
+    def make_lazy(
+        self, lazies: Sequence[LazyParam], note_update: Callable[[LazyParam], None], *, hide_values: bool
+    ) -> None:
+        """Let them wait for their updates, from now on. Call it under the lock.
 
         Args:
             lazies: the parameters.
+            note_update: notes what is to be done for one of them.
             hide_values: put NaN into their memory meanwhile.
         """
         # As the update would: a backward of an older graph must fail.
@@ -188,6 +191,7 @@ class LazyParams:
                 lazy.memory.data.fill_(float("nan"))
             lazy.version = lazy.memory._version
             lazy.is_waiting = True
+            note_update(lazy)  # from here on a signal handler may apply it
             arm(lazy.parameter, lazy)
 
     def why_not_lazy(self, candidates: Sequence[LazyParam]) -> dict[LazyParam, str]:

@@ -284,11 +284,15 @@ class DeferredUpdates:
                 # A fused optimizer unscales the gradients that it is given.
                 edits_gradient = getattr(optimizer, "grad_scale", None) is not None
                 update = _Update(step.snapshot, index, edits_gradient)
-                pipeline.updates.update((pipeline.slots[lazy.index], update) for lazy in lazies)
+
+                def note_update(lazy: LazyParam, update: _Update = update) -> None:
+                    pipeline.updates[pipeline.slots[lazy.index]] = update
+
+                for lazy in [lazy for lazy in lazies if lazy in why_not] if why_not else ():
+                    lazy.version = lazy.memory._version
+                    note_update(lazy)
                 waiting = [lazy for lazy in lazies if lazy not in why_not] if why_not else lazies
-                self._params.make_lazy(waiting, hide_values=self._strict)
-            for lazy in why_not:
-                lazy.version = lazy.memory._version
+                self._params.make_lazy(waiting, note_update, hide_values=self._strict)
             pipeline.catch_up([pipeline.slots[lazy.index] for lazy in why_not])
             self._note_not_deferred(why_not)
 
