@@ -87,6 +87,7 @@ class Pipeline:
         self.updates: dict[Slot, object] = {}
         self.apply_updates: Callable[[list[Slot]], None] = _no_updates
         self.on_gradient_read: Callable[[Slot], None] = _nobody_minds
+        self._is_retiring = False
         self._gathers_early = plan.schedule == "auto"
         self._urgency = {group: place for place, group in enumerate(plan.use_order)}
         # Where all ranks need one order, the plan says which gather legs go between the scatter legs.
@@ -296,7 +297,8 @@ class Pipeline:
         return self.turns.gap(what)
 
     def _deliver(self, slot: Slot, memory: Tensor) -> Tensor:
-        self.on_gradient_read(slot)
+        if not self._is_retiring:
+            self.on_gradient_read(slot)
         for group in slot.groups:
             self.complete(group)
         if slot.parameter.grad is not slot.pending.current:
@@ -341,7 +343,21 @@ class Pipeline:
                 self._retire()
 
     def _retire(self) -> None:
-        on_gradient_read, self.on_gradient_read = self.on_gradient_read, _nobody_minds
+        self._is_retiring = True
+        try:
+            self._finish_updates_and_gradients()
+        finally:
+            self._is_retiring = False
+        if self.phase is Phase.BACKWARD:
+            self._close_broken_backward()
+        with self.waiting("end of iteration") as meanwhile:
+            for group in self.groups:
+                if group.gather is not None:
+                    # Protects peers that still receive from this buffer.
+                    group.gather.wait(meanwhile)
+        self.phase = Phase.IDLE
+
+    def _finish_updates_and_gradients(self) -> None:
         self.flush()
         if self.phase is Phase.REDUCED:
             for slot in self.slots:
@@ -352,15 +368,6 @@ class Pipeline:
                     pool.current.resolve()
                 else:
                     pool.free()
-        if self.phase is Phase.BACKWARD:
-            self._close_broken_backward()
-        with self.waiting("end of iteration") as meanwhile:
-            for group in self.groups:
-                if group.gather is not None:
-                    # Protects peers that still receive from this buffer.
-                    group.gather.wait(meanwhile)
-        self.on_gradient_read = on_gradient_read
-        self.phase = Phase.IDLE
 
     def _close_broken_backward(self) -> None:
         """It broke off, on all ranks alike. What was announced is sent, whatever it is, so that nothing stays open."""
