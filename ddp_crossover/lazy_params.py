@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from ddp_crossover.hooks import Hook
-from ddp_crossover.pending_parameter import PendingParameter, arm, disarm, is_armed, is_armed_by, touch
+from ddp_crossover.pending_parameter import arm, disarm, is_armed, is_armed_by, touch
 from ddp_crossover.torch_internals import is_in_backward, storage_use_count
 
 
@@ -171,7 +171,7 @@ class LazyParams:
 
     def armed(self) -> list[LazyParam]:
         """Those that nobody has touched since they were armed."""
-        return [lazy for lazy in self.all if type(lazy.parameter) is PendingParameter]
+        return [lazy for lazy in self.all if is_armed(lazy.parameter)]
 
     def make_lazy(
         self, lazies: Sequence[LazyParam], note_update: Callable[[LazyParam], None], *, hide_values: bool

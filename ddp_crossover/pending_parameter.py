@@ -102,8 +102,7 @@ class _UseBeforeAnswering:
             return _raise_failure
         try:
             if parameter is not None:
-                keeper = _keepers.get(id(parameter))
-                keeper.use() if keeper is not None else _use_unknown(parameter)
+                touch(parameter)
             elif not torch._C._is_torch_function_mode_enabled():
                 # The class is asked where another argument wants to handle the call, and that one may hide this
                 # parameter from us. A mode does not: it calls the function again, which asks the parameter itself.

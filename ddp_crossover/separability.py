@@ -82,7 +82,7 @@ class _Clone:
         self.closure_calls = 0
         originals: dict[Tensor, Tensor] = {}
         groups = [
-            {**_awake(_without_parameters(group)), "params": _samples(group["params"], seed, originals)}
+            {**_awake(hyperparameters(group)), "params": _samples(group["params"], seed, originals)}
             for seed, group in enumerate(optimizer.param_groups)
         ]
         for name, value in attributes.items():
@@ -128,13 +128,9 @@ class _Clone:
         return [
             self.parameters,
             [optimizer.state.get(parameter) for parameter in self.parameters],
-            [_without_parameters(group) for group in optimizer.param_groups],
+            [hyperparameters(group) for group in optimizer.param_groups],
             {name: value for name, value in vars(optimizer).items() if isinstance(value, Tensor) or _is_plain(value)},
         ]
-
-
-def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return hyperparameters(group)
 
 
 def _samples(parameters: list[Tensor], seed: int, originals: dict[Tensor, Tensor]) -> list[Tensor]:
@@ -181,7 +177,7 @@ def _knows_parameters_by_id(optimizer: Optimizer) -> bool:
     """Deferred updates are made on other tensors of the same memory, which it would not know."""
     ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     own = [value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")]
-    return not ids.isdisjoint(_integers((own, [_without_parameters(group) for group in optimizer.param_groups])))
+    return not ids.isdisjoint(_integers((own, [hyperparameters(group) for group in optimizer.param_groups])))
 
 
 def _integers(value: Any) -> Iterator[int]:

@@ -288,10 +288,13 @@ class DeferredUpdates:
                 def note_update(lazy: LazyParam, update: _Update = update) -> None:
                     pipeline.updates[pipeline.slots[lazy.index]] = update
 
-                for lazy in [lazy for lazy in lazies if lazy in why_not] if why_not else ():
-                    lazy.version = lazy.memory._version
-                    note_update(lazy)
-                waiting = [lazy for lazy in lazies if lazy not in why_not] if why_not else lazies
+                waiting = []
+                for lazy in lazies:
+                    if lazy in why_not:
+                        lazy.version = lazy.memory._version
+                        note_update(lazy)
+                    else:
+                        waiting.append(lazy)
                 self._params.make_lazy(waiting, note_update, hide_values=self._strict)
             pipeline.catch_up([pipeline.slots[lazy.index] for lazy in why_not])
             self._note_not_deferred(why_not)
