@@ -117,6 +117,7 @@ class Link(ABC):
         has_fused_all_reduce: an all-reduce is one operation, not a scatter and a gather leg.
         sums_in_fp32: whether 16-bit buffers are added up in fp32 and rounded once; a backend that adds by itself
             does not ask.
+        gave_up: the last wait for a leg was broken off by an exception, such as KeyboardInterrupt.
     """
 
     process_group: dist.ProcessGroup
@@ -128,6 +129,7 @@ class Link(ABC):
     clock: CommClock
     orders_gathers: bool = False
     has_fused_all_reduce: bool = True
+    gave_up: bool = False
 
     @abstractmethod
     def reduce_scatter(self, group: int, buffer: Tensor) -> ScatterLeg:

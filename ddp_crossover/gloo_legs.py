@@ -58,8 +58,10 @@ class GlooLeg(Leg):
     def wait(self, meanwhile: Meanwhile | None = None) -> None:
         if not self._done.is_set:
             start_s = time.perf_counter()
+            self._link.gave_up = True  # if an exception ends this wait
             while not self._done.wait(-1 if meanwhile is None else meanwhile()):
                 pass
+            self._link.gave_up = False
             self._link.clock.waited(start_s, self.label, self.group, for_gather=self.is_gather)
         if self._error is not None:
             raise self._link.describe(self.label, self._error) from self._error

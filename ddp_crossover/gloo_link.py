@@ -171,7 +171,7 @@ class GlooLink(Link):
         """Let gather legs end first: peers still wait for our slices, and a thread must not die inside of gloo."""
         if self.is_this_thread():
             return  # whoever flushes the model that was dropped closes it
-        if hasattr(sys, "last_type"):
+        if self.gave_up or hasattr(sys, "last_type"):
             return  # an exception ends this process: peers may never answer
         deadline_s = time.monotonic() + _SHUT_DOWN_S
         while self._open_gathers and not self._failures:

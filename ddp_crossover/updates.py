@@ -137,9 +137,10 @@ class DeferredUpdates:
 
     def flush_before_close(self) -> None:
         """The model has been dropped, and maybe not its parameters."""
-        if not hasattr(sys, "last_type"):  # else an exception ends this process, and peers may never answer
-            with contextlib.suppress(LegError):
-                self.flush()
+        if self.pipeline is None or self.pipeline.link.gave_up or hasattr(sys, "last_type"):
+            return  # an exception ends the training, and peers may never answer
+        with contextlib.suppress(LegError):
+            self.flush()
 
     def _flush_if_pending(self) -> None:
         if self.pending:

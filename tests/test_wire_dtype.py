@@ -14,7 +14,7 @@ import gradient_loops
 import loops
 import pytest
 import torch
-from equivalence import SGD, Case, Run, check_case, optimizer, plain_loop
+from equivalence import SGD, Case, Run, check_case, plain_loop
 from models import DeepNet, FrozenNet, MixedDtypeNet, OddNet, OneDtypeNet
 from optimizers import OPTIMIZERS, interleaved_optimizers
 
@@ -43,24 +43,6 @@ def clip_on_shards_and_read(run: Run) -> Iterator[Any]:
         run.optimizer.step()
         after = [p.grad.clone() for p in parameters] if index % 4 == 2 else []
         yield loss, norm, used, before, after
-
-
-class DecayIntoGradient(torch.optim.SGD):
-    """Writes to the gradient that it is given."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        with torch.no_grad():
-            for p in self.param_groups[0]["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad.add_(p, alpha=0.01), alpha=0.1)
-        return loss
-
-
-def evaluate_between_steps(run: Run) -> Iterator[Any]:
-    """Updates are applied inside of `inference_mode`; the optimizer must be able to write to what it is given."""
-    yield from forward_loops.inference_mode_between_steps(run)
-    run.optimizer.zero_grad()  # what it has written there is not seen from outside
 
 
 def norms_on_shards(run: Run) -> Iterator[Any]:
@@ -96,7 +78,7 @@ CASES = {
     "no_sync": Case(loops.accumulate_with_no_sync, world_size=3),
     "never_zero_grad": Case(loops.never_zero_grad, optimizer=SGD),
     "two_optimizers": Case(loops.every_optimizer_steps, optimizer=interleaved_optimizers, ddp=BUCKET_VIEWS),
-    "evaluation": Case(evaluate_between_steps, optimizer=optimizer(DecayIntoGradient, lr=0.1)),
+    "evaluation": Case(forward_loops.inference_mode_between_steps, optimizer=SGD),
     "frozen": Case(model=FrozenNet, world_size=3, optimizer=SGD),
     "bf16_parameters": Case(model=partial(MixedDtypeNet, BF16), world_size=3),
     "fp16_parameters": Case(model=partial(MixedDtypeNet, FP16), optimizer=SGD),
