@@ -218,8 +218,11 @@ class GlooLink(Link):
     def _start_gather(self, leg: GlooGatherLeg) -> GlooGatherLeg:
         self._raise_failure()
         leg.times = self.clock.leg_started("gather", leg.group)
-        self._open_gathers.add(leg)
         self._queue.put_gather(leg)
+        # Afterwards: an exception of a signal handler may hit any line, and what was never put would never end.
+        self._open_gathers.add(leg)
+        if leg.is_done():
+            self._open_gathers.discard(leg)
         return leg
 
     def _raise_failure(self) -> None:

@@ -187,6 +187,8 @@ def _train_until_stopped(run: Run, after_s: float) -> bool:
             signal.setitimer(signal.ITIMER_REAL, 0)
         # Backward hands on an exception in a hook as it pleases.
         except (_Stop, RuntimeError):
+            # As without us, if it has hit the end of somebody's `torch.no_grad()`.
+            torch.set_grad_enabled(True)
             return True
     return False
 
@@ -204,10 +206,9 @@ def _stop_again_and_again(trials: int) -> int:
     return stopped
 
 
-@pytest.mark.xfail(strict=False, reason="one exception in some hundred hits a moment that is not safe yet")
 def test_after_an_exception_of_a_signal_handler_a_checkpoint_can_be_saved(on_ranks) -> None:
     trials = 30
-    [stopped] = on_ranks(_stop_again_and_again, 1, trials, timeout_s=20)
+    [stopped] = on_ranks(_stop_again_and_again, 1, trials, timeout_s=60)
     assert stopped > trials // 2, "most trials ended before the signal"
 
 
