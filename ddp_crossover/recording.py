@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ddp_crossover.clock import CommClock
 from ddp_crossover.hooks import Hook
-from ddp_crossover.torch_internals import call_after_backward, tensors_in
+from ddp_crossover.torch_internals import call_after_backward, has_hooks, tensors_in
 from ddp_crossover.trace import Moment, Trace
 
 # Behind whatever DDP and its communication hook have queued, each once or twice.
@@ -31,7 +31,14 @@ def recording(
 
     Raises:
         RuntimeError: if another trace is being taken.
+        TypeError: if nothing can be hooked to the ``step()`` of an optimizer.
     """
+    for optimizer in optimizers:
+        if not has_hooks(optimizer):
+            raise TypeError(
+                f"{type(optimizer).__name__} does not call Optimizer.__init__(), so a trace cannot see its step(): "
+                "give the optimizer that it steps"
+            )
     if clock.trace is not None:
         raise RuntimeError("this model is being traced already: leave the other trace() first")
     clock.trace = trace

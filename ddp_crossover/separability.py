@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_crossover.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate, hyperparameters
-from ddp_crossover.torch_internals import has_raw_step, raw_step
+from ddp_crossover.torch_internals import has_hooks, has_raw_step, raw_step
 
 # Enough for counters that act every few steps, and gradients on both sides of a threshold on their size.
 _STEPS = 12
@@ -32,11 +32,16 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
     Works on a clone with a few tiny parameters; the optimizer, its parameters and the global random state
     stay untouched.
     """
+    name = _unknown_attribute(optimizer)
+    if name is not None and isinstance(inner := getattr(optimizer, name), Optimizer):
+        return f"it steps another optimizer. Attach that one, its .{name} ({type(inner).__name__}), instead"
+    if not has_hooks(optimizer):
+        return "its class does not call Optimizer.__init__(), so nothing can be hooked to its step()"
     if not has_raw_step(optimizer):
         return "its step() has been replaced, or is not torch.optim's kind of step()"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True"
-    if (name := _unknown_attribute(optimizer)) is not None:
+    if name is not None:
         return f"it keeps something of its own in .{name}"
     if _knows_parameters_by_id(optimizer):
         return "it tells its parameters apart by their id()"

@@ -48,6 +48,12 @@ def is_in_backward() -> bool:
 
 # Attributes of an optimizer in which it keeps the hooks around `step()`.
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_STATE_DICT_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_load_state_dict_pre_hooks")
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks can be put around its methods; a class that skips ``Optimizer.__init__`` has no room for them."""
+    return all(hasattr(optimizer, name) for name in (*STEP_HOOKS, *_STATE_DICT_HOOKS))
 
 
 def raw_step(optimizer: Optimizer) -> Callable[..., Any]:

@@ -11,7 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_crossover.hooks import Hook
-from ddp_crossover.torch_internals import call_after_backward, call_around_compiled, is_compiled, tensors_in
+from ddp_crossover.torch_internals import (
+    call_after_backward,
+    call_around_compiled,
+    has_hooks,
+    is_compiled,
+    tensors_in,
+)
 from ddp_crossover.turns import Turns
 from ddp_crossover.updates import DeferredUpdates
 
@@ -49,7 +55,7 @@ class TurnPoints:
             if is_compiled(inner)
             else inner.register_forward_pre_hook(_BeforeCompute(self._before_compute), prepend=True).remove,
         ]
-        for optimizer in optimizers:
+        for optimizer in filter(has_hooks, optimizers):
             self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
             self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
 

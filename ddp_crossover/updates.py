@@ -28,7 +28,7 @@ from ddp_crossover.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdat
 from ddp_crossover.separability import why_not_separable
 from ddp_crossover.slots import Slot
 from ddp_crossover.stats import FallbackLog
-from ddp_crossover.torch_internals import move_to_front, step_pre_hooks
+from ddp_crossover.torch_internals import has_hooks, move_to_front, step_pre_hooks
 
 
 class _Update(NamedTuple):
@@ -96,7 +96,10 @@ class DeferredUpdates:
         self.deferred_steps = 0
         params.bring_up_to_date = self.bring_up_to_date
         self._handles: list[RemovableHandle] = []
-        for optimizer in optimizers:
+        for optimizer, reason in self._reasons.items():
+            if not has_hooks(optimizer):
+                self._note_waits(optimizer, reason)
+                continue
             after = optimizer.register_step_post_hook(self._after_step)
             move_to_front(optimizer, after)
             self._handles += [
@@ -162,6 +165,10 @@ class DeferredUpdates:
             self._reasons[optimizer] = why_not_separable(optimizer)
         return self._reasons[optimizer]
 
+    def _note_waits(self, optimizer: Optimizer, reason: str | None) -> None:
+        self._looks.is_explained = True
+        self._fallbacks.note(f"{type(optimizer).__name__}.step() waits for all gradients: {reason}")
+
     def refuse_to_go_on(self) -> None:
         """Raise if some parameters have been updated, and others never will be."""
         if self._broken:
@@ -204,8 +211,7 @@ class DeferredUpdates:
         if reason is None and (len(args) > 2 or set(kwargs) - {"closure"}):
             reason = "it was called with arguments besides the closure"
         if reason is not None:
-            self._looks.is_explained = True
-            self._fallbacks.note(f"{type(optimizer).__name__}.step() waits for all gradients: {reason}")
+            self._note_waits(optimizer, reason)
         if reason is not None or not self.enabled or self._is_plain:
             make_state_plain(optimizer)
             return None

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..torch_internals import call_after_backward, is_compiled_in_place, is_in_backward, tensors_in
+from ..torch_internals import call_after_backward, has_hooks, is_compiled_in_place, is_in_backward, tensors_in
 from .run_ahead import RunAhead
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Instrument:
                 if parameter.requires_grad
             ),
         ]
-        if optimizer is not None:
+        if optimizer is not None and has_hooks(optimizer):
             handles.append(optimizer.register_step_pre_hook(self._before_step))
             handles.append(optimizer.register_step_post_hook(self._after_step))
         self._undo.extend(handle.remove for handle in handles)
