@@ -1,0 +1,72 @@
+"""PyTorch's own tests of DistributedDataParallel, as they are and with `dear_hook` in every DDP model.
+
+    python scripts/pytorch_ddp_tests.py
+    python scripts/pytorch_ddp_tests.py --only control_flow --json tests.json
+
+The tests come with torch (`torch.testing._internal.distributed.distributed_test`; they need expecttest). Those that
+were written for GPUs run on CPUs, over gloo. A test that passes without us must pass with us, unless it is about
+something that is refused; see `DOCUMENTED`. Exit code 1 if one does not.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from pytorch_ddp_parts import runner
+
+# Part of the error -> why it may end a test that passes without us.
+DOCUMENTED: dict[str, str] = {}
+
+
+def main() -> int:
+    """Run all of them, print what differs, and write what `--json` asks for."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--only", default="", help="tests whose name contains this")
+    parser.add_argument("--ranks", type=int, default=2, help="processes")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one test")
+    parser.add_argument("--json", type=Path, help="file for all results")
+    args = parser.parse_args()
+    tests = runner.load(args.ranks)
+    names = [name for name in runner.names(tests) if args.only in name]
+    console = Console()
+    rows = []
+    for name in track(names, "running", console=console, disable=not console.is_terminal):
+        plain = runner.run(tests, name, args.ranks, attach=False, timeout_s=args.timeout)
+        ours = runner.run(tests, name, args.ranks, attach=True, timeout_s=args.timeout)
+        documented = next((why for part, why in DOCUMENTED.items() if part in ours.reason), "")
+        rows.append({"test": name, "plain": plain._asdict(), "attached": ours._asdict(), "documented": documented})
+    table = Table(title=f"torch {torch.__version__}, {args.ranks} ranks, gloo", title_justify="left")
+    for heading in ("test", "plain", "attached", "why"):
+        table.add_column(heading, overflow="fold")
+    failed = 0
+    for row in rows:
+        plain, ours = row["plain"], row["attached"]
+        is_new = plain["result"] == "passed" and ours["result"] != "passed"
+        failed += is_new and not row["documented"]
+        if is_new or plain["result"] != "passed":
+            why = row["documented"] or ours["reason"] if is_new else plain["reason"]
+            table.add_row(row["test"], plain["result"], ours["result"], why)
+    console.print(table)
+    passing = [row for row in rows if row["plain"]["result"] == "passed"]
+    same = [row for row in passing if row["attached"]["result"] == "passed"]
+    pipelined = sum(row["attached"]["attached"] > 0 for row in same)
+    console.print(
+        f"{len(rows)} tests: {len(passing)} pass without us, {len(same)} of these with us "
+        f"({pipelined} with a model attached), {failed} fail without a documented reason"
+    )
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
