@@ -53,7 +53,6 @@ def choose_plan(
     link: LinkModel,
     *,
     world_size: int,
-    wire_itemsize_bytes: int | None = None,
     fused_all_reduce: bool = True,
     candidates_mb: Sequence[float] = CANDIDATES_MB,
 ) -> PlannedStep:
@@ -63,8 +62,6 @@ def choose_plan(
         specs, arrival_order, use_rank, world_size: as for :func:`~ddp_crossover.fusion.plan_fusion`.
         profile: measured compute times, one entry per parameter in the order of ``specs``.
         link: measured link between this number of ranks.
-        wire_itemsize_bytes: bytes per element on the wire, where gradients travel in another dtype than their own.
-            Group sizes in MiB then mean bytes on the wire.
         fused_all_reduce: whether an all-reduce pays ``per_leg_s`` once, as one operation does on NCCL. If not, it is
             a scatter and a gather leg back to back, as ours on gloo, and no group gains from staying unsplit.
         candidates_mb: group sizes to try, in MiB; each with tapered groups and without.
@@ -76,8 +73,6 @@ def choose_plan(
         raise ValueError(f"the profile was measured with {len(profile.use_s)} parameters, the model has {len(specs)}")
     if not candidates_mb:
         raise ValueError("candidates_mb must name at least one group size")
-    if wire_itemsize_bytes is not None:
-        specs = [replace(spec, itemsize_bytes=wire_itemsize_bytes) for spec in specs]
     problem = _Problem(specs, arrival_order, use_rank, profile, link, world_size, fused_all_reduce)
     auto = _try_sizes(problem, "auto", candidates_mb)
     _, allreduce = _best(_try_sizes(problem, "allreduce", candidates_mb))

@@ -121,16 +121,6 @@ def test_a_small_group_stays_unsplit_where_a_leg_saved_shortens_the_step() -> No
     assert all(group.split for group in no_overhead.plan.groups)
 
 
-def test_a_narrower_wire_halves_the_bytes() -> None:
-    chain = Chain([250_000] * 32)
-    link = chain.link(3.0)
-    narrow = chain.choose(link, wire_itemsize_bytes=2)
-    assert narrow.step_s < 0.6 * chain.choose(link).step_s
-    limit_numel = narrow.plan.fusion_mb * MB / 2
-    assert max(group.numel for group in narrow.plan.groups) <= limit_numel
-    assert max(group.numel for group in narrow.plan.groups) > limit_numel / 2
-
-
 def test_a_huge_model_is_not_cut_into_thousands_of_groups() -> None:
     chain = Chain([20_000_000] * 40)
     planned = chain.choose(chain.link(1.0))
