@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from ddp_crossover.probe import probe_link
 from ddp_crossover.profile_file import ModelProfile
 from ddp_crossover.profiling import ComputeProfiler, Stopwatch, make_stopwatch
 from ddp_crossover.trials import ALLREDUCE, AUTO, Candidate
-from ddp_crossover.tuned_file import TunedEntry, TunedFileError, describe_model, load_tuned, save_tuned
+from ddp_crossover.tuned_file import TunedFileError, describe_model, load_tuned, save_tuned
 from ddp_crossover.tuner import TRIAL_STEPS, Tuner, TuningResult
 from ddp_crossover.turns import Turns
 from ddp_crossover.wire import travels_as
@@ -260,7 +259,7 @@ class Planning:
             return
         key, model = self._tuned_key
         try:
-            save_tuned(self._settings.tuned_file, key, TunedEntry(model, result, f"{datetime.now(UTC):%Y-%m-%d}"))
+            save_tuned(self._settings.tuned_file, key, model, result)
         except (TunedFileError, OSError) as error:
             logger.warning("ddp_crossover: what was tuned could not be kept: %s", error)
 
@@ -275,8 +274,8 @@ class Planning:
         mine: dict[str, Any] = {}
         if self._link.rank == 0:
             try:
-                if (entry := load_tuned(self._settings.tuned_file, self._tuned_key[0])) is not None:
-                    mine["found"] = [entry.result.best.fusion_mb, entry.result.best.schedule]
+                if (best := load_tuned(self._settings.tuned_file, self._tuned_key[0])) is not None:
+                    mine["found"] = [best.fusion_mb, best.schedule]
             except (TunedFileError, OSError) as error:
                 mine["error"] = str(error)
         answer = self._exchange(mine)[0]

@@ -66,11 +66,6 @@ class Trial:
     def median_s(self) -> float:
         return median(self.steps_s)
 
-    @property
-    def spread_s(self) -> float:
-        """Median absolute deviation from the median, in seconds."""
-        return median(abs(step_s - self.median_s) for step_s in self.steps_s)
-
 
 class TrialLog:
     """All trials so far. Times of different trials are compared as if all had run on the machine as it is now.

@@ -52,7 +52,7 @@ class TuningResult:
         fastest: the fastest ``"auto"`` candidate; ``best``, unless that is plain all-reduce.
         fastest_s: its step time, likewise.
         plain_s: the step time of plain all-reduce, likewise.
-        trials: all trials in the order in which they ran, as measured, with median and spread.
+        trials: all trials in the order in which they ran, as measured.
         steps: training steps used, warm-up included.
         reason: why it stopped.
     """
