@@ -87,10 +87,6 @@ class TrialLog:
         """How often it was tried."""
         return sum(trial.candidate == candidate for trial in self.trials)
 
-    def age(self, candidate: Candidate) -> int:
-        """How many trials of others there were since it was last tried."""
-        return next(i for i, trial in enumerate(reversed(self.trials)) if trial.candidate == candidate)
-
     def candidates(self, schedule: str) -> list[Candidate]:
         """Those tried, in the order of their first trial."""
         tried = dict.fromkeys(trial.candidate for trial in self.trials)

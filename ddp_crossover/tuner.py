@@ -7,18 +7,15 @@ What to try next depends on nothing but what has been measured, so a conclusion 
 drawn anew. In this order:
 
 1. The start, which is the model's best, and plain all-reduce.
-2. The incumbent again, when its last trial is ``STALE_TRIALS`` others ago: machines drift, and a challenger should
-   meet an incumbent that ran beside it.
-3. The incumbent's neighbours on the log2 grid. When one is faster it is the incumbent, so this walks downhill.
-4. One octave past a neighbour that differs by no more than the noise: a shallow slope shows over two octaves.
-5. A golden section of the way to a measured neighbour, when the curve is known to rise on a side at least.
-6. The winner and plain all-reduce again, if they were measured only once: the lowest of several noisy times is too low
+2. The incumbent's neighbours on the log2 grid. When one is faster it is the incumbent, so this walks downhill.
+3. A golden section of the way to a measured neighbour, when the curve is known to rise on a side at least.
+4. The winner and plain all-reduce again, if they were measured only once: the lowest of several noisy times is too low
    on average, and the choice between these two should not hang on how the machine was at the start. When trials run
-   out, these two come before 2 to 5.
+   out, these two come before 2 and 3.
 
 How near it comes, simulated on 80 curves of each kind, from starts within two octaves of the best. Without noise it
 ends within 3%, but for one that ended at 3.1%. With 3% of noise in every step and a drift of up to 15%, 98% of smooth
-curves do (worst 3.9%), and 92% of those with a kink at the best (worst 7.6%). After a sudden jump of 10%, 95% and 71%
+curves do (worst 4.4%), and 92% of those with a kink at the best (worst 7.6%). After a sudden jump of 10%, 97% and 68%
 (worst 9.0%).
 """
 
@@ -36,7 +33,6 @@ WARMUP_STEPS = 1
 MEASURED_STEPS = 5
 TRIAL_STEPS = WARMUP_STEPS + MEASURED_STEPS
 
-STALE_TRIALS = 3
 GOLDEN = (3 - math.sqrt(5)) / 2
 # Sizes nearer to each other than this, in octaves, are not worth a trial between them.
 MIN_GAP = 0.45
@@ -82,8 +78,7 @@ class Tuner:
         start: what to begin with: the model's best. With ``schedule="allreduce"`` plain all-reduce goes first and its
             ``fusion_mb`` is where the search for a better size begins.
         model_bytes: bytes of all gradients; groups are never larger.
-        max_trials: at most so many trials, repeats included; two at least.
-        max_steps: at most so many training steps, warm-up included; two trials at least.
+        max_trials: at most so many trials of 6 training steps, repeats included; two at least.
         low_mb, high_mb: smallest and largest group size to try, in MiB.
 
     Raises:
@@ -105,23 +100,18 @@ class Tuner:
         *,
         model_bytes: int,
         max_trials: int = 10,
-        max_steps: int = 60,
         low_mb: float = 0.25,
         high_mb: float = 64.0,
     ) -> None:
         if model_bytes <= 0:
             raise ValueError(f"model_bytes={model_bytes}: a model without gradients has nothing to tune")
-        if max_trials < 2 or max_steps < 2 * TRIAL_STEPS:
-            raise ValueError(
-                f"max_trials={max_trials}, max_steps={max_steps}: the start and plain all-reduce alone take 2 trials "
-                f"and {2 * TRIAL_STEPS} steps"
-            )
+        if max_trials < 2:
+            raise ValueError(f"max_trials={max_trials}: the start and plain all-reduce alone take 2 trials")
         if not (math.isfinite(high_mb) and 0 < low_mb <= high_mb):
             raise ValueError(f"low_mb={low_mb}, high_mb={high_mb}: give 0 < low_mb <= high_mb, in MiB")
         self._high_mb = min(high_mb, model_bytes / MB)
         self._low_mb = min(low_mb, self._high_mb)
         self._max_trials = max_trials
-        self._max_steps = max_steps
         auto = self._at(math.log2(start.fusion_mb))
         plain = Candidate(auto.fusion_mb, ALLREDUCE)
         self._first = [plain, auto] if start.schedule == ALLREDUCE else [auto, plain]
@@ -198,20 +188,15 @@ class Tuner:
         trials = len(self._log.trials)
         if trials == self._max_trials:
             return f"the budget of {self._max_trials} trials is spent"
-        if (trials + 1) * TRIAL_STEPS > self._max_steps:
-            return f"the budget of {self._max_steps} steps is spent"
         for candidate in self._first:
             if not self._log.count(candidate):
                 return candidate
         winner, fastest = self._log.winner(), self._log.fastest()
         plain = self._log.candidates(ALLREDUCE)[0]
         unconfirmed = [c for c in dict.fromkeys((winner, plain)) if self._log.count(c) == 1]
-        left = min(self._max_trials - trials, self._max_steps // TRIAL_STEPS - trials)
-        if unconfirmed and left <= len(unconfirmed):
+        if unconfirmed and self._max_trials - trials <= len(unconfirmed):
             return unconfirmed[0]
-        if self._log.age(fastest) >= STALE_TRIALS:
-            return fastest
-        probe = self._neighbour(fastest) or self._past_a_tie(fastest) or self._between(fastest)
+        probe = self._neighbour(fastest) or self._between(fastest)
         return probe or (unconfirmed[0] if unconfirmed else f"no neighbour of {fastest} was faster")
 
     def _neighbour(self, best: Candidate) -> Candidate | None:
@@ -219,19 +204,6 @@ class Tuner:
         for side in (-1, 1):
             probe = self._at(_octave(best) + side)
             if not self._beside(best, side) and abs(_octave(probe) - _octave(best)) >= MIN_GAP:
-                return probe
-        return None
-
-    def _past_a_tie(self, best: Candidate) -> Candidate | None:
-        """Two octaves away, on a side where the one neighbour is as fast as the best."""
-        for side in (-1, 1):
-            beside = self._beside(best, side)
-            probe = self._at(_octave(best) + 2 * side)
-            if (
-                len(beside) == 1
-                and not self._log.faster(best, beside[0])
-                and abs(_octave(probe) - _octave(beside[0])) >= MIN_GAP
-            ):
                 return probe
         return None
 
