@@ -23,7 +23,7 @@ from ddp_crossover.fusion import MB, FusionPlan, GradientSpec, plan_fusion
 from ddp_crossover.planner import CANDIDATES_MB, PlannedStep, choose_plan
 from ddp_crossover.probe import probe_link
 from ddp_crossover.profile_file import ModelProfile
-from ddp_crossover.profiling import ComputeProfiler, Stopwatch, make_stopwatch
+from ddp_crossover.profiling import ComputeProfiler, Stopwatch
 from ddp_crossover.trials import ALLREDUCE, AUTO, Candidate
 from ddp_crossover.tuned_file import TunedFileError, describe_model, load_tuned, save_tuned
 from ddp_crossover.tuner import TRIAL_STEPS, Tuner, TuningResult
@@ -115,7 +115,7 @@ class Planning:
             wire_dtype=None if wire_dtype is None else str(wire_dtype),
         )
         self._model_bytes = sum(spec.numel * spec.itemsize_bytes for spec in self._specs)
-        self._stopwatch: Stopwatch = make_stopwatch(self._device)
+        self._stopwatch = Stopwatch(self._device)
         self._orders = Orders([], [])
         self._tuner: Tuner | None = None
         self._known: Candidate | None = None
