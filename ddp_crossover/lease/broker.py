@@ -85,7 +85,7 @@ class Broker:
         if not self.serving:
             return
         self._listener, self._inode = place.listen(self._settings.group)
-        self._page = PageWriter(place.directory)
+        self._page = PageWriter()
         # Nanoseconds since boot: above every fence of a broker before this one.
         self._arbiter = Arbiter(time.monotonic_ns(), self._settings.limits)
         self._connections: dict[int, _Connection] = {}  # by socket and by pidfd

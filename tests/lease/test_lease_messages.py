@@ -192,7 +192,7 @@ class FakeBroker:
     """A socket that a real client connects to; the test says what it answers."""
 
     def __init__(self, directory: Path) -> None:
-        self.page = PageWriter(directory)
+        self.page = PageWriter()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(directory / "broker.sock"))
         self._listener.listen()
