@@ -105,22 +105,6 @@ def test_plain_all_reduces_are_preferred_where_splitting_gains_nothing() -> None
     assert Chain([250_000] * 16).choose(LinkModel(0.0, 0.0, s_per_byte=1e-15)).prefers_allreduce
 
 
-def test_a_small_group_stays_unsplit_where_a_leg_saved_shortens_the_step() -> None:
-    # The first layer is tiny and last to arrive: nothing hides its legs, and each costs 20 ms.
-    chain = Chain([1000] + [500_000] * 8)
-    link = chain.link(0.2, per_leg_s=0.02)
-    fused = chain.choose(link, candidates_mb=[2.0])
-    plain = [group.index for group in fused.plan.groups if not group.split]
-    assert plain
-    assert all(("all_reduce", index) in fused.plan.launch_order for index in plain)
-    two_legs = chain.choose(link, candidates_mb=[2.0], fused_all_reduce=False)
-    assert all(group.split for group in two_legs.plan.groups)
-    assert fused.step_s < two_legs.step_s
-    assert fused.allreduce_s < two_legs.allreduce_s
-    no_overhead = chain.choose(chain.link(0.2), candidates_mb=[2.0])
-    assert all(group.split for group in no_overhead.plan.groups)
-
-
 def test_a_huge_model_is_not_cut_into_thousands_of_groups() -> None:
     chain = Chain([20_000_000] * 40)
     planned = chain.choose(chain.link(1.0))
