@@ -82,8 +82,6 @@ def test_presets_are_below_line_rate_and_in_order() -> None:
     rates_bit_s = [8 / LinkModel.preset(name).s_per_byte for name in ("10g", "25g", "100g")]
     for rate_bit_s, line_bit_s in zip(rates_bit_s, (10e9, 25e9, 100e9), strict=True):
         assert 0.9 * line_bit_s < rate_bit_s < line_bit_s
-    with pytest.raises(ValueError, match="10g, 25g, 100g"):
-        LinkModel.preset("1t")
 
 
 @given(LINKS)
