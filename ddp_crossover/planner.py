@@ -64,14 +64,7 @@ def choose_plan(
         fused_all_reduce: whether an all-reduce pays ``per_leg_s`` once, as one operation does on NCCL. If not, it is
             a scatter and a gather leg back to back, as ours on gloo.
         candidates_mb: group sizes to try, in MiB; each with tapered groups and without.
-
-    Raises:
-        ValueError: if the profile does not belong to these parameters, or there is no candidate.
     """
-    if len(profile.use_s) != len(specs):
-        raise ValueError(f"the profile was measured with {len(profile.use_s)} parameters, the model has {len(specs)}")
-    if not candidates_mb:
-        raise ValueError("candidates_mb must name at least one group size")
     problem = _Problem(specs, arrival_order, use_rank, profile, link, world_size, fused_all_reduce)
     auto = _try_sizes(problem, "auto", candidates_mb)
     _, allreduce = _best(_try_sizes(problem, "allreduce", candidates_mb))

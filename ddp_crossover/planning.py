@@ -103,7 +103,7 @@ class Planning:
         wire_dtype: torch.dtype | None,
         turns: Turns,
     ) -> None:
-        self._specs = [_gradient_spec(name, parameter, wire_dtype) for name, parameter in named]
+        self.specs = [_gradient_spec(name, parameter, wire_dtype) for name, parameter in named]
         self._settings = settings
         self._link = link
         self._device = named[0][1].device
@@ -114,7 +114,7 @@ class Planning:
             device_type=self._device.type,
             wire_dtype=None if wire_dtype is None else str(wire_dtype),
         )
-        self._model_bytes = sum(spec.numel * spec.itemsize_bytes for spec in self._specs)
+        self._model_bytes = sum(spec.numel * spec.itemsize_bytes for spec in self.specs)
         self._stopwatch = Stopwatch(self._device)
         self._orders = Orders([], [])
         self._tuner: Tuner | None = None
@@ -151,13 +151,8 @@ class Planning:
             return self._checked(Choice(self._cut(self._first_mb(), "dear")))
         if self._settings.fusion_mb is None or not self._link.orders_gathers:
             self.stage = Stage.PROFILING
-            self.profiler = ComputeProfiler(self._stopwatch, len(self._specs))
+            self.profiler = ComputeProfiler(self._stopwatch, len(self.specs))
         return self._checked(Choice(self._cut(self._first_mb(), "auto")))
-
-    @property
-    def specs(self) -> Sequence[GradientSpec]:
-        """The gradients, one for each parameter."""
-        return self._specs
 
     @property
     def settled(self) -> bool:
@@ -180,7 +175,7 @@ class Planning:
         """What has been measured, for the simulator; None before that."""
         if self.compute is None:
             return None
-        return ModelProfile(tuple(self._specs), self.compute, self.link_model, self._link.world_size)
+        return ModelProfile(tuple(self.specs), self.compute, self.link_model, self._link.world_size)
 
     def progress(self) -> str:
         """One line for logs."""
@@ -294,7 +289,7 @@ class Planning:
     def _plan(self, compute: ComputeProfile, sizes_mb: Sequence[float] | None) -> PlannedStep:
         assert self.link_model is not None
         return choose_plan(
-            self._specs,
+            self.specs,
             self._orders.arrival,
             self._orders.use_rank,
             compute,
@@ -307,7 +302,7 @@ class Planning:
     def _cut(self, fusion_mb: float, schedule: str) -> FusionPlan:
         orders = self._orders
         world_size = self._link.world_size
-        plan = plan_fusion(self._specs, orders.arrival, orders.use_rank, world_size=world_size, fusion_mb=fusion_mb)
+        plan = plan_fusion(self.specs, orders.arrival, orders.use_rank, world_size=world_size, fusion_mb=fusion_mb)
         return replace(plan, schedule=schedule)
 
     def _first_mb(self) -> float:

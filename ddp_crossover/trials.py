@@ -58,10 +58,6 @@ class Trial:
     candidate: Candidate
     steps_s: tuple[float, ...]
 
-    def __post_init__(self) -> None:
-        if not self.steps_s:
-            raise ValueError(f"a trial of {self.candidate} without a measured step")
-
     @property
     def median_s(self) -> float:
         return median(self.steps_s)

@@ -34,6 +34,8 @@ MEASURED_STEPS = 5
 TRIAL_STEPS = WARMUP_STEPS + MEASURED_STEPS
 
 GOLDEN = (3 - math.sqrt(5)) / 2
+# The largest group size to try.
+HIGH_MB = 64.0
 # Sizes nearer to each other than this, in octaves, are not worth a trial between them.
 MIN_GAP = 0.45
 
@@ -79,10 +81,11 @@ class Tuner:
             ``fusion_mb`` is where the search for a better size begins.
         model_bytes: bytes of all gradients; groups are never larger.
         max_trials: at most so many trials of 6 training steps, repeats included; two at least.
-        low_mb, high_mb: smallest and largest group size to try, in MiB.
+        low_mb: smallest group size to try, in MiB.
 
-    Raises:
-        ValueError: for budgets or sizes that leave nothing to try.
+    Attributes:
+        candidate: what the next step must run under.
+        result: what was found, or None while it runs.
 
     Example::
 
@@ -101,15 +104,8 @@ class Tuner:
         model_bytes: int,
         max_trials: int = 10,
         low_mb: float = 0.25,
-        high_mb: float = 64.0,
     ) -> None:
-        if model_bytes <= 0:
-            raise ValueError(f"model_bytes={model_bytes}: a model without gradients has nothing to tune")
-        if max_trials < 2:
-            raise ValueError(f"max_trials={max_trials}: the start and plain all-reduce alone take 2 trials")
-        if not (math.isfinite(high_mb) and 0 < low_mb <= high_mb):
-            raise ValueError(f"low_mb={low_mb}, high_mb={high_mb}: give 0 < low_mb <= high_mb, in MiB")
-        self._high_mb = min(high_mb, model_bytes / MB)
+        self._high_mb = min(HIGH_MB, model_bytes / MB)
         self._low_mb = min(low_mb, self._high_mb)
         self._max_trials = max_trials
         auto = self._at(math.log2(start.fusion_mb))
@@ -117,53 +113,38 @@ class Tuner:
         self._first = [plain, auto] if start.schedule == ALLREDUCE else [auto, plain]
         self._log = TrialLog()
         self._steps_s: list[float] = []
-        self._candidate = self._first[0]
-        self._result: TuningResult | None = None
-
-    @property
-    def candidate(self) -> Candidate:
-        """What the next step must run under."""
-        return self._candidate
-
-    @property
-    def result(self) -> TuningResult | None:
-        """What was found, or None while it runs."""
-        return self._result
+        self.candidate = self._first[0]
+        self.result: TuningResult | None = None
 
     def observe(self, step_s: float) -> Candidate | None:
-        """Take the time of one training step, in seconds, that ran under :attr:`candidate`.
+        """Take the time of one training step, in seconds, that ran under ``candidate``.
 
         Returns the candidate to switch to before the next step, or None to stay. Once there is a result, times
         change nothing.
-
-        Raises:
-            ValueError: if ``step_s`` is not a positive number.
         """
-        if not (math.isfinite(step_s) and step_s > 0):
-            raise ValueError(f"step_s={step_s!r}: give the time of the step in seconds")
-        if self._result is not None:
+        if self.result is not None:
             return None
         self._steps_s.append(step_s)
         if len(self._steps_s) < TRIAL_STEPS:
             return None
-        self._log.add(Trial(self._candidate, tuple(self._steps_s[WARMUP_STEPS:])))
-        previous = self._candidate
+        self._log.add(Trial(self.candidate, tuple(self._steps_s[WARMUP_STEPS:])))
+        previous = self.candidate
         choice = self._next()
         if isinstance(choice, str):
-            self._result = self._conclude(choice)
-            choice = self._result.best
-        self._candidate = choice
+            self.result = self._conclude(choice)
+            choice = self.result.best
+        self.candidate = choice
         # A candidate that is tried twice in a row is warm, but its trial is as long as any other: simpler to count.
         self._steps_s = []
         return choice if choice != previous else None
 
     def progress(self) -> str:
         """One line for logs: which trial runs, and what is best so far."""
-        if self._result is not None:
-            return self._result.describe()
+        if self.result is not None:
+            return self.result.describe()
         measured = self._steps_s[WARMUP_STEPS:]
-        now = _ms(Trial(self._candidate, tuple(measured)).median_s) if measured else "warming up"
-        line = f"tuning {len(self._log.trials) + 1}/{self._max_trials}: {self._candidate}: {now}"
+        now = _ms(Trial(self.candidate, tuple(measured)).median_s) if measured else "warming up"
+        line = f"tuning {len(self._log.trials) + 1}/{self._max_trials}: {self.candidate}: {now}"
         if len(self._log.trials) < len(self._first):
             return line
         best = self._log.winner()

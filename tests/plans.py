@@ -59,7 +59,7 @@ class RandomPlanning(Planning):
         if draw.random() < 0.5:
             draw.shuffle(use_rank)  # only speed hangs on it
         plan = plan_fusion(
-            self._specs,
+            self.specs,
             self._orders.arrival,
             use_rank,
             world_size=self._link.world_size,

@@ -121,12 +121,3 @@ def test_a_group_waits_for_its_last_gradient_and_is_needed_by_its_first_use() ->
     step = predict_step(plan, specs, profile, LinkModel(0.0, per_leg_s=1.0, s_per_byte=0.0), "auto")
     assert step.legs[0].start_s == 2.0
     assert step.step_s == pytest.approx(4.0 + 0.5)
-
-
-def test_a_profile_of_another_model_is_refused() -> None:
-    chain = Chain([10, 10])
-    chain.profile = Chain([10]).profile
-    with pytest.raises(ValueError, match="1 parameters, the model has 2"):
-        chain.choose(LinkModel(0.0, 0.0, 0.0))
-    with pytest.raises(ValueError, match="candidates_mb"):
-        Chain([10]).choose(LinkModel(0.0, 0.0, 0.0), candidates_mb=[])

@@ -229,26 +229,6 @@ def test_noise_is_not_taken_for_a_gain() -> None:
     assert log.fastest() == Candidate(2)
 
 
-@pytest.mark.parametrize("step_s", [0.0, -1.0, math.nan, math.inf])
-def test_a_time_that_is_none_is_refused(step_s) -> None:
-    with pytest.raises(ValueError, match="step_s"):
-        Tuner(Candidate(8.0), model_bytes=MODEL_BYTES).observe(step_s)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"model_bytes": 0}, "model_bytes"),
-        ({"max_trials": 1}, "max_trials=1"),
-        ({"low_mb": 0.0}, "low_mb"),
-        ({"low_mb": 65.0}, "low_mb"),
-    ],
-)
-def test_impossible_settings_are_named(changes, words) -> None:
-    with pytest.raises(ValueError, match=words):
-        Tuner(Candidate(8.0), **{"model_bytes": MODEL_BYTES, **changes})
-
-
 @pytest.mark.parametrize(("fusion_mb", "schedule"), [(0.0, "auto"), (math.nan, "auto"), (8.0, "dear")])
 def test_an_impossible_candidate_is_refused(fusion_mb, schedule) -> None:
     with pytest.raises(ValueError, match=r"fusion_mb|schedule"):
