@@ -12,8 +12,7 @@ from rich.text import Text
 
 _LEGEND = (
     "held, waits, gap: shares of a job's time; alone, it would not wait. "
-    "filled: share of its gaps in which another job held. /s: hand-offs to it. "
-    "p50, p99: microseconds that its last 256 hand-offs took."
+    "filled: share of its gaps in which another job held. /s: hand-offs to it."
 )
 
 
@@ -38,8 +37,8 @@ def _jobs(resource: dict[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True, header_style="dim")
     table.add_column("job", ratio=1, no_wrap=True, overflow="ellipsis")
     table.add_column("role", no_wrap=True, min_width=6)
-    for name in ("held", "waits", "gap", "filled", "/s", "p50", "p99"):
-        table.add_column(name, justify="right", no_wrap=True, min_width=6 if name[0] in "/p" else 4)
+    for name in ("held", "waits", "gap", "filled", "/s"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=6 if name == "/s" else 4)
     for job in sorted(resource["jobs"], key=lambda j: (j["role"] != "peer", -j["held"], j["job"])):
         style = "green" if job["job"] == resource["holder"] else ""
         table.add_row(
@@ -48,7 +47,6 @@ def _jobs(resource: dict[str, Any]) -> Table:
             *(f"{job[share]:.0%}" for share in ("held", "waited", "gap")),
             f"{job['gap_filled']:.0%}" if job["gap"] else "-",
             f"{job['handoffs_per_s']:.1f}",
-            *("-" if us is None else f"{us:.0f}" for us in (job["handoff_p50_us"], job["handoff_p99_us"])),
         )
     return table
 
