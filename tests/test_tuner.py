@@ -214,7 +214,7 @@ def test_a_tie_leaves_what_was_there() -> None:
 def test_a_slower_machine_is_not_taken_for_a_slower_candidate() -> None:
     log = TrialLog()
     for candidate, step_s in [(Candidate(8), 1.0), (Candidate(4), 1.0), (Candidate(8), 1.1)]:
-        log.add(Trial(candidate, (step_s,) * 5))
+        log.trials.append(Trial(candidate, (step_s,) * 5))
     assert log.faster(Candidate(4), Candidate(8))
     assert log.time_s(Candidate(8)) == pytest.approx(1.1, rel=0.01)
     assert log.time_s(Candidate(4)) == pytest.approx(1.05, rel=0.01)
@@ -222,10 +222,10 @@ def test_a_slower_machine_is_not_taken_for_a_slower_candidate() -> None:
 
 def test_noise_is_not_taken_for_a_gain() -> None:
     log = TrialLog()
-    log.add(Trial(Candidate(8), (0.8, 0.9, 1.0, 1.1, 1.2)))
-    log.add(Trial(Candidate(4), (0.78, 0.88, 0.97, 1.08, 1.18)))
+    log.trials.append(Trial(Candidate(8), (0.8, 0.9, 1.0, 1.1, 1.2)))
+    log.trials.append(Trial(Candidate(4), (0.78, 0.88, 0.97, 1.08, 1.18)))
     assert log.fastest() == Candidate(8)
-    log.add(Trial(Candidate(2), (0.5, 0.6, 0.7, 0.8, 0.9)))
+    log.trials.append(Trial(Candidate(2), (0.5, 0.6, 0.7, 0.8, 0.9)))
     assert log.fastest() == Candidate(2)
 
 
