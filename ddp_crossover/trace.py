@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 from ddp_crossover import perfetto
-from ddp_crossover.intervals import Interval, clip, total
-from ddp_crossover.spans import Figures, Span, exposed, figures
+from ddp_crossover.spans import Figures, Span, figures
 
 MAX_SPANS = 200_000
 
@@ -125,15 +124,11 @@ class Trace:
 
     def exposed_s(self) -> float:
         """Time in which at least one leg was under way and nothing was computed."""
-        return total(self.exposed())
-
-    def exposed(self) -> list[Interval]:
-        """When at least one leg was under way and nothing was computed, within the time that was traced."""
-        # A leg may have begun before there was anybody to note the compute that hid it.
-        return clip(exposed(self.spans()), (self.began_s, self._last_s()))
+        return self.figures().exposed_s
 
     def figures(self) -> Figures:
         """Sums over all that was traced."""
+        # A leg may have begun before there was anybody to note the compute that hid it.
         return figures(self.spans(), [(self.began_s, self._last_s())])[0]
 
     def steps(self) -> list[Figures]:
