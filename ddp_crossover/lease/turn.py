@@ -100,10 +100,10 @@ class Turn:
         self.grants += 1
         return True
 
-    def ask(self, kind: Kind, no_connection: str) -> str | None:
+    def ask(self, kind: Kind) -> str | None:
         """Send REQUEST, or RELEASE with a request in it, and wait for the grant.
 
-        Returns why there is none, which is ``no_connection`` where there is no broker; None with the grant in hand.
+        Returns why there is none; None with the grant in hand.
         """
         held_on = self._checked_hold()
         if self._fence == _NOT_KNOWN_YET and self._held_on is not None:
@@ -113,7 +113,7 @@ class Turn:
         connection = self._keeper.connection
         if connection is None:
             self.forget()
-            return no_connection
+            return self._keeper.why_none
         start_s = time.monotonic()
         try:
             self.forget()
