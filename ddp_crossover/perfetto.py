@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ddp_crossover.spans import KINDS, LEASE_KINDS, LEG_KINDS, Span
 
-_FORMAT = "ddp_crossover trace 1"
+_FORMAT = "ddp_crossover trace 2"
 
 
 class About(NamedTuple):
@@ -100,11 +100,7 @@ def _name(span: Span) -> str:
 
 
 def _arguments(span: Span) -> dict[str, Any]:
-    arguments: dict[str, Any] = {}
-    if span.group >= 0:
-        arguments["group"] = span.group
-    if span.detail:
-        arguments["detail"] = span.detail
+    arguments: dict[str, Any] = {"group": span.group, "detail": span.detail}
     if span.posted_s == span.posted_s:  # not NaN, which JSON does not know
         arguments["posted_after_us"] = (span.posted_s - span.begin_s) * 1e6
     return arguments
@@ -116,9 +112,9 @@ def _span(event: dict[str, Any], about: About) -> Span:
         kind=event["cat"],
         begin_s=begin_s,
         end_s=begin_s + event["dur"] * 1e-6,
-        group=arguments.get("group", -1),
+        group=arguments["group"],
         posted_s=begin_s + arguments.get("posted_after_us", float("nan")) * 1e-6,
-        detail=arguments.get("detail", ""),
+        detail=arguments["detail"],
     )
 
 
