@@ -40,6 +40,8 @@ def require_equal(what: str, value: dict[str, Any], process_group: dist.ProcessG
 
 
 def _first_difference(left: Any, right: Any, where: str = "") -> str | None:
+    if isinstance(left, list) and isinstance(right, list):
+        left, right = dict(enumerate(left)), dict(enumerate(right))
     if isinstance(left, dict) and isinstance(right, dict):
         for key in [*left, *(key for key in right if key not in left)]:
             path = f"{where}.{key}" if where else str(key)
@@ -48,11 +50,4 @@ def _first_difference(left: Any, right: Any, where: str = "") -> str | None:
             if (found := _first_difference(left[key], right[key], path)) is not None:
                 return found
         return None
-    if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
-        for index, (a, b) in enumerate(zip(left, right, strict=True)):
-            if (found := _first_difference(a, b, f"{where}[{index}]")) is not None:
-                return found
-        return None
-    if isinstance(left, list) and isinstance(right, list):
-        return f"{where} has {len(left)} entries on rank 0, {len(right)} here"
     return None if left == right else f"{where} is {left!r} on rank 0, {right!r} here"

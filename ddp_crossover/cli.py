@@ -1,7 +1,7 @@
 """The command line: ``python -m ddp_crossover COMMAND``.
 
 A command is a module with ``add_arguments(parser)`` and ``run(args) -> int``, the exit status; the first line of its
-docstring is its help. It raises ValueError or OSError for what the user can mend.
+docstring is its help. It raises ValueError, OSError or ImportError for what the user can mend.
 """
 
 from __future__ import annotations
@@ -10,9 +10,6 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-
-from rich.console import Console
-from rich.markup import escape
 
 # Imported only when asked for by name, so that a command may need what the others do not.
 COMMANDS = {
@@ -42,6 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         return int(args.run(args))
-    except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2

@@ -20,10 +20,6 @@ _TCP_PAYLOAD = 1448 / 1538
 _PRESETS = {"10g": (10e9, 60e-6), "25g": (25e9, 40e-6), "100g": (100e9, 20e-6)}
 _PRESET_PER_LEG_S = 30e-6
 
-_FIT_ROUNDS = 30
-# Huber's constant: 95% of the efficiency of least squares if the noise should be normal after all.
-_HUBER = 1.345
-
 Exchange = Literal["peer", "ring"]
 
 
@@ -73,19 +69,13 @@ class LinkModel:
 
     @classmethod
     def preset(cls, name: str) -> LinkModel:
-        """A link of ``"10g"``, ``"25g"`` or ``"100g"`` Ethernet between two ranks: TCP at line rate, latencies assumed.
-
-        Raises:
-            ValueError: if there is no preset of that name.
-        """
-        if name not in _PRESETS:
-            raise ValueError(f"no link preset {name!r}; there are {', '.join(_PRESETS)}")
+        """``"10g"``, ``"25g"`` or ``"100g"`` Ethernet between two ranks: TCP at line rate, latencies assumed."""
         bit_per_s, latency_s = _PRESETS[name]
         return cls(latency_s, _PRESET_PER_LEG_S, 8 / (bit_per_s * _TCP_PAYLOAD))
 
     @classmethod
     def fit(cls, lone: Sequence[tuple[int, float]], bursts: Sequence[tuple[int, int, float]]) -> LinkModel:
-        """Robust least squares of relative errors (Huber's weights), with results that are not negative.
+        """Least squares of relative errors, with results that are not negative.
 
         Args:
             lone: legs with nothing else on the link: (bytes that a rank sent, seconds until the result was there).
@@ -96,16 +86,14 @@ class LinkModel:
             ValueError: if the measurements cannot tell the three numbers apart.
         """
         measured = [(1, sent_bytes, seconds) for sent_bytes, seconds in lone] + list(bursts)
-        if any(seconds <= 0 for _, _, seconds in measured):
-            raise ValueError("every measured leg must have taken more than 0 s")
-        terms = np.array([(1.0, legs, legs * sent_bytes) for legs, sent_bytes, _ in measured]).reshape(-1, 3)
         # Each row over its time, so that all count by their relative error, and each column over its
         # norm: bytes and legs differ by six orders of magnitude.
+        terms = np.array([(1.0, legs, legs * sent_bytes) for legs, sent_bytes, _ in measured]).reshape(-1, 3)
         terms /= np.array([seconds for _, _, seconds in measured]).reshape(-1, 1)
         norms = np.maximum(np.linalg.norm(terms, axis=0), np.finfo(float).tiny)
         if np.linalg.matrix_rank(terms / norms) < 3:
             raise ValueError("a link fit needs lone legs of two sizes and a burst of two legs or more")
-        latency_s, per_leg_s, s_per_byte = _huber_fit(terms / norms) / norms
+        latency_s, per_leg_s, s_per_byte = _non_negative_least_squares(terms / norms) / norms
         return cls(float(latency_s), float(per_leg_s), float(s_per_byte))
 
     def to_json(self) -> dict[str, Any]:
@@ -118,27 +106,13 @@ class LinkModel:
         return cls(float(data["latency_s"]), float(data["per_leg_s"]), float(data["s_per_byte"]))
 
 
-def _huber_fit(terms: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The x >= 0 for which ``terms @ x`` is nearest to 1 in all rows but a few bad ones."""
-    weights = np.ones(len(terms))
-    for _ in range(_FIT_ROUNDS):
-        x = _non_negative_least_squares(terms * weights[:, None], weights)
-        errors = np.abs(terms @ x - 1.0)
-        spread = 1.4826 * float(np.median(errors))  # the standard deviation, were the noise normal
-        # The weight multiplies the residual, hence the root of Huber's.
-        weights = np.sqrt(np.minimum(1.0, _HUBER * spread / np.maximum(errors, 1e-12)))
-        if spread < 1e-9:  # an exact fit of half of them: the rest are outliers
-            break
-    return x
-
-
-def _non_negative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
-    """By trying which unknowns are zero: there are only three."""
-    count = matrix.shape[1]
-    best, best_error = np.zeros(count), float(target @ target)
-    for size in range(1, count + 1):
-        for kept in itertools.combinations(range(count), size):
-            x = np.zeros(count)
+def _non_negative_least_squares(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The x >= 0 for which ``matrix @ x`` is nearest to 1, by trying which unknowns are zero: there are only three."""
+    target = np.ones(len(matrix))
+    best, best_error = np.zeros(3), math.inf
+    for size in (1, 2, 3):
+        for kept in itertools.combinations(range(3), size):
+            x = np.zeros(3)
             x[list(kept)] = np.linalg.lstsq(matrix[:, kept], target, rcond=None)[0]
             error = float(np.sum((matrix @ x - target) ** 2))
             if x.min() >= 0 and error < best_error:

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ddp_crossover.comm_hook import DearState
 
 
-class Forked(Protocol):
-    """Something with pending work in threads that a child does not have."""
-
-    def before_fork(self) -> None:
-        """Finish what is pending, and let nobody begin anything."""
-
-    def after_fork_in_parent(self) -> None:
-        """Go on."""
-
-    def after_fork_in_child(self) -> None:
-        """Be a plain model from now on."""
-
-
-_watched: weakref.WeakSet[Forked] = weakref.WeakSet()
-_forking: list[Forked] = []
+_watched: weakref.WeakSet[DearState] = weakref.WeakSet()
+_forking: list[DearState] = []
 _is_registered = False
 
 
-def watch_forks(one: Forked) -> None:
+def watch_forks(one: DearState) -> None:
     """Call its methods at each ``os.fork()`` of this process, as long as it lives."""
     global _is_registered
     if not _is_registered:  # there is no way to take it back

@@ -108,14 +108,12 @@ class FusionPlan:
             f"FusionPlan: {len(self.groups)} groups of at most {self.fusion_mb:g} MiB, world size {self.world_size}, "
             f"schedule {self.schedule}"
         ]
-        position = {group: place for place, group in enumerate(self.use_order)}
         for group in self.groups:
-            parameters = [piece.parameter for piece in group.pieces]
-            span = f"{parameters[0]}..{parameters[-1]}" if parameters else "none"
             how = "" if group.split else ", plain all-reduce"
             lines.append(
                 f"  [{group.index}] {group.arena}: {group.numel} elements, padding {group.padding}, "
-                f"parameters {span}, gathered {position[group.index] + 1}.{how}"
+                f"parameters {group.pieces[0].parameter}..{group.pieces[-1].parameter}, "
+                f"gathered {self.use_order.index(group.index) + 1}.{how}"
             )
         return "\n".join(lines)
 

@@ -109,11 +109,6 @@ class Gain:
             if self._steps >= _WINDOW_STEPS or self._gained_s < -_MOST_LOST_S:
                 self._decide()
 
-    @property
-    def break_steps(self) -> int:
-        """How long the break is that is on, or would be next."""
-        return self._break_steps
-
     def _decide(self) -> None:
         self.last = self._gained_s / self._elapsed_s if self._elapsed_s else 0.0
         pays = self.last >= MIN_GAIN

@@ -48,18 +48,11 @@ class Looks:
 
 
 def caller() -> str:
-    """File and line of the nearest caller that is not a library; else of the nearest that is neither torch nor ours."""
-    nearest: FrameType | None = None
+    """File and line of the nearest caller that is not a library."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith((_OURS, _TORCH, "<")):
-            nearest = nearest or frame
-            if not any(library in path for library in _LIBRARIES):
-                return _line(frame)
+        if not path.startswith((_OURS, _TORCH, "<")) and not any(library in path for library in _LIBRARIES):
+            return f"{os.path.basename(path)}:{frame.f_lineno}"
         frame = frame.f_back
-    return _line(nearest) if nearest is not None else "a thread of a library"
-
-
-def _line(frame: FrameType) -> str:
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return "a library"

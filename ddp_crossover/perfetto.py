@@ -6,36 +6,27 @@ Source: "Trace Event Format" of the Chromium project.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ddp_crossover.spans import KINDS, LEASE_KINDS, LEG_KINDS, Span
 
-_FORMAT = "ddp_crossover trace 1"
+_FORMAT = "ddp_crossover trace 2"
 
 
-class About(NamedTuple):
-    """What a file says besides the spans; see the attributes of ``Trace``."""
-
-    rank: int
-    title: str
-    wall_offset_s: float
-    began_s: float
-    ended_s: float
-
-
-def write(path: Path, about: About, spans: list[Span]) -> None:
+def write(path: Path, about: Mapping[str, Any], spans: list[Span]) -> None:
     """One process for the rank, one thread for each lane; times in microseconds since 1970."""
+    rank = about["rank"]
     lanes: dict[str, int] = {}
     events = []
     for span, lane in _in_lanes(spans):
         # Whole nanoseconds, so that what is nested stays nested.
-        begin_ns, end_ns = (round((moment_s + about.wall_offset_s) * 1e9) for moment_s in span.interval)
+        begin_ns, end_ns = (round((moment_s + about["wall_offset_s"]) * 1e9) for moment_s in span.interval)
         events.append(
             {
                 "ph": "X",
-                "pid": about.rank,
+                "pid": rank,
                 "tid": lanes.setdefault(lane, len(lanes)),
                 "name": _name(span),
                 "cat": span.kind,
@@ -44,20 +35,20 @@ def write(path: Path, about: About, spans: list[Span]) -> None:
                 "args": _arguments(span),
             }
         )
-    process = f"{about.title} rank {about.rank}".strip()
-    labels = [_label(about.rank, 0, "process_name", name=process)]
+    process = f"{about['title']} rank {rank}".strip()
+    labels = [_label(rank, 0, "process_name", name=process)]
     for lane, number in lanes.items():
-        labels.append(_label(about.rank, number, "thread_name", name=lane))
-        labels.append(_label(about.rank, number, "thread_sort_index", sort_index=number))
+        labels.append(_label(rank, number, "thread_name", name=lane))
+        labels.append(_label(rank, number, "thread_sort_index", sort_index=number))
     document = {
         "traceEvents": labels + events,
         "displayTimeUnit": "ms",
-        "otherData": {"format": _FORMAT, **about._asdict()},
+        "otherData": {"format": _FORMAT, **about},
     }
     path.write_text(json.dumps(document) + "\n")
 
 
-def read(path: Path) -> tuple[About, list[Span]]:
+def read(path: Path) -> tuple[dict[str, Any], list[Span]]:
     """The reverse of :func:`write`.
 
     Raises:
@@ -66,14 +57,13 @@ def read(path: Path) -> tuple[About, list[Span]]:
     """
     try:
         document = json.loads(path.read_text())
-        kept = document["otherData"]
-        ours = kept.pop("format") == _FORMAT
+        about = document["otherData"]
+        ours = about["format"] == _FORMAT
     except (ValueError, KeyError, TypeError):
         ours = False
     if not ours:
         raise ValueError(f"{path} is not a trace of this version of ddp_crossover: write one with Trace.save(path)")
-    about = About(**kept)
-    return about, [_span(event, about) for event in document["traceEvents"] if event["ph"] == "X"]
+    return about, [_span(event, about["wall_offset_s"]) for event in document["traceEvents"] if event["ph"] == "X"]
 
 
 def _in_lanes(spans: list[Span]) -> Iterator[tuple[Span, str]]:
@@ -100,25 +90,21 @@ def _name(span: Span) -> str:
 
 
 def _arguments(span: Span) -> dict[str, Any]:
-    arguments: dict[str, Any] = {}
-    if span.group >= 0:
-        arguments["group"] = span.group
-    if span.detail:
-        arguments["detail"] = span.detail
+    arguments: dict[str, Any] = {"group": span.group, "detail": span.detail}
     if span.posted_s == span.posted_s:  # not NaN, which JSON does not know
         arguments["posted_after_us"] = (span.posted_s - span.begin_s) * 1e6
     return arguments
 
 
-def _span(event: dict[str, Any], about: About) -> Span:
-    begin_s, arguments = event["ts"] * 1e-6 - about.wall_offset_s, event["args"]
+def _span(event: dict[str, Any], wall_offset_s: float) -> Span:
+    begin_s, arguments = event["ts"] * 1e-6 - wall_offset_s, event["args"]
     return Span(
         kind=event["cat"],
         begin_s=begin_s,
         end_s=begin_s + event["dur"] * 1e-6,
-        group=arguments.get("group", -1),
+        group=arguments["group"],
         posted_s=begin_s + arguments.get("posted_after_us", float("nan")) * 1e-6,
-        detail=arguments.get("detail", ""),
+        detail=arguments["detail"],
     )
 
 

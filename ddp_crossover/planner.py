@@ -23,7 +23,6 @@ _TIE = 0.002
 _HOST_S = 3e-4
 # Bounds the search for very large models, whose small groups would lose anyway.
 _MAX_GROUPS = 1000
-_MAX_PLAIN_TRIALS = 16
 
 
 @dataclass(frozen=True)
@@ -53,36 +52,23 @@ def choose_plan(
     link: LinkModel,
     *,
     world_size: int,
-    wire_itemsize_bytes: int | None = None,
     fused_all_reduce: bool = True,
     candidates_mb: Sequence[float] = CANDIDATES_MB,
 ) -> PlannedStep:
-    """Search the group size, and the small groups for which one all-reduce beats two legs.
+    """Search the group size.
 
     Args:
         specs, arrival_order, use_rank, world_size: as for :func:`~ddp_crossover.fusion.plan_fusion`.
         profile: measured compute times, one entry per parameter in the order of ``specs``.
         link: measured link between this number of ranks.
-        wire_itemsize_bytes: bytes per element on the wire, where gradients travel in another dtype than their own.
-            Group sizes in MiB then mean bytes on the wire.
         fused_all_reduce: whether an all-reduce pays ``per_leg_s`` once, as one operation does on NCCL. If not, it is
-            a scatter and a gather leg back to back, as ours on gloo, and no group gains from staying unsplit.
+            a scatter and a gather leg back to back, as ours on gloo.
         candidates_mb: group sizes to try, in MiB; each with tapered groups and without.
-
-    Raises:
-        ValueError: if the profile does not belong to these parameters, or there is no candidate.
     """
-    if len(profile.use_s) != len(specs):
-        raise ValueError(f"the profile was measured with {len(profile.use_s)} parameters, the model has {len(specs)}")
-    if not candidates_mb:
-        raise ValueError("candidates_mb must name at least one group size")
-    if wire_itemsize_bytes is not None:
-        specs = [replace(spec, itemsize_bytes=wire_itemsize_bytes) for spec in specs]
     problem = _Problem(specs, arrival_order, use_rank, profile, link, world_size, fused_all_reduce)
     auto = _try_sizes(problem, "auto", candidates_mb)
     _, allreduce = _best(_try_sizes(problem, "allreduce", candidates_mb))
-    _, chosen = _best(auto)
-    plan, step = _with_plain_groups(chosen, specs, profile, link) if fused_all_reduce else chosen
+    _, (plan, step) = _best(auto)
     return PlannedStep(
         plan=replace(plan, schedule="auto", launch_order=step.launch_order),
         step_s=step.step_s,
@@ -150,7 +136,7 @@ def _try(problem: _Problem, schedule: Schedule, fusion_mb: float, taper: bool) -
         taper=taper,
     )
     if schedule == "allreduce" and problem.fused_all_reduce:
-        plan = _unsplit(plan, plan.groups)
+        plan = replace(plan, groups=tuple(replace(group, split=False) for group in plan.groups))
     return _Candidate(plan, predict_step(plan, problem.specs, problem.profile, problem.link, schedule))
 
 
@@ -177,29 +163,3 @@ def _timed(group: FusionGroup, specs: Sequence[GradientSpec], profile: ComputePr
         use_s=min(profile.use_s[parameter] for parameter in parameters),
         split=group.split,
     )
-
-
-def _with_plain_groups(
-    candidate: _Candidate, specs: Sequence[GradientSpec], profile: ComputeProfile, link: LinkModel
-) -> _Candidate:
-    """Leave small groups unsplit, one by one, where that shortens the step."""
-    for group in _overhead_bound(candidate.plan, specs, link)[:_MAX_PLAIN_TRIALS]:
-        plan = _unsplit(candidate.plan, [group])
-        step = predict_step(plan, specs, profile, link, "auto")
-        if step.step_s < candidate.step.step_s:
-            candidate = _Candidate(plan, step)
-    return candidate
-
-
-def _overhead_bound(plan: FusionPlan, specs: Sequence[GradientSpec], link: LinkModel) -> list[FusionGroup]:
-    """Groups whose legs take longer to begin than to send, smallest first: for them a leg saved may beat overlap."""
-
-    def leg_s(group: FusionGroup) -> float:
-        return link.leg_s(group.numel * specs[group.pieces[0].parameter].itemsize_bytes, plan.world_size)
-
-    return sorted((g for g in plan.groups if leg_s(g) < 2 * link.per_leg_s), key=lambda g: (leg_s(g), g.index))
-
-
-def _unsplit(plan: FusionPlan, groups: Sequence[FusionGroup]) -> FusionPlan:
-    plain = {group.index for group in groups}
-    return replace(plan, groups=tuple(replace(g, split=g.split and g.index not in plain) for g in plan.groups))

@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +23,9 @@ from ddp_crossover.fusion import MB, FusionPlan, GradientSpec, plan_fusion
 from ddp_crossover.planner import CANDIDATES_MB, PlannedStep, choose_plan
 from ddp_crossover.probe import probe_link
 from ddp_crossover.profile_file import ModelProfile
-from ddp_crossover.profiling import ComputeProfiler, Stopwatch, make_stopwatch
+from ddp_crossover.profiling import ComputeProfiler, Stopwatch
 from ddp_crossover.trials import ALLREDUCE, AUTO, Candidate
-from ddp_crossover.tuned_file import TunedEntry, TunedFileError, describe_model, load_tuned, save_tuned
+from ddp_crossover.tuned_file import TunedFileError, describe_model, load_tuned, save_tuned
 from ddp_crossover.tuner import TRIAL_STEPS, Tuner, TuningResult
 from ddp_crossover.turns import Turns
 from ddp_crossover.wire import travels_as
@@ -104,7 +103,7 @@ class Planning:
         wire_dtype: torch.dtype | None,
         turns: Turns,
     ) -> None:
-        self._specs = [_gradient_spec(name, parameter, wire_dtype) for name, parameter in named]
+        self.specs = [_gradient_spec(name, parameter, wire_dtype) for name, parameter in named]
         self._settings = settings
         self._link = link
         self._device = named[0][1].device
@@ -115,8 +114,8 @@ class Planning:
             device_type=self._device.type,
             wire_dtype=None if wire_dtype is None else str(wire_dtype),
         )
-        self._model_bytes = sum(spec.numel * spec.itemsize_bytes for spec in self._specs)
-        self._stopwatch: Stopwatch = make_stopwatch(self._device)
+        self._model_bytes = sum(spec.numel * spec.itemsize_bytes for spec in self.specs)
+        self._stopwatch = Stopwatch(self._device)
         self._orders = Orders([], [])
         self._tuner: Tuner | None = None
         self._known: Candidate | None = None
@@ -152,13 +151,8 @@ class Planning:
             return self._checked(Choice(self._cut(self._first_mb(), "dear")))
         if self._settings.fusion_mb is None or not self._link.orders_gathers:
             self.stage = Stage.PROFILING
-            self.profiler = ComputeProfiler(self._stopwatch, len(self._specs))
+            self.profiler = ComputeProfiler(self._stopwatch, len(self.specs))
         return self._checked(Choice(self._cut(self._first_mb(), "auto")))
-
-    @property
-    def specs(self) -> Sequence[GradientSpec]:
-        """The gradients, one for each parameter."""
-        return self._specs
 
     @property
     def settled(self) -> bool:
@@ -181,7 +175,7 @@ class Planning:
         """What has been measured, for the simulator; None before that."""
         if self.compute is None:
             return None
-        return ModelProfile(tuple(self._specs), self.compute, self.link_model, self._link.world_size)
+        return ModelProfile(tuple(self.specs), self.compute, self.link_model, self._link.world_size)
 
     def progress(self) -> str:
         """One line for logs."""
@@ -260,7 +254,7 @@ class Planning:
             return
         key, model = self._tuned_key
         try:
-            save_tuned(self._settings.tuned_file, key, TunedEntry(model, result, f"{datetime.now(UTC):%Y-%m-%d}"))
+            save_tuned(self._settings.tuned_file, key, model, result)
         except (TunedFileError, OSError) as error:
             logger.warning("ddp_crossover: what was tuned could not be kept: %s", error)
 
@@ -275,8 +269,8 @@ class Planning:
         mine: dict[str, Any] = {}
         if self._link.rank == 0:
             try:
-                if (entry := load_tuned(self._settings.tuned_file, self._tuned_key[0])) is not None:
-                    mine["found"] = [entry.result.best.fusion_mb, entry.result.best.schedule]
+                if (best := load_tuned(self._settings.tuned_file, self._tuned_key[0])) is not None:
+                    mine["found"] = [best.fusion_mb, best.schedule]
             except (TunedFileError, OSError) as error:
                 mine["error"] = str(error)
         answer = self._exchange(mine)[0]
@@ -295,7 +289,7 @@ class Planning:
     def _plan(self, compute: ComputeProfile, sizes_mb: Sequence[float] | None) -> PlannedStep:
         assert self.link_model is not None
         return choose_plan(
-            self._specs,
+            self.specs,
             self._orders.arrival,
             self._orders.use_rank,
             compute,
@@ -308,7 +302,7 @@ class Planning:
     def _cut(self, fusion_mb: float, schedule: str) -> FusionPlan:
         orders = self._orders
         world_size = self._link.world_size
-        plan = plan_fusion(self._specs, orders.arrival, orders.use_rank, world_size=world_size, fusion_mb=fusion_mb)
+        plan = plan_fusion(self.specs, orders.arrival, orders.use_rank, world_size=world_size, fusion_mb=fusion_mb)
         return replace(plan, schedule=schedule)
 
     def _first_mb(self) -> float:

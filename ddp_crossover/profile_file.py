@@ -14,15 +14,12 @@ parameter's ``arena``, which is what it must share with others to travel with th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ddp_crossover.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.fusion import GradientSpec
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -66,22 +63,10 @@ class ModelProfile:
             OSError: if the file cannot be read.
             ValueError: if it is no profile.
         """
-        return _read_json(path, "profile", _model_profile)
-
-
-def load_link(path: Path) -> LinkModel:
-    """Read a :class:`LinkModel` from a file that holds nothing else. Raises as :meth:`ModelProfile.load` does."""
-    return _read_json(path, "link", LinkModel.from_json)
-
-
-def _read_json(path: Path, what: str, parse: Callable[[Any], _T]) -> _T:
-    """Parse a JSON file; whatever is wrong with it becomes a ValueError that names the file."""
-    try:
-        return parse(json.loads(path.read_text()))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a {what} file: {type(error).__name__}: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not a {what} file: {error}") from error
+        try:
+            return _model_profile(json.loads(path.read_text()))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} is not a profile file: {error!r}") from error
 
 
 def _model_profile(document: Any) -> ModelProfile:

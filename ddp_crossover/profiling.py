@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any
@@ -17,90 +16,62 @@ from typing import Any
 import torch
 
 from ddp_crossover.cost_model import ComputeProfile
+from ddp_crossover.trace import Moment
 
 # The first step under a plan runs with cold buffers.
 _WARMUP_STEPS = 1
 _MEASURED_STEPS = 4
 
 
-class Stopwatch(ABC):
-    """Marks moments of compute. Their times are read later, because on CUDA they are in the future."""
+class Stopwatch:
+    """Marks moments of compute. Their times are read later, because on CUDA they are in the future.
 
-    @abstractmethod
-    def mark(self) -> Any:
-        """This moment; opaque."""
+    There it is for the stream that is current on ``device`` at each mark. The thread's own may be another, since nobody
+    has to call ``torch.cuda.set_device``; that of autograd's is this one.
 
-    @abstractmethod
-    def seconds(self, marks: Sequence[Any], *, waits: bool) -> list[float]:
-        """Times of marks in seconds, from the first of them; with or without the time spent waiting."""
-
-    @abstractmethod
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Compute waits for communication within."""
-
-
-class HostStopwatch(Stopwatch):
-    """For compute on the CPU."""
-
-    def __init__(self) -> None:
-        self._waited_s = 0.0
-
-    def mark(self) -> Any:
-        return time.perf_counter(), self._waited_s
-
-    def seconds(self, marks: Sequence[Any], *, waits: bool) -> list[float]:
-        first_s, first_waited_s = marks[0]
-        return [now_s - first_s - (0.0 if waits else waited_s - first_waited_s) for now_s, waited_s in marks]
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        start_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._waited_s += time.perf_counter() - start_s
-
-
-class CudaStopwatch(Stopwatch):
-    """For compute on a CUDA stream: the one that is current on ``device`` at each mark.
-
-    The thread's own may be another, since nobody has to call ``torch.cuda.set_device``; that of autograd's is this one.
+    Args:
+        device: where compute is.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._waits: list[tuple[Moment, Moment]] = []
 
-    def mark(self) -> Any:
-        return self._recorded(), len(self._waits)
-
-    def seconds(self, marks: Sequence[Any], *, waits: bool) -> list[float]:
-        marks[-1][0].synchronize()  # only when a plan is about to be made
-        first, first_wait = marks[0]
-        waited_s = [0.0]
-        for begin, end in () if waits else self._waits[first_wait : marks[-1][1]]:
-            waited_s.append(waited_s[-1] + begin.elapsed_time(end) / 1e3)
-        return [
-            first.elapsed_time(event) / 1e3 - (0.0 if waits else waited_s[index - first_wait]) for event, index in marks
-        ]
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        begin = self._recorded()
-        try:
-            yield
-        finally:
-            self._waits.append((begin, self._recorded()))
-
-    def _recorded(self) -> torch.cuda.Event:
+    def now(self) -> Moment:
+        """This moment of the host or, on CUDA, of the stream."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
+    def mark(self) -> Any:
+        """This moment, and what has been waited for until then; opaque."""
+        return self.now(), len(self._waits)
 
-def make_stopwatch(device: torch.device) -> Stopwatch:
-    """The stopwatch for compute on ``device``."""
-    return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch()
+    def seconds(self, marks: Sequence[Any], *, waits: bool) -> list[float]:
+        """Times of marks in seconds, from the first of them; with or without the time spent waiting."""
+        last, last_wait = marks[-1]
+        if not isinstance(last, float):
+            last.synchronize()  # only when a plan is about to be made
+        first, first_wait = marks[0]
+        waited_s = [0.0]
+        for begin, end in self._waits[first_wait:last_wait]:
+            waited_s.append(waited_s[-1] + _between_s(begin, end))
+        return [_between_s(first, at) - (0.0 if waits else waited_s[wait - first_wait]) for at, wait in marks]
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Compute waits for communication within."""
+        begin = self.now()
+        try:
+            yield
+        finally:
+            self._waits.append((begin, self.now()))
+
+
+def _between_s(begin: Any, end: Any) -> float:
+    return end - begin if isinstance(begin, float) else float(begin.elapsed_time(end)) / 1e3
 
 
 class _Step:

@@ -52,13 +52,11 @@ class SimulatedStep(NamedTuple):
     Attributes:
         step_s: length of a step.
         exposed_s: part of it in which compute waits for communication.
-        link_busy_s: part of it in which a leg is on the link.
         legs: all legs in the order in which they go on the link.
     """
 
     step_s: float
     exposed_s: float
-    link_busy_s: float
     legs: tuple[SimulatedLeg, ...]
 
     @property
@@ -94,7 +92,6 @@ def simulate(
     return SimulatedStep(
         step_s=step_s,
         exposed_s=max(step_s - profile.compute_s, 0.0),
-        link_busy_s=sum(leg.end_s - leg.start_s for leg in legs),
         legs=tuple(legs),
     )
 

@@ -25,7 +25,7 @@ from rich.table import Table
 from ddp_crossover.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.fusion import GradientSpec
 from ddp_crossover.planner import CANDIDATES_MB, best_of_sizes
-from ddp_crossover.profile_file import ModelProfile, load_link
+from ddp_crossover.profile_file import ModelProfile
 from ddp_crossover.schedule_simulator import Schedule
 
 SCHEDULES: tuple[Schedule, ...] = ("allreduce", "dear", "auto")
@@ -52,9 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--link",
-        metavar="LINK",
-        help=f"{', '.join(LINKS)} (TCP at line rate, latencies assumed), or a link.json. Default: the link in the "
-        "profile, else 10g",
+        choices=LINKS,
+        help="TCP at line rate, latencies assumed. Default: the link in the profile, else 10g",
     )
     parser.add_argument(
         "--world-sizes",
@@ -73,19 +72,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exchange", choices=("peer", "ring"), default="peer", help="how slices travel, see above. Default: peer"
     )
-    parser.add_argument(
-        "--measured-at",
-        type=int,
-        metavar="N",
-        help="number of ranks that the link was measured with. Default: the profile's for its own link, else 2",
-    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
     """Predict, print; returns the exit status."""
     profile, synthetic = _profile(args.profile)
-    link, measured_at = _link(args, profile)
+    link, measured_at = profile.link, profile.world_size
+    if args.link is not None or link is None:
+        link, measured_at = LinkModel.preset(args.link or LINKS[0]), 2
     schedules = (args.schedule,) if args.schedule else SCHEDULES
     sizes_mb = CANDIDATES_MB if args.fusion_mb is None else (args.fusion_mb,)
     all_bytes = sum(spec.numel * spec.itemsize_bytes for spec in profile.specs)
@@ -184,15 +179,6 @@ def _profile(name: str) -> tuple[ModelProfile, bool]:
     )
     specs = tuple(GradientSpec(f"layer{layer}", numel, 4, "float32") for layer, numel in enumerate(numels))
     return ModelProfile(specs, compute), True
-
-
-def _link(args: argparse.Namespace, profile: ModelProfile) -> tuple[LinkModel, int]:
-    """The link, and the number of ranks that it was measured with."""
-    if args.link is None and profile.link is not None:
-        return profile.link, args.measured_at or profile.world_size
-    name = args.link or "10g"
-    link = LinkModel.preset(name) if name in LINKS else load_link(Path(name))
-    return link, args.measured_at or 2
 
 
 def _world_sizes(text: str) -> tuple[int, ...]:

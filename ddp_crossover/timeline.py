@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -43,24 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "backward, reduce-scatter, all-gather and update, and for the lease where there is one; exposed communication "
         "in red."
     )
-    parser.add_argument(
-        "traces", nargs="+", metavar="trace.json", help="from top to bottom; {rank} in a name stands for --rank"
-    )
+    parser.add_argument("traces", nargs="+", metavar="trace.json", help="from top to bottom")
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("timeline.png"), help="picture to write (%(default)s)"
     )
     parser.add_argument("--steps", type=int, default=2, help="steps to show (%(default)s)")
-    parser.add_argument("--rank", type=int, default=0, help="what {rank} in a name stands for (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw; 0 if the picture has been written, else 1, with the reason on stderr."""
-    try:
-        traces = [Trace.load(name.replace("{rank}", str(args.rank))) for name in args.traces]
-        draw(traces, args.output, steps=args.steps)
-    except (ImportError, OSError, ValueError) as error:
-        print(f"timeline: error: {error}", file=sys.stderr)
-        return 1
+    """Draw, and say what."""
+    traces = [Trace.load(name) for name in args.traces]
+    draw(traces, args.output, steps=args.steps)
     print(f"{args.output}: " + "; ".join(_headline(trace) for trace in traces))
     return 0
 
@@ -76,7 +68,6 @@ def draw(traces: Sequence[Trace], path: Path, *, steps: int = 2) -> None:
     """
     try:
         from matplotlib.figure import Figure
-        from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
     except ImportError as error:
         raise ImportError(f"drawing needs matplotlib ({error}): pip install ddp_crossover[plot]") from error
@@ -92,7 +83,6 @@ def draw(traces: Sequence[Trace], path: Path, *, steps: int = 2) -> None:
     legend = [
         Patch(color=_RED, label="exposed: a leg is under way and nothing is computed"),
         Patch(color=_ROW_COLORS["scatter"], alpha=_QUEUED_ALPHA, label="leg that waits to be sent"),
-        Line2D([], [], color=_EDGE_COLOR, linestyle="--", label="a step begins or ends"),
     ]
     if any(panel.lease for panel in panels):
         legend += [Patch(color=color, label=_LEASE_NAMES[kind]) for kind, color in _LEASE_COLORS.items()]
@@ -158,7 +148,11 @@ def _draw_panel(axes: Axes, panel: _Panel) -> None:
         axes.axvspan(begin_ms, begin_ms + length_ms, color=_RED, alpha=0.12, linewidth=0)
     for row, kind in enumerate(panel.rows):
         if kind in LEG_KINDS:
-            _draw_legs(axes, panel, row, kind, red)
+            sent, of_kind = when(panel.spans, [kind]), [span for span in panel.spans if span.kind == kind]
+            queued = union((span.begin_s, span.under_way[0]) for span in of_kind)
+            _draw_bars(axes, panel, row, difference(queued, sent), _ROW_COLORS[kind], _QUEUED_ALPHA)
+            _draw_bars(axes, panel, row, difference(sent, red), _ROW_COLORS[kind])
+            _draw_bars(axes, panel, row, intersection(sent, red), _RED)
         elif kind == panel.lease:
             for state, color in _LEASE_COLORS.items():
                 _draw_bars(axes, panel, row, when(panel.spans, [state]), color)
@@ -168,11 +162,7 @@ def _draw_panel(axes: Axes, panel: _Panel) -> None:
         axes.axvline((edge_s - panel.window[0]) * 1e3, color=_EDGE_COLOR, linewidth=0.9, linestyle="--")
     axes.set_yticks(range(len(panel.rows)), [_ROW_NAMES.get(kind, kind) for kind in panel.rows])
     axes.set_ylim(len(panel.rows) - 0.5, -0.5)
-    axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelbottom=True)
-    axes.grid(axis="x", color="0.9")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
 def _alone(spans: list[Span], kind: str) -> list[Interval]:
@@ -181,39 +171,9 @@ def _alone(spans: list[Span], kind: str) -> list[Interval]:
     return difference(when(spans, [kind]), when(spans, inside))
 
 
-def _draw_legs(axes: Axes, panel: _Panel, row: int, kind: str, red: list[Interval]) -> None:
-    """Legs that overlap lie below each other within the row."""
-    ends_s: list[float] = []
-    placed: list[tuple[Span, int]] = []
-    for span in panel.spans:
-        if span.kind == kind and span.begin_s < panel.window[1] and panel.window[0] < span.end_s:
-            line = next((line for line, end_s in enumerate(ends_s) if end_s <= span.begin_s), len(ends_s))
-            ends_s[line : line + 1] = [span.end_s]
-            placed.append((span, line))
-    for span, line in placed:
-        # Not a NaN: where it is not known when a leg was posted, all of it counts as sent.
-        posted_s = span.posted_s if span.posted_s == span.posted_s else span.begin_s
-        sent = union([(posted_s, span.end_s)])
-        lines = (line, len(ends_s))
-        _draw_bars(axes, panel, row, union([(span.begin_s, posted_s)]), _ROW_COLORS[kind], lines, _QUEUED_ALPHA)
-        _draw_bars(axes, panel, row, difference(sent, red), _ROW_COLORS[kind], lines)
-        _draw_bars(axes, panel, row, intersection(sent, red), _RED, lines)
-
-
-def _draw_bars(
-    axes: Axes,
-    panel: _Panel,
-    row: int,
-    intervals: list[Interval],
-    color: str,
-    lines: tuple[int, int] = (0, 1),
-    alpha: float = 1.0,
-) -> None:
-    line, count = lines
-    height = _BAR_HEIGHT / count
-    top = row - _BAR_HEIGHT / 2 + line * height
+def _draw_bars(axes: Axes, panel: _Panel, row: int, intervals: list[Interval], color: str, alpha: float = 1.0) -> None:
     bars = _bars(panel, intervals)
-    axes.broken_barh(bars, (top, height * 0.92), facecolors=color, alpha=alpha, linewidth=0)
+    axes.broken_barh(bars, (row - _BAR_HEIGHT / 2, _BAR_HEIGHT), facecolors=color, alpha=alpha, linewidth=0)
 
 
 def _bars(panel: _Panel, intervals: list[Interval]) -> list[tuple[float, float]]:

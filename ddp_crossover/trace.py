@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 
 from ddp_crossover import perfetto
-from ddp_crossover.intervals import Interval, clip, total
-from ddp_crossover.spans import Figures, Span, exposed, figures
+from ddp_crossover.spans import Figures, Span, figures
 
 MAX_SPANS = 200_000
+# What a file says of a trace besides its spans.
+_ABOUT = ("rank", "title", "wall_offset_s", "began_s", "ended_s")
 
 Moment = float | torch.cuda.Event
 
@@ -125,15 +126,11 @@ class Trace:
 
     def exposed_s(self) -> float:
         """Time in which at least one leg was under way and nothing was computed."""
-        return total(self.exposed())
-
-    def exposed(self) -> list[Interval]:
-        """When at least one leg was under way and nothing was computed, within the time that was traced."""
-        # A leg may have begun before there was anybody to note the compute that hid it.
-        return clip(exposed(self.spans()), (self.began_s, self._last_s()))
+        return self.figures().exposed_s
 
     def figures(self) -> Figures:
         """Sums over all that was traced."""
+        # A leg may have begun before there was anybody to note the compute that hid it.
         return figures(self.spans(), [(self.began_s, self._last_s())])[0]
 
     def steps(self) -> list[Figures]:
@@ -151,7 +148,7 @@ class Trace:
 
         A process stands for the rank, a thread for a lane. Times are microseconds since 1970.
         """
-        about = perfetto.About(self.rank, self.title, self.wall_offset_s, self.began_s, self._last_s())
+        about = {name: getattr(self, name) for name in _ABOUT} | {"ended_s": self._last_s()}
         perfetto.write(Path(path), about, self.spans())
 
     @classmethod
@@ -163,8 +160,9 @@ class Trace:
             ValueError: if something else wrote it.
         """
         about, spans = perfetto.read(Path(path))
-        trace = cls(about.rank, about.title, max_spans=len(spans))
-        trace.wall_offset_s, trace.began_s, trace.ended_s = about.wall_offset_s, about.began_s, about.ended_s
+        trace = cls(max_spans=len(spans))
+        for name in _ABOUT:
+            setattr(trace, name, about[name])
         for span in spans:
             trace.add(*span)
         return trace

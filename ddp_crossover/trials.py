@@ -6,6 +6,7 @@ same. Knows nothing of budgets or of what to try next.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from statistics import median
@@ -18,10 +19,6 @@ MIN_GAIN = 0.01
 # samples (the median's asymptotic variance is pi / 2 times the mean's). Samples are few, so both are rough.
 STD_PER_MAD = 1.4826
 STD_OF_MEDIAN = math.sqrt(math.pi / 2)
-# How far, relatively, the machine is expected to drift from one trial to the next, and the least noise of a median that
-# is believed. Only their ratio matters, and it not much: half or twice the drift finds the same sizes in simulations.
-DRIFT_PER_TRIAL = 0.02
-MIN_NOISE = 0.001
 
 
 @dataclass(frozen=True)
@@ -58,43 +55,27 @@ class Trial:
     candidate: Candidate
     steps_s: tuple[float, ...]
 
-    def __post_init__(self) -> None:
-        if not self.steps_s:
-            raise ValueError(f"a trial of {self.candidate} without a measured step")
-
     @property
     def median_s(self) -> float:
         return median(self.steps_s)
-
-    @property
-    def spread_s(self) -> float:
-        """Median absolute deviation from the median, in seconds."""
-        return median(abs(step_s - self.median_s) for step_s in self.steps_s)
 
 
 class TrialLog:
     """All trials so far. Times of different trials are compared as if all had run on the machine as it is now.
 
     A shared machine or link gets slower and faster while it is being measured. Whatever was measured twice shows by how
-    much, and the trials in between are corrected: see :meth:`_fit_slowness`.
+    much, and all trials are corrected by a steady drift.
+
+    Attributes:
+        trials: in the order in which they ran.
     """
 
     def __init__(self) -> None:
         self.trials: list[Trial] = []
-        self._slowness: list[float] = []
-
-    def add(self, trial: Trial) -> None:
-        """Take note of a trial that has just ended."""
-        self.trials.append(trial)
-        self._slowness = self._fit_slowness()
 
     def count(self, candidate: Candidate) -> int:
         """How often it was tried."""
         return sum(trial.candidate == candidate for trial in self.trials)
-
-    def age(self, candidate: Candidate) -> int:
-        """How many trials of others there were since it was last tried."""
-        return next(i for i, trial in enumerate(reversed(self.trials)) if trial.candidate == candidate)
 
     def candidates(self, schedule: str) -> list[Candidate]:
         """Those tried, in the order of their first trial."""
@@ -103,8 +84,9 @@ class TrialLog:
 
     def time_s(self, candidate: Candidate) -> float:
         """Its median step time in seconds, as the machine is now."""
+        drift, last = self._drift(), len(self.trials) - 1
         return median(
-            step_s * math.exp(-self._slowness[index])
+            step_s * math.exp(drift * (last - index))
             for index, trial in enumerate(self.trials)
             if trial.candidate == candidate
             for step_s in trial.steps_s
@@ -139,40 +121,12 @@ class TrialLog:
         deviations = [abs(step_s / trial.median_s - 1) for trial in self.trials for step_s in trial.steps_s]
         return STD_PER_MAD * median(deviations)
 
-    def _fit_slowness(self) -> list[float]:
-        """Per trial, natural logarithm of how much slower the machine was than in the last.
+    def _drift(self) -> float:
+        """By how much the machine gets slower from one trial to the next, as a natural logarithm; 0 if not known.
 
-        The least-squares fit of ``log(median) = candidate + slowness + noise``, where slowness takes a random walk:
-        with P the projection that removes each candidate's mean and L the Laplacian of the path of trials, the
-        solution of (P + noise^2 / drift^2 L) slowness = P log(median), with the last slowness 0.
+        A straight line through what the trials of one candidate, from the earlier to the later, have become slower by.
         """
-        noise = self._step_noise() * STD_OF_MEDIAN / math.sqrt(len(self.trials[-1].steps_s))
-        stiffness = (max(noise, MIN_NOISE) / DRIFT_PER_TRIAL) ** 2
-        log_s = [math.log(trial.median_s) for trial in self.trials]
-        rows = []
-        for i, trial in enumerate(self.trials[:-1]):
-            alike = [j for j, other in enumerate(self.trials) if other.candidate == trial.candidate]
-            row = [0.0] * len(self.trials)
-            row[i] = 1.0 + stiffness * (1 if i == 0 else 2)
-            row[i + 1] -= stiffness
-            if i > 0:
-                row[i - 1] -= stiffness
-            for j in alike:
-                row[j] -= 1 / len(alike)
-            row[-1] = log_s[i] - sum(log_s[j] for j in alike) / len(alike)
-            rows.append(row)
-        return [*_solved(rows), 0.0]
-
-
-def _solved(rows: list[list[float]]) -> list[float]:
-    """Solution of a symmetric positive definite system; each row ends with its right-hand side."""
-    for i, pivot in enumerate(rows):
-        for row in rows[i + 1 :]:
-            factor = row[i] / pivot[i]
-            for j in range(i, len(row)):
-                row[j] -= factor * pivot[j]
-    solution = [0.0] * len(rows)
-    for i in reversed(range(len(rows))):
-        known = sum(rows[i][j] * solution[j] for j in range(i + 1, len(rows)))
-        solution[i] = (rows[i][-1] - known) / rows[i][i]
-    return solution
+        pairs = itertools.combinations(enumerate(self.trials), 2)
+        alike = [(j - i, early, late) for (i, early), (j, late) in pairs if early.candidate == late.candidate]
+        slower = sum(math.log(late.median_s / early.median_s) for _, early, late in alike)
+        return slower / sum(apart for apart, _, _ in alike) if alike else 0.0

@@ -11,19 +11,19 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from ddp_crossover.fusion import MB
-from ddp_crossover.trials import Candidate, Trial
+from ddp_crossover.trials import Candidate
 from ddp_crossover.tuner import TuningResult
 
 FORMAT = "ddp_crossover tuned"
@@ -36,65 +36,32 @@ class TunedFileError(ValueError):
     """The file is broken or not ours: names it and the way out."""
 
 
-@dataclass(frozen=True)
-class TunedModel:
-    """What was tuned: the part of the key that people can read.
-
-    Attributes:
-        parameters: number of elements of all parameters.
-        mib: size of all parameters in MiB.
-        world_size: number of ranks.
-        backend: of the process group, such as ``"gloo"``.
-        device_type: such as ``"cuda"``.
-        wire_dtype: such as ``"torch.bfloat16"``, or None for the parameters' own.
-    """
-
-    parameters: int
-    mib: float
-    world_size: int
-    backend: str
-    device_type: str
-    wire_dtype: str | None
-
-
-@dataclass(frozen=True)
-class TunedEntry:
-    """One entry of the file.
-
-    Attributes:
-        model: what was tuned.
-        result: what came out.
-        date: when, in whatever form the caller writes dates.
-    """
-
-    model: TunedModel
-    result: TuningResult
-    date: str
-
-
 def describe_model(
     named: Iterable[tuple[str, Tensor]], *, world_size: int, backend: str, device_type: str, wire_dtype: str | None
-) -> tuple[str, TunedModel]:
+) -> tuple[str, dict[str, Any]]:
     """The key of a model on a world, and what to show of it to people.
 
     Args:
         named: full parameter names and parameters, in DDP's order. Values are not looked at.
-        world_size, backend, device_type, wire_dtype: see :class:`TunedModel`.
+        world_size: number of ranks.
+        backend: of the process group, such as ``"gloo"``.
+        device_type: such as ``"cuda"``.
+        wire_dtype: such as ``"torch.bfloat16"``, or None for the parameters' own.
 
     Returns:
-        a SHA-256 in hex over all of it, equal on all ranks and in every run, and the :class:`TunedModel`.
+        a SHA-256 in hex over all of it, equal on all ranks and in every run, and the part that people can read.
     """
     parameters = list(named)
     world = {"world_size": world_size, "backend": backend, "device_type": device_type, "wire_dtype": wire_dtype}
     identity = {**world, "parameters": [[name, list(p.shape), str(p.dtype)] for name, p in parameters]}
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     numel = sum(p.numel() for _, p in parameters)
-    mib = sum(p.numel() * p.element_size() for _, p in parameters) / MB
-    return key, TunedModel(numel, round(mib, 3), world_size, backend, device_type, wire_dtype)
+    mib = sum(p.nbytes for _, p in parameters) / MB
+    return key, {"parameters": numel, "mib": round(mib, 3), **world}
 
 
-def load_tuned(path: str | os.PathLike[str], key: str) -> TunedEntry | None:
-    """The entry of ``key``, or None where there is none, or no file yet.
+def load_tuned(path: str | os.PathLike[str], key: str) -> Candidate | None:
+    """What was best for ``key``, or None where it has no entry, or there is no file yet.
 
     Raises:
         TunedFileError: if there is a file and it cannot be understood.
@@ -105,14 +72,13 @@ def load_tuned(path: str | os.PathLike[str], key: str) -> TunedEntry | None:
     if key not in entries:
         return None
     try:
-        raw = entries[key]
-        return TunedEntry(TunedModel(**raw["model"]), _result(raw["result"]), str(raw["date"]))
+        return Candidate(**entries[key]["result"]["best"])
     except (KeyError, TypeError, ValueError) as error:
         _refuse(path, f"its entry {key} does not hold a tuning result ({error!r})")
 
 
-def save_tuned(path: str | os.PathLike[str], key: str, entry: TunedEntry) -> None:
-    """Put ``entry`` into the file under ``key``; all other entries stay. Makes the file (mode 0600) if there is none.
+def save_tuned(path: str | os.PathLike[str], key: str, model: Mapping[str, Any], result: TuningResult) -> None:
+    """Put ``result`` into the file under ``key``; all other entries stay. Makes the file (mode 0600) if there is none.
 
     The lock is ``<path>.lock``, which stays: removing it would let two jobs hold two different locks.
 
@@ -122,36 +88,11 @@ def save_tuned(path: str | os.PathLike[str], key: str, entry: TunedEntry) -> Non
         OSError: if it cannot be written; the old file stays.
     """
     path = Path(path).resolve()  # a link stays a link
+    date = f"{datetime.now(UTC):%Y-%m-%d}"
+    entry = {"summary": result.describe(), "model": model, "result": asdict(result), "date": date}
     with _locked(path.with_name(path.name + ".lock")):
-        entries = {**_read_entries(path), key: _readable(entry)}
-        content = {"format": FORMAT, "version": VERSION, "entries": entries}
+        content = {"format": FORMAT, "version": VERSION, "entries": {**_read_entries(path), key: entry}}
         _replace(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
-
-
-def _readable(entry: TunedEntry) -> dict[str, Any]:
-    raw = asdict(entry)
-    for trial, measured in zip(raw["result"]["trials"], entry.result.trials, strict=True):
-        trial.update(median_s=measured.median_s, spread_s=measured.spread_s)
-    return {"summary": entry.result.describe(), **raw}
-
-
-def _result(raw: dict[str, Any]) -> TuningResult:
-    return TuningResult(
-        best=Candidate(**raw["best"]),
-        best_s=_time(raw["best_s"]),
-        fastest=Candidate(**raw["fastest"]),
-        fastest_s=_time(raw["fastest_s"]),
-        plain_s=_time(raw["plain_s"]),
-        trials=tuple(Trial(Candidate(**t["candidate"]), tuple(map(_time, t["steps_s"]))) for t in raw["trials"]),
-        steps=int(raw["steps"]),
-        reason=str(raw["reason"]),
-    )
-
-
-def _time(value: float) -> float:
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{value!r} is not a time in seconds")
-    return float(value)
 
 
 def _read_entries(path: Path) -> dict[str, Any]:
@@ -181,23 +122,20 @@ def _locked(lock: Path) -> Iterator[None]:
     fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         deadline = time.monotonic() + LOCK_TIMEOUT_S
-        while not _try_lock(fd):
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"{lock} has been held by another process for {LOCK_TIMEOUT_S:g} s: end that process and save again"
-                )
-            time.sleep(0.01)
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"{lock} has been held by another process for {LOCK_TIMEOUT_S:g} s: "
+                        "end that process and save again"
+                    ) from None
+                time.sleep(0.01)
         yield
     finally:
         os.close(fd)  # and with it the lock
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _replace(path: Path, text: str) -> None:
@@ -215,8 +153,3 @@ def _replace(path: Path, text: str) -> None:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

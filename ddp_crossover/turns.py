@@ -87,7 +87,8 @@ class Turns:
             self.want()
             self.resume()
 
-    def gap(self, what: Hashable) -> contextlib.AbstractContextManager[Meanwhile | None]:
+    @contextlib.contextmanager
+    def gap(self, what: Hashable) -> Iterator[Meanwhile | None]:
         """Compute waits for communication within: another job's turn, if one wants it and the wait is worth it.
 
         Args:
@@ -96,14 +97,11 @@ class Turns:
         Returns:
             Gives what the host has to call while it really waits, or None if nothing.
         """
-        if self._wanted:
-            return self._gap(what)
-        return self.profiler.waiting() if self.profiler is not None else contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _gap(self, what: Hashable) -> Iterator[Meanwhile]:
-        gap = _Gap(self, what)
         with self.profiler.waiting() if self.profiler is not None else contextlib.nullcontext():
+            if self._lease is None or not self._wanted:
+                yield None
+                return
+            gap = _Gap(self, self._lease, what)
             try:
                 yield gap
             except BaseException:
@@ -212,19 +210,9 @@ class Turns:
 class _Gap:
     """One wait of compute for communication."""
 
-    __slots__ = (
-        "_began_s",
-        "_filled_s",
-        "_free_since_s",
-        "_handed_over",
-        "_is_unknown",
-        "_looked_s",
-        "_turns",
-        "_what",
-    )
-
-    def __init__(self, turns: Turns, what: Hashable) -> None:
+    def __init__(self, turns: Turns, lease: GpuLease, what: Hashable) -> None:
         self._turns = turns
+        self._lease = lease
         self._what = what
         self._began_s: float | None = None
         self._free_since_s: float | None = None
@@ -236,30 +224,27 @@ class _Gap:
     def is_worth_blocking(self) -> bool:
         """On CUDA, where only a stream waits: whether another job wants the time."""
         turns = self._turns
-        assert turns._lease is not None
-        worth = turns._holding and turns._lease.contended and turns._expected.is_worth_trying(self._what)
+        worth = turns._holding and self._lease.contended and turns._expected.is_worth_trying(self._what)
         self._is_unknown = not worth
         return worth
 
     def __call__(self) -> float:
         """The host waits: give the turn away if that is of use now. Returns when to look again, in seconds."""
         turns, now_s = self._turns, time.perf_counter()
-        assert turns._lease is not None
         if self._began_s is None:
             self._began_s = now_s
             if not turns._holding:  # not taken up yet
                 self._free_since_s = self._looked_s = now_s
         if self._free_since_s is not None:
             self._sample(now_s)
-        elif turns._lease.contended and turns._expected.is_worth_giving(self._what, now_s - self._began_s):
+        elif self._lease.contended and turns._expected.is_worth_giving(self._what, now_s - self._began_s):
             turns._give()
             self._handed_over = True
             self._free_since_s = self._looked_s = time.perf_counter()
         return _LOOK_S
 
     def _sample(self, now_s: float) -> None:
-        assert self._turns._lease is not None
-        if self._turns._lease.taken:
+        if self._lease.taken:
             self._filled_s += now_s - self._looked_s
         self._looked_s = now_s
 
@@ -276,5 +261,5 @@ class _Gap:
             turns._given_s += now_s - self._free_since_s
             turns._filled_s += self._filled_s
             turns.disturbances += 1
-            if turns._clock.trace is not None and turns._lease is not None:
-                turns._clock.trace.add("gap", self._free_since_s, now_s, detail=turns._lease.job)
+            if turns._clock.trace is not None:
+                turns._clock.trace.add("gap", self._free_since_s, now_s, detail=self._lease.job)

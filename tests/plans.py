@@ -15,10 +15,12 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import torch
+
 from ddp_crossover import comm_hook
 from ddp_crossover.fusion import MB, FusionPlan, plan_fusion
 from ddp_crossover.planning import Choice, Orders, Planning
-from ddp_crossover.profiling import HostStopwatch
+from ddp_crossover.profiling import Stopwatch
 from ddp_crossover.trials import AUTO
 
 
@@ -57,7 +59,7 @@ class RandomPlanning(Planning):
         if draw.random() < 0.5:
             draw.shuffle(use_rank)  # only speed hangs on it
         plan = plan_fusion(
-            self._specs,
+            self.specs,
             self._orders.arrival,
             use_rank,
             world_size=self._link.world_size,
@@ -69,11 +71,11 @@ class RandomPlanning(Planning):
         return replace(plan, schedule=schedule, launch_order=random_launch_order(plan, draw))
 
 
-class _Judge(HostStopwatch):
+class _Judge(Stopwatch):
     """Tells the tuner what a test has made up; measures compute as always."""
 
     def __init__(self, planning: JudgedPlanning) -> None:
-        super().__init__()
+        super().__init__(torch.device("cpu"))
         self._planning = planning
 
     def seconds(self, marks: Sequence[Any], *, waits: bool) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 from hypothesis import given, settings
@@ -44,22 +43,6 @@ def test_a_fit_of_exact_times_gives_the_link_back(link) -> None:
         assert burst_s(fitted, legs, sent_bytes) == pytest.approx(burst_s(link, legs, sent_bytes), rel=1e-6)
 
 
-def test_a_fit_of_noisy_times_with_outliers_is_near() -> None:
-    noise = random.Random(7)
-    link = LinkModel(latency_s=1e-3, per_leg_s=4e-4, s_per_byte=8e-9)
-
-    def disturbed(seconds: float) -> float:
-        slow = 5.0 if noise.random() < 0.1 else 1.0
-        return seconds * noise.lognormvariate(0.0, 0.02) * slow
-
-    lone = [(sent_bytes, disturbed(lone_s(link, sent_bytes))) for sent_bytes in LEG_BYTES for _ in range(8)]
-    bursts = [(legs, size, disturbed(burst_s(link, legs, size))) for legs, size in BURSTS for _ in range(8)]
-    fitted = LinkModel.fit(lone, bursts)
-    assert fitted.latency_s == pytest.approx(link.latency_s, rel=0.15)
-    assert fitted.per_leg_s == pytest.approx(link.per_leg_s, rel=0.15)
-    assert fitted.s_per_byte == pytest.approx(link.s_per_byte, rel=0.05)
-
-
 def test_no_number_of_a_fit_is_negative() -> None:
     # Larger legs that came faster, and bursts faster than one leg: plain least squares goes below zero.
     fitted = LinkModel.fit([(1000, 2e-3), (2000, 1e-3), (4000, 1e-3)], [(4, 1000, 1e-3), (8, 1000, 1e-3)])
@@ -72,7 +55,6 @@ def test_no_number_of_a_fit_is_negative() -> None:
         ([(1000, 1e-3), (2000, 2e-3)], [], "burst"),
         ([(1000, 1e-3)], [(1, 1000, 1e-3)], "two sizes"),
         ([], [], "two sizes"),
-        ([(1000, 0.0), (2000, 1e-3)], [(4, 1000, 1e-3)], "0 s"),
     ],
 )
 def test_measurements_that_cannot_tell_are_refused(lone, bursts, words) -> None:
@@ -100,8 +82,6 @@ def test_presets_are_below_line_rate_and_in_order() -> None:
     rates_bit_s = [8 / LinkModel.preset(name).s_per_byte for name in ("10g", "25g", "100g")]
     for rate_bit_s, line_bit_s in zip(rates_bit_s, (10e9, 25e9, 100e9), strict=True):
         assert 0.9 * line_bit_s < rate_bit_s < line_bit_s
-    with pytest.raises(ValueError, match="10g, 25g, 100g"):
-        LinkModel.preset("1t")
 
 
 @given(LINKS)

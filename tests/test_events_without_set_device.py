@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ddp_crossover.clock import CommClock
 from ddp_crossover.collectives import StreamOrder
 from ddp_crossover.nccl_link import NcclLink, _NcclLeg
-from ddp_crossover.profiling import ComputeProfiler, make_stopwatch
+from ddp_crossover.profiling import ComputeProfiler, Stopwatch
 from ddp_crossover.trace import Trace
 
 THREADS, MODELS = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -88,7 +88,7 @@ def _link() -> NcclLink:
 
 
 def test_compute_times(devices) -> None:
-    stopwatch = make_stopwatch(MODELS)
+    stopwatch = Stopwatch(MODELS)
     profiler = ComputeProfiler(stopwatch, 1)
     while not profiler.done:
         profiler.forward_begins()

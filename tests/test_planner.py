@@ -105,32 +105,6 @@ def test_plain_all_reduces_are_preferred_where_splitting_gains_nothing() -> None
     assert Chain([250_000] * 16).choose(LinkModel(0.0, 0.0, s_per_byte=1e-15)).prefers_allreduce
 
 
-def test_a_small_group_stays_unsplit_where_a_leg_saved_shortens_the_step() -> None:
-    # The first layer is tiny and last to arrive: nothing hides its legs, and each costs 20 ms.
-    chain = Chain([1000] + [500_000] * 8)
-    link = chain.link(0.2, per_leg_s=0.02)
-    fused = chain.choose(link, candidates_mb=[2.0])
-    plain = [group.index for group in fused.plan.groups if not group.split]
-    assert plain
-    assert all(("all_reduce", index) in fused.plan.launch_order for index in plain)
-    two_legs = chain.choose(link, candidates_mb=[2.0], fused_all_reduce=False)
-    assert all(group.split for group in two_legs.plan.groups)
-    assert fused.step_s < two_legs.step_s
-    assert fused.allreduce_s < two_legs.allreduce_s
-    no_overhead = chain.choose(chain.link(0.2), candidates_mb=[2.0])
-    assert all(group.split for group in no_overhead.plan.groups)
-
-
-def test_a_narrower_wire_halves_the_bytes() -> None:
-    chain = Chain([250_000] * 32)
-    link = chain.link(3.0)
-    narrow = chain.choose(link, wire_itemsize_bytes=2)
-    assert narrow.step_s < 0.6 * chain.choose(link).step_s
-    limit_numel = narrow.plan.fusion_mb * MB / 2
-    assert max(group.numel for group in narrow.plan.groups) <= limit_numel
-    assert max(group.numel for group in narrow.plan.groups) > limit_numel / 2
-
-
 def test_a_huge_model_is_not_cut_into_thousands_of_groups() -> None:
     chain = Chain([20_000_000] * 40)
     planned = chain.choose(chain.link(1.0))
@@ -147,12 +121,3 @@ def test_a_group_waits_for_its_last_gradient_and_is_needed_by_its_first_use() ->
     step = predict_step(plan, specs, profile, LinkModel(0.0, per_leg_s=1.0, s_per_byte=0.0), "auto")
     assert step.legs[0].start_s == 2.0
     assert step.step_s == pytest.approx(4.0 + 0.5)
-
-
-def test_a_profile_of_another_model_is_refused() -> None:
-    chain = Chain([10, 10])
-    chain.profile = Chain([10]).profile
-    with pytest.raises(ValueError, match="1 parameters, the model has 2"):
-        chain.choose(LinkModel(0.0, 0.0, 0.0))
-    with pytest.raises(ValueError, match="candidates_mb"):
-        Chain([10]).choose(LinkModel(0.0, 0.0, 0.0), candidates_mb=[])

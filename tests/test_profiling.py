@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_crossover as dx
 from ddp_crossover.cost_model import ComputeProfile
 from ddp_crossover.gloo_legs import GlooLeg
-from ddp_crossover.profiling import ComputeProfiler, HostStopwatch
+from ddp_crossover.profiling import ComputeProfiler, Stopwatch
 
 # So long that what a busy machine adds is little beside it, also to the shortest.
 FORWARD_S = (0.02, 0.06, 0.02)
@@ -88,19 +88,19 @@ def test_layers_are_measured_in_order_and_in_proportion_and_waits_are_left_out(o
     assert compute.rest_s == pytest.approx(REST_S, rel=LOOSE, abs=0.01)
 
 
-class _Clock(HostStopwatch):
+class _Clock(Stopwatch):
     """Time that a test lets pass."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(torch.device("cpu"))
         self.now_s = 0.0
 
-    def mark(self) -> Any:
-        return self.now_s, self._waited_s
+    def now(self) -> float:
+        return self.now_s
 
     def wait(self, seconds: float) -> None:
-        self.now_s += seconds
-        self._waited_s += seconds
+        with self.waiting():
+            self.now_s += seconds
 
 
 def _step(profiler: ComputeProfiler, clock: _Clock, slowness: float = 1.0) -> None:

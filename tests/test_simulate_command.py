@@ -13,7 +13,7 @@ import pytest
 from ddp_crossover import cli
 from ddp_crossover.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.fusion import GradientSpec
-from ddp_crossover.profile_file import ModelProfile, load_link
+from ddp_crossover.profile_file import ModelProfile
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 60
@@ -86,15 +86,10 @@ def test_a_profile_file_brings_its_parameters_times_and_link(capsys, tmp_path) -
     assert report["predictions"][0]["communication_s"] == pytest.approx(2 * link.leg_s(4_000_000, 3))
 
 
-def test_a_link_file_goes_before_the_link_of_the_profile(capsys, tmp_path) -> None:
+def test_a_named_link_goes_before_the_link_of_the_profile(capsys, tmp_path) -> None:
     profile_of(4, LinkModel(0.0, 0.0, 1e-6)).save(tmp_path / "profile.json")
-    link = LinkModel(0.0, 1e-3, 1e-9)
-    (tmp_path / "link.json").write_text(json.dumps(link.to_json()))
-    assert load_link(tmp_path / "link.json") == link
-    report = predictions(
-        capsys, "--profile", str(tmp_path / "profile.json"), "--link", str(tmp_path / "link.json"), "--world-sizes", "2"
-    )
-    assert report["link"] == link.to_json()
+    report = predictions(capsys, "--profile", str(tmp_path / "profile.json"), "--link", "25g", "--world-sizes", "2")
+    assert report["link"] == LinkModel.preset("25g").to_json()
 
 
 def test_a_ring_pays_latency_per_hop_and_direct_exchange_overhead_per_peer(capsys) -> None:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 import pytest
 from test_trace import traced
 
-from ddp_crossover import timeline
+from ddp_crossover import cli
 
 pytest.importorskip("matplotlib")
 
 
 def run(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    timeline.add_arguments(parser)
-    return timeline.run(parser.parse_args([str(word) for word in words]))
+    return cli.main(["timeline", *map(str, words)])
 
 
 @pytest.fixture
@@ -31,8 +28,8 @@ def test_two_traces_become_one_picture(traces, capsys) -> None:
     import matplotlib.image
 
     picture = traces / "timeline.png"
-    names = [traces / f"{with_dear}-rank{{rank}}.json" for with_dear in (False, True)]
-    assert run(*names, "-o", picture, "--steps", "2", "--rank", "1") == 0
+    names = [traces / f"{with_dear}-rank1.json" for with_dear in (False, True)]
+    assert run(*names, "-o", picture, "--steps", "2") == 0
     height, width, _ = matplotlib.image.imread(picture).shape
     assert 1000 < width < 3000 and 500 < height < 2000
     told = capsys.readouterr().out
@@ -46,9 +43,9 @@ def test_what_cannot_be_drawn_is_said(traces, capsys, monkeypatch) -> None:
         ((trace, "--steps", "100"), "3 complete steps, not 100"),
         ((trace, "--steps", "0"), "--steps"),
     ):
-        assert run(*words, "-o", traces / "x.png") == 1
+        assert run(*words, "-o", traces / "x.png") == 2
         assert message in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert run(trace, "-o", traces / "x.png") == 1
+    assert run(trace, "-o", traces / "x.png") == 2
     assert "pip install ddp_crossover[plot]" in capsys.readouterr().err
     assert not (traces / "x.png").exists()

@@ -220,15 +220,11 @@ class Arbiter:
 
     def _count_shared(self, res: Resource, *gone: Job) -> None:
         """After members of ``res`` have changed: on how many resources each of its jobs has company."""
-        jobs = self._jobs_on(res)
+        jobs = {self._members[member].job.key: self._members[member].job for member in res.members}
         res.shared = len(jobs) > 1
-        for job in (*jobs, *gone):
+        for job in (*jobs.values(), *gone):
             places = {m.resource.name: m.resource for m in map(self._members.__getitem__, job.members)}
             job.shared_resources = sum(place.shared for place in places.values())
-
-    def _jobs_on(self, res: Resource) -> list[Job]:
-        jobs = {self._members[member].job.key: self._members[member].job for member in res.members}
-        return list(jobs.values())
 
     def _enqueue(self, m: Member, since_s: float) -> None:
         res, job = m.resource, m.job

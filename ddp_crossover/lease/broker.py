@@ -23,7 +23,7 @@ from .holds import JobKey
 from .page import RESOURCE_SLOTS, PageWriter, tag_of
 from .places import Place
 from .processes import Peer, is_stopped, open_pidfd, peer_of
-from .protocol import HELLO_BYTES, Kind, Message, ProtocolError, Refusal, decode, decode_hello, encode
+from .protocol import HELLO_BYTES, Kind, Message, ProtocolError, Refusal, decode, decode_hello
 
 logger = logging.getLogger("ddp_crossover.lease")
 
@@ -85,7 +85,7 @@ class Broker:
         if not self.serving:
             return
         self._listener, self._inode = place.listen(self._settings.group)
-        self._page = PageWriter(place.directory)
+        self._page = PageWriter()
         # Nanoseconds since boot: above every fence of a broker before this one.
         self._arbiter = Arbiter(time.monotonic_ns(), self._settings.limits)
         self._connections: dict[int, _Connection] = {}  # by socket and by pidfd
@@ -177,9 +177,7 @@ class Broker:
                 grants = self._arbiter.cancel(member, message.request, now_s)
             case _:
                 raise ProtocolError(Refusal.MALFORMED, f"unexpected {message.kind.name}")
-        self._announce(connection.resource, grants, now_s, message.time_ns)
-        if message.value and message.kind is Kind.RELEASE and member in self._members:
-            self._figures[connection.resource].handed_over(connection.key, message.value)
+        self._announce(connection.resource, grants, now_s)
 
     def _accept(self) -> None:
         try:
@@ -230,12 +228,9 @@ class Broker:
 
     # ---- consequences
 
-    def _announce(self, resource: str, grants: list[Grant], now_s: float, released_ns: int = 0) -> None:
+    def _announce(self, resource: str, grants: list[Grant], now_s: float) -> None:
         """Show the new state of a resource, then tell those that now hold it."""
-        figures = self._figures[resource]
         holder = self._arbiter.holding_job(resource)
-        if released_ns and holder == figures.holder:
-            released_ns = 0  # no hand-off
         # The page first: a client that has its grant must find its fence there.
         tag = 0 if holder is None else tag_of(holder.name)
         self._page.show(self._slots[resource], *self._arbiter.view(resource), tag)
@@ -243,11 +238,11 @@ class Broker:
         for member, request, fence in grants:
             # One that was dropped, because it could not be told of an earlier grant, has left the arbiter, too.
             if (connection := self._members.get(member)) is not None:
-                self._send(connection, encode(Kind.GRANT, 0, request, fence, released_ns))
+                self._send(connection, Message(Kind.GRANT, 0, request, fence).encode())
 
         # Last: the grants are on their way. One that could not be sent may have ended the resource.
         if resource in self._figures:
-            figures.change(now_s, self._arbiter.holding_job(resource), self._arbiter.queue(resource))
+            self._figures[resource].change(now_s, self._arbiter.holding_job(resource), self._arbiter.queue(resource))
 
     def _send(self, connection: _Connection, data: bytes) -> None:
         if connection.member not in self._members:

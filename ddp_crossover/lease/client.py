@@ -108,13 +108,10 @@ class GpuLease:
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a signal handler may come in between
         self._unleased: Counter[str] = Counter()
-        self._no_connection = "no lease: not connected to a broker"
         itself = weakref.ref(self)
         # Two looks without a beat; the broker beats every 20 ms while somebody waits.
         look_s = 0.4 * max_stall_s
-        self._keeper = Keeper(
-            Place(directory), hello, look_s, spawn_broker, lambda reason: _note_failure(itself, reason)
-        )
+        self._keeper = Keeper(Place(directory), hello, look_s, spawn_broker)
         self._turn = Turn(self._keeper, hello, max_wait_s)
         self._finalizer = weakref.finalize(self, self._keeper.stop)
         os.register_at_fork(after_in_child=lambda: _forget_in_child(itself))
@@ -297,7 +294,7 @@ class GpuLease:
     # ---- inside
 
     def _ask(self, kind: Kind) -> bool:
-        reason = self._turn.ask(kind, self._no_connection)
+        reason = self._turn.ask(kind)
         return reason is None or self._go_unleased(reason)
 
     def _go_unleased(self, reason: str) -> bool:
@@ -305,11 +302,6 @@ class GpuLease:
             logger.warning("ddp_crossover: %s runs without its lease on %s: %s", self.job, self.resource, reason)
         self._unleased[reason] += 1
         return False
-
-
-def _note_failure(lease: weakref.ref[GpuLease], reason: str) -> None:
-    if (itself := lease()) is not None:
-        itself._no_connection = reason
 
 
 def _forget_in_child(lease: weakref.ref[GpuLease]) -> None:

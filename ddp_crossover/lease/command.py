@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import logging
 import math
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from .broker import Broker, BrokerSettings
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     status = verbs.add_parser("status", help="show who holds what")
     status.add_argument("--json", action="store_true", help="print it as JSON")
     top = verbs.add_parser("top", help="follow who holds what, and how each job's time is spent")
-    top.add_argument("--interval", type=_positive, default=1.0, help="seconds that each row is about (default: 1)")
+    top.add_argument("--interval", type=float, default=1.0, help="seconds that each row is about (default: 1)")
     top.add_argument("--once", action="store_true", help="show one interval and exit")
     top.add_argument("--json", action="store_true", help="print a line of JSON for each interval")
     for verb in (serve, status, top):
@@ -48,13 +50,6 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, KeyError, PlaceError, ProtocolError, RefusedError) as error:
         print(f"lease {args.verb}: {error}", file=sys.stderr)
         return 1
-
-
-def _positive(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError("must be positive")
-    return seconds
 
 
 def _ask(place: Place) -> dict[str, Any]:
@@ -88,31 +83,24 @@ def _status(place: Place, as_json: bool) -> int:
 
 
 def _top(place: Place, args: argparse.Namespace) -> int:
-    before: dict[str, Any] | None = None
-
-    def read() -> dict[str, Any]:
-        nonlocal before
-        now = _ask(place)
-        earlier, before = before, now
-        return with_shares(now, earlier)
-
+    statuses = itertools.islice(_intervals(place, args.interval), 1 if args.once else None)
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
-        if args.once or args.json or not sys.stdout.isatty():
-            read()  # the beginning of the first interval
-            time.sleep(args.interval)
-        while args.json:
-            print(json.dumps(read()), flush=True)
-            if args.once:
-                return 0
-            time.sleep(args.interval)
-        # Only now: rich is not there where the broker runs without site-packages.
-        from rich.console import Console
-
-        from .top import as_table, follow
-
-        console = Console()
-        if args.once:
-            console.print(as_table(read()))
+        if args.json:
+            for status in statuses:
+                print(json.dumps(status), flush=True)
         else:
-            follow(read, args.interval, console)
+            # Only now: rich is not there where the broker runs without site-packages.
+            from .top import show
+
+            show(statuses)
     return 0
+
+
+def _intervals(place: Place, interval_s: float) -> Iterator[dict[str, Any]]:
+    """What each interval has shown, at its end."""
+    before = _ask(place)
+    while True:
+        time.sleep(interval_s)
+        now = with_shares(_ask(place), before)
+        yield now
+        before = now

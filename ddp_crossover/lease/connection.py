@@ -21,7 +21,6 @@ from .protocol import (
     ProtocolError,
     Refusal,
     decode,
-    encode,
 )
 
 
@@ -46,9 +45,9 @@ class BrokerConnection:
     def __del__(self) -> None:
         self._sock.close()
 
-    def send(self, kind: Kind, *, value: int = 0, request: int = 0, fence: int = 0, time_ns: int = 0) -> None:
+    def send(self, kind: Kind, *, request: int = 0, fence: int = 0) -> None:
         """Raises ``OSError`` where the broker is gone or does not read."""
-        self._sock.send(encode(kind, value, request, fence, time_ns), socket.MSG_NOSIGNAL)
+        self._sock.send(Message(kind, 0, request, fence).encode(), socket.MSG_NOSIGNAL)
 
     def receive(self) -> Message | None:
         """The next message, or None if none came in ``look_s``. Raises ``OSError``, ``ProtocolError``."""

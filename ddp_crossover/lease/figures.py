@@ -7,14 +7,11 @@ sleeps. A gap is *filled* while another job holds the resource.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .holds import JobKey
-
-_HANDOFFS_KEPT = 256
 
 
 @dataclass
@@ -25,7 +22,6 @@ class _Job:
     gap_s: float = 0.0
     filled_s: float = 0.0
     handoffs: int = 0
-    took_ns: deque[int] = field(default_factory=lambda: deque(maxlen=_HANDOFFS_KEPT))
 
 
 class ResourceFigures:
@@ -63,10 +59,6 @@ class ResourceFigures:
             self._jobs[holder].handoffs += 1
         self.holder, self._waiting, self._since_s = holder, waiting, self._since_s + passed_s
 
-    def handed_over(self, key: JobKey, took_ns: int) -> None:
-        """A process of the job has measured how long a hand-off to it took."""
-        self._jobs[key].took_ns.append(took_ns)
-
     def as_dicts(self) -> list[dict[str, Any]]:
         """For JSON, one for each job, by name; complete up to the last :meth:`change`."""
         return [
@@ -79,8 +71,6 @@ class ResourceFigures:
                 "gap_s": round(job.gap_s, 4),
                 "filled_s": round(job.filled_s, 4),
                 "handoffs": job.handoffs,
-                "handoff_p50_us": _quantile_us(job.took_ns, 0.50),
-                "handoff_p99_us": _quantile_us(job.took_ns, 0.99),
             }
             for key, job in sorted(self._jobs.items())
         ]
@@ -122,12 +112,3 @@ def _present_s(job: Mapping[str, float]) -> float:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 0.0
-
-
-def _quantile_us(values_ns: Collection[int], share: float) -> float | None:
-    """The smallest value that as large a share does not exceed; None of no values."""
-    if not values_ns:
-        return None
-    ordered = sorted(values_ns)
-    rank = -int(-share * len(ordered) // 1)  # rounded up
-    return round(ordered[max(0, rank - 1)] / 1e3, 1)

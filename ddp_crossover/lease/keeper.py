@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 
 from .connection import BrokerConnection, open_connection
 from .places import Place
@@ -23,18 +22,17 @@ class Keeper:
     Args:
         look_s: how long a connection's ``receive`` waits.
         spawn: start a broker where there is none.
-        note: called with a reason whenever connecting failed.
     """
 
-    def __init__(self, place: Place, hello: Hello, look_s: float, spawn: bool, note: Callable[[str], None]) -> None:
+    def __init__(self, place: Place, hello: Hello, look_s: float, spawn: bool) -> None:
         self.connection: BrokerConnection | None = None
         """Read it once and use what was read: it is replaced at any time."""
         self.connected = threading.Event()
+        self.why_none = "no lease: not connected to a broker"
         self._place = place
         self._hello = hello
         self._look_s = look_s
         self._spawn = spawn
-        self._note = note
         self._delay_s = _FIRST_DELAY_S
         self._changing = threading.RLock()  # a signal handler may come in between
         self._stopping = threading.Event()
@@ -73,7 +71,7 @@ class Keeper:
             try:
                 connection = self._connect()
             except Exception as error:  # whatever it is, the job goes on without
-                self._note(f"no lease: {error}")
+                self.why_none = f"no lease: {error}"
                 self._stopping.wait(self._delay_s)
                 self._delay_s = min(2 * self._delay_s, _LAST_DELAY_S)
                 continue

@@ -11,9 +11,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import tempfile
 import zlib
-from pathlib import Path
 
 RESOURCE_SLOTS = 63
 _WORDS = 8  # of 8 bytes: one cache line, so that two resources never share one
@@ -25,12 +23,14 @@ _F_SEAL_FUTURE_WRITE = 0x10  # not in Python's fcntl; Linux 5.1
 class PageWriter:
     """The broker's side. ``fd`` is what clients get: they can neither write to it nor change its size."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self) -> None:
         # A memfd does not count against /dev/shm, which is small and often full in containers.
-        try:
-            self.fd, self._words = _sealed_memfd()
-        except OSError:
-            self.fd, self._words = _unlinked_file(directory)
+        self.fd = os.memfd_create("ddp_crossover-lease", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, _PAGE_BYTES)
+        self._words = memoryview(mmap.mmap(self.fd, _PAGE_BYTES)).cast("Q")
+        # Our mapping stays writable, all later ones are not.
+        seals = _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
 
     def beat(self) -> None:
         """Show that the broker is alive."""
@@ -59,8 +59,6 @@ class PageReader:
             raise ValueError("the state page is too short")
         self._words = memoryview(mmap.mmap(fd, _PAGE_BYTES, prot=mmap.PROT_READ)).cast("Q")
         self._start = (slot + 1) * _WORDS
-        self._waiters = self._start + _WAITERS
-        self._pressed = self._start + _PRESSED
 
     @property
     def beats(self) -> int:
@@ -84,43 +82,17 @@ class PageReader:
 
     @property
     def waiters(self) -> int:
-        return self._words[self._waiters]
+        return self._words[self._start + _WAITERS]
 
     def is_calm(self, fence: int) -> bool:
         """Whether ``fence`` holds and nobody presses it."""
-        return self._words[self._start] == fence and not self._words[self._pressed]
+        return self._words[self._start] == fence and not self._words[self._start + _PRESSED]
 
     @property
     def pressed(self) -> int:
-        return self._words[self._pressed]
+        return self._words[self._start + _PRESSED]
 
 
 def tag_of(job: str) -> int:
     """How the page names a job: not 0, and the same for all its ranks. For figures only, since two may share one."""
     return zlib.crc32(job.encode()) | 1 << 32
-
-
-def _sealed_memfd() -> tuple[int, memoryview]:
-    fd = os.memfd_create("ddp_crossover-lease", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, _PAGE_BYTES)
-        words = memoryview(mmap.mmap(fd, _PAGE_BYTES)).cast("Q")
-        # Our mapping stays writable, all later ones are not.
-        seals = _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd, words
-
-
-def _unlinked_file(directory: Path) -> tuple[int, memoryview]:
-    """Where the kernel has no memfd, or cannot seal it."""
-    writable, path = tempfile.mkstemp(dir=directory, prefix="page-")
-    try:
-        os.posix_fallocate(writable, 0, _PAGE_BYTES)  # a full disk shows now, not as SIGBUS
-        words = memoryview(mmap.mmap(writable, _PAGE_BYTES)).cast("Q")
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC), words
-    finally:
-        os.close(writable)
-        os.unlink(path)

@@ -17,7 +17,7 @@ VERSION = 2
 NAME_BYTES = 96
 WEIGHTS = (0.01, 100.0)
 
-_HEADER = struct.Struct("<HBBIQQQ")  # magic, version, kind, value, request, fence, time
+_HEADER = struct.Struct("<HBBIQQ8x")  # magic, version, kind, value, request, fence
 _HELLO = struct.Struct(f"<B7xd{NAME_BYTES}s{NAME_BYTES}s")  # role, weight, job, resource
 
 MESSAGE_BYTES = _HEADER.size
@@ -77,25 +77,15 @@ class ProtocolError(Exception):
 
 
 class Message(NamedTuple):
-    """Every message, or the head of HELLO.
-
-    ``time_ns``, of the host's monotonic clock, is for figures only. RELEASE says when it was sent, and the GRANT that
-    follows from it repeats that. Who gets it takes the difference, and reports it as the value of its own RELEASE.
-    """
+    """Every message, or the head of HELLO."""
 
     kind: Kind
     value: int = 0
     request: int = 0
     fence: int = 0
-    time_ns: int = 0
 
     def encode(self) -> bytes:
-        return encode(*self)
-
-
-def encode(kind: Kind, value: int, request: int, fence: int, time_ns: int) -> bytes:
-    """The bytes of that :class:`Message`, which need not be made for it: this is in the way of a hand-off."""
-    return _HEADER.pack(MAGIC, VERSION, kind, value, request, fence, time_ns)
+        return _HEADER.pack(MAGIC, VERSION, *self)
 
 
 class Hello(NamedTuple):
@@ -115,7 +105,7 @@ def decode(data: bytes) -> Message:
     """The message in ``data``, or the head of it if it is HELLO. Raises :class:`ProtocolError`."""
     if len(data) not in (MESSAGE_BYTES, HELLO_BYTES):
         raise ProtocolError(Refusal.MALFORMED, f"{len(data)} bytes are no message")
-    magic, version, kind, value, request, fence, time_ns = _HEADER.unpack_from(data)
+    magic, version, kind, value, request, fence = _HEADER.unpack_from(data)
     if magic != MAGIC:
         raise ProtocolError(Refusal.MALFORMED, "wrong magic number")
     if version != VERSION:
@@ -125,7 +115,7 @@ def decode(data: bytes) -> Message:
         raise ProtocolError(Refusal.MALFORMED, f"unknown kind {kind}")
     if (known is Kind.HELLO) != (len(data) == HELLO_BYTES):
         raise ProtocolError(Refusal.MALFORMED, f"{len(data)} bytes are no {known.name}")
-    return Message(known, value, request, fence, time_ns)
+    return Message(known, value, request, fence)
 
 
 def decode_hello(data: bytes) -> Hello:

@@ -7,18 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch.cuda import Event
 
 _BETWEEN_TURNS = object()
-
-
-class Event(Protocol):
-    """The part of ``torch.cuda.Event`` that is needed here. It must measure time, and wait without the GIL."""
-
-    def record(self) -> None: ...
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, end_event: Any) -> float: ...
 
 
 class _Segment(NamedTuple):
@@ -38,7 +32,7 @@ class RunAhead:
 
     Args:
         limit_s: device time that may be queued when :meth:`mark` returns.
-        new_event: makes an event.
+        new_event: makes an event, which must measure time, and wait without the GIL.
     """
 
     def __init__(self, limit_s: float, new_event: Callable[[], Event]) -> None:

@@ -37,7 +37,6 @@ class Turn:
         self._request = 0
         self._fence = 0
         self._held_on: BrokerConnection | None = None
-        self._handoff_ns = 0
 
     # ---- looking
 
@@ -101,10 +100,10 @@ class Turn:
         self.grants += 1
         return True
 
-    def ask(self, kind: Kind, no_connection: str) -> str | None:
+    def ask(self, kind: Kind) -> str | None:
         """Send REQUEST, or RELEASE with a request in it, and wait for the grant.
 
-        Returns why there is none, which is ``no_connection`` where there is no broker; None with the grant in hand.
+        Returns why there is none; None with the grant in hand.
         """
         held_on = self._checked_hold()
         if self._fence == _NOT_KNOWN_YET and self._held_on is not None:
@@ -114,16 +113,13 @@ class Turn:
         connection = self._keeper.connection
         if connection is None:
             self.forget()
-            return no_connection
+            return self._keeper.why_none
         start_s = time.monotonic()
         try:
             self.forget()
             self._request += 1
             beats = connection.page.beats
-            if kind is Kind.RELEASE:
-                self._send_release(connection, fence, self._request)
-            else:
-                connection.send(kind, request=self._request)
+            connection.send(kind, request=self._request, fence=fence)
             outcome = self._await_grant(connection, beats, start_s)
             self.grants += outcome is None
         except (OSError, ProtocolError) as error:
@@ -169,7 +165,6 @@ class Turn:
             elif message.kind is Kind.GRANT and message.request == self._request:
                 if connection.page.fence == message.fence:
                     self._fence, self._held_on = message.fence, connection
-                    self._handoff_ns = _since_ns(message.time_ns)
                     return None
                 # This process was stopped, and the grant has been given on by now.
                 self.lost += 1
@@ -184,14 +179,9 @@ class Turn:
             self._send_cancel(connection)
             return
         try:
-            self._send_release(connection, self._fence, 0)
+            connection.send(Kind.RELEASE, fence=self._fence)
         except OSError:
             self._keeper.give_up(connection)
-
-    def _send_release(self, connection: BrokerConnection, fence: int, request: int) -> None:
-        """With the time at which it is sent, and that which the hand-off took that began this hold, for figures."""
-        took_ns, self._handoff_ns = self._handoff_ns, 0
-        connection.send(Kind.RELEASE, value=took_ns, request=request, fence=fence, time_ns=time.monotonic_ns())
 
     def _send_cancel(self, connection: BrokerConnection) -> None:
         try:
@@ -205,9 +195,3 @@ class Turn:
             return self._held_on
         self.lost += self._fence != 0
         return None
-
-
-def _since_ns(time_ns: int) -> int:
-    """Time since then; 0 if that was not measured, or on another clock (a container's time namespace)."""
-    took_ns = time.monotonic_ns() - time_ns
-    return took_ns if time_ns and 0 < took_ns < 1 << 32 else 0

@@ -15,7 +15,7 @@ import pytest
 from lease_processes import HERE, PACKAGE, TIMEOUT_S, LeaseProcesses, eventually
 
 from ddp_crossover.lease.client import GpuLease
-from ddp_crossover.lease.page import PageReader, PageWriter
+from ddp_crossover.lease.page import PageReader
 from ddp_crossover.lease.places import DIRECTORY_VARIABLE, Place, PlaceError
 from ddp_crossover.lease.protocol import HELLO_BYTES, Hello, Role
 
@@ -159,25 +159,6 @@ def test_clients_cannot_change_the_state_page(processes: LeaseProcesses) -> None
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
     finally:
         os.close(fd)
-
-
-def test_without_memfd_the_state_page_is_a_file_without_a_name(
-    lease_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_memfd(*_: object) -> int:
-        raise OSError("no memfd here")
-
-    monkeypatch.setattr(os, "memfd_create", no_memfd)
-    writer = PageWriter(lease_directory)
-    try:
-        assert not list(lease_directory.iterdir())
-        reader = PageReader(writer.fd, slot=3)
-        writer.show(3, 7, 0, 2, 1)
-        assert (reader.fence, reader.waiters, reader.pressed) == (7, 2, 1)
-        with pytest.raises(PermissionError):
-            mmap.mmap(writer.fd, 4096)
-    finally:
-        os.close(writer.fd)
 
 
 def test_a_page_that_is_too_short_is_not_mapped(lease_directory: Path) -> None:

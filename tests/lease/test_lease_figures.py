@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -74,15 +75,6 @@ def test_no_time_is_lost_or_counted_twice(changes: list[tuple[float, JobKey | No
     assert sum(job["held_s"] for job in figures.as_dicts()) <= newest_s + 1e-3
 
 
-def test_quantiles_are_of_the_last_256_hand_offs() -> None:
-    figures = ResourceFigures(0.0)
-    figures.join(A, "peer", 0.0)
-    assert _of(figures, "a")["handoff_p50_us"] is None
-    for took_us in [1_000_000] * 100 + list(range(1, 257)):
-        figures.handed_over(A, 1000 * took_us)
-    assert (_of(figures, "a")["handoff_p50_us"], _of(figures, "a")["handoff_p99_us"]) == (128, 254)
-
-
 def test_a_job_that_has_left_is_forgotten() -> None:
     figures = ResourceFigures(0.0)
     figures.join(A, "peer", 0.0)
@@ -136,8 +128,6 @@ def test_figures_of_a_peer_with_gaps_and_a_filler(processes: LeaseProcesses, lea
     assert jobs["filler"]["held_s"] <= jobs["main"]["filled_s"] + jobs["main"]["waited_s"] + 1e-3
     for job in jobs.values():
         assert job["handoffs"] > 5
-        # From process to process: no system does it in less than a microsecond.
-        assert 1 < job["handoff_p50_us"] <= job["handoff_p99_us"]
 
 
 def test_a_request_for_what_is_free_is_no_hand_off(processes: LeaseProcesses) -> None:
@@ -149,7 +139,7 @@ def test_a_request_for_what_is_free_is_no_hand_off(processes: LeaseProcesses) ->
     first.call("acquire")
     first.call("yield_turn")
     for job in processes.status()["resources"][0]["jobs"]:
-        assert (job["handoffs"], job["handoff_p50_us"]) == (0, None)
+        assert job["handoffs"] == 0
 
 
 def test_a_turn_that_returns_to_who_yielded_it_is_no_hand_off(processes: LeaseProcesses) -> None:
@@ -163,9 +153,7 @@ def test_a_turn_that_returns_to_who_yielded_it_is_no_hand_off(processes: LeasePr
     assert peer.call("get", "fence") > fence
     peer.call("release")
     assert filler.result()
-    filler.call("release")  # reports how it came by its turn
-    eventually(lambda: _of_broker(processes, "filler")["handoff_p50_us"])
-    assert (_of_broker(processes, "peer")["handoffs"], _of_broker(processes, "peer")["handoff_p50_us"]) == (0, None)
+    assert _of_broker(processes, "peer")["handoffs"] == 0
     assert _of_broker(processes, "filler")["handoffs"] == 1
 
 
@@ -209,10 +197,9 @@ def test_top_without_a_broker_says_so(lease_directory: Path) -> None:
     assert "No such file" in shown.stderr
 
 
-def test_top_on_a_terminal_scrolls_and_quits(processes: LeaseProcesses, lease_directory: Path) -> None:
+def test_top_on_a_terminal_follows_until_it_is_told_to_end(processes: LeaseProcesses, lease_directory: Path) -> None:
     processes.broker()
-    for index in range(20):
-        assert processes.raw().hello(f"job-{index:02}")
+    assert processes.raw().hello("early")
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 10, 80, 0, 0))
     environment = {**os.environ, "TERM": "xterm"}
@@ -231,13 +218,10 @@ def test_top_on_a_terminal_scrolls_and_quits(processes: LeaseProcesses, lease_di
                 seen += os.read(ours, 1 << 16).decode(errors="replace")
 
     try:
-        read_until("lines 1-9 of")
-        assert "job-00" in seen and "job-19" not in seen
-        os.write(ours, b"\x1b[B\x1b[B")
-        read_until("lines 3-11 of")
-        os.write(ours, b"   ")
-        read_until("job-19")
-        os.write(ours, b"q")
+        read_until("early")
+        assert processes.raw().hello("later")
+        read_until("later")
+        top.send_signal(signal.SIGINT)
         assert top.wait(TIMEOUT_S) == 0
     finally:
         top.kill()
