@@ -10,9 +10,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
+from ddp_crossover.refused_methods import JOIN_ADVICE
 from ddp_crossover.torch_internals import (
     comm_hooks_of,
     gradients_left_in_optimizer_hooks,
+    is_joining,
     managed_parameters,
 )
 from ddp_crossover.wire import WIRE_DTYPES
@@ -32,6 +34,8 @@ def refuse_model(ddp: object) -> None:
             "this DDP model has a communication hook already, and DDP takes only one: leave out the other "
             "register_comm_hook, or build a new DistributedDataParallel around ddp.module"
         )
+    if is_joining(ddp):
+        raise ValueError(JOIN_ADVICE)
     if ddp.mixed_precision is not None:
         raise ValueError(
             "DistributedDataParallel(mixed_precision=...) casts and reduces gradients on its own: use "

@@ -12,15 +12,15 @@ _DEEPCOPY_ADVICE = (
     "copy.deepcopy(ddp) would silently drop the communication hook: copy ddp.module instead, or call "
     "state.detach() first"
 )
-_JOIN_ADVICE = (
+JOIN_ADVICE = (
     "DistributedDataParallel.join() shadows only plain all-reduces and would hang with dear_hook: give every "
     "rank the same number of batches (DistributedSampler(drop_last=True)), or train without the hook"
 )
 _ADVICE = {
     "__deepcopy__": _DEEPCOPY_ADVICE,
     "__reduce_ex__": PICKLE_ADVICE,
-    "join": _JOIN_ADVICE,
-    "join_hook": _JOIN_ADVICE,
+    "join": JOIN_ADVICE,
+    "join_hook": JOIN_ADVICE,
 }
 
 

@@ -90,6 +90,11 @@ def comm_hooks_of(ddp: DistributedDataParallel) -> list[Any]:
     return list(_private(ddp, "_comm_hooks"))
 
 
+def is_joining(ddp: DistributedDataParallel) -> bool:
+    """Whether ``with ddp.join():`` is running."""
+    return bool(_private(_private(ddp, "_join_config"), "enable"))
+
+
 def managed_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
     """Named parameters that DDP reduces, in its own order, each once."""
     ignored: set[str] = _private(ddp, "parameters_to_ignore")

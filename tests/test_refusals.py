@@ -98,6 +98,12 @@ def _update_in_a_hook() -> None:
     _attach(_ddp(net))
 
 
+def _inside_of_join() -> None:
+    model = _ddp()
+    with model.join():
+        _attach(model)
+
+
 def _lbfgs() -> None:
     model = _ddp()
     _attach(model, torch.optim.LBFGS(model.parameters()))
@@ -171,6 +177,7 @@ def _refusal(provoke: Callable[[], None]) -> str | None:
         (_attached_twice, "hook", "new DistributedDataParallel|detach"),
         (_optimizer_in_backward, "(scalar|first|second).*backward", r"step\(\)"),
         (_update_in_a_hook, r"first\.weight.*register_post_accumulate_grad_hook", r"step\(\)"),
+        (_inside_of_join, "join", "drop_last|without the hook"),
         (_lbfgs, "LBFGS", "first-order|without"),
         (_no_optimizer, "optimizer", "none|list"),
         (_scheduler_for_optimizer, "ConstantLR", "pass"),

@@ -19,7 +19,7 @@ _FACTORIES = ("arange", "empty", "eye", "full", "ones", "rand", "randint", "rand
 
 
 def _is_gpu(device: Any) -> bool:
-    return isinstance(device, int) and not isinstance(device, bool) or str(device).startswith("cuda")
+    return (isinstance(device, int) and not isinstance(device, bool)) or str(device).startswith("cuda")
 
 
 def _here(*_: Any, **__: Any) -> None:
