@@ -7,7 +7,7 @@ plan and switches to it between two iterations. Knows DDP's hook contract; users
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -82,6 +82,7 @@ class Reducer:
         self._process_group = ddp.process_group
         self._named = named
         self._index_of: dict[Tensor, int] = {p: index for index, (_, p) in enumerate(named)}
+        self._strides = _strides(self._index_of)
         self._device = named[0][1].device
         self._link = link
         self._planning = planning
@@ -187,6 +188,19 @@ class Reducer:
             )
         return future
 
+    def _refuse_new_layout(self) -> None:
+        """DDP goes on with buckets in the old layout, and plain DDP takes most of their gradients for others."""
+        if self._plain_reason is not None or (strides := _strides(self._index_of)) == self._strides:
+            return
+        for (name, parameter), before, now in zip(self._named, self._strides, strides, strict=True):
+            if any(size > 1 and a != b for size, a, b in zip(parameter.shape, before, now, strict=True)):
+                raise RuntimeError(
+                    f"the memory layout of {name} has changed since attach (memory_format=torch.channels_last and the "
+                    "like), and DDP's buckets have not: change it before building DistributedDataParallel, or call "
+                    "state.detach(), build a new DistributedDataParallel around ddp.module, and attach to that"
+                )
+        self._strides = strides
+
     def _may_skip_buckets(self) -> bool:
         return bool(getattr(self.model, "skip_all_reduce_unused_params", False))
 
@@ -196,6 +210,7 @@ class Reducer:
         self._plain_under_way.clear()
         if self.pipeline is not None:
             self.pipeline.retire()
+        self._refuse_new_layout()
         self._in_backward = True
         self._awaits_backward = False
         self._layouts.begin_backward()
@@ -380,6 +395,11 @@ class Reducer:
             "extension) and that no earlier forward has shown, so perhaps before its update was applied. Call "
             "state.synchronize() before such a forward, or attach with schedule='allreduce'"
         )
+
+
+def _strides(parameters: Iterable[Tensor]) -> list[tuple[int, ...]]:
+    with torch._C.DisableTorchFunctionSubclass():  # needs no value
+        return list(map(Tensor.stride, parameters))
 
 
 def let_gradients_arrive_early(
