@@ -156,6 +156,20 @@ def _compare_each_rank(case: Case) -> None:
     assert_same(seen_state, expected_state, "at the end")
 
 
+def _notes_of_a_replaced_optimizer(case: Case) -> list[str]:
+    run = Run(case, with_dear=True)
+    for _ in case.loop(run):
+        pass
+    notes = list(run.state.stats().fallbacks)
+    run.detach()
+    return notes
+
+
+def test_an_optimizer_that_was_not_attached_is_noted(on_ranks) -> None:
+    for notes in on_ranks(_notes_of_a_replaced_optimizer, 2, Case(Operate(_replace_the_optimizer, 8), steps=12)):
+        assert len(notes) == 1 and "SGD.step() waits for all gradients: it was not attached" in notes[0], notes
+
+
 def test_an_optimizer_may_lose_a_parameter(on_ranks) -> None:
     loop = Operate(_drop_a_parameter_of_the_optimizer, 8)
     check_case(Case(loop, OddNet, SGD, steps=12, pipelined=False), on_ranks)
