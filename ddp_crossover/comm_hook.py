@@ -132,10 +132,11 @@ class DearState:
         self._planning = Planning(named, settings, self._link, backend, wire_dtype, self._turns)
         self._planning.load_tuned()
         memory: dict[str, Tensor] = {}
+        on_first_forward = None
         if self._plain_reason is None:
             memory = make_arenas(self._planning.specs, named, self._link, wire_dtype)
             self._planning.measure_link()
-            let_gradients_arrive_early(ddp, named)
+            on_first_forward = let_gradients_arrive_early(ddp, named)
         self._looks = Looks()
         self._params = LazyParams(named)
         self._updates = DeferredUpdates(
@@ -155,6 +156,7 @@ class DearState:
             self._updates,
             self._fallbacks,
             self._turns,
+            on_first_forward=on_first_forward,
             memory=memory,
             wire_dtype=wire_dtype,
             plain_reason=self._plain_reason,
@@ -266,7 +268,11 @@ class DearState:
             yield trace
 
     def detach(self) -> None:
-        """Apply what is pending and remove every hook; the script goes on as plain DDP."""
+        """Apply what is pending and remove every hook; the script goes on as plain DDP, or attaches anew.
+
+        Every rank must call it. Between a forward and its backward DDP keeps the hook, which is a plain all-reduce
+        from then on; elsewhere DDP can take another one.
+        """
         if self._detached:
             return
         self._detached = True
@@ -329,6 +335,11 @@ def dear_hook(state: DearState, bucket: GradBucket) -> torch.futures.Future[torc
     Use it as ``ddp.register_comm_hook(state, dear_hook)`` with a :class:`DearState`. Trains exactly as DDP does.
     Source: DeAR, arXiv 2302.12445.
     """
+    if not isinstance(state, DearState):
+        raise TypeError(
+            f"the state of dear_hook must be a DearState, not {type(state).__name__}: state = DearState(ddp, "
+            "optimizer); ddp.register_comm_hook(state, dear_hook), or both at once: attach(ddp, optimizer)"
+        )
     return state.reduce(bucket)
 
 

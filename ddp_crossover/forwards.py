@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_crossover.hooks import Hook
 from ddp_crossover.lazy_params import LazyParams
 from ddp_crossover.looks import Looks
 from ddp_crossover.stats import FallbackLog
@@ -19,8 +20,8 @@ from ddp_crossover.torch_internals import call_around_compiled, called_by_compil
 _COMPILED_AGAIN = 3
 
 
-class ForwardWatch:
-    """Hooks on the DDP module itself: when its forward begins and ends.
+class ForwardWatch(Hook):
+    """In place of the DDP module's ``forward``: tells when it begins and ends, also where hooks do not run.
 
     Args:
         ddp: the model.
@@ -34,27 +35,37 @@ class ForwardWatch:
         on_begin: Callable[[], None],
         on_end: Callable[[bool], None],
     ) -> None:
-        self._handled: BaseException | None = None
-        self._on_begin = on_begin
-        self._on_end = on_end
+        self._ddp = weakref.ref(ddp)
         # Never part of a compiled graph: what they decide changes from one forward to the next.
-        self._handles = [
-            ddp.register_forward_pre_hook(torch.compiler.disable(self._before), prepend=True),
-            ddp.register_forward_hook(torch.compiler.disable(self._after), always_call=True),
-        ]
+        self._on_begin = torch.compiler.disable(on_begin)
+        self._on_end = torch.compiler.disable(on_end)
+        self._forward = vars(ddp).get("forward")  # of the object, if somebody else has replaced it
+        vars(ddp)["forward"] = self
 
-    def _before(self, module: nn.Module, args: Any) -> None:
-        self._handled = sys.exc_info()[1]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        ddp = self._ddp()
+        assert ddp is not None  # it is running
         self._on_begin()
-
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        # The model may be called where an exception is being handled; only a new one is its own.
-        self._on_end(sys.exc_info()[1] is self._handled)
+        returned = False
+        try:
+            output = self._forward(*args, **kwargs) if self._forward else type(ddp).forward(ddp, *args, **kwargs)
+            returned = True
+            return output
+        finally:
+            self._on_end(returned)
 
     def remove(self) -> None:
-        """Take the hooks down."""
-        for handle in self._handles:
-            handle.remove()
+        """Give the model its own forward back."""
+        if (ddp := self._ddp()) is not None and vars(ddp).get("forward") is self:
+            del ddp.forward
+            if self._forward is not None:
+                vars(ddp)["forward"] = self._forward
+        self._on_begin, self._on_end = _nothing, _nothing  # somebody else may call it still
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 class CompiledCode:

@@ -40,8 +40,9 @@ class LayoutRecorder:
         indices = tuple([self._index_of.get(id(parameter), -1) for parameter in parameters])
         if -1 in indices:
             raise RuntimeError(
-                "DDP reduces a parameter that did not require a gradient when dear_hook was attached: freeze and "
-                "unfreeze parameters before building DistributedDataParallel, then attach"
+                "DDP reduces a parameter that this DearState does not know. Either it did not require a gradient when "
+                "dear_hook was attached: freeze and unfreeze parameters before building DistributedDataParallel, then "
+                "attach. Or the state was made for another model: each model needs its own"
             )
         self._now[bucket] = indices
 

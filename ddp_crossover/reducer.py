@@ -7,7 +7,7 @@ plan and switches to it between two iterations. Knows DDP's hook contract; users
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -28,6 +28,7 @@ from ddp_crossover.torch_internals import (
     bucket_cap_bytes,
     call_after_backward,
     comm_hooks_of,
+    forget_comm_hooks,
     rebuild_buckets,
 )
 from ddp_crossover.turns import Turns
@@ -53,6 +54,7 @@ class Reducer:
         updates: the optimizers' side.
         fallbacks: told what could not be done the fast way.
         turns: told when compute waits.
+        on_first_forward: called when the first forward begins, or None.
         memory: arenas for the first pipeline, large enough for every plan.
         wire_dtype: what wider gradients are cast to on the wire, or None.
         plain_reason: why everything is a plain all-reduce, or None.
@@ -70,6 +72,7 @@ class Reducer:
         fallbacks: FallbackLog,
         turns: Turns,
         *,
+        on_first_forward: Callable[[], None] | None,
         memory: Mapping[str, Tensor],
         wire_dtype: torch.dtype | None,
         plain_reason: str | None,
@@ -79,6 +82,7 @@ class Reducer:
         self._process_group = ddp.process_group
         self._named = named
         self._index_of: dict[Tensor, int] = {p: index for index, (_, p) in enumerate(named)}
+        self._strides = _strides(self._index_of)
         self._device = named[0][1].device
         self._link = link
         self._planning = planning
@@ -105,7 +109,9 @@ class Reducer:
         self._last_bucket = -1
         self._last_bucket_s = 0.0
         self._plain_under_way: list[torch.futures.Future[Tensor]] = []
+        self._on_first_forward = on_first_forward
         self._seen_forward = False
+        self._awaits_backward = False
         self._detached = False
 
     @property
@@ -118,11 +124,17 @@ class Reducer:
     def detach(self) -> None:
         """Apply what is pending and remove every hook."""
         self._detached = True
-        if self.pipeline is not None:
-            self.pipeline.retire()
-            self.pipeline.unwrap_gradients()
-        self._params.use_all()
-        self.become_plain()
+        was_registered = self._is_registered()
+        try:
+            if self.pipeline is not None:
+                self.pipeline.retire()
+                self.pipeline.unwrap_gradients()
+            self._params.use_all()
+        finally:
+            self.become_plain()
+        # A new reducer, which has no hook, would not reduce gradients of a forward that the old one has prepared.
+        if was_registered and not (self._awaits_backward or self._in_backward):
+            rebuild_buckets(self.model)
 
     def finish_gradients(self) -> None:
         """Leave no gradient that would wait for a leg."""
@@ -136,13 +148,19 @@ class Reducer:
             part.remove()
         if (ddp := self._ddp()) is not None:
             allow_methods(ddp)
+            if self._is_registered():
+                forget_comm_hooks(ddp)
 
     # DDP's backward.
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """The work of :func:`dear_hook`."""
         if self._detached:
-            # As DDP does without a hook, which cannot be taken out of it again.
+            if self._is_registered():
+                raise RuntimeError(
+                    "this DearState was detached and cannot be used again: attach(ddp, optimizer) makes a new one"
+                )
+            # As DDP does without a hook: this is the backward of a forward before detach().
             buffer = bucket.buffer().mul_(1.0 / self._link.world_size)
             return all_reduce_sum(buffer, self._process_group, stream=self._link.all_reduce_stream)
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -170,6 +188,19 @@ class Reducer:
             )
         return future
 
+    def _refuse_new_layout(self) -> None:
+        """DDP goes on with buckets in the old layout, and plain DDP takes most of their gradients for others."""
+        if self._plain_reason is not None or (strides := _strides(self._index_of)) == self._strides:
+            return
+        for (name, parameter), before, now in zip(self._named, self._strides, strides, strict=True):
+            if any(size > 1 and a != b for size, a, b in zip(parameter.shape, before, now, strict=True)):
+                raise RuntimeError(
+                    f"the memory layout of {name} has changed since attach (memory_format=torch.channels_last and the "
+                    "like), and DDP's buckets have not: change it before building DistributedDataParallel, or call "
+                    "state.detach(), build a new DistributedDataParallel around ddp.module, and attach to that"
+                )
+        self._strides = strides
+
     def _may_skip_buckets(self) -> bool:
         return bool(getattr(self.model, "skip_all_reduce_unused_params", False))
 
@@ -179,7 +210,9 @@ class Reducer:
         self._plain_under_way.clear()
         if self.pipeline is not None:
             self.pipeline.retire()
+        self._refuse_new_layout()
         self._in_backward = True
+        self._awaits_backward = False
         self._layouts.begin_backward()
         self._choose_plan()
         self._link.next_iteration()
@@ -297,10 +330,16 @@ class Reducer:
 
     # Forwards, and other readers.
 
+    def _is_registered(self) -> bool:
+        ddp = self._ddp()
+        return ddp is not None and any(getattr(state, "_reducer", None) is self for _, state in comm_hooks_of(ddp))
+
     def _before_forward(self) -> None:
         if not self._seen_forward:
             self._seen_forward = True
-            if not any(getattr(state, "_reducer", None) is self for _, state in comm_hooks_of(self.model)):
+            if self._on_first_forward is not None:
+                self._on_first_forward()
+            if not self._is_registered():
                 self._fallbacks.note(
                     "a DearState was built but its hook is not registered: call "
                     "ddp.register_comm_hook(state, dear_hook), or use attach(ddp, optimizer)"
@@ -325,6 +364,7 @@ class Reducer:
         self._params.on_use = self._guard.note_touch
         if not torch.is_grad_enabled():
             return
+        self._awaits_backward = self.model.require_backward_grad_sync
         if self._planning.profiler is not None:
             self._planning.profiler.forward_ends()
         if returned and self._use_order.end_forward() and self.pipeline is not None:
@@ -357,19 +397,32 @@ class Reducer:
         )
 
 
-def let_gradients_arrive_early(ddp: DistributedDataParallel, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+def _strides(parameters: Iterable[Tensor]) -> list[tuple[int, ...]]:
+    with torch._C.DisableTorchFunctionSubclass():  # needs no value
+        return list(map(Tensor.stride, parameters))
+
+
+def let_gradients_arrive_early(
+    ddp: DistributedDataParallel, named: Sequence[tuple[str, torch.nn.Parameter]]
+) -> Callable[[], None] | None:
     """Smaller DDP buckets: a gradient is in the hook's hands only when its whole bucket is complete.
 
     What travels together is the planner's choice, so DDP's 25 MiB would only cost overlap.
+
+    Returns:
+        What to call when the first forward begins, since a backward before that is refused. None: nothing was changed.
     """
     total_bytes = sum(parameter.nbytes for _, parameter in named)
     cap_bytes = max(_ARRIVAL_BYTES, total_bytes // _MAX_BUCKETS)
     if cap_bytes < bucket_cap_bytes(ddp):
         rebuild_buckets(ddp, cap_bytes)
-        _refuse_backward_of_earlier_forward(ddp, [parameter for _, parameter in named])
+        return _refuse_backward_of_earlier_forward(ddp, [parameter for _, parameter in named])
+    return None
 
 
-def _refuse_backward_of_earlier_forward(ddp: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
+def _refuse_backward_of_earlier_forward(
+    ddp: DistributedDataParallel, parameters: Sequence[Tensor]
+) -> Callable[[], None]:
     """DDP's new reducer has not seen a forward that ran before it was made, and would not reduce its gradients."""
 
     def refuse(gradient: Tensor) -> NoReturn:
@@ -383,4 +436,5 @@ def _refuse_backward_of_earlier_forward(ddp: DistributedDataParallel, parameters
             handle.remove()
 
     handles = [parameter.register_hook(refuse) for parameter in parameters]
-    handles.append(ddp.register_forward_pre_hook(torch.compiler.disable(allow)))
+    handles.append(ddp.register_forward_pre_hook(torch.compiler.disable(allow)))  # for forwards after detach()
+    return allow

@@ -12,9 +12,9 @@ from torch.optim import LBFGS, Optimizer
 
 from ddp_crossover.refused_methods import JOIN_ADVICE
 from ddp_crossover.torch_internals import (
-    comm_hooks_of,
-    gradients_left_in_optimizer_hooks,
+    has_comm_hook,
     is_joining,
+    is_updated_in_backward,
     managed_parameters,
 )
 from ddp_crossover.wire import WIRE_DTYPES
@@ -29,10 +29,11 @@ def refuse_model(ddp: object) -> None:
             f"dear_hook needs a DistributedDataParallel model, got {type(ddp).__name__}: wrap the model "
             "first, and pass the DDP object itself rather than ddp.module or torch.compile(ddp)"
         )
-    if comm_hooks_of(ddp):
+    if has_comm_hook(ddp):
         raise ValueError(
             "this DDP model has a communication hook already, and DDP takes only one: leave out the other "
-            "register_comm_hook, or build a new DistributedDataParallel around ddp.module"
+            "register_comm_hook, call detach() if it is dear_hook, or build a new DistributedDataParallel around "
+            "ddp.module"
         )
     if is_joining(ddp):
         raise ValueError(JOIN_ADVICE)
@@ -77,10 +78,9 @@ def _refuse_parameters(ddp: DistributedDataParallel) -> None:
                 f"{name} is complex, and gradients travel as real numbers: make it a real parameter and use "
                 "torch.view_as_complex in forward"
             )
-        if gradients_left_in_optimizer_hooks(parameter):
+        if is_updated_in_backward(parameter):
             raise ValueError(
-                f"{name} is updated inside backward (register_post_accumulate_grad_hook or "
-                "_apply_optimizer_in_backward), before its gradient is reduced: remove that hook and call "
+                f"{name} is updated inside backward (_apply_optimizer_in_backward): leave that out and call "
                 "optimizer.step() after backward; dear_hook overlaps the update by itself"
             )
 

@@ -86,13 +86,23 @@ def process_group_timeout(group: dist.ProcessGroup, device: torch.device) -> tim
 
 
 def comm_hooks_of(ddp: DistributedDataParallel) -> list[Any]:
-    """Communication hooks that the user has registered already."""
+    """Communication hooks that the user has registered already, and the state of each; not those of C++."""
     return list(_private(ddp, "_comm_hooks"))
 
 
 def is_joining(ddp: DistributedDataParallel) -> bool:
     """Whether ``with ddp.join():`` is running."""
     return bool(_private(_private(ddp, "_join_config"), "enable"))
+
+
+def has_comm_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP's reducer has a communication hook, of Python or of C++."""
+    return "comm_hook" in _private(ddp, "_get_ddp_logging_data")()
+
+
+def forget_comm_hooks(ddp: DistributedDataParallel) -> None:
+    """Take all out of what is copied and pickled along with the model. The reducer keeps the one it has."""
+    _private(ddp, "_comm_hooks").clear()
 
 
 def managed_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
@@ -110,13 +120,19 @@ def bucket_cap_bytes(ddp: DistributedDataParallel) -> int:
     return int(_private(ddp, "bucket_bytes_cap"))
 
 
-def rebuild_buckets(ddp: DistributedDataParallel, cap_bytes: int) -> None:
-    """Give DDP a reducer with buckets of another size, in the way of its own ``__setstate__``.
+def rebuild_buckets(ddp: DistributedDataParallel, cap_bytes: int | None = None) -> None:
+    """Give DDP a new reducer, with no hook, in the way of its own ``__setstate__``.
 
-    No hook may be registered yet. The attributes stay: dynamo's DDPOptimizer cuts graphs by them.
+    The attributes stay: dynamo's DDPOptimizer cuts graphs by them.
+
+    Args:
+        ddp: the model.
+        cap_bytes: largest size of its buckets; None for those that the user has asked for.
     """
     settings: dict[str, Any] = {"bucket_bytes_cap": cap_bytes}
-    if hasattr(ddp, "_bucket_config"):  # from torch 2.13 on
+    if cap_bytes is None:
+        settings = {}
+    elif hasattr(ddp, "_bucket_config"):  # from torch 2.13 on
         settings["_bucket_config"] = dataclasses.replace(
             ddp._bucket_config,
             bucket_bytes_cap=cap_bytes,
@@ -141,11 +157,9 @@ def rebuild_buckets(ddp: DistributedDataParallel, cap_bytes: int) -> None:
         ddp.logger._set_static_graph()  # type: ignore[union-attr]
 
 
-def gradients_left_in_optimizer_hooks(parameter: torch.nn.Parameter) -> bool:
-    """Whether something runs as soon as this gradient is accumulated (optimizer in backward)."""
-    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None)) or hasattr(
-        parameter, "_in_backward_optimizers"
-    )
+def is_updated_in_backward(parameter: torch.nn.Parameter) -> bool:
+    """Whether an optimizer steps as soon as this gradient is accumulated."""
+    return hasattr(parameter, "_in_backward_optimizers")
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

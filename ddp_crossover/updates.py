@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ddp_crossover.collectives import LegError
@@ -95,7 +97,12 @@ class DeferredUpdates:
         self._settings: dict[Optimizer, list[Any]] = {}
         self.deferred_steps = 0
         params.bring_up_to_date = self.bring_up_to_date
-        self._handles: list[RemovableHandle] = []
+        self._stepped_in = -1
+        # For all optimizers of the process, for which it must not keep this model.
+        after_any = weakref.WeakMethod(self._after_any_step)
+        self._handles: list[RemovableHandle] = [
+            register_optimizer_step_post_hook(lambda other, *_: (call := after_any()) and call(other))
+        ]
         for optimizer, reason in self._reasons.items():
             if not has_hooks(optimizer):
                 self._note_waits(optimizer, reason)
@@ -190,6 +197,18 @@ class DeferredUpdates:
 
     # The life of one `optimizer.step()`.
 
+    def _after_any_step(self, optimizer: Optimizer) -> None:
+        """Note one that nobody has attached, unless it has had the step done by one that is."""
+        pipeline = self.pipeline
+        if pipeline is None or pipeline.phase is not Phase.REDUCED or pipeline.iteration == self._stepped_in:
+            return
+        if optimizer not in self._reasons and any(p in pipeline.slot_of for p in optimizer_parameters(optimizer)):
+            self._looks.is_explained = True
+            self._fallbacks.note(
+                f"{type(optimizer).__name__}.step() waits for all gradients: it was not attached. Give all optimizers "
+                "to attach(); after replacing one, call state.detach() and attach again"
+            )
+
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -198,6 +217,7 @@ class DeferredUpdates:
         pipeline = self.pipeline
         if pipeline is None:
             return None
+        self._stepped_in = pipeline.iteration
         if pipeline.phase is Phase.BACKWARD and _has_gradients(optimizer):
             raise RuntimeError(
                 "optimizer.step() after a backward that did not finish: its gradients have not been "

@@ -171,6 +171,37 @@ def detach_halfway(run: Run) -> Iterator[Any]:
         yield loss
 
 
+def forward_called_by_name(run: Run) -> Iterator[Any]:
+    """`ddp.forward(x)` runs none of the hooks that `ddp(x)` runs."""
+    for x, y in run.batches():
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model.forward(x), y)
+        loss.backward()
+        run.optimizer.step()
+        yield loss
+
+
+def gradients_logged_by_hooks(run: Run) -> Iterator[Any]:
+    """Hooks made before attach that look at each rank's own gradient inside backward."""
+    seen: list[torch.Tensor] = []
+    for p in run.model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    for loss in plain_loop(run):
+        yield loss, seen
+        seen.clear()
+
+
+def parameters_written_by_hooks(run: Run) -> Iterator[Any]:
+    """Weight decay inside backward."""
+    for p in run.model.parameters():
+        p.register_post_accumulate_grad_hook(_decay)
+    yield from plain_loop(run)
+
+
+def _decay(p: torch.Tensor) -> None:
+    p.data.mul_(0.99)
+
+
 def two_models_in_turn(run: Run) -> Iterator[Any]:
     """As a GAN: two models, each with its own optimizer and state, the second fed by the first."""
     other = Run(run.case, run.with_dear)

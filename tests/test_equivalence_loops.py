@@ -66,6 +66,9 @@ LOOPS = {
     "restore_optimizer_state": Case(forward_loops.restore_optimizer_state),
     "two_models_in_turn": Case(forward_loops.two_models_in_turn),
     "two_models_at_once": Case(forward_loops.two_models_at_once),
+    "forward_called_by_name": Case(forward_loops.forward_called_by_name),
+    "gradients_logged_by_hooks": Case(forward_loops.gradients_logged_by_hooks),
+    "parameters_written_by_hooks": Case(forward_loops.parameters_written_by_hooks),
 }
 
 # Loops that need a certain optimizer, or make one of their own.

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
+import io
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from equivalence import Case, Run, plain_loop
+from equivalence import Case, Run, check_case, plain_loop
 from models import DeepNet
 
 import ddp_crossover as dx
@@ -112,3 +117,79 @@ def _threads_left_by_a_refused_attach() -> list[str]:
 
 def test_a_refused_attach_leaves_no_thread_behind(on_ranks) -> None:
     assert on_ranks(_threads_left_by_a_refused_attach, 2) == [[], []]
+
+
+def _copy_and_save(run: Run) -> Iterator[Any]:
+    yield from plain_loop(run)
+    run.detach()
+    file = io.BytesIO()
+    torch.save(run.model, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(run.model), torch.load(file, weights_only=False)):
+        copied(run.batch(0)[0]).sum().backward()
+        yield {name: p.grad for name, p in copied.named_parameters()}
+
+
+def _time_plain_ddp(run: Run) -> Iterator[Any]:
+    yield from plain_loop(run)
+    run.detach()
+    timer = dx.DdpTimer(run.model, run.optimizer)
+    yield from plain_loop(run)
+    assert timer.exposed_s > 0
+
+
+def _attach_again(run: Run) -> Iterator[Any]:
+    yield from plain_loop(run)
+    run.detach()
+    run.attach()
+    yield from plain_loop(run)
+
+
+def _attach_with_a_new_optimizer(run: Run) -> Iterator[Any]:
+    yield from plain_loop(run)
+    run.detach()
+    run.optimizers = [torch.optim.SGD(run.model.parameters(), lr=0.1)]
+    run.attach()
+    yield from plain_loop(run)
+
+
+def _detach_before_backward(run: Run) -> Iterator[Any]:
+    yield from plain_loop(run)
+    x, y = run.batch(0)
+    loss = run.loss(run.model(x), y)
+    run.detach()
+    loss.backward()
+    yield copy.deepcopy(run.model)(x)
+    run.optimizer.step()
+    yield from plain_loop(run)
+
+
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize(
+    "loop",
+    [_copy_and_save, _time_plain_ddp, _attach_again, _attach_with_a_new_optimizer, _detach_before_backward],
+)
+def test_a_detached_model_is_plain_ddp(on_ranks, loop, static) -> None:
+    if loop is _copy_and_save and static:
+        pytest.skip("a copy of a plain model with a static graph does not reduce gradients")
+    ddp = {"gradient_as_bucket_view": True, "static_graph": static}
+    check_case(Case(loop, model=DeepNet, steps=6, ddp=ddp, pipelined=False), on_ranks)
+
+
+def _copies_after_ddp_is_gone(detach_first: bool) -> bool:
+    run = _trained_run(with_dear=True)
+    module, expected = run.model.module, run.model.module.state_dict()
+    if detach_first:
+        run.detach()
+    run.model = None
+    gc.collect()
+    copied = copy.deepcopy(module)
+    run.detach()
+    copied = copy.deepcopy(copied)
+    assert all(torch.equal(value, expected[name]) for name, value in copied.state_dict().items())
+    return {type(p) for p in module.parameters()} == {torch.nn.Parameter}
+
+
+@pytest.mark.parametrize("detach_first", [True, False])
+def test_a_module_can_be_copied_when_its_ddp_is_gone(on_ranks, detach_first) -> None:
+    assert on_ranks(_copies_after_ddp_is_gone, 2, detach_first) == [True, True]

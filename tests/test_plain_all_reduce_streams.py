@@ -49,15 +49,11 @@ def _cast(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> Non
     dx.attach(ddp, optimizer, schedule="allreduce", wire_dtype=torch.float16)
 
 
-def _detached(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-    dx.attach(ddp, optimizer).detach()
-
-
 def _timed(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
     dx.DdpTimer(ddp, optimizer)
 
 
-ATTACH = {"plain": _plain, "cast": _cast, "detached": _detached, "timed": _timed}
+ATTACH = {"plain": _plain, "cast": _cast, "timed": _timed}
 
 
 def train(how: str, bucket_view: bool, ddp_waits: bool = True) -> Seen:
@@ -119,7 +115,7 @@ def without_hook() -> dict[str, torch.Tensor]:
     return snapshot(ddp.module.state_dict())
 
 
-@pytest.mark.parametrize("how", ["plain", "detached", "timed"])
+@pytest.mark.parametrize("how", ["plain", "timed"])
 def test_the_sums_are_those_of_ddp_without_a_hook(on_ranks, how) -> None:
     ranks, plain = on_ranks(train, 2, how, True), on_ranks(without_hook, 2)
     for seen, expected in zip(ranks, plain, strict=True):

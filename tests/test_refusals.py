@@ -92,10 +92,40 @@ def _optimizer_in_backward() -> None:
     _attach(_ddp(net))
 
 
-def _update_in_a_hook() -> None:
-    net = OddNet()
-    net.first.weight.register_post_accumulate_grad_hook(lambda p: p.data.sub_(p.grad))
-    _attach(_ddp(net))
+def _hook_of_cpp_before() -> None:
+    model = _ddp()
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    _attach(model)
+
+
+def _backward(model: nn.Module) -> None:
+    model(torch.ones(3, INPUTS)).sum().backward()
+
+
+def _hook_without_state() -> None:
+    import ddp_crossover as dx
+
+    model = _ddp()
+    model.register_comm_hook(None, dx.dear_hook)
+    _backward(model)
+
+
+def _state_of_another_model() -> None:
+    import ddp_crossover as dx
+
+    model, other = _ddp(), _ddp()
+    other.register_comm_hook(dx.DearState(model, torch.optim.SGD(model.parameters(), lr=0.1)), dx.dear_hook)
+    _backward(other)
+
+
+def _state_that_was_detached() -> None:
+    import ddp_crossover as dx
+
+    model = _ddp()
+    state = _attach(model)
+    state.detach()
+    model.register_comm_hook(state, dx.dear_hook)
+    _backward(model)
 
 
 def _inside_of_join() -> None:
@@ -174,9 +204,12 @@ def _refusal(provoke: Callable[[], None]) -> str | None:
         (_python_reducer, "python_reducer", "ddp_optimizer|True"),
         (_compiled_autograd, "compiled.autograd", "False"),
         (_another_hook_before, "hook", "new DistributedDataParallel|register_comm_hook"),
+        (_hook_of_cpp_before, "hook", "new DistributedDataParallel|register_comm_hook"),
+        (_hook_without_state, "TypeError.*dear_hook.*DearState, not NoneType", r"attach\(ddp, optimizer\)"),
+        (_state_of_another_model, "another model", "its own"),
+        (_state_that_was_detached, "detached", r"attach\(ddp, optimizer\)"),
         (_attached_twice, "hook", "new DistributedDataParallel|detach"),
         (_optimizer_in_backward, "(scalar|first|second).*backward", r"step\(\)"),
-        (_update_in_a_hook, r"first\.weight.*register_post_accumulate_grad_hook", r"step\(\)"),
         (_inside_of_join, "join", "drop_last|without the hook"),
         (_lbfgs, "LBFGS", "first-order|without"),
         (_no_optimizer, "optimizer", "none|list"),
