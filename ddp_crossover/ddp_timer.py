@@ -71,7 +71,7 @@ class DdpTimer:
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """The work of :func:`timed_all_reduce`."""
-        buffer = bucket.buffer().mul_(1.0 / self._process_group.size())
+        buffer = bucket.buffer().detach().mul_(1.0 / self._process_group.size())
         future = all_reduce_sum(buffer, self._process_group, self.clock, bucket.index(), self._stream)
         if self._device.type == "cpu":
             # Queued again when it runs, to be behind DDP's own. By every bucket, for the last one's graph task.

@@ -161,7 +161,7 @@ class Reducer:
                     "this DearState was detached and cannot be used again: attach(ddp, optimizer) makes a new one"
                 )
             # As DDP does without a hook: this is the backward of a forward before detach().
-            buffer = bucket.buffer().mul_(1.0 / self._link.world_size)
+            buffer = bucket.buffer().detach().mul_(1.0 / self._link.world_size)
             return all_reduce_sum(buffer, self._process_group, stream=self._link.all_reduce_stream)
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -223,7 +223,7 @@ class Reducer:
         call_after_backward(self._graph_task_ended)
 
     def _plain_all_reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        buffer = bucket.buffer()
+        buffer = bucket.buffer().detach()  # of backward(create_graph=True), too, only the values travel
         on_wire = buffer
         if (dtype := travels_as(buffer.dtype, self._wire_dtype)) is not buffer.dtype:
             on_wire = torch.empty_like(buffer, dtype=dtype)
@@ -235,7 +235,7 @@ class Reducer:
 
     def _stage(self, bucket: GradBucket, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
         assert self.pipeline is not None
-        buffer = bucket.buffer()
+        buffer = bucket.buffer().detach()
         self.pipeline.stage(bucket.index(), buffer, parameters, bucket.gradients)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         # Complete at once: backward waits for nothing, and DDP believes that it is done.
