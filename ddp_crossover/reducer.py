@@ -118,11 +118,21 @@ class Reducer:
     def detach(self) -> None:
         """Apply what is pending and remove every hook."""
         self._detached = True
+        try:
+            if self.pipeline is not None:
+                self.pipeline.retire()
+                self.pipeline.unwrap_gradients()
+            self._params.use_all()
+        finally:
+            self.become_plain()
+        # All of this is garbage, but in circles: it may be collected only many models later. And a network that is
+        # attached once more is deferred only if nothing else refers to its memory.
         if self.pipeline is not None:
-            self.pipeline.retire()
-            self.pipeline.unwrap_gradients()
-        self._params.use_all()
-        self.become_plain()
+            self.pipeline.let_go()
+        self._params.let_go()
+        self._named, self._memory = (), {}
+        self._index_of.clear()
+        del self._compiled
 
     def finish_gradients(self) -> None:
         """Leave no gradient that would wait for a leg."""

@@ -10,7 +10,6 @@ others; ``separability`` finds out.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ddp_crossover.collectives import LegError
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.lazy_params import LazyParam, LazyParams, StaleParameterError
 from ddp_crossover.lazy_state import make_state_lazy, make_state_plain
@@ -110,6 +108,8 @@ class DeferredUpdates:
         """Give the optimizers back."""
         for optimizer in self._reasons:
             make_state_plain(optimizer)
+        self._reasons.clear()
+        self._settings.clear()
         for handle in self._handles:
             handle.remove()
 
@@ -134,13 +134,6 @@ class DeferredUpdates:
     def flush(self) -> None:
         """Apply everything that has been asked for; all parameters are plain after it."""
         self._params.use_all()
-
-    def flush_before_close(self) -> None:
-        """The model has been dropped, and maybe not its parameters."""
-        if self.pipeline is None or self.pipeline.link.gave_up or hasattr(sys, "last_type"):
-            return  # an exception ends the training, and peers may never answer
-        with contextlib.suppress(LegError):
-            self.flush()
 
     def _flush_if_pending(self) -> None:
         if self.pending:
@@ -323,6 +316,7 @@ class DeferredUpdates:
         finally:
             for lazy in lazies:
                 lazy.is_updating = lazy.is_waiting = False
+                lazy.memory.grad = None  # what was cast back for it would stay until the next update
 
     def _step(self, claimed: dict[Slot, _Update], gradients: dict[Slot, Tensor]) -> None:
         members: dict[_Update, list[ToUpdate]] = {}
