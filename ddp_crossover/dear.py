@@ -260,9 +260,12 @@ class Pipeline:
             self.order.join()
             if not self.updates:
                 return
-            # One after the other: what is cast back to the parameters' dtype is never more than one group.
-            for group in dict.fromkeys(group for slot in slots if slot in self.updates for group in slot.groups):
+            groups = dict.fromkeys(group for slot in slots if slot in self.updates for group in slot.groups)
+            # All of them first: a leg that fails must not leave a part of what was asked for updated.
+            for group in groups:
                 self.complete(group)
+            # One after the other: what is cast back to the parameters' dtype is never more than one group.
+            for group in groups:
                 due = [s for s in group.slots if s in self.updates and all(part.complete for part in s.groups)]
                 if due:
                     outside_of_modes(functools.partial(self._apply, due), self.link.current_stream())
