@@ -118,6 +118,7 @@ class Link(ABC):
         sums_in_fp32: whether 16-bit buffers are added up in fp32 and rounded once; a backend that adds by itself
             does not ask.
         gave_up: the last wait for a leg was broken off by an exception, such as KeyboardInterrupt.
+        is_closed: no leg can be started any more.
     """
 
     process_group: dist.ProcessGroup
@@ -130,6 +131,7 @@ class Link(ABC):
     orders_gathers: bool = False
     has_fused_all_reduce: bool = True
     gave_up: bool = False
+    is_closed: bool = False
 
     @abstractmethod
     def reduce_scatter(self, group: int, buffer: Tensor) -> ScatterLeg:
@@ -221,6 +223,7 @@ class Link(ABC):
         if self.owns_process_group:
             self.owns_process_group = False
             release(self.process_group)
+        del self.process_group  # which closes its sockets
 
 
 def release(process_group: dist.ProcessGroup) -> None:

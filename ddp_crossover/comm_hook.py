@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ddp_crossover import shards
 from ddp_crossover.arenas import make_arenas
-from ddp_crossover.collectives import Link, make_link
+from ddp_crossover.collectives import LegError, Link, make_link
 from ddp_crossover.consensus import require_same_setup
 from ddp_crossover.dear import Phase
 from ddp_crossover.forks import watch_forks
@@ -114,8 +114,8 @@ class DearState:
         self._link: Link = make_link(
             ddp.process_group, self._device, timeout, own_group=process_group, sums_in_fp32=wire_dtype is not None
         )
-        # A model that is dropped without detach(), or refused below, must not leave threads and sockets behind.
-        self._finalizers = [weakref.finalize(self, self._link.shut_down)]
+        # At the end of the program, or when the model is refused below.
+        self._finalizers: list[weakref.finalize[..., object]] = [weakref.finalize(self, self._link.shut_down)]
         self._fallbacks = FallbackLog(self._link.rank)
         self._plain_reason = why_plain_all_reduce(ddp, schedule)
         options = {
@@ -162,11 +162,10 @@ class DearState:
             plain_reason=self._plain_reason,
         )
         self._turn_points = TurnPoints(ddp, optimizers, self._turns, self._updates) if lease is not None else None
-        updates, link = self._updates, self._link
-        # Finalizers of an object run in the opposite of this order: the link is shut down last.
         self._finalizers.append(weakref.finalize(self, self._turns.release))
-        self._finalizers.append(weakref.finalize(self, lambda: _flush_dropped(updates, link)))
-        self._finalizers[-1].atexit = False  # nobody will look, and peers may never answer
+        # The model decides, not this object: it may be wrapped and attached anew while a variable still holds this one.
+        self._finalizers.append(weakref.finalize(ddp, self._model_is_dropped))
+        self._finalizers[-1].atexit = False  # whoever looks then still gets what is pending
         call_before_functorch(touch)
         allow_foreach(PendingParameter)
         watch_forks(self)
@@ -282,7 +281,21 @@ class DearState:
             if self._turn_points is not None:
                 self._turn_points.remove()
             self._turns.release()
-        self._link.close()
+            self._link.close()
+
+    def _model_is_dropped(self) -> None:
+        """By its last user. Its network may be in use, or be wrapped anew."""
+        if self._link.is_this_thread():
+            # Garbage happened to be collected there, and the legs that an update waits for are that thread's work.
+            threading.Thread(target=self._take_apart, name="ddp_crossover-close", daemon=True).start()
+        else:
+            self._take_apart()
+
+    def _take_apart(self) -> None:
+        self._link.shut_down()  # from here on every leg is over, for better or worse: nothing waits for peers
+        for step in (self._updates.flush, self.detach):
+            with contextlib.suppress(LegError):
+                step()
 
     def before_fork(self) -> None:
         """Finish what is pending: a child has none of our threads."""
@@ -313,20 +326,6 @@ class DearState:
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """The work of :func:`dear_hook`."""
         return self._reducer.reduce(bucket)
-
-
-def _flush_dropped(updates: DeferredUpdates, link: Link) -> None:
-    """The model has been dropped, and maybe not its parameters."""
-    if not link.is_this_thread():
-        updates.flush_before_close()
-        return
-
-    def close() -> None:
-        updates.flush_before_close()
-        link.shut_down()
-
-    # Garbage happened to be collected there, and the legs that an update waits for are that thread's work.
-    threading.Thread(target=close, name="ddp_crossover-close", daemon=True).start()
 
 
 def dear_hook(state: DearState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

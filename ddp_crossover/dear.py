@@ -260,9 +260,12 @@ class Pipeline:
             self.order.join()
             if not self.updates:
                 return
-            # One after the other: what is cast back to the parameters' dtype is never more than one group.
-            for group in dict.fromkeys(group for slot in slots if slot in self.updates for group in slot.groups):
+            groups = dict.fromkeys(group for slot in slots if slot in self.updates for group in slot.groups)
+            # All of them first: a leg that fails must not leave a part of what was asked for updated.
+            for group in groups:
                 self.complete(group)
+            # One after the other: what is cast back to the parameters' dtype is never more than one group.
+            for group in groups:
                 due = [s for s in group.slots if s in self.updates and all(part.complete for part in s.groups)]
                 if due:
                     outside_of_modes(functools.partial(self._apply, due), self.link.current_stream())
@@ -348,7 +351,7 @@ class Pipeline:
             self._finish_updates_and_gradients()
         finally:
             self._is_retiring = False
-        if self.phase is Phase.BACKWARD:
+        if self.phase is Phase.BACKWARD and not self.link.is_closed:
             self._close_broken_backward()
         with self.waiting("end of iteration") as meanwhile:
             for group in self.groups:
@@ -382,6 +385,15 @@ class Pipeline:
         """The arenas, for the pipeline of the next plan. This one must not be used again."""
         assert self.phase is Phase.IDLE
         return {name: arena._base if arena._base is not None else arena for name, arena in self._arenas.items()}
+
+    def let_go(self) -> None:
+        """Of all parameters and fusion buffers, without waiting for the collector of garbage. The pipeline is over."""
+        for slot in self.slots:
+            del slot.parameter, slot.view, slot.pending
+        for group in self.groups:
+            del group.buffer, group.scatter, group.gather
+        for held in (self.slots, self.slot_of, self.groups, self._arenas, self._stagings, self._arrived):
+            held.clear()
 
     def unwrap_gradients(self) -> None:
         """Leave plain tensors in every ``.grad``."""

@@ -103,6 +103,7 @@ class CompiledCode:
     def remove(self) -> None:
         """Leave compiled modules as they were."""
         self._stop()
+        del self._stop, self._model
         for undo in reversed(self._known.values()):
             undo()
         self._known.clear()

@@ -72,6 +72,7 @@ class GlooLeg(Leg):
     def finish(self, error: BaseException | None = None) -> None:
         self._error = error
         self._done.set()
+        self._link.leg_is_over(self)
 
 
 class GlooScatterLeg(GlooLeg, ScatterLeg):
@@ -127,6 +128,6 @@ class GlooGatherLeg(GlooLeg):
 
     def finish(self, error: BaseException | None = None) -> None:
         super().finish(error)
-        self._link.gather_ended(self)
         if self.on_done is not None:
             self.on_done(error)
+            self.on_done = None  # it refers to this leg, which would keep its sockets open after the link was closed

@@ -14,12 +14,13 @@ wait for gather legs. The thread that trains only ever waits on Python events, s
 
 from __future__ import annotations
 
+import contextlib
 import queue
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from typing import NamedTuple, cast
 
 import torch
@@ -40,7 +41,7 @@ _SMALL_GROUP = MAX_GROUPS
 # Ranks post gather legs in different orders, and those that are posted here and not there yet pile up.
 _MAX_GATHER_WAITS = 64
 _SHUT_DOWN_LOOK_S = 1e-3
-_SHUT_DOWN_S = 60.0  # a peer that is that far behind has a problem of its own
+_ABORT = timedelta(milliseconds=1)
 
 
 class _Message(NamedTuple):
@@ -66,9 +67,8 @@ class GlooLink(Link):
         self._small_exchanges = 0
         self._expected: dict[int, GlooScatterLeg] = {}
         self._queue = PostQueue(Pace(backlog))
-        self._open_gathers: set[GlooGatherLeg] = set()  # asked for and not over
+        self._open: set[GlooLeg] = set()  # legs that were asked for and are not over
         self._staging: deque[Callable[[], None]] = deque()
-        self._closed = False
         self._failures: list[LegError] = []
         self._to_reduce: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiters = Waiters(_MAX_GATHER_WAITS)
@@ -113,7 +113,7 @@ class GlooLink(Link):
         self._scratch.clear()
 
     def finish_jobs(self) -> None:
-        if self._staging and not self._closed:
+        if self._staging and not self.is_closed:
             finished = Latch()
 
             def finish() -> None:
@@ -160,6 +160,7 @@ class GlooLink(Link):
 
         self._raise_failure()
         self._queue.put_urgent(exchange)
+        self._note_open(leg)
         leg.wait()
         return rows
 
@@ -168,36 +169,44 @@ class GlooLink(Link):
         return current in self._threads or current in self._waiters.threads
 
     def shut_down(self) -> None:
-        """Let gather legs end first: peers still wait for our slices, and a thread must not die inside of gloo."""
+        """Let legs end first, within the group's timeout: peers still wait for our slices, and we for theirs."""
         if self.is_this_thread():
-            return  # whoever flushes the model that was dropped closes it
-        if self.gave_up or hasattr(sys, "last_type"):
-            return  # an exception ends this process: peers may never answer
-        deadline_s = time.monotonic() + _SHUT_DOWN_S
-        while self._open_gathers and not self._failures:
-            if time.monotonic() > deadline_s:
-                return
-            time.sleep(_SHUT_DOWN_LOOK_S)
-        if not self._open_gathers:
+            return  # whoever takes the model apart that was dropped closes it
+        try:
+            while self._open and not self._failures and not self.gave_up:
+                time.sleep(_SHUT_DOWN_LOOK_S)
+        finally:
             self.close()
 
     def close(self) -> None:
-        """End the threads, then release the process group."""
-        if self._closed:
+        """End the threads, then release the process group. Legs that are not over fail."""
+        if self.is_closed:
             return
-        self._closed = True
-        self._queue.close()
+        self.is_closed = True
+        if self._failures or self._open:
+            self._abort()
+        # All of them, always: one that comes back from gloo when the interpreter is gone ends the process by SIGABRT.
         self._to_reduce.put(None)
-        waiting = self._waiters.close()
-        if not self._failures:  # else a thread may hang in the group for a timeout yet
-            for thread in [*self._threads, *waiting]:
-                if thread is not threading.current_thread():  # where garbage happened to be collected
-                    thread.join()
-            super().close()
+        self._queue.close()
+        for thread in [*self._threads, *self._waiters.close()]:
+            thread.join()
+        for leg in list(self._open):
+            leg.finish(self._failures[0])
+        self._scratch.clear()
+        self._expected.clear()
+        super().close()
 
-    def gather_ended(self, leg: GlooGatherLeg) -> None:
-        """A gather leg is over, for better or worse."""
-        self._open_gathers.discard(leg)
+    def _abort(self) -> None:
+        """End every wait in gloo, here and at the peers: one that times out closes all connections of its group."""
+        self._fail("rest of the legs", RuntimeError("the model was given up first"))
+        for peer in self._peers:
+            with contextlib.suppress(Exception):  # which it raises, for this is how it works
+                [receive] = self._receive([_Message(peer, torch.empty(1))], self._tag(0, leg=1, group=_SMALL_GROUP))
+                receive.wait(_ABORT)
+
+    def leg_is_over(self, leg: GlooLeg) -> None:
+        """For better or worse."""
+        self._open.discard(leg)
 
     def describe(self, label: str, error: BaseException) -> LegError:
         if isinstance(error, LegError):
@@ -213,23 +222,27 @@ class GlooLink(Link):
         self._raise_failure()
         leg.times = self.clock.leg_started("scatter", leg.group)
         self._queue.put(lambda: self._post_scatter(leg))
+        self._note_open(leg)
         return leg
 
     def _start_gather(self, leg: GlooGatherLeg) -> GlooGatherLeg:
         self._raise_failure()
         leg.times = self.clock.leg_started("gather", leg.group)
         self._queue.put_gather(leg)
-        # Afterwards: an exception of a signal handler may hit any line, and what was never put would never end.
-        self._open_gathers.add(leg)
-        if leg.is_done():
-            self._open_gathers.discard(leg)
+        self._note_open(leg)
         return leg
+
+    def _note_open(self, leg: GlooLeg) -> None:
+        # After it was put: an exception of a signal handler may hit any line, and what was never put would never end.
+        self._open.add(leg)
+        if leg.is_done():
+            self._open.discard(leg)
 
     def _raise_failure(self) -> None:
         """After one leg has failed the others fail at once, not each after a timeout of its own."""
         if self._failures:
             raise self._failures[0]
-        if self._closed:
+        if self.is_closed:
             raise RuntimeError("the communication threads of this DearState have been closed")
 
     # Thread 1: stages and posts.

@@ -125,6 +125,7 @@ class PostQueue:
                 held = leg.paced and not self._is_closed and not self._held_for_long(leg)
                 wait_s = self.pace.idle_in_s(is_most_urgent=place == 0) if held else 0.0
                 if not wait_s:
+                    self._held = (None, 0.0)  # a leg holds its buffer
                     return self._as_ready.pop(place)
             if self._is_closed:
                 return None

@@ -154,6 +154,13 @@ class LazyParams:
         self.of_id = {id(lazy.parameter): lazy for lazy in self.all}
         self._find_neighbours()
 
+    def let_go(self) -> None:
+        """Of all parameters and their memory, without waiting for the collector of garbage."""
+        for lazy in self.all:
+            del lazy.parameter, lazy.memory, lazy.storage
+        self.all.clear()
+        self.of_id.clear()
+
     def arm_all(self) -> None:
         """Learn who touches which parameter, though nothing is pending."""
         with self.lock:

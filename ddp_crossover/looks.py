@@ -13,6 +13,9 @@ _OURS = os.path.dirname(__file__)
 _TORCH = os.path.dirname(torch.__file__)
 _LIBRARIES = (os.sep + "site-packages" + os.sep, os.path.dirname(os.__file__) + os.sep)
 
+# Of modules, optimizers and parameters, and of what users and frameworks put around them.
+_SAVING = ("state_dict", "__reduce_ex__", "__deepcopy__")
+
 
 class Looks:
     """Names the first look of each step.
@@ -45,6 +48,16 @@ class Looks:
         if not self.is_explained:
             self.is_explained = True
             self.counts[f"{caller()} {what}"] += 1
+
+
+def is_saving() -> bool:
+    """Whether the caller's caller is about to read the whole state: for a checkpoint, a copy, a pickle."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name in _SAVING:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def caller() -> str:

@@ -80,7 +80,6 @@ class NcclLink(Link):
         self.clock = CommClock()
         self.process_group = process_group
         self._small_group = small_group
-        self._closed = False
         self._device = device
         # High priority: a small kernel that compute kernels would otherwise keep waiting.
         self._stream = torch.cuda.Stream(device, priority=-1)
@@ -173,9 +172,9 @@ class NcclLink(Link):
 
     def close(self) -> None:
         """Release the process groups; all ranks call it."""
-        if self._closed:
+        if self.is_closed:
             return
-        self._closed = True
+        self.is_closed = True
         # Protects legs under way, which the end of their group would abort.
         self._stream.synchronize()
         self._small_stream.synchronize()

@@ -135,6 +135,14 @@ class Reducer:
         # A new reducer, which has no hook, would not reduce gradients of a forward that the old one has prepared.
         if was_registered and not (self._awaits_backward or self._in_backward):
             rebuild_buckets(self.model)
+        # All of this is garbage, but in circles: it may be collected only many models later. And a network that is
+        # attached once more is deferred only if nothing else refers to its memory.
+        if self.pipeline is not None:
+            self.pipeline.let_go()
+        self._params.let_go()
+        self._named, self._memory = (), {}
+        self._index_of.clear()
+        del self._compiled
 
     def finish_gradients(self) -> None:
         """Leave no gradient that would wait for a leg."""

@@ -10,7 +10,6 @@ others; ``separability`` finds out.
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,11 +24,11 @@ from ddp_crossover.collectives import LegError
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.lazy_params import LazyParam, LazyParams, StaleParameterError
 from ddp_crossover.lazy_state import make_state_lazy, make_state_plain
-from ddp_crossover.looks import Looks
+from ddp_crossover.looks import Looks, is_saving
 from ddp_crossover.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate, optimizer_parameters
 from ddp_crossover.separability import why_not_separable
 from ddp_crossover.slots import Slot
-from ddp_crossover.stats import FallbackLog
+from ddp_crossover.stats import FallbackLog, logger
 from ddp_crossover.torch_internals import has_hooks, move_to_front, step_pre_hooks
 
 
@@ -92,6 +91,7 @@ class DeferredUpdates:
         self._strict = strict
         self._under_way: _Step | None = None
         self._broken = ""
+        self._applied_in = 0  # the iteration of which some update is in memory
         self._is_plain = True
         self._reasons = {optimizer: why_not_separable(optimizer) for optimizer in optimizers}
         self._settings: dict[Optimizer, list[Any]] = {}
@@ -120,12 +120,15 @@ class DeferredUpdates:
         """Give the optimizers back."""
         for optimizer in self._reasons:
             make_state_plain(optimizer)
+        self._reasons.clear()
+        self._settings.clear()
         for handle in self._handles:
             handle.remove()
 
     def use(self, pipeline: Pipeline, *, is_plain: bool) -> None:
         """Defer the updates of this pipeline's parameters from now on, unless it stands by while all is plain."""
         self.pipeline = pipeline
+        self._applied_in = 0
         self._is_plain = is_plain
         pipeline.apply_updates = self.apply
         pipeline.on_gradient_read = self._before_gradient_is_read
@@ -137,20 +140,36 @@ class DeferredUpdates:
         if pipeline is None or not pipeline.updates:
             return
         slots = [slot for lazy in lazies if (slot := pipeline.slots[lazy.index]) in pipeline.updates]
-        if slots:
-            self._looks.at_parameters()
+        if not slots:
+            return
+        self._looks.at_parameters()
+        if self._looks.is_inside_forward:
             pipeline.catch_up(slots)
+            return
+        try:
+            # A checkpoint is of one step: all that it is going to ask for arrives, or nothing is updated.
+            pipeline.catch_up(list(pipeline.updates) if is_saving() else slots)
+        except LegError as error:
+            if self._applied_in == pipeline.iteration:
+                raise
+            self._take_back(pipeline, error)
+
+    def _take_back(self, pipeline: Pipeline, error: LegError) -> None:
+        """Nothing of the last ``step()`` is in memory yet, and it cannot be completed: the state before it is whole."""
+        for slot in pipeline.updates:
+            lazy = self._params.all[slot.index]
+            _show_value(lazy)
+            lazy.is_waiting = False
+        pipeline.updates.clear()
+        self._broken = f"the last optimizer.step() was taken back, because {error}"
+        logger.warning(
+            "ddp_crossover: %s. Parameters and optimizer are as they were before it, and can be saved like that",
+            self._broken,
+        )
 
     def flush(self) -> None:
         """Apply everything that has been asked for; all parameters are plain after it."""
         self._params.use_all()
-
-    def flush_before_close(self) -> None:
-        """The model has been dropped, and maybe not its parameters."""
-        if self.pipeline is None or self.pipeline.link.gave_up or hasattr(sys, "last_type"):
-            return  # an exception ends the training, and peers may never answer
-        with contextlib.suppress(LegError):
-            self.flush()
 
     def _flush_if_pending(self) -> None:
         if self.pending:
@@ -233,6 +252,7 @@ class DeferredUpdates:
         if reason is not None:
             self._note_waits(optimizer, reason)
         if reason is not None or not self.enabled or self._is_plain:
+            self._applied_in = pipeline.iteration
             make_state_plain(optimizer)
             return None
         make_state_lazy(optimizer)
@@ -257,6 +277,8 @@ class DeferredUpdates:
             step.snapshot = OptimizerSnapshot(step.optimizer)
             step.later = [self._lazy(pipeline, group) for group in groups]
             groups = [_without(group, later) for group, later in zip(groups, step.later, strict=True)]
+        if any(parameter.grad is not None for group in groups for parameter in group):
+            self._applied_in = pipeline.iteration
         step.stand_in.take(groups)
 
     def _lazy(self, pipeline: Pipeline, parameters: Sequence[Tensor]) -> list[LazyParam]:
@@ -332,6 +354,7 @@ class DeferredUpdates:
         """Run the noted updates of these parameters, whose reduced gradients are complete."""
         pipeline = self.pipeline
         assert pipeline is not None
+        self._applied_in = pipeline.iteration
         lazies = [self._params.all[slot.index] for slot in slots]
         claimed: dict[Slot, _Update] = {}
         try:
@@ -349,6 +372,7 @@ class DeferredUpdates:
         finally:
             for lazy in lazies:
                 lazy.is_updating = lazy.is_waiting = False
+                lazy.memory.grad = None  # what was cast back for it would stay until the next update
 
     def _step(self, claimed: dict[Slot, _Update], gradients: dict[Slot, Tensor]) -> None:
         members: dict[_Update, list[ToUpdate]] = {}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from harness import RankPool
+from script_server import ScriptServer
 
 # What `-m quick` runs, in about two minutes: whole files, and every so manieth test of large ones.
 _QUICK_FILES = frozenset(
@@ -44,6 +45,14 @@ def _pools() -> Iterator[dict[int, RankPool]]:
     yield pools
     for pool in pools.values():
         pool.kill()
+
+
+@pytest.fixture(scope="session")
+def script_server() -> Iterator[ScriptServer]:
+    """Runs complete scripts, in interpreters that end as a user's does."""
+    server = ScriptServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from ddp_crossover.socket_backlog import SocketBacklog
 SOON_S = 10.0
 # Longer than the queue naps, so that a leg which is not there by then is held back.
 NOT_YET_S = 0.2
-LINK: Any = SimpleNamespace(iteration=0, rank=0, world_size=1, gather_ended=lambda: None)
+LINK: Any = SimpleNamespace(iteration=0, rank=0, world_size=1, leg_is_over=lambda _: None)
 
 
 def scatter(done: bool = True) -> GlooScatterLeg:

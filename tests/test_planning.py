@@ -166,7 +166,7 @@ def _switch_and_look(schedules: tuple[str, ...]) -> int:
         nonlocal switches
         before, link = reducer.pipeline, reducer._link
         assert isinstance(link, GlooLink)
-        assert not link._open_gathers
+        assert not link._open
         if before is not None:
             switches += 1
             assert before.phase is Phase.IDLE

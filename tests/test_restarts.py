@@ -190,11 +190,17 @@ def _python(*arguments: str) -> None:
         # Else gloo finds the addresses of the ranks before the restart in torchrun's store, with plain DDP as well.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    job = subprocess.run(
+    job = subprocess.Popen(
         [sys.executable, *arguments],
-        env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TORCHRUN_TIMEOUT_S,
+        env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    assert job.returncode == 0, job.stdout + job.stderr
+    try:
+        output, _ = job.communicate(timeout=TORCHRUN_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        job.terminate()  # ends its ranks, too
+        output, _ = job.communicate()
+        pytest.fail(f"no end within {TORCHRUN_TIMEOUT_S} s:\n{output}")
+    assert job.returncode == 0, output
 
 
 def _ends_in(folder: Path) -> list[dict[str, Any]]:
