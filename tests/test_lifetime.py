@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import threading
 import time
 import weakref
 
 import torch
 import torch.distributed as dist
+from bystanders import Child, evaluate
 from equivalence import Case, Run, plain_loop
 from models import DeepNet
 
@@ -84,6 +86,21 @@ def _detach_twice() -> bool:
     run.detach()
     run.detach()
     return run.state is not None
+
+
+def _forks_after_detach() -> list[str]:
+    run = _trained_run(with_dear=True)
+    run.detach()
+    raised: list[str] = []
+    before, sys.unraisablehook = sys.unraisablehook, lambda error: raised.append(str(error.exc_value))
+    try:
+        return Child(lambda: raised + [] * evaluate(run.model.module).numel()).result()
+    finally:
+        sys.unraisablehook = before
+
+
+def test_a_detached_model_can_be_forked(on_ranks) -> None:
+    assert on_ranks(_forks_after_detach, 2) == [[], []]
 
 
 def _zeroes_gradients_of_a_dropped_state() -> bool:
