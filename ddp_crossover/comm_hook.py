@@ -312,6 +312,8 @@ class DearState:
         self._params.lock.release()
         for finalizer in self._finalizers:
             finalizer.detach()
+        if self._detached:
+            return
         self._reducer.become_plain()
         if self._turn_points is not None:
             self._turn_points.remove()

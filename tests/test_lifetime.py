@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import io
+import sys
 import threading
 import time
 import weakref
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bystanders import Child, evaluate
 from equivalence import Case, Run, check_case, plain_loop
 from models import DeepNet
 
@@ -89,6 +91,21 @@ def _detach_twice() -> bool:
     run.detach()
     run.detach()
     return run.state is not None
+
+
+def _forks_after_detach() -> list[str]:
+    run = _trained_run(with_dear=True)
+    run.detach()
+    raised: list[str] = []
+    before, sys.unraisablehook = sys.unraisablehook, lambda error: raised.append(str(error.exc_value))
+    try:
+        return Child(lambda: raised + [] * evaluate(run.model.module).numel()).result()
+    finally:
+        sys.unraisablehook = before
+
+
+def test_a_detached_model_can_be_forked(on_ranks) -> None:
+    assert on_ranks(_forks_after_detach, 2) == [[], []]
 
 
 def _zeroes_gradients_of_a_dropped_state() -> bool:
