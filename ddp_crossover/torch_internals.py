@@ -190,7 +190,7 @@ def allow_foreach(tensor_class: type[torch.Tensor]) -> None:
 
 
 def outside_of_modes(job: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
-    """Run ``job`` where no dispatch mode, function mode or functorch transform of the caller sees what it does.
+    """Run ``job`` where no mode, functorch transform or ``torch.jit.trace`` of the caller sees what it does.
 
     All of these belong to a thread, so where there are any a new thread has none. That takes 0.1 ms.
 
@@ -201,7 +201,8 @@ def outside_of_modes(job: Callable[[], None], stream: torch.cuda.Stream | None) 
     depth_of_modes = (
         _private(torch._C, "_len_torch_dispatch_stack")() + _private(torch._C, "_len_torch_function_stack")()
     )
-    if not depth_of_modes and _private(torch._C._functorch, "peek_interpreter_stack")() is None:
+    is_in_transform = _private(torch._C._functorch, "peek_interpreter_stack")() is not None
+    if not (depth_of_modes or is_in_transform or is_traced()):
         job()
         return
     errors: list[BaseException] = []
@@ -223,6 +224,11 @@ def outside_of_modes(job: Callable[[], None], stream: torch.cuda.Stream | None) 
         raise errors[0]
 
 
+def is_traced() -> bool:
+    """Whether ``torch.jit.trace`` records what this thread does."""
+    return bool(_private(torch.jit, "is_tracing")())
+
+
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Number of C++ references to a storage: one for each tensor, and a constant."""
     return torch._C._storage_Use_Count(storage._cdata)
@@ -240,27 +246,45 @@ def called_by_compiled_code() -> bool:
 
 
 def on_compile_start(callback: Callable[[], None]) -> Callable[[], None]:
-    """Call ``callback`` before dynamo compiles anything; returns the undoing."""
-    handler = _private(torch._dynamo.callback, "callback_handler")
+    """Call ``callback`` before dynamo takes in the objects that a frame uses; returns the undoing.
 
-    def call(_: object) -> None:
+    Dynamo's own start callbacks are forgotten by ``torch.compiler.reset()``, and ``torch.export`` has none. Checked on
+    torch 2.11 to 2.15.
+    """
+    convert_frame: Any = importlib.import_module("torch._dynamo.convert_frame")
+    compile_frame = _private(convert_frame, "compile_frame")
+    if not isinstance(compile_frame, _CallBefore):
+        compile_frame = convert_frame.compile_frame = _CallBefore(compile_frame)
+    compile_frame.callbacks.append(callback)
+    return lambda: compile_frame.callbacks.remove(callback)
+
+
+class _CallBefore:
+    def __init__(self, compile_frame: Callable[..., Any]) -> None:
+        self._compile_frame = compile_frame
+        self.callbacks: list[Callable[[], None]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Optimizers ask for this flag, which torch 2.15 has set by now, and would add up in another way.
         before, torch.compiler._is_compiling_flag = _private(torch.compiler, "_is_compiling_flag"), False
         try:
-            callback()
+            for callback in self.callbacks:
+                callback()
         finally:
             torch.compiler._is_compiling_flag = before
-
-    handler.register_start_callback(call)
-    return lambda: handler.remove_start_callback(call)
+        return self._compile_frame(*args, **kwargs)
 
 
 def call_before_functorch(touch: Callable[[torch.Tensor], None]) -> None:
-    """Call ``touch`` with each tensor that ``torch.func.grad``, ``vmap`` and their like take in, before they see it.
+    """Call ``touch`` with each tensor that ``torch.func`` and ``vmap`` take in, before they see it.
 
     They ask no tensor for its ``__torch_function__``. Stays for the rest of the process.
     """
-    for module_name, name in (("eager_transforms", "_wrap_for_grad"), ("vmap", "_add_batch_dim")):
+    for module_name, name in (
+        ("eager_transforms", "_wrap_for_grad"),
+        ("eager_transforms", "_maybe_wrap_functional_tensor"),
+        ("vmap", "_add_batch_dim"),
+    ):
         module = importlib.import_module(f"torch._functorch.{module_name}")
         take_in = _private(module, name)
         if not isinstance(take_in, _TouchFirst):
@@ -272,9 +296,9 @@ class _TouchFirst:
         self._take_in = take_in
         self._touch = touch
 
-    def __call__(self, tensor: torch.Tensor, *args: Any) -> Any:
+    def __call__(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self._touch(tensor)
-        return self._take_in(tensor, *args)
+        return self._take_in(tensor, *args, **kwargs)
 
 
 def use_count(tensor: torch.Tensor) -> int:
