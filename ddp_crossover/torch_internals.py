@@ -138,8 +138,13 @@ def gradients_left_in_optimizer_hooks(parameter: torch.nn.Parameter) -> bool:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether calling the module runs code that ``torch.compile(module)`` or ``module.compile()`` has made."""
-    return isinstance(module, torch._dynamo.OptimizedModule) or is_compiled_in_place(module)
+    """Whether calling the module runs code that ``torch.compile`` has made: of it, in it, or of its ``forward``."""
+    return is_compiled_in_place(module) or _has_compiled_forward(module)
+
+
+def _has_compiled_forward(module: torch.nn.Module) -> bool:
+    """Also that of ``torch.compile(module)``, and one that a decorator has compiled."""
+    return hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
@@ -151,24 +156,42 @@ def call_around_compiled(
     module: torch.nn.Module, before: Callable[[], None], after: Callable[[], None] = lambda: None
 ) -> Callable[[], None]:
     """Run ``before`` and ``after`` outside of the code of a compiled module; returns the undoing."""
-    # Both are attributes of the object, not methods, and no hooks, which would keep fused paths from running.
-    name = "forward" if isinstance(module, torch._dynamo.OptimizedModule) else "_compiled_call_impl"
-    compiled = _private(module, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        before()
-        try:
-            return compiled(*args, **kwargs)
-        finally:
-            after()
-
-    vars(module)[name] = call
+    # Attributes of the object, and no hooks, which would keep fused paths from running.
+    name = "_compiled_call_impl" if is_compiled_in_place(module) else "forward"
+    own = vars(module).get(name)
+    call = vars(module)[name] = _AroundCompiled(_private(module, name), before, after)
 
     def undo() -> None:
         if vars(module).get(name) is call:
-            vars(module)[name] = compiled
+            vars(module)[name] = own
+            if own is None:
+                del vars(module)[name]
 
     return undo
+
+
+class _AroundCompiled:
+    def __init__(self, compiled: Callable[..., Any], before: Callable[[], None], after: Callable[[], None]) -> None:
+        self._compiled = compiled
+        self._before = before
+        self._after = after
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self._compiled(*args, **kwargs)  # a part of what runs in between already
+        self._before()
+        try:
+            return self._compiled(*args, **kwargs)
+        finally:
+            self._after()
+
+    def __reduce__(self) -> Any:
+        # A copy of the module gets what plain DDP's would get; a method is bound to the copy.
+        return _unchanged, (self._compiled,)
+
+
+def _unchanged(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    return compiled
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:
