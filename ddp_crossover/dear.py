@@ -28,7 +28,7 @@ from ddp_crossover.gradients import PendingGrad
 from ddp_crossover.layouts import gradient_stride, same_objects
 from ddp_crossover.slots import GroupInFlight, Slot
 from ddp_crossover.staging import Staging, plan_staging
-from ddp_crossover.torch_internals import allow_foreach, outside_of_modes
+from ddp_crossover.torch_internals import allow_foreach, is_traced, outside_of_modes
 from ddp_crossover.turns import Turns
 from ddp_crossover.wire import scale_into, travels_as
 
@@ -287,9 +287,9 @@ class Pipeline:
         if not group.complete:
             assert group.gather is not None
             index = group.spec.index
-            # For what is there already a range in the profiler would only cost time.
-            there = group.gather.is_done()
-            named = contextlib.nullcontext() if there else record_function(f"ddp_crossover::wait[{index}]")
+            # For what is there already a range in the profiler would only cost time; `torch.jit.trace` would record it.
+            unnamed = group.gather.is_done() or is_traced()
+            named = contextlib.nullcontext() if unnamed else record_function(f"ddp_crossover::wait[{index}]")
             with named, self.waiting(index) as meanwhile:
                 # Protects the optimizer, or whoever reads `.grad`, from half-gathered gradients.
                 group.gather.wait(meanwhile)

@@ -163,8 +163,13 @@ def is_updated_in_backward(parameter: torch.nn.Parameter) -> bool:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether calling the module runs code that ``torch.compile(module)`` or ``module.compile()`` has made."""
-    return isinstance(module, torch._dynamo.OptimizedModule) or is_compiled_in_place(module)
+    """Whether calling the module runs code that ``torch.compile`` has made: of it, in it, or of its ``forward``."""
+    return is_compiled_in_place(module) or _has_compiled_forward(module)
+
+
+def _has_compiled_forward(module: torch.nn.Module) -> bool:
+    """Also that of ``torch.compile(module)``, and one that a decorator has compiled."""
+    return hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
@@ -176,24 +181,42 @@ def call_around_compiled(
     module: torch.nn.Module, before: Callable[[], None], after: Callable[[], None] = lambda: None
 ) -> Callable[[], None]:
     """Run ``before`` and ``after`` outside of the code of a compiled module; returns the undoing."""
-    # Both are attributes of the object, not methods, and no hooks, which would keep fused paths from running.
-    name = "forward" if isinstance(module, torch._dynamo.OptimizedModule) else "_compiled_call_impl"
-    compiled = _private(module, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        before()
-        try:
-            return compiled(*args, **kwargs)
-        finally:
-            after()
-
-    vars(module)[name] = call
+    # Attributes of the object, and no hooks, which would keep fused paths from running.
+    name = "_compiled_call_impl" if is_compiled_in_place(module) else "forward"
+    own = vars(module).get(name)
+    call = vars(module)[name] = _AroundCompiled(_private(module, name), before, after)
 
     def undo() -> None:
         if vars(module).get(name) is call:
-            vars(module)[name] = compiled
+            vars(module)[name] = own
+            if own is None:
+                del vars(module)[name]
 
     return undo
+
+
+class _AroundCompiled:
+    def __init__(self, compiled: Callable[..., Any], before: Callable[[], None], after: Callable[[], None]) -> None:
+        self._compiled = compiled
+        self._before = before
+        self._after = after
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self._compiled(*args, **kwargs)  # a part of what runs in between already
+        self._before()
+        try:
+            return self._compiled(*args, **kwargs)
+        finally:
+            self._after()
+
+    def __reduce__(self) -> Any:
+        # A copy of the module gets what plain DDP's would get; a method is bound to the copy.
+        return _unchanged, (self._compiled,)
+
+
+def _unchanged(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    return compiled
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:
@@ -215,7 +238,7 @@ def allow_foreach(tensor_class: type[torch.Tensor]) -> None:
 
 
 def outside_of_modes(job: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
-    """Run ``job`` where no dispatch mode, function mode or functorch transform of the caller sees what it does.
+    """Run ``job`` where no mode, functorch transform or ``torch.jit.trace`` of the caller sees what it does.
 
     All of these belong to a thread, so where there are any a new thread has none. That takes 0.1 ms.
 
@@ -226,7 +249,8 @@ def outside_of_modes(job: Callable[[], None], stream: torch.cuda.Stream | None) 
     depth_of_modes = (
         _private(torch._C, "_len_torch_dispatch_stack")() + _private(torch._C, "_len_torch_function_stack")()
     )
-    if not depth_of_modes and _private(torch._C._functorch, "peek_interpreter_stack")() is None:
+    is_in_transform = _private(torch._C._functorch, "peek_interpreter_stack")() is not None
+    if not (depth_of_modes or is_in_transform or is_traced()):
         job()
         return
     errors: list[BaseException] = []
@@ -248,6 +272,11 @@ def outside_of_modes(job: Callable[[], None], stream: torch.cuda.Stream | None) 
         raise errors[0]
 
 
+def is_traced() -> bool:
+    """Whether ``torch.jit.trace`` records what this thread does."""
+    return bool(_private(torch.jit, "is_tracing")())
+
+
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Number of C++ references to a storage: one for each tensor, and a constant."""
     return torch._C._storage_Use_Count(storage._cdata)
@@ -265,27 +294,45 @@ def called_by_compiled_code() -> bool:
 
 
 def on_compile_start(callback: Callable[[], None]) -> Callable[[], None]:
-    """Call ``callback`` before dynamo compiles anything; returns the undoing."""
-    handler = _private(torch._dynamo.callback, "callback_handler")
+    """Call ``callback`` before dynamo takes in the objects that a frame uses; returns the undoing.
 
-    def call(_: object) -> None:
+    Dynamo's own start callbacks are forgotten by ``torch.compiler.reset()``, and ``torch.export`` has none. Checked on
+    torch 2.11 to 2.15.
+    """
+    convert_frame: Any = importlib.import_module("torch._dynamo.convert_frame")
+    compile_frame = _private(convert_frame, "compile_frame")
+    if not isinstance(compile_frame, _CallBefore):
+        compile_frame = convert_frame.compile_frame = _CallBefore(compile_frame)
+    compile_frame.callbacks.append(callback)
+    return lambda: compile_frame.callbacks.remove(callback)
+
+
+class _CallBefore:
+    def __init__(self, compile_frame: Callable[..., Any]) -> None:
+        self._compile_frame = compile_frame
+        self.callbacks: list[Callable[[], None]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Optimizers ask for this flag, which torch 2.15 has set by now, and would add up in another way.
         before, torch.compiler._is_compiling_flag = _private(torch.compiler, "_is_compiling_flag"), False
         try:
-            callback()
+            for callback in self.callbacks:
+                callback()
         finally:
             torch.compiler._is_compiling_flag = before
-
-    handler.register_start_callback(call)
-    return lambda: handler.remove_start_callback(call)
+        return self._compile_frame(*args, **kwargs)
 
 
 def call_before_functorch(touch: Callable[[torch.Tensor], None]) -> None:
-    """Call ``touch`` with each tensor that ``torch.func.grad``, ``vmap`` and their like take in, before they see it.
+    """Call ``touch`` with each tensor that ``torch.func`` and ``vmap`` take in, before they see it.
 
     They ask no tensor for its ``__torch_function__``. Stays for the rest of the process.
     """
-    for module_name, name in (("eager_transforms", "_wrap_for_grad"), ("vmap", "_add_batch_dim")):
+    for module_name, name in (
+        ("eager_transforms", "_wrap_for_grad"),
+        ("eager_transforms", "_maybe_wrap_functional_tensor"),
+        ("vmap", "_add_batch_dim"),
+    ):
         module = importlib.import_module(f"torch._functorch.{module_name}")
         take_in = _private(module, name)
         if not isinstance(take_in, _TouchFirst):
@@ -297,9 +344,9 @@ class _TouchFirst:
         self._take_in = take_in
         self._touch = touch
 
-    def __call__(self, tensor: torch.Tensor, *args: Any) -> Any:
+    def __call__(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self._touch(tensor)
-        return self._take_in(tensor, *args)
+        return self._take_in(tensor, *args, **kwargs)
 
 
 def use_count(tensor: torch.Tensor) -> int:

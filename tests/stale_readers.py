@@ -10,7 +10,7 @@ from equivalence import Run, snapshot
 from models import HIDDEN, INPUTS, OUTPUTS
 from stale_loops import train_step
 from torch import nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, functionalize, grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 LATE = 10  # long after the first forwards
@@ -95,6 +95,47 @@ def mapped_over_a_parameter(run: Run) -> Iterator[Any]:
         loss = train_step(run, x, y)
         norms = vmap(lambda row: row.square().sum())(weight)
         yield loss, norms, grad(lambda value: value.square().sum())(weight)
+
+
+def functionalized(run: Run) -> Iterator[Any]:
+    """`functionalize`, with parameters as arguments."""
+    module = run.model.module
+    for x, y in run.batches():
+        loss = train_step(run, x, y)
+        with torch.no_grad():
+            values = functionalize(lambda p, x=x: functional_call(module, p, (x,)))(dict(module.named_parameters()))
+        yield loss, values
+
+
+def traced(run: Run) -> Iterator[Any]:
+    """`torch.jit.trace`, which must not record the updates; it compares two traces by itself."""
+    module = run.model.module
+    for index, (x, y) in enumerate(run.batches()):
+        loss = train_step(run, x, y)
+        yield loss, torch.jit.trace(module, x)(x).detach() if index % 3 == 0 else None
+
+
+def exported(run: Run) -> Iterator[Any]:
+    """`torch.export` by dynamo; the program holds the live parameters."""
+    module = run.model.module
+    program = None
+    for index, (x, y) in enumerate(run.batches()):
+        loss = train_step(run, x, y)
+        if index % 7 == 5:
+            program = torch.export.export(module, (x,), strict=True).module()
+        yield loss, program and program(x).detach()
+
+
+def compiled_after_a_reset(run: Run) -> Iterator[Any]:
+    """`torch.compiler.reset()` forgets all that anybody has registered, and then something new is compiled."""
+    weight = run.model.module.first.weight
+    for index, (x, y) in enumerate(run.batches()):
+        loss = train_step(run, x, y)
+        if index % 5 == 4:
+            torch.compiler.reset()
+            yield loss, torch.compile(lambda w: w.square().sum(), backend="aot_eager")(weight).detach()
+        else:
+            yield loss
 
 
 def identity(run: Run) -> Iterator[Any]:

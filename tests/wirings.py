@@ -182,20 +182,6 @@ class CheckpointNet(nn.Module):
         return self.head(hidden)
 
 
-class CompiledBlocksNet(nn.Module):
-    """Every block compiled by itself, as large models do it."""
-
-    def __init__(self, backend: str) -> None:
-        super().__init__()
-        self.first = torch.compile(nn.Linear(INPUTS, HIDDEN), backend=backend)
-        block = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
-        self.block = torch.compile(block, backend=backend)
-        self.head = nn.Linear(HIDDEN, OUTPUTS)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.block(torch.tanh(self.first(x))))
-
-
 class HalfUsedNet(nn.Module):
     """A layer that no forward ever uses."""
 
