@@ -21,10 +21,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from adversary.compare import first_difference, snapshot
 from reference import rank_order_hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from adversary.compare import first_difference, snapshot
 
 # Reasons to fall back that the documents tell of.
 GRADIENTS_READ = "gradients were read or replaced before optimizer.step"
@@ -63,7 +64,7 @@ class Expectation:
         """`deferred` or what stands for it."""
         if self.deferred is not None:
             return self.deferred
-        return 0 if self.fallback else STEPS // 2
+        return 0 if self.fallback is not None else STEPS // 2
 
 
 def adversarial(*, three: bool = False, needs: tuple[str, ...] = (), **expectation: Any) -> Callable[..., Any]:
@@ -213,7 +214,7 @@ def _failure(
     if expectation.fallback and not re.search(expectation.fallback, " ".join(fallbacks)):
         return f"other reasons to fall back than expected: {fallbacks}"
     if any(count < expectation.least_deferred for count in deferred):
-        return f"steps deferred: {deferred}; {seen.stats}"
+        return f"steps deferred: {deferred} of {[each.iterations for each in seen.stats]}"
     return None
 
 

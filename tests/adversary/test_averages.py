@@ -6,10 +6,11 @@ import copy
 import math
 
 import torch
-from adversary.nets import mlp, mse
-from adversary.script import ALIASED, Script, adversarial
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
+
+from adversary.nets import mlp, mse
+from adversary.script import ALIASED, Script, adversarial
 
 
 @adversarial(three=True, fallback=ALIASED)

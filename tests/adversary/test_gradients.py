@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from adversary.nets import mlp, mse
-from adversary.script import GRADIENTS_READ, Script, adversarial
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, Adam, AdamW
+
+from adversary.nets import mlp, mse
+from adversary.script import GRADIENTS_READ, Script, adversarial
 
 
 @adversarial(three=True, fallback=GRADIENTS_READ)

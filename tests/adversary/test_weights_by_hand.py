@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from adversary.nets import mlp, mse
-from adversary.script import ALIASED, Script, adversarial
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, RMSprop
+
+from adversary.nets import mlp, mse
+from adversary.script import ALIASED, Script, adversarial
 
 
 @adversarial(three=True)
