@@ -12,7 +12,7 @@ import torch
 def snapshot(value: Any) -> Any:
     """A deep copy in plain tensors, of nested dicts and sequences, that later steps do not change."""
     if isinstance(value, torch.Tensor):
-        return value.detach().clone().as_subclass(torch.Tensor)
+        return value.detach().to_dense().clone().as_subclass(torch.Tensor)
     if isinstance(value, np.ndarray):
         return torch.from_numpy(np.array(value))
     if isinstance(value, Mapping):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam
 
 from adversary.nets import mlp, mse, train_step
-from adversary.script import Script, adversarial
+from adversary.script import GRADIENTS_READ, Script, adversarial
 
 
 @adversarial(three=True)
@@ -39,7 +39,7 @@ def test_fgsm_by_a_backward_through_the_ddp(run: Script) -> None:
         run.log(loss)
 
 
-@adversarial()
+@adversarial(fallback=GRADIENTS_READ)
 def test_two_losses_backward_one_after_the_other_over_one_graph(run: Script) -> None:
     model, optimizer = run.train(mlp(), Adam, lr=0.02)
     for x, y in run.batches():

@@ -60,7 +60,8 @@ def test_coalesced_broadcast_as_ddp_itself_does_it(run: Script) -> None:
     model, optimizer = run.train(net, SGD, lr=0.1)
     for x, y in run.batches():
         train_step(model, optimizer, x, y)
-        dist._broadcast_coalesced(dist.group.WORLD, list(net.parameters()), 1 << 20, 0)
+        with torch.no_grad():
+            dist._broadcast_coalesced(dist.group.WORLD, list(net.parameters()), 1 << 20, 0)
 
 
 @adversarial()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from adversary.nets import mlp, mse, train_step
-from adversary.script import Script, adversarial
+from adversary.script import ALIASED, Script, adversarial
 
 
 @adversarial(three=True)
@@ -144,7 +144,7 @@ def test_exception_in_a_step_post_hook(run: Script) -> None:
             run.log([p.sum() for p in model.parameters()])
 
 
-@adversarial()
+@adversarial(fallback=ALIASED)
 def test_model_grows_and_is_wrapped_again_without_a_detach(run: Script) -> None:
     """Progressive growing: the old DDP and the old optimizer are just dropped."""
     net = nn.Sequential(mlp(), nn.Linear(4, 4))
