@@ -69,7 +69,7 @@ def test_some_steps_train_through_the_bare_module(run: Script) -> None:
 
 @pytest.mark.xfail(
     strict=True,
-    reason="RuntimeError: attached between a forward and its backward (the first backward is not through DDP)",
+    reason="RuntimeError, attached between forward and backward: the first backward is not through DDP",
 )
 @adversarial()
 def test_backward_through_the_bare_module_whose_gradients_are_thrown_away(run: Script) -> None:
