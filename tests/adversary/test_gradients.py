@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -211,3 +212,61 @@ def test_hooks_on_parameters_scale_and_count(run: Script) -> None:
         mse(model(x), y).backward()
         optimizer.step()
     run.log(norms)
+
+
+@pytest.mark.xfail(strict=True, reason="SILENT: memory of .grad that a script keeps shows gradients of this rank only")
+@adversarial(fallback="", three=True)
+def test_gradients_live_in_one_flat_buffer_of_the_script(run: Script) -> None:
+    """As fairseq and apex did it: DDP averages in place, the norm is taken of the buffer."""
+    net = mlp()
+    model = run.ddp(net, gradient_as_bucket_view=False)
+    flat, offset = torch.zeros(sum(p.numel() for p in net.parameters())), 0
+    for p in net.parameters():
+        p.grad = flat[offset : offset + p.numel()].view_as(p)
+        offset += p.numel()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    run.attach(model, optimizer)
+    for x, y in run.batches():
+        flat.zero_()
+        mse(model(x), y).backward()
+        norm = flat.norm()
+        flat.mul_(0.2 / norm)
+        optimizer.step()
+        run.log(norm)
+
+
+@pytest.mark.xfail(strict=True, reason="SILENT: memory of .grad that a script keeps shows gradients of this rank only")
+@adversarial(fallback="")
+def test_flat_gradient_buffer_is_set_again_in_each_step(run: Script) -> None:
+    net = mlp()
+    model = run.ddp(net, gradient_as_bucket_view=False)
+    flat = torch.zeros(sum(p.numel() for p in net.parameters()))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    run.attach(model, optimizer)
+    for x, y in run.batches():
+        offset = 0
+        flat.zero_()
+        for p in net.parameters():
+            p.grad = flat[offset : offset + p.numel()].view_as(p)
+            offset += p.numel()
+        mse(model(x), y).backward()
+        optimizer.step()
+        run.log(flat)
+
+
+@pytest.mark.xfail(strict=True, reason="SILENT: memory of .grad that a script keeps shows gradients of this rank only")
+@adversarial(fallback="")
+def test_gradient_of_one_layer_is_watched_through_a_kept_tensor(run: Script) -> None:
+    """The script never clears by None and reads the same tensor each step, for a log only."""
+    net = mlp()
+    model = run.ddp(net, gradient_as_bucket_view=False)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    run.attach(model, optimizer)
+    watched = None
+    for x, y in run.batches():
+        optimizer.zero_grad(set_to_none=False)
+        mse(model(x), y).backward()
+        if watched is None:
+            watched = net[2].weight.grad
+        optimizer.step()
+        run.log(watched.norm())

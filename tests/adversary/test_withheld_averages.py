@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from adversary.nets import mlp, train_step
-from adversary.script import Script, adversarial
+from adversary.script import ALIASED, Script, adversarial
 
 
 @adversarial(three=True)
@@ -154,7 +154,7 @@ def test_model_soup_of_every_second_checkpoint(run: Script) -> None:
     run.log([sum(ps) / len(ps) for ps in zip(*(m.parameters() for m in loaded), strict=True)])
 
 
-@adversarial()
+@adversarial(fallback=ALIASED)
 def test_fast_and_slow_weights_of_serf_reset(run: Script) -> None:
     """The slow copy pulls the fast weights back each fourth step, through vectors."""
     from torch.nn.utils import parameters_to_vector, vector_to_parameters
