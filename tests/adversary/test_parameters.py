@@ -223,3 +223,55 @@ def test_dead_units_are_recycled_by_index(run: Script) -> None:
                 net[2].bias[dead] = 0.0
                 net[4].weight[:, dead] *= 0.1
                 optimizer.state[net[2].weight]["exp_avg"][dead] = 0.0
+
+
+@adversarial(fallback="")
+def test_tie_by_data_from_the_start(run: Script) -> None:
+    """Two parameters, one memory: the optimizer adds both updates to it."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    net[2].weight.data = net[0].weight.data
+    model, optimizer = run.train(net, SGD, lr=0.05)
+    for x, y in run.batches(14):
+        run.log(train_step(model, optimizer, x, y))
+
+
+@adversarial(fallback="", three=True)
+def test_tie_by_data_is_cut_and_made_again(run: Script) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    model, optimizer = run.train(net, SGD, lr=0.05)
+    for step, (x, y) in enumerate(run.batches(16)):
+        run.log(train_step(model, optimizer, x, y))
+        if step in (4, 12):
+            net[2].weight.data = net[0].weight.data
+        if step == 8:
+            net[2].weight.data = net[0].weight.data.clone()
+
+
+@adversarial(fallback="")
+def test_memory_of_a_parameter_is_replaced_by_a_view_of_a_flat_tensor_in_mid_run(run: Script) -> None:
+    """Weights are flattened after some steps; from then on the script reads and writes the flat tensor."""
+    net = mlp()
+    model, optimizer = run.train(net, SGD, lr=0.1)
+    flat = None
+    for step, (x, y) in enumerate(run.batches(14)):
+        run.log(train_step(model, optimizer, x, y))
+        if step == 6:
+            flat, offset = torch.cat([p.detach().flatten() for p in net.parameters()]), 0
+            for p in net.parameters():
+                p.data = flat[offset : offset + p.numel()].view_as(p)
+                offset += p.numel()
+        if flat is not None:
+            run.log(flat.norm())
+            flat.mul_(0.99)
+
+
+@adversarial(fallback="")
+def test_alias_is_taken_in_mid_run_and_read_for_the_rest(run: Script) -> None:
+    net = mlp()
+    model, optimizer = run.train(net, SGD, lr=0.1)
+    kept: list[torch.Tensor] = []
+    for step, (x, y) in enumerate(run.batches(14)):
+        run.log(train_step(model, optimizer, x, y))
+        if step == 6:
+            kept = [net[0].weight.data, net[2].weight.detach()[0], net[4].weight.view(-1).detach()]
+        run.log([k.sum() for k in kept])

@@ -8,6 +8,7 @@ import functools
 import gc
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
@@ -100,10 +101,9 @@ def test_all_tensors_that_the_collector_knows(run: Script) -> None:
     for step, (x, y) in enumerate(run.batches()):
         train_step(model, optimizer, x, y)
         if step % 4 == 3:
-            found = [
-                o for o in gc.get_objects() if isinstance(o, nn.Parameter) and any(o is p for p in net.parameters())
-            ]
-            run.log(len(found), sum(p.norm().item() for p in net.parameters()))
+            ids = {id(p) for p in net.parameters()}
+            run.log(sum(id(o) in ids for o in gc.get_objects() if isinstance(o, nn.Parameter)))
+            run.log(sum(p.norm().item() for p in net.parameters()))
 
 
 @adversarial()
@@ -174,6 +174,7 @@ def test_submodules_are_reordered_and_called_alone(run: Script) -> None:
             run.log(net[step % 4](x), net.get_parameter("1.weight").sum(), net.get_submodule("2").bias)
 
 
+@pytest.mark.xfail(strict=True, reason="SILENT: parameters that come to share memory in mid-run are updated one by one")
 @adversarial(fallback="")
 def test_tie_is_made_in_mid_run_by_data(run: Script) -> None:
     """Two parameters come to share memory while they train."""
@@ -273,7 +274,10 @@ def test_parameters_under_modes_devices_and_default_types(run: Script) -> None:
             run.log(net(x))
 
 
-@adversarial(fallback="", refused=None)
+@pytest.mark.xfail(
+    strict=True, reason="SILENT: reads under DisableTorchFunctionSubclass show weights before the update"
+)
+@adversarial(fallback="")
 def test_reads_past_torch_functions_of_subclasses(run: Script) -> None:
     net = mlp()
     model, optimizer = run.train(net, Adam, lr=0.03)
