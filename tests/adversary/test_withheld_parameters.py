@@ -274,9 +274,7 @@ def test_parameters_under_modes_devices_and_default_types(run: Script) -> None:
             run.log(net(x))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="SILENT: reads under DisableTorchFunctionSubclass show weights before the update"
-)
+@pytest.mark.xfail(strict=True, reason="SILENT: reads under DisableTorchFunctionSubclass show the weights from before")
 @adversarial(fallback="")
 def test_reads_past_torch_functions_of_subclasses(run: Script) -> None:
     net = mlp()
