@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, lr_scheduler
 
 from adversary.nets import mlp, mse, train_step
-from adversary.script import Script, adversarial
+from adversary.script import ALIASED, Script, adversarial
 
 
 @adversarial(three=True)
@@ -153,7 +153,8 @@ def test_collector_is_off_and_runs_by_hand(run: Script) -> None:
         gc.enable()
 
 
-@adversarial(deferred=5)
+# What the rollback was made from is kept.
+@adversarial(fallback=ALIASED)
 def test_state_of_everything_is_restored_with_generators(run: Script) -> None:
     net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 4))
     model, optimizer = run.train(net, SGD, lr=0.1, momentum=0.9)
@@ -187,7 +188,7 @@ def test_diverged_weights_are_repaired(run: Script) -> None:
             run.log("repaired")
 
 
-@adversarial()
+@adversarial(fallback=ALIASED)
 def test_head_is_replaced_and_everything_built_again(run: Script) -> None:
     net = mlp()
     model, optimizer = run.train(net, Adam, lr=0.03)
