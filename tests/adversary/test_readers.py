@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -41,6 +42,7 @@ def test_collectives_take_the_parameter_itself(run: Script) -> None:
         run.log(gathered)
 
 
+@pytest.mark.xfail(strict=True, reason="SILENT: methods of ProcessGroup read weights from before the update")
 @adversarial(three=True)
 def test_process_group_methods_take_parameters_directly(run: Script) -> None:
     net = mlp()
