@@ -1,0 +1,249 @@
+"""One training loop twice on every rank: with plain DDP, and with ddp_crossover attached.
+
+A loop is a test function with the decorator `adversarial`; it takes a `Script` and reads like a
+user's own training script. The harness never applies anything for it: no `synchronize()`, no pause.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import re
+import traceback
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from reference import rank_order_hook
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from adversary.compare import first_difference, snapshot
+
+# Reasons to fall back that the documents tell of.
+GRADIENTS_READ = "gradients were read or replaced before optimizer.step"
+ALIASED = "has memory that something else refers to"
+
+SEED = 1234
+STEPS = 10
+# Weights are groups of their own, or a few parameters share one.
+GROUP_SIZES_MB = (1e-4, 2e-3)
+# From this world size on, the sums of plain DDP depend on gloo's ring; see reference.py.
+FIRST_AMBIGUOUS_WORLD_SIZE = 3
+TIMEOUT_S = 60.0
+# Set it to compare plain DDP with itself: what differs then is the loop's own doing.
+SELF_COMPARISON = "ADVERSARY_SELF"
+# Set it to run the loops with `strict=True` on 2 ranks, too.
+ALL_STRICT = "ADVERSARY_STRICT"
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What may become of a loop with ddp_crossover attached."""
+
+    deferred: int | None = None
+    """Steps, of every attached optimizer, whose update must have been deferred: a loop may not pass by falling back.
+    Half of the usual number, if not given and no fallback is expected.
+    """
+    fallback: str | None = None
+    """A regular expression for the reason why steps fall back, as documented."""
+    refused: str | None = None
+    """A regular expression for the documented error, `ClassName: message`."""
+    strict: bool = True
+    """Whether the loop is also meant to run with `strict=True`, which it does on 3 ranks."""
+
+    @property
+    def least_deferred(self) -> int:
+        """`deferred` or what stands for it."""
+        if self.deferred is not None:
+            return self.deferred
+        return 0 if self.fallback is not None else STEPS // 2
+
+
+def adversarial(*, three: bool = False, needs: tuple[str, ...] = (), **expectation: Any) -> Callable[..., Any]:
+    """Make a test of a loop, on 2 ranks and if `three` on 3; `needs` are packages to skip without."""
+
+    def decorate(loop: Callable[[Script], None]) -> Callable[..., None]:
+        @pytest.mark.parametrize("world_size", (2, 3) if three else (2,))
+        def test(on_ranks: Callable[..., list[Any]], record_property: Callable[..., None], world_size: int) -> None:
+            for package in needs:
+                pytest.importorskip(package)
+            flags = {flag: os.environ.get(flag) for flag in (SELF_COMPARISON, ALL_STRICT)}
+            where = (loop.__module__, loop.__name__)
+            outcomes = on_ranks(compare_arms, world_size, *where, flags, timeout_s=TIMEOUT_S)
+            record_property("loop", outcomes[0])
+            failures = {rank: each["failure"] for rank, each in enumerate(outcomes) if each["failure"]}
+            if failures:
+                pytest.fail("\n".join(f"rank {rank}: {each}" for rank, each in failures.items()), pytrace=False)
+
+        test.__name__, test.__doc__, test.__module__ = loop.__name__, loop.__doc__, loop.__module__
+        test.loop, test.expectation = loop, Expectation(**expectation)
+        return test
+
+    return decorate
+
+
+class Script:
+    """One arm of a loop: the few lines of a script that differ between the arms, and what it looks at."""
+
+    def __init__(self, name: str, with_dear: bool, strict: bool) -> None:
+        self.with_dear = with_dear
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.states: list[Any] = []
+        self.seen: list[Any] = []
+        choice = zlib.crc32(name.encode())  # not hash(), which differs from run to run
+        self._options = {
+            "fusion_mb": GROUP_SIZES_MB[choice % 2],
+            "schedule": ("auto", "dear")[choice // 2 % 2],
+            "strict": strict,
+        }
+        self._bucket_view = bool(choice // 4 % 2)
+        self._models: list[DistributedDataParallel] = []
+        self._optimizers: list[Any] = []
+
+    def ddp(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
+        """The module in DDP; its parameters, buffers and gradients are compared at the end."""
+        model = DistributedDataParallel(module, **({"gradient_as_bucket_view": self._bucket_view} | options))
+        self._models.append(model)
+        return model
+
+    def attach(self, model: DistributedDataParallel, *optimizers: Any, **options: Any) -> None:
+        """Where the script has `dx.attach(model, optimizer)`."""
+        self._optimizers += optimizers
+        if self.with_dear:
+            import ddp_crossover as dx
+
+            only = optimizers[0] if len(optimizers) == 1 else list(optimizers)
+            self.states.append(dx.attach(model, only, **(self._options | options)))
+        elif self.world_size >= FIRST_AMBIGUOUS_WORLD_SIZE:
+            model.register_comm_hook(None, rank_order_hook)
+
+    def train(self, module: nn.Module, make_optimizer: Callable[..., Any], **options: Any) -> tuple[Any, Any]:
+        """`ddp` and `attach` in one, for one optimizer over all parameters."""
+        model = self.ddp(module)
+        optimizer = make_optimizer(model.parameters(), **options)
+        self.attach(model, optimizer)
+        return model, optimizer
+
+    def batches(
+        self, steps: int = STEPS, features: int = 8, outputs: int = 4
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Inputs and targets, different on every rank and of different size."""
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(1000 * step + self.rank)
+            size = 4 + self.rank
+            yield (
+                torch.randn(size, features, generator=generator),
+                torch.randn(size, outputs, generator=generator),
+            )
+
+    def log(self, *values: Any) -> None:
+        """Something that the script looks at: it is compared with the other arm's."""
+        self.seen.append(snapshot(list(values)))
+
+    def result(self) -> dict[str, Any]:
+        """All that can be seen at the end."""
+        return snapshot(
+            {
+                "logged": self.seen,
+                "models": [model.module.state_dict() for model in self._models],
+                "gradients": [{n: p.grad for n, p in model.named_parameters()} for model in self._models],
+                "frozen": [{n: p.requires_grad for n, p in model.named_parameters()} for model in self._models],
+                "optimizers": [o.state_dict() for o in self._optimizers if hasattr(o, "state_dict")],
+                "torch's generator": torch.get_rng_state(),
+                "numpy's generator": np.random.get_state()[1],
+                "python's generator": random.getstate(),
+            }
+        )
+
+    def detach(self) -> None:
+        """The script goes back to plain DDP."""
+        for state in self.states:
+            state.detach()
+
+    def parameters(self) -> Any:
+        """Of all models, as they are now."""
+        return snapshot([list(model.parameters()) for model in self._models])
+
+
+def compare_arms(module: str, name: str, flags: dict[str, str | None]) -> dict[str, Any]:
+    """On every rank: both arms of the loop `name`, and what became of it, under "failure" if that is not as expected.
+
+    It raises nothing, so that the ranks live on for the next loop.
+    """
+    test = getattr(importlib.import_module(module), name)
+    expectation: Expectation = test.expectation
+    alone = bool(flags[SELF_COMPARISON])
+    strict = expectation.strict and bool(flags[ALL_STRICT] or dist.get_world_size() >= FIRST_AMBIGUOUS_WORLD_SIZE)
+    expected = _run(test.loop, name, with_dear=False, strict=False)
+    seen = _run(test.loop, name, with_dear=not alone, strict=strict)
+    fallbacks = {reason: count for each in seen.stats for reason, count in each.fallbacks.items()}
+    looks = {line: count for each in seen.stats for line, count in each.looks.items()}
+    deferred = [each.deferred_steps for each in seen.stats]
+    outcome = "fell back" if fallbacks else "deferred" if expectation.least_deferred else "not deferred"
+    if expectation.refused and seen.error:
+        outcome = "refused"
+    summary = {"deferred": deferred, "fallbacks": fallbacks, "looks": looks, "error": seen.error}
+    failure = _failure(expectation if not alone else Expectation(deferred=0), expected, seen, fallbacks, deferred)
+    return {"outcome": outcome, "failure": failure} | summary
+
+
+def _failure(
+    expectation: Expectation, expected: _Arm, seen: _Arm, fallbacks: dict[str, int], deferred: list[int]
+) -> Any:
+    if expected.error is not None:
+        return f"the loop is wrong by itself: {expected.error}"
+    if expectation.refused:
+        fits = seen.error and re.search(expectation.refused, seen.error)
+        return None if fits else f"not refused as expected: {seen.error}"
+    if seen.error is not None:
+        return f"only with ddp_crossover: {seen.error}"
+    if difference := first_difference(seen.result, expected.result):
+        return f"differs from plain DDP: {difference}"
+    if not seen.warnings <= expected.warnings:
+        return f"warns of {sorted(seen.warnings - expected.warnings)}"
+    if expectation.fallback is None and fallbacks:
+        return f"fell back: {fallbacks}"
+    if expectation.fallback and not re.search(expectation.fallback, " ".join(fallbacks)):
+        return f"other reasons to fall back than expected: {fallbacks}"
+    if any(count < expectation.least_deferred for count in deferred):
+        return f"steps deferred: {deferred} of {[each.iterations for each in seen.stats]}"
+    return None
+
+
+@dataclass
+class _Arm:
+    result: Any = None
+    error: str | None = None
+    stats: Any = ()
+    warnings: frozenset[str] = frozenset()
+
+
+def _run(loop: Callable[[Script], None], name: str, with_dear: bool, strict: bool) -> _Arm:
+    script = Script(name, with_dear, strict)
+    # Of each rank's own, as scripts do that want different noise; DDP makes the weights equal.
+    random.seed(SEED + script.rank)
+    np.random.seed(SEED + script.rank)
+    torch.manual_seed(SEED + script.rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            loop(script)
+            result = script.result()
+            stats = [state.stats() for state in script.states]
+            script.detach()
+            result["parameters after detach()"] = script.parameters()
+        except Exception as error:
+            script.detach()
+            frames = traceback.extract_tb(error.__traceback__)[2:]
+            way = " > ".join(f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in frames)
+            return _Arm(error=f"{type(error).__name__}: {error} ({way})")
+    seen = frozenset(str(each.message) for each in caught if not issubclass(each.category, DeprecationWarning))
+    return _Arm(result, None, stats, seen)

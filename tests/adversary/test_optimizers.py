@@ -1,0 +1,303 @@
+"""Optimizers of torch and of people's own, and edits of their settings at odd moments."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from adversary.nets import mlp, mse, train_step
+from adversary.script import Script, adversarial
+
+
+@adversarial(three=True)
+def test_learning_rate_is_a_tensor_that_is_changed_in_place_after_step(run: Script) -> None:
+    rate = torch.tensor(0.1)
+    model, optimizer = run.train(mlp(), SGD, lr=rate)
+    for x, y in run.batches():
+        train_step(model, optimizer, x, y)
+        rate.mul_(0.8)
+
+
+@adversarial()
+def test_learning_rate_becomes_a_tensor_in_mid_run(run: Script) -> None:
+    model, optimizer = run.train(mlp(), AdamW, lr=0.05)
+    for step, (x, y) in enumerate(run.batches(12)):
+        train_step(model, optimizer, x, y)
+        if step == 6:
+            optimizer.param_groups[0]["lr"] = torch.tensor(0.02)
+        if step > 6:
+            optimizer.param_groups[0]["lr"].fill_(0.02 / step)
+
+
+@adversarial()
+def test_betas_are_a_list_that_is_edited_after_step(run: Script) -> None:
+    model, optimizer = run.train(mlp(), Adam, lr=0.05)
+    optimizer.param_groups[0]["betas"] = [0.9, 0.99]
+    for x, y in run.batches():
+        train_step(model, optimizer, x, y)
+        optimizer.param_groups[0]["betas"][0] *= 0.9
+
+
+@adversarial()
+def test_weight_decay_and_momentum_change_after_every_step(run: Script) -> None:
+    model, optimizer = run.train(mlp(), SGD, lr=0.05, momentum=0.5, weight_decay=0.1)
+    for step, (x, y) in enumerate(run.batches()):
+        train_step(model, optimizer, x, y)
+        group = optimizer.param_groups[0]
+        group["momentum"], group["weight_decay"] = 0.5 + 0.04 * step, 0.1 / (step + 1)
+        group["nesterov"] = step % 2 == 0
+
+
+class CountingSGD(Optimizer):
+    """Its warm-up counts on the instance, as beginners write it."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.steps_done = 0
+        self.boost = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps_done += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * self.boost * min(1.0, self.steps_done / 6))
+
+
+@adversarial(deferred=0, fallback="", three=True)
+def test_optimizer_counts_its_steps_on_the_instance(run: Script) -> None:
+    model, optimizer = run.train(mlp(), CountingSGD, lr=0.3)
+    for step, (x, y) in enumerate(run.batches()):
+        train_step(model, optimizer, x, y)
+        if step == 6:
+            optimizer.boost = 0.5
+    run.log(optimizer.steps_done)
+
+
+class GroupCountingAdam(Optimizer):
+    """Keeps its step in the param group, as many published optimizers do."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            b1, b2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["m"].lerp_(p.grad, 1 - b1)
+                state["v"].mul_(b2).addcmul_(p.grad, p.grad, value=1 - b2)
+                rate = group["lr"] * (1 - b2 ** group["step"]) ** 0.5 / (1 - b1 ** group["step"])
+                p.addcdiv_(state["m"], state["v"].sqrt().add_(1e-8), value=-rate)
+
+
+@adversarial(deferred=0, fallback="")
+def test_optimizer_counts_its_steps_in_the_param_group(run: Script) -> None:
+    model, optimizer = run.train(mlp(), GroupCountingAdam, lr=0.02)
+    for x, y in run.batches():
+        train_step(model, optimizer, x, y)
+        run.log(optimizer.param_groups[0]["step"])
+
+
+class SGLD(Optimizer):
+    """Stochastic gradient Langevin dynamics: noise from torch's generator in each step."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"])
+                    p.add_(torch.randn_like(p), alpha=0.01)
+
+
+@adversarial(deferred=0, fallback="")
+def test_langevin_noise_in_step_and_dropout_in_forward(run: Script) -> None:
+    net = nn.Sequential(
+        nn.Linear(8, 16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 16), nn.Dropout(0.3), nn.Linear(16, 4)
+    )
+    model, optimizer = run.train(net, SGLD, lr=0.1)
+    torch.manual_seed(3)
+    for x, y in run.batches():
+        run.log(train_step(model, optimizer, x, y))
+
+
+@adversarial(deferred=0, fallback="")
+def test_optimizer_whose_step_takes_more_arguments(run: Script) -> None:
+    class Scaled(SGD):
+        def step(self, closure: Any = None, scale: float = 1.0) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.mul_(scale)
+            return super().step(closure)
+
+    model, optimizer = run.train(mlp(), Scaled, lr=0.1)
+    for step, (x, y) in enumerate(run.batches()):
+        optimizer.zero_grad()
+        mse(model(x), y).backward()
+        optimizer.step(scale=1.0 / (1 + step))
+
+
+@adversarial(deferred=0, fallback="")
+def test_step_of_the_instance_is_replaced(run: Script) -> None:
+    model, optimizer = run.train(mlp(), SGD, lr=0.1)
+    original = optimizer.step
+
+    def signed(self: Any, closure: Any = None) -> Any:
+        for p in model.parameters():
+            p.grad.sign_().mul_(0.05)
+        return original(closure)
+
+    optimizer.step = types.MethodType(signed, optimizer)
+    for x, y in run.batches():
+        run.log(train_step(model, optimizer, x, y))
+
+
+@adversarial()
+def test_step_with_a_closure_that_runs_forward_and_backward(run: Script) -> None:
+    model, optimizer = run.train(mlp(), Adam, lr=0.03)
+    for x, y in run.batches():
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = mse(model(x), y)
+            loss.backward()
+            return loss
+
+        run.log(optimizer.step(closure))
+
+
+@adversarial()
+def test_step_twice_for_one_backward(run: Script) -> None:
+    model, optimizer = run.train(mlp(), Adam, lr=0.02)
+    for x, y in run.batches():
+        train_step(model, optimizer, x, y)
+        optimizer.step()
+
+
+@adversarial(three=True)
+def test_param_group_is_added_in_mid_run_and_evaluated_in_inference_mode(run: Script) -> None:
+    """The state of the new group begins while the evaluation runs, if its update waits until then."""
+    net = mlp()
+    model = run.ddp(net)
+    optimizer = Adam(list(net[0].parameters()) + list(net[2].parameters()), lr=0.03)
+    run.attach(model, optimizer)
+    for step, (x, y) in enumerate(run.batches(12)):
+        if step == 6:
+            optimizer.add_param_group({"params": list(net[4].parameters()), "lr": 0.1})
+        train_step(model, optimizer, x, y)
+        with torch.inference_mode():
+            run.log(net(x))
+        model.zero_grad()
+
+
+@adversarial()
+def test_state_of_the_optimizer_is_edited_and_cleared(run: Script) -> None:
+    model, optimizer = run.train(mlp(), Adam, lr=0.03)
+    for step, (x, y) in enumerate(run.batches(12)):
+        train_step(model, optimizer, x, y)
+        if step % 4 == 3:
+            for state in optimizer.state.values():
+                state["exp_avg"].mul_(0.1)
+        if step == 9:
+            optimizer.state.clear()
+
+
+@adversarial()
+def test_two_optimizers_over_the_same_parameters_take_turns(run: Script) -> None:
+    model = run.ddp(mlp())
+    first, second = Adam(model.parameters(), lr=0.02), SGD(model.parameters(), lr=0.05, momentum=0.9)
+    run.attach(model, first, second)
+    for step, (x, y) in enumerate(run.batches()):
+        run.log(train_step(model, (first, second)[step % 2], x, y))
+
+
+@adversarial(fallback="")
+def test_muon_for_matrices_and_adamw_for_the_rest(run: Script) -> None:
+    """Muon as its repository has it, Newton-Schulz in bf16."""
+
+    def zeropower(g: torch.Tensor, steps: int = 5) -> torch.Tensor:
+        a, b, c = 3.4445, -4.7750, 2.0315
+        x = g.bfloat16()
+        if g.size(-2) > g.size(-1):
+            x = x.mT
+        x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+        for _ in range(steps):
+            s = x @ x.mT
+            x = a * x + (b * s + c * s @ s) @ x
+        return x.mT if g.size(-2) > g.size(-1) else x
+
+    class Muon(Optimizer):
+        def __init__(self, params: Any, lr: float = 0.02, momentum: float = 0.95) -> None:
+            super().__init__(params, {"lr": lr, "momentum": momentum})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is None:
+                        p.grad = torch.zeros_like(p)
+                    state = self.state[p]
+                    if len(state) == 0:
+                        state["momentum_buffer"] = torch.zeros_like(p)
+                    buffer = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+                    update = zeropower(p.grad.lerp_(buffer, group["momentum"]))
+                    p.mul_(1 - group["lr"] * 0.01)
+                    p.add_(update.to(p.dtype), alpha=-group["lr"] * max(1, p.size(-2) / p.size(-1)) ** 0.5)
+
+    net = mlp()
+    model = run.ddp(net)
+    muon = Muon([p for p in net.parameters() if p.ndim == 2])
+    adam = AdamW([p for p in net.parameters() if p.ndim < 2], lr=0.01)
+    run.attach(model, muon, adam)
+    for x, y in run.batches():
+        loss = mse(model(x), y)
+        loss.backward()
+        muon.step()
+        adam.step()
+        model.zero_grad()
+        run.log(loss)
+
+
+@adversarial()
+def test_switch_from_adam_to_sgd_by_detaching(run: Script) -> None:
+    """SWATS by hand: the second half trains with another optimizer, attached anew."""
+    model, optimizer = run.train(mlp(), Adam, lr=0.03)
+    for step, (x, y) in enumerate(run.batches(16)):
+        if step == 8:
+            run.detach()
+            optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+        train_step(model, optimizer, x, y)
+        run.log([p.sum() for p in model.parameters()])
+
+
+@adversarial()
+def test_fused_and_foreach_optimizers_side_by_side(run: Script) -> None:
+    net = mlp()
+    model = run.ddp(net)
+    one = AdamW(net[0].parameters(), lr=0.02, fused=True)
+    two = Adam(net[2].parameters(), lr=0.02, foreach=True, amsgrad=True)
+    three = SGD(net[4].parameters(), lr=0.1, momentum=0.9, maximize=False, foreach=False)
+    run.attach(model, one, two, three)
+    for x, y in run.batches():
+        model.zero_grad()
+        loss = mse(model(x), y)
+        loss.backward()
+        for optimizer in (three, one, two):
+            optimizer.step()
+        run.log(loss)
