@@ -199,8 +199,7 @@ def test_a_batch_whose_loss_is_nan_is_skipped_after_backward(run: Script) -> Non
         optimizer.step()
 
 
-# The hook only counts, but attach() cannot know.
-@adversarial(refused="ValueError: 2.weight is updated inside backward .register_post_accumulate_grad_hook")
+@adversarial()
 def test_hooks_on_parameters_scale_and_count(run: Script) -> None:
     net = mlp()
     norms = []

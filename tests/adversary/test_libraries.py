@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch.optim import SGD, Adam
 
@@ -39,9 +38,6 @@ def test_more_optimizers_of_timm_by_name(run: Script) -> None:
         fit(run, optimizer, model, 7)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="attach: AttributeError, no _optimizer_state_dict_pre_hooks (no super().__init__)"
-)
 @adversarial(needs=("timm",), fallback="")
 def test_lookahead_of_timm(run: Script) -> None:
     from timm.optim import create_optimizer_v2
@@ -96,7 +92,6 @@ def test_optimizers_of_torch_optimizer(run: Script) -> None:
         fit(run, optimizer, model, 7)
 
 
-@pytest.mark.xfail(strict=True, reason="attach: AttributeError, no _optimizer_step_post_hooks (no super().__init__())")
 @adversarial(needs=("torch_optimizer",), fallback="")
 def test_lookahead_of_torch_optimizer_attached(run: Script) -> None:
     import torch_optimizer

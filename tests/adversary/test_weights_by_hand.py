@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, RMSprop
@@ -132,7 +131,6 @@ def test_lookahead_around_the_attached_optimizer(run: Script) -> None:
         run.log(loss)
 
 
-@pytest.mark.xfail(strict=True, reason="attach: AttributeError, no _optimizer_step_post_hooks (no super().__init__())")
 @adversarial(fallback=".")
 def test_lookahead_attached_itself(run: Script) -> None:
     model = run.ddp(mlp())

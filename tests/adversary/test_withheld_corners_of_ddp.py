@@ -79,8 +79,8 @@ def test_schedule_that_is_plain_all_reduce(run: Script) -> None:
         run.log(train_step(model, optimizer, x, y))
 
 
-@adversarial(refused="has a communication hook already, and DDP takes only one")
-def test_refused_attach_again_after_detach(run: Script) -> None:
+@adversarial(fallback="")
+def test_attach_again_after_detach(run: Script) -> None:
     model = run.ddp(mlp())
     optimizer = Adam(model.parameters(), lr=0.02)
     run.attach(model, optimizer)
@@ -188,8 +188,8 @@ def test_refused_torchscript_module(run: Script) -> None:
         train_step(model, optimizer, x, y)
 
 
-@adversarial(refused="backward|step")
-def test_refused_optimizer_in_backward(run: Script) -> None:
+@adversarial(fallback="", strict=False)
+def test_optimizer_in_backward_drifts_as_under_plain_ddp(run: Script) -> None:
     net = mlp()
     optimizers = {p: SGD([p], lr=0.1) for p in net.parameters()}
     for p in net.parameters():

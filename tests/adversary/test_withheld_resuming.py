@@ -188,7 +188,7 @@ def test_diverged_weights_are_repaired(run: Script) -> None:
             run.log("repaired")
 
 
-@adversarial(fallback=ALIASED)
+@adversarial()
 def test_head_is_replaced_and_everything_built_again(run: Script) -> None:
     net = mlp()
     model, optimizer = run.train(net, Adam, lr=0.03)
