@@ -383,11 +383,13 @@ class Pipeline:
         assert self.phase is Phase.IDLE
         return {name: arena._base if arena._base is not None else arena for name, arena in self._arenas.items()}
 
-    def unwrap_gradients(self) -> None:
-        """Leave plain tensors in every ``.grad``."""
+    def unwrap_gradients(self) -> bool:
+        """Leave plain tensors in every ``.grad``; returns whether any was pending."""
+        pending = [slot for slot in self.slots if self.is_pending(slot)]
         for slot in self.slots:
             if isinstance(grad := slot.parameter.grad, PendingGrad):
                 slot.parameter.grad = grad.resolve()
+        return bool(pending)
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device, memory: Tensor | None) -> Tensor:
