@@ -395,11 +395,13 @@ class Pipeline:
         for held in (self.slots, self.slot_of, self.groups, self._arenas, self._stagings, self._arrived):
             held.clear()
 
-    def unwrap_gradients(self) -> None:
-        """Leave plain tensors in every ``.grad``."""
+    def unwrap_gradients(self) -> bool:
+        """Leave plain tensors in every ``.grad``; returns whether any was pending."""
+        pending = [slot for slot in self.slots if self.is_pending(slot)]
         for slot in self.slots:
             if isinstance(grad := slot.parameter.grad, PendingGrad):
                 slot.parameter.grad = grad.resolve()
+        return bool(pending)
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device, memory: Tensor | None) -> Tensor:

@@ -81,16 +81,29 @@ class CompiledCode:
         params: its parameters.
         looks: tells whether its forward is running.
         fallbacks: told when compiled functions cost overlap.
+        finish_gradients: leaves no gradient on the wire; returns whether there was any.
+
+    Attributes:
+        needs_gradients: a compiled function, as ``torch.compile(optimizer.step)``, takes gradients in.
     """
 
-    def __init__(self, model: nn.Module, params: LazyParams, looks: Looks, fallbacks: FallbackLog) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        params: LazyParams,
+        looks: Looks,
+        fallbacks: FallbackLog,
+        finish_gradients: Callable[[], bool],
+    ) -> None:
         self._model = model
         self._params = params
         self._looks = looks
         self._fallbacks = fallbacks
         self._known: dict[nn.Module, Callable[[], None]] = {}
         self._depth = 0  # of calls of compiled modules under way
-        self._compiled_inside = self._compiled_outside = 0
+        self._finish_gradients = finish_gradients
+        self._compiled_inside = self._compiled_outside = self._compiled_before_step = 0
+        self.needs_gradients = False
         self._stop = on_compile_start(self._compiling)
         self._find()
 
@@ -128,6 +141,14 @@ class CompiledCode:
         return call_around_compiled(module, before, after)
 
     def _compiling(self) -> None:
+        if not self._looks.is_inside_forward and self._finish_gradients():
+            self._compiled_before_step += 1
+            if self._compiled_before_step == _COMPILED_AGAIN:
+                self.needs_gradients = True
+                self._fallbacks.note(
+                    "a compiled function runs between backward and step(), and may take gradients in: backward waits "
+                    "for all gradients. To overlap them leave optimizer.step() and clipping uncompiled"
+                )
         if not self._params.armed():
             return
         if self._looks.is_inside_forward:

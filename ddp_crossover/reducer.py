@@ -102,7 +102,7 @@ class Reducer:
         self._use_order = UseOrder(len(named))
         self._guard = StaleReadGuard(params, self._stale_read)
         self._watch = ForwardWatch(ddp, self._before_forward, self._after_forward)
-        self._compiled = CompiledCode(ddp.module, params, looks, fallbacks)
+        self._compiled = CompiledCode(ddp.module, params, looks, fallbacks, self.finish_gradients)
         params.on_use = self._guard.note_touch
         refuse_methods(ddp)
         self._in_backward = False
@@ -144,10 +144,9 @@ class Reducer:
         self._index_of.clear()
         del self._compiled
 
-    def finish_gradients(self) -> None:
-        """Leave no gradient that would wait for a leg."""
-        if self.pipeline is not None and self.pipeline.phase is Phase.REDUCED:
-            self.pipeline.unwrap_gradients()
+    def finish_gradients(self) -> bool:
+        """Leave no gradient that would wait for a leg; returns whether there was any."""
+        return self.pipeline is not None and self.pipeline.phase is Phase.REDUCED and self.pipeline.unwrap_gradients()
 
     def become_plain(self) -> None:
         """Remove every hook."""
@@ -285,6 +284,8 @@ class Reducer:
         if self.pipeline is not None and not self.is_plain:
             self.pipelined_iterations += 1
             self.pipeline.end_backward()
+            if self._compiled.needs_gradients:
+                self.finish_gradients()
         elif (reason := self._why_plain()) is not None:
             self._fallbacks.note(reason)
         self._turns.release()

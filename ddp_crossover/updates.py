@@ -29,7 +29,7 @@ from ddp_crossover.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdat
 from ddp_crossover.separability import why_not_separable
 from ddp_crossover.slots import Slot
 from ddp_crossover.stats import FallbackLog, logger
-from ddp_crossover.torch_internals import has_hooks, move_to_front, step_pre_hooks
+from ddp_crossover.torch_internals import called_by_compiled_code, has_hooks, move_to_front, step_pre_hooks
 
 
 class _Update(NamedTuple):
@@ -249,10 +249,14 @@ class DeferredUpdates:
         reason = self._why_not_separable(optimizer)
         if reason is None and (len(args) > 2 or set(kwargs) - {"closure"}):
             reason = "it was called with arguments besides the closure"
+        if reason is None and called_by_compiled_code():
+            reason = "it is called by compiled code, which adds up in another way"
         if reason is not None:
             self._note_waits(optimizer, reason)
         if reason is not None or not self.enabled or self._is_plain:
             self._applied_in = pipeline.iteration
+            if pipeline.phase is Phase.REDUCED:
+                pipeline.unwrap_gradients()  # it may hand them to a compiled function
             make_state_plain(optimizer)
             return None
         make_state_lazy(optimizer)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 import compiled_models as compiled
+import compiled_optimizers
 import pytest
 from equivalence import Case, check_case, compare_arms
 from torch._inductor import config as inductor_config
@@ -45,6 +46,14 @@ OPTIONS = {
     "ddp_static_graph": Case(partial(compiled.loop, ddp="after", **AOT), model=NOT_YET, ddp={"static_graph": True}),
     "blocks_static_graph": Case(compiled.loop, model=BLOCKS, ddp={"static_graph": True}),
 }
+OPTIMIZERS = {
+    "deferred": Case(compiled_optimizers.reset_loop, optimizer=compiled_optimizers.compiled_momentum, pipelined=False),
+    "not_deferred": Case(
+        compiled_optimizers.reset_loop, optimizer=compiled_optimizers.with_something_of_its_own, pipelined=False
+    ),
+    "step": Case(compiled_optimizers.compiled_step, pipelined=False),
+    "clipping": Case(compiled_optimizers.compiled_clipping, pipelined=False),
+}
 INDUCTOR = {
     "module": Case(compiled.loop, model=partial(compiled.build, compiled.module)),
     "forward": Case(compiled.loop, model=partial(compiled.build, compiled.forward_method)),
@@ -67,6 +76,11 @@ def test_a_compiled_model_is_exact_on_one_rank(on_ranks, way: str) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_of_the_compiler_and_of_ddp_keep_it_exact(on_ranks, name: str) -> None:
     check_case(replace(OPTIONS[name], steps=9), on_ranks)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_compiled_updates_are_exact(on_ranks, name: str) -> None:
+    check_case(replace(OPTIMIZERS[name], steps=14), on_ranks)
 
 
 def _compare_with_inductor(case: Case) -> None:
