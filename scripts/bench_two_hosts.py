@@ -37,6 +37,8 @@ from lease.spawn import spawn_broker  # noqa: E402
 HOSTS = (0, 1)
 JOBS = "ab"
 LIMIT_S = 60.0
+# From when all ranks are ready until the first of them begins.
+START_S = 0.1
 
 
 class Case(NamedTuple):
@@ -65,14 +67,16 @@ class Outcome(NamedTuple):
 
 def be_rank(options: str) -> None:
     """One rank: prints when each of its turns began, and when all was done."""
-    mine, partner, directory, job, steps, compute_s, link_s, late_s, start_s = json.loads(options)
+    mine, partner, directory, job, steps, compute_s, link_s, late_s, delay_s = json.loads(options)
     exchange = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     exchange.settimeout(LIMIT_S)
     exchange.bind(mine)
     lease = GpuLease("cpu:0", job=job, directory=directory, max_stall_s=5.0, max_wait_s=LIMIT_S)
     assert lease.wait_until_connected(LIMIT_S)
     began = []
-    time.sleep(start_s - time.monotonic())
+    print("ready", flush=True)
+    start_s = float(sys.stdin.readline())
+    time.sleep(max(start_s + delay_s - time.monotonic(), 0.0))
     for _ in range(steps):
         time.sleep(late_s)
         lease.acquire()
@@ -94,19 +98,25 @@ def run(case: Case, steps: int, opposite: bool) -> Outcome:
             place = Place(root / str(host))
             spawn_broker(place)
             stack.callback(os.kill, json.loads(ask_status(place, LIMIT_S))["pid"], signal.SIGKILL)
-        start_s = time.monotonic() + 0.5
         ranks = {}
         for job in JOBS:
             for host in HOSTS:
                 leads = (job == JOBS[0]) == (host == 0 or not opposite)
                 late_s = case.late_s if (job == JOBS[0]) == (host == 1) else 0.0
                 ends = [str(root / f"{job}{which}") for which in (host, 1 - host)]
-                begin_s = start_s + (0.0 if leads else 0.5 * case.compute_s + case.late_s)
-                arguments = [*ends, str(root / str(host)), job, steps, case.compute_s, case.link_s, late_s, begin_s]
+                delay_s = 0.0 if leads else 0.5 * case.compute_s + case.late_s
+                arguments = [*ends, str(root / str(host)), job, steps, case.compute_s, case.link_s, late_s, delay_s]
                 command = [sys.executable, "-I", "-S", __file__, "--rank", json.dumps(arguments)]
-                process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+                process = stack.enter_context(subprocess.Popen(command, **pipes))
                 stack.callback(process.kill)
                 ranks[job, host] = process
+        for process in ranks.values():
+            process.stdout.readline()  # ready: how long that takes depends on what else the machine does
+        start_s = time.monotonic() + START_S
+        for process in ranks.values():
+            process.stdin.write(f"{start_s}\n")
+            process.stdin.flush()
         answers = {which: json.loads(process.communicate(timeout=LIMIT_S)[0]) for which, process in ranks.items()}
     orders = [
         tuple("".join(sorted(JOBS, key=lambda job: answers[job, host][0][step])) for host in HOSTS)
