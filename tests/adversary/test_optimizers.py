@@ -282,7 +282,8 @@ def test_muon_for_matrices_and_adamw_for_the_rest(run: Script) -> None:
         run.log(loss)
 
 
-@adversarial()
+# On 3 ranks plain DDP, to which the script returns, adds up in another order than the reference.
+@adversarial(three=False)
 def test_switch_from_adam_to_sgd_by_detaching(run: Script) -> None:
     """SWATS by hand: the second half trains with another optimizer, attached anew."""
     model, optimizer = run.train(mlp(), Adam, lr=0.03)
