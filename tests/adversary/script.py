@@ -67,11 +67,16 @@ class Expectation:
         return 0 if self.fallback is not None else STEPS // 2
 
 
-def adversarial(*, three: bool = False, needs: tuple[str, ...] = (), **expectation: Any) -> Callable[..., Any]:
-    """Make a test of a loop, on 2 ranks and if `three` on 3; `needs` are packages to skip without."""
+def adversarial(*, three: bool | None = None, needs: tuple[str, ...] = (), **expectation: Any) -> Callable[..., Any]:
+    """Make a test of a loop, on 2 ranks and if `three` on 3; `needs` are packages to skip without.
+
+    If `three` is left out, one loop in five runs on 3 ranks.
+    """
 
     def decorate(loop: Callable[[Script], None]) -> Callable[..., None]:
-        @pytest.mark.parametrize("world_size", (2, 3) if three else (2,))
+        on_three = zlib.crc32(loop.__name__.encode()) % 5 == 0 if three is None else three
+
+        @pytest.mark.parametrize("world_size", (2, 3) if on_three else (2,))
         def test(on_ranks: Callable[..., list[Any]], record_property: Callable[..., None], world_size: int) -> None:
             for package in needs:
                 pytest.importorskip(package)

@@ -66,7 +66,8 @@ class Trust(Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
+        loss = torch.enable_grad()(closure)() if closure else None
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         weights = torch.stack([p.norm() for p in params]).norm()
         gradients = torch.stack([p.grad.norm() for p in params]).norm()
@@ -74,6 +75,7 @@ class Trust(Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(p.grad * (group["lr"] * weights / (gradients + 1e-6)))
+        return loss
 
 
 @adversarial(deferred=0, fallback="")
@@ -90,7 +92,8 @@ class Late(Optimizer):
         super().__init__(params, {"lr": lr, "done": 0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
+        loss = torch.enable_grad()(closure)() if closure else None
         for group in self.param_groups:
             group["done"] += 1
             scale = 1.0
@@ -98,6 +101,7 @@ class Late(Optimizer):
                 p.sub_(p.grad, alpha=group["lr"] * scale)
                 if group["done"] > 6:
                     scale = 1.0 / (1.0 + float(p.abs().mean()))
+        return loss
 
 
 @adversarial(deferred=0, fallback="")
@@ -115,12 +119,14 @@ class Alternating(Optimizer):
         self.turn = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
+        loss = torch.enable_grad()(closure)() if closure else None
         for group in self.param_groups:
             for index, p in enumerate(group["params"]):
                 if index % 2 == self.turn % 2:
                     p.sub_(p.grad, alpha=group["lr"])
         self.turn += 1
+        return loss
 
 
 @adversarial(deferred=0, fallback="")
@@ -137,13 +143,15 @@ class RandomMask(Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
+        loss = torch.enable_grad()(closure)() if closure else None
         import random
 
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None and random.random() < 0.7:
                     p.sub_(p.grad, alpha=group["lr"])
+        return loss
 
 
 @adversarial(deferred=0, fallback="")
