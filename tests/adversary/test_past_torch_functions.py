@@ -163,7 +163,6 @@ def test_gradients_are_copied_in_all_these_ways(run: Script) -> None:
         optimizer.step()
 
 
-@pytest.mark.xfail(strict=True, reason="SpeculationLogDivergence of dynamo: a compiled function is handed p.grad")
 @adversarial(fallback="")
 def test_compiled_function_closes_over_a_gradient(run: Script) -> None:
     net = mlp()
