@@ -222,10 +222,10 @@ class DeferredUpdates:
         if pipeline is None or pipeline.phase is not Phase.REDUCED or pipeline.iteration == self._stepped_in:
             return
         if optimizer not in self._reasons and any(p in pipeline.slot_of for p in optimizer_parameters(optimizer)):
-            self._looks.is_explained = True
-            self._fallbacks.note(
-                f"{type(optimizer).__name__}.step() waits for all gradients: it was not attached. Give all optimizers "
-                "to attach(); after replacing one, call state.detach() and attach again"
+            self._note_waits(
+                optimizer,
+                "it was not attached. Give all optimizers to attach(); after replacing one, call state.detach() and "
+                "attach again",
             )
 
     def _before_step(

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import ddp_crossover as dx
-from ddp_crossover.torch_internals import comm_hooks_of
+from ddp_crossover.torch_internals import has_comm_hook
 
 _optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _seen: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -35,7 +35,7 @@ def _optimizers_of(ddp: DistributedDataParallel) -> list[Optimizer]:
 
 def _attach(ddp: DistributedDataParallel) -> None:
     _seen.add(ddp)
-    if comm_hooks_of(ddp):
+    if has_comm_hook(ddp):
         not_attached.append("has a communication hook of its own")
         return
     if dist.get_backend(ddp.process_group) != "gloo":
