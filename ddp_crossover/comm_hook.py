@@ -26,6 +26,7 @@ from ddp_crossover.consensus import require_same_setup
 from ddp_crossover.dear import Phase
 from ddp_crossover.forks import watch_forks
 from ddp_crossover.fusion import FusionPlan
+from ddp_crossover.gradients import PendingGrad
 from ddp_crossover.lazy_params import LazyParams
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.looks import Looks
@@ -39,9 +40,9 @@ from ddp_crossover.stats import DearStats, FallbackLog
 from ddp_crossover.torch_internals import (
     GradBucket,
     allow_foreach,
-    call_before_functorch,
     managed_parameters,
     process_group_timeout,
+    settle_before_use,
 )
 from ddp_crossover.trace import Trace
 from ddp_crossover.turn_points import TurnPoints
@@ -166,7 +167,7 @@ class DearState:
         # The model decides, not this object: it may be wrapped and attached anew while a variable still holds this one.
         self._finalizers.append(weakref.finalize(ddp, self._model_is_dropped))
         self._finalizers[-1].atexit = False  # whoever looks then still gets what is pending
-        call_before_functorch(touch)
+        settle_before_use(_settled)
         allow_foreach(PendingParameter)
         watch_forks(self)
         self._detached = False
@@ -328,6 +329,14 @@ class DearState:
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """The work of :func:`dear_hook`."""
         return self._reducer.reduce(bucket)
+
+
+def _settled(tensor: Tensor) -> Tensor:
+    """A tensor with the value that it should have."""
+    if isinstance(tensor, PendingGrad):
+        return tensor.resolve()
+    touch(tensor)
+    return tensor
 
 
 def dear_hook(state: DearState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

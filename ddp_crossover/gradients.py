@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ddp_crossover.torch_internals import use_count
+from ddp_crossover.torch_internals import cover_of, set_data, use_count
 
 # What can be told without the value. Everything else waits.
 _METADATA_NAMES = (
@@ -62,6 +62,10 @@ _METADATA: frozenset[Any] = frozenset(
     [getattr(Tensor, name).__get__ for name in _METADATA_NAMES if hasattr(Tensor, name)]
     + [getattr(Tensor, name) for name in _METADATA_METHODS if hasattr(Tensor, name)]
 )
+_PAST_EVERYTHING = (
+    "a gradient is on the wire, and is used in a way that torch does not tell of, as by to_dlpack(p.grad) or "
+    "tensor.data = p.grad: use p.grad.detach() there"
+)
 _ZERO_IN_PLACE = (Tensor.zero_, torch.zero_, torch._foreach_zero_)
 
 
@@ -81,6 +85,9 @@ class PendingGrad(Tensor):
     @staticmethod
     def __new__(cls, like: Tensor, dtype: torch.dtype, lock: threading.RLock) -> PendingGrad:
         pending = Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device)
+        cover = cover_of(like, dtype, _PAST_EVERYTHING)
+        if cover is not None:  # else whoever asks nobody would follow a null pointer
+            set_data(pending, cover)
         pending._lock = lock
         pending._value = None
         pending._deliver = None

@@ -27,9 +27,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from ddp_crossover.bystanders import may_look
 from ddp_crossover.hooks import Hook
 from ddp_crossover.pending_parameter import arm, disarm, is_armed, is_armed_by, touch
-from ddp_crossover.torch_internals import is_in_backward, storage_use_count
+from ddp_crossover.torch_internals import cover_of, is_in_backward, set_data, storage_use_count
 
 
 class StaleParameterError(RuntimeError):
@@ -48,12 +49,16 @@ class LazyParam:
         is_updating: whether its update is being written.
         version: autograd's version of the memory since ``step()``: another one means a write past everything.
         shadow: the value, where ``strict`` has put NaN.
+        is_covered: whether who uses the parameter without asking it gets an error.
+        was_covered: whether that was so from ``step()`` until its update was applied.
         why_never_lazy: the reason for which each of its updates is written in ``step()`` itself, or None.
     """
 
     __slots__ = (
+        "_cover",
         "_params",
         "index",
+        "is_covered",
         "is_updating",
         "is_waiting",
         "memory",
@@ -63,6 +68,7 @@ class LazyParam:
         "shadow",
         "storage",
         "version",
+        "was_covered",
         "why_never_lazy",
     )
 
@@ -71,7 +77,7 @@ class LazyParam:
         self.index = index
         self.name = name
         self.parameter = parameter
-        self.is_waiting = self.is_updating = False
+        self.is_waiting = self.is_updating = self.is_covered = self.was_covered = False
         self.version = 0
         self.shadow: Tensor | None = None
         kind = type(parameter)
@@ -85,6 +91,27 @@ class LazyParam:
         self.memory.__dict__ = self.parameter.__dict__
         self.storage = self.parameter.untyped_storage()
         self.neighbours = [self]
+        self._cover = cover_of(
+            self.memory.detach(),
+            self.memory.dtype,
+            f"{self.name} waits for its update, and is used in a way that torch does not tell of, as by "
+            "torch.tensor(p), TorchScript or an extension: use p.detach() there, or call state.synchronize() before",
+        )
+
+    def cover(self) -> None:
+        """Nobody is to use the value without asking, while it waits for its update."""
+        if self._cover is not None:
+            self.is_covered = self.was_covered = True
+            set_data(self.parameter, self._cover)
+            if not self.is_waiting:  # a signal handler has had the update applied in between
+                self.is_covered = True
+                self.uncover()
+
+    def uncover(self) -> None:
+        """The update is going to be written."""
+        if self.is_covered:
+            set_data(self.parameter, self.memory)
+            self.is_covered = False
 
     def use(self) -> None:
         """Somebody is about to see the value."""
@@ -107,8 +134,9 @@ class LazyParam:
     def why_not_lazy_now(self, references_alone: tuple[int, int]) -> str | None:
         """The reason for which its update must be written now, though its gradient was not read; or None."""
         extra = len(self.neighbours) - 1
+        covered = sum(lazy.is_covered for lazy in self.neighbours) if extra else 0
         tensors, variables = references_alone
-        if _references(self.storage) != (tensors + 2 * extra, variables + extra):
+        if _references(self.storage) != (tensors + 2 * extra - covered, variables + extra):
             return "has memory that something else refers to (.data, detach(), a view, a graph that is still alive)"
         if self.memory.device.type == "cpu" and self.storage.is_shared():
             return "is in shared memory, where other processes may read it"
@@ -188,18 +216,23 @@ class LazyParams:
         Args:
             lazies: the parameters.
             note_update: notes what is to be done for one of them.
-            hide_values: put NaN into their memory meanwhile.
+            hide_values: put NaN into their memory meanwhile, instead of covering it.
         """
         # As the update would: a backward of an older graph must fail.
         torch.autograd.graph.increment_version([lazy.memory for lazy in lazies])
+        # A thread that has asked its parameter a moment ago would get the error when it reads; so would a signal
+        # handler inside of the end of a profiler's range, where torch asks no class.
+        covers = not hide_values and not may_look()
         for lazy in lazies:
             if hide_values:
                 lazy.shadow = lazy.memory.detach().clone()
                 lazy.memory.data.fill_(float("nan"))
             lazy.version = lazy.memory._version
-            lazy.is_waiting = True
+            lazy.is_waiting, lazy.was_covered = True, False
             note_update(lazy)  # from here on a signal handler may apply it
             arm(lazy.parameter, lazy)
+            if covers:
+                lazy.cover()
 
     def why_not_lazy(self, candidates: Sequence[LazyParam]) -> dict[LazyParam, str]:
         """Those whose updates must be written at the end of ``step()``, with the reason."""
@@ -258,13 +291,13 @@ class StaleReadGuard:
         self._handles: list[RemovableHandle] = []
 
     def end_forward(self) -> None:
-        """Watch what has not been touched."""
+        """Watch what has not been touched, though it could be read."""
         self.remove()
         self._touched_in_backward.clear()
         self._handles = [
             lazy.parameter.register_hook(_Gradient(lazy, self))
             for lazy in self._params.armed()
-            if lazy.parameter.requires_grad
+            if lazy.parameter.requires_grad and not lazy.was_covered
         ]
 
     def note_touch(self, lazy: LazyParam) -> None:

@@ -115,24 +115,14 @@ class _UseBeforeAnswering:
 
 def _needs_no_value(name: str) -> Any:
     """An attribute or a method of ``Tensor`` that works without bringing the parameter up to date."""
-    original = getattr(Tensor, name)
+    # As `with torch._C.DisableTorchFunctionSubclass()`, but no signal handler comes in between, where it would not ask.
+    original, past_classes = getattr(Tensor, name), _NOT_OVERRIDDEN
     if not hasattr(original, "__set__"):
-
-        def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            with torch._C.DisableTorchFunctionSubclass():
-                return original(self, *args, **kwargs)
-
-        return call
-
-    def read(self: Tensor) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return original.__get__(self)
-
-    def write(self: Tensor, value: Any) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            original.__set__(self, value)
-
-    return property(read, write)
+        return lambda self, *args, **kwargs: past_classes(original, (), (self, *args), kwargs)
+    get, put = original.__get__, original.__set__
+    return property(
+        lambda self: past_classes(get, (), (self,), {}), lambda self, value: past_classes(put, (), (self, value), {})
+    )
 
 
 class PendingParameter(Parameter):

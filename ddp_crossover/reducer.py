@@ -29,6 +29,7 @@ from ddp_crossover.torch_internals import (
     call_after_backward,
     comm_hooks_of,
     forget_comm_hooks,
+    has_run_forward,
     rebuild_buckets,
 )
 from ddp_crossover.turns import Turns
@@ -419,12 +420,14 @@ def let_gradients_arrive_early(
     What travels together is the planner's choice, so DDP's 25 MiB would only cost overlap.
 
     Returns:
-        What to call when the first forward begins, since a backward before that is refused. None: nothing was changed.
+        What to call when the next forward begins, since a backward before that is refused. None: nothing is refused.
     """
     total_bytes = sum(parameter.nbytes for _, parameter in named)
     cap_bytes = max(_ARRIVAL_BYTES, total_bytes // _MAX_BUCKETS)
     if cap_bytes < bucket_cap_bytes(ddp):
         rebuild_buckets(ddp, cap_bytes)
+        if not has_run_forward(ddp):
+            return None
         return _refuse_backward_of_earlier_forward(ddp, [parameter for _, parameter in named])
     return None
 

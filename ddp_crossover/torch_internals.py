@@ -6,6 +6,7 @@ Checked on torch 2.11.0 and 2.15.0. Where a name is gone, the error says so inst
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import sys
 import threading
@@ -98,6 +99,11 @@ def is_joining(ddp: DistributedDataParallel) -> bool:
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:
     """Whether DDP's reducer has a communication hook, of Python or of C++."""
     return "comm_hook" in _private(ddp, "_get_ddp_logging_data")()
+
+
+def has_run_forward(ddp: DistributedDataParallel) -> bool:
+    """Whether the model has been called since it was built."""
+    return bool(_private(ddp, "_lazy_init_ran"))
 
 
 def forget_comm_hooks(ddp: DistributedDataParallel) -> None:
@@ -323,30 +329,61 @@ class _CallBefore:
         return self._compile_frame(*args, **kwargs)
 
 
-def call_before_functorch(touch: Callable[[torch.Tensor], None]) -> None:
-    """Call ``touch`` with each tensor that ``torch.func`` and ``vmap`` take in, before they see it.
+def settle_before_use(settle: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let ``settle`` say with which tensor functions go on that ask no tensor for its ``__torch_function__``.
 
-    They ask no tensor for its ``__torch_function__``. Stays for the rest of the process.
+    ``torch.func`` and ``vmap``, ``torch.utils.swap_tensors``, and making an ``nn.Parameter`` of a tensor. Stays for the
+    rest of the process.
     """
-    for module_name, name in (
-        ("eager_transforms", "_wrap_for_grad"),
-        ("eager_transforms", "_maybe_wrap_functional_tensor"),
-        ("vmap", "_add_batch_dim"),
+    transforms = importlib.import_module("torch._functorch.eager_transforms")
+    for owner, name in (
+        (transforms, "_wrap_for_grad"),
+        (transforms, "_maybe_wrap_functional_tensor"),
+        (importlib.import_module("torch._functorch.vmap"), "_add_batch_dim"),
+        (torch.utils, "swap_tensors"),
+        (torch.nn.Parameter, "__new__"),
     ):
-        module = importlib.import_module(f"torch._functorch.{module_name}")
-        take_in = _private(module, name)
-        if not isinstance(take_in, _TouchFirst):
-            setattr(module, name, _TouchFirst(take_in, touch))
+        take_in = _private(owner, name)
+        if not isinstance(take_in, _SettleFirst):
+            setattr(owner, name, functools.update_wrapper(_SettleFirst(take_in, settle), take_in))
 
 
-class _TouchFirst:
-    def __init__(self, take_in: Callable[..., Any], touch: Callable[[torch.Tensor], None]) -> None:
+class _SettleFirst:
+    def __init__(self, take_in: Callable[..., Any], settle: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._take_in = take_in
-        self._touch = touch
+        self._settle = settle
 
-    def __call__(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self._touch(tensor)
-        return self._take_in(tensor, *args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._take_in(*map(self._settled, args), **{name: self._settled(arg) for name, arg in kwargs.items()})
+
+    def _settled(self, value: Any) -> Any:
+        return self._settle(value) if isinstance(value, torch.Tensor) else value
+
+
+def cover_of(like: torch.Tensor, dtype: torch.dtype, message: str) -> torch.Tensor | None:
+    """A tensor with the shape and strides of ``like``: C++ that reads or writes its values raises a RuntimeError.
+
+    None for a tensor without elements, and where torch was built for CPUs only, which lacks what it takes. Checked on
+    torch 2.11 to 2.15.
+    """
+    set_message = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+    if set_message is None or not like.numel():
+        return None
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+    construct = _private(torch._C, "_construct_storage_from_data_pointer")
+    storage = construct(like.data_ptr(), like.device, reach * dtype.itemsize)  # owns nothing, is no reference to it
+    cover = torch.empty(0, dtype=dtype, device=like.device)
+    cover.set_(storage, 0, like.shape, like.stride())
+    set_message(storage._cdata, message)
+    return cover
+
+
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """``tensor.data = data`` that asks no class, and that no signal handler comes in between of. Takes 0.2 us."""
+    torch._C._disabled_torch_function_impl(_SET_DATA, (), (tensor, data), {})
 
 
 def use_count(tensor: torch.Tensor) -> int:

@@ -159,6 +159,7 @@ class DeferredUpdates:
         for slot in pipeline.updates:
             lazy = self._params.all[slot.index]
             _show_value(lazy)
+            lazy.uncover()
             lazy.is_waiting = False
         pipeline.updates.clear()
         self._broken = f"the last optimizer.step() was taken back, because {error}"
@@ -363,6 +364,7 @@ class DeferredUpdates:
         claimed: dict[Slot, _Update] = {}
         try:
             for slot, lazy in zip(slots, lazies, strict=True):
+                lazy.uncover()
                 lazy.is_updating = True
                 # Before the step: one that raises must not be tried again on half of its parameters.
                 if (update := pipeline.updates.pop(slot, None)) is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -67,10 +66,6 @@ def test_some_steps_train_through_the_bare_module(run: Script) -> None:
         run.log(train_step(model.module if step % 4 == 3 else model, optimizer, x, y))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="RuntimeError, attached between forward and backward: the first backward is not through DDP",
-)
 @adversarial()
 def test_backward_through_the_bare_module_whose_gradients_are_thrown_away(run: Script) -> None:
     model, optimizer = run.train(mlp(), SGD, lr=0.1, momentum=0.9)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
@@ -115,9 +114,6 @@ def test_weights_are_exchanged_with_data_for_forward_only(run: Script) -> None:
         run.log(loss)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="RuntimeError, attached between forward and backward: the first backward is not through DDP"
-)
 @adversarial(three=True)
 def test_sharpness_aware_by_hand_with_one_ddp_pass_and_one_local(run: Script) -> None:
     net = mlp()

@@ -1,0 +1,37 @@
+"""Whether somebody may be reading parameters at this very moment, or come in between two lines of this thread."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+# Threads of ours, of data loaders (`multiprocessing` and pinning), and of those who draw or log.
+_NAMES = ("ddp_crossover-", "QueueFeederThread")
+_TARGETS = ("(_pin_memory_loop)",)
+_LIBRARIES = ("tqdm", "rich", "tensorboard")
+# What clusters, launchers and timers send. Python's own handler of Ctrl-C and torch's of SIGCHLD read nothing.
+_SIGNAL_NAMES = (
+    *("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGXCPU"),
+    *("SIGCONT", "SIGCHLD", "SIGRTMIN", "SIGRTMAX"),
+)
+_SIGNALS = [getattr(signal, name) for name in _SIGNAL_NAMES if hasattr(signal, name)]
+
+
+def may_look() -> bool:
+    """Whether the process has a thread, besides this one, or a signal handler that may read parameters."""
+    this = threading.current_thread()
+    if any(thread is not this and not _minds_its_own_business(thread) for thread in threading.enumerate()):
+        return True
+    return any(callable(handler := signal.getsignal(number)) and not _reads_nothing(handler) for number in _SIGNALS)
+
+
+def _minds_its_own_business(thread: threading.Thread) -> bool:
+    return (
+        thread.name.startswith(_NAMES)
+        or thread.name.endswith(_TARGETS)
+        or type(thread).__module__.partition(".")[0] in _LIBRARIES
+    )
+
+
+def _reads_nothing(handler: object) -> bool:
+    return getattr(handler, "__module__", "").partition(".")[0] in ("_signal", "torch")
