@@ -250,7 +250,8 @@ class LazyParams:
         if moved:
             self._find_neighbours()
         alone = self._references_alone
-        return {lazy: reason for lazy in candidates if (reason := lazy.why_not_lazy_now(alone)) is not None}
+        why_not = {lazy: lazy.why_never_lazy or lazy.why_not_lazy_now(alone) for lazy in candidates}
+        return {lazy: reason for lazy, reason in why_not.items() if reason is not None}
 
     def _find_neighbours(self) -> None:
         """Parameters in one storage; side by side, as in flattened RNN weights, they do not disturb each other."""

@@ -360,6 +360,7 @@ class DeferredUpdates:
         pipeline = self.pipeline
         assert pipeline is not None
         self._applied_in = pipeline.iteration
+        slots.sort(key=lambda slot: slot.index)  # two that have come to share memory are updated in the usual order
         lazies = [self._params.all[slot.index] for slot in slots]
         claimed: dict[Slot, _Update] = {}
         try:

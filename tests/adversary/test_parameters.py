@@ -235,9 +235,6 @@ def test_tie_by_data_from_the_start(run: Script) -> None:
         run.log(train_step(model, optimizer, x, y))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="SILENT, in the last bits: both updates of memory that came to be shared, in another order"
-)
 @adversarial(fallback="", three=True)
 def test_tie_by_data_is_cut_and_made_again(run: Script) -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))

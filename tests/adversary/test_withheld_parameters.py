@@ -8,7 +8,6 @@ import functools
 import gc
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
@@ -174,7 +173,6 @@ def test_submodules_are_reordered_and_called_alone(run: Script) -> None:
             run.log(net[step % 4](x), net.get_parameter("1.weight").sum(), net.get_submodule("2").bias)
 
 
-@pytest.mark.xfail(strict=True, reason="SILENT: parameters that come to share memory in mid-run are updated one by one")
 @adversarial(fallback="")
 def test_tie_is_made_in_mid_run_by_data(run: Script) -> None:
     """Two parameters come to share memory while they train."""
