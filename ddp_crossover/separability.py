@@ -69,10 +69,11 @@ def _try(optimizer: Optimizer, with_state: bool) -> str | None:
         if not _same([parameter.grad for parameter in whole.parameters], gradients):
             return "its step() changes gradients, which may be looked at before it is applied"
         split.set_gradients(step)
-        if not _same(split.step_one_by_one(), result):
+        returned = split.step_one_by_one()
+        if split.closure_calls != step + 1:
+            return "its step() does not call the closure exactly once"
+        if not _same(returned, result):
             return "its step() returns something that depends on the parameters"
-    if split.closure_calls != _STEPS:
-        return "its step() does not call the closure exactly once"
     if not _same(whole.everything(), split.everything()):
         return "it updates parameters together (a trial on a small clone gave different results)"
     return None
@@ -124,7 +125,8 @@ class _Clone:
             for parameter in group["params"]:
                 memory = torch.nn.Parameter(parameter.detach())
                 memory.grad = gradients[parameter]
-                snapshots[-1].step(index, [ToUpdate(parameter, memory)])
+                for snapshot in snapshots[-1:]:
+                    snapshot.step(index, [ToUpdate(parameter, memory)])
         return result
 
     def everything(self) -> list[Any]:
