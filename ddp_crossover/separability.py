@@ -25,6 +25,7 @@ from ddp_crossover.optimizer_snapshot import (
     hyperparameters,
     reads_attributes,
 )
+from ddp_crossover.outside_settings import changeable_setting
 from ddp_crossover.torch_internals import has_hooks, has_raw_step, raw_step
 
 # Enough for counters that act every few steps, and gradients on both sides of a threshold on their size.
@@ -205,7 +206,8 @@ def _why_settings_may_change(optimizer: Optimizer) -> str | None:
             for name, value in vars(parameter).items():
                 if not _is_plain(value, Tensor):
                     return f"a parameter has a {type(value).__name__} in .{name}, of which no copy can be kept"
-    return None
+    what = changeable_setting(optimizer)
+    return None if what is None else f"its step() reads {what}, which may change before a deferred update is made"
 
 
 def _knows_parameters_by_id(optimizer: Optimizer) -> bool:
