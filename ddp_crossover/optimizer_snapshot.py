@@ -7,9 +7,11 @@ whoever looks at it, from another thread or in a signal handler, finds all its p
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -19,6 +21,7 @@ from ddp_crossover.torch_internals import STEP_HOOKS, raw_step
 
 # A learning-rate scheduler wraps `step` on the instance, to count the calls.
 _NOT_TAKEN_OVER = frozenset(("param_groups", "state", "step", *STEP_HOOKS))
+_IMMUTABLE = frozenset((NoneType, bool, int, float, str))
 
 
 class ToUpdate(NamedTuple):
@@ -74,7 +77,8 @@ class OptimizerSnapshot:
     """What ``step()`` would do to some parameters, to be done later.
 
     Args:
-        optimizer: the optimizer; its attributes and hyperparameters are copied, its state is shared.
+        optimizer: the optimizer; its attributes and hyperparameters are copied, and what users have set on its
+            parameters; its state is shared.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -84,6 +88,9 @@ class OptimizerSnapshot:
             name: _copied(value) for name, value in vars(optimizer).items() if name not in _NOT_TAKEN_OVER
         }
         self._groups = [hyperparameters(group) for group in optimizer.param_groups]
+        self._of_parameters: dict[Tensor, dict[str, Any]] | None = None
+        if reads_attributes(optimizer):
+            self._of_parameters = {p: _copied(vars(p)) for p in optimizer_parameters(optimizer) if vars(p)}
 
     def step(self, group: int, updates: Sequence[ToUpdate]) -> None:
         """Update these parameters, which are in the param group with this index."""
@@ -99,7 +106,8 @@ class OptimizerSnapshot:
             dict, ((memory, own) for (_, memory), own in zip(updates, states, strict=True) if own is not None)
         )
         try:
-            raw_step(stand_in)(stand_in)
+            with _attributes_of_then(updates, self._of_parameters):
+                raw_step(stand_in)(stand_in)
         finally:
             if stand_in.state:
                 for (parameter, memory), before in zip(updates, states, strict=True):
@@ -118,6 +126,30 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _copied(value) for key, value in group.items() if key not in ("params", "param_names")}
 
 
+def reads_attributes(optimizer: Optimizer) -> bool:
+    """Whether it may read what users have set on parameters (``p.scale = ...``); none of torch's own does."""
+    return not type(optimizer).__module__.startswith("torch.optim.")
+
+
+@contextlib.contextmanager
+def _attributes_of_then(
+    updates: Sequence[ToUpdate], attributes: Mapping[Tensor, dict[str, Any]] | None
+) -> Iterator[None]:
+    """Let the memory have what users had set on the parameters; what the step sets there goes to the parameters."""
+    if attributes is None:
+        yield
+        return
+    before = [attributes.get(parameter, {}) for parameter, _ in updates]
+    for (_, memory), own in zip(updates, before, strict=True):
+        memory.__dict__ = dict(own)
+    try:
+        yield
+    finally:
+        for (parameter, memory), own in zip(updates, before, strict=True):
+            vars(parameter).update((name, value) for name, value in vars(memory).items() if value is not own.get(name))
+            memory.__dict__ = vars(parameter)
+
+
 def _object_like(optimizer: Optimizer, attributes: Mapping[str, Any]) -> Optimizer:
     made: Optimizer = object.__new__(type(optimizer))
     vars(made).update((name, value) for name, value in attributes.items() if name not in _NOT_TAKEN_OVER)
@@ -133,8 +165,15 @@ def _give_back(attributes: Mapping[str, Any], before: dict[str, Any], optimizer:
 
 
 def _copied(value: Any) -> Any:
+    if type(value) in _IMMUTABLE:  # nearly all: most optimizers have a dozen of them for each group
+        return value
     if isinstance(value, Tensor):
         return value.detach().clone()
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        copied.update((key, _copied(each)) for key, each in value.items())
+        return copied
     if isinstance(value, (list, tuple)):
-        return type(value)(map(_copied, value))
-    return copy.copy(value) if isinstance(value, (dict, set)) else value
+        items = map(_copied, value)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return copy.copy(value) if isinstance(value, set) else value

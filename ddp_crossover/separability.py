@@ -8,15 +8,24 @@ optimizers pass; those that couple parameters (a global norm, a shared counter i
 from __future__ import annotations
 
 import copy
+import enum
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
+from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_crossover.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate, hyperparameters
+from ddp_crossover.optimizer_snapshot import (
+    OptimizerSnapshot,
+    StandIn,
+    ToUpdate,
+    hyperparameters,
+    reads_attributes,
+)
+from ddp_crossover.outside_settings import changeable_setting
 from ddp_crossover.torch_internals import has_hooks, has_raw_step, raw_step
 
 # Enough for counters that act every few steps, and gradients on both sides of a threshold on their size.
@@ -45,6 +54,8 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
         return f"it keeps something of its own in .{name}"
     if _knows_parameters_by_id(optimizer):
         return "it tells its parameters apart by their id()"
+    if (reason := _why_settings_may_change(optimizer)) is not None:
+        return reason
     for group in optimizer.param_groups:
         for key, value in group.items():
             if key not in ("params", "param_names") and isinstance(value, list) and len(value) == len(group["params"]):
@@ -65,14 +76,18 @@ def _try(optimizer: Optimizer, with_state: bool) -> str | None:
     whole, split = _Clone(optimizer, with_state), _Clone(optimizer, with_state)
     for step in range(_STEPS):
         gradients = whole.set_gradients(step)
+        attributes = copy.deepcopy([vars(parameter) for parameter in whole.parameters])
         result = raw_step(whole.optimizer)(whole.optimizer)
+        if not _same([vars(parameter) for parameter in whole.parameters], attributes):
+            return "its step() sets attributes of the parameters, which may be looked at before it is applied"
         if not _same([parameter.grad for parameter in whole.parameters], gradients):
             return "its step() changes gradients, which may be looked at before it is applied"
         split.set_gradients(step)
-        if not _same(split.step_one_by_one(), result):
+        returned = split.step_one_by_one()
+        if split.closure_calls != step + 1:
+            return "its step() does not call the closure exactly once"
+        if not _same(returned, result):
             return "its step() returns something that depends on the parameters"
-    if split.closure_calls != _STEPS:
-        return "its step() does not call the closure exactly once"
     if not _same(whole.everything(), split.everything()):
         return "it updates parameters together (a trial on a small clone gave different results)"
     return None
@@ -95,6 +110,8 @@ class _Clone:
                 setattr(self.optimizer, name, _private_copy(value))
         self.optimizer.param_groups = groups
         self.optimizer.state = defaultdict(dict)
+        for sample, original in originals.items() if reads_attributes(optimizer) else ():
+            vars(sample).update((name, _state_of_sample(v, original, sample)) for name, v in vars(original).items())
         for stand_in, original in originals.items() if with_state else ():
             for key, value in optimizer.state.get(original, {}).items():
                 self.optimizer.state[stand_in][key] = _state_of_sample(value, original, stand_in)
@@ -124,7 +141,8 @@ class _Clone:
             for parameter in group["params"]:
                 memory = torch.nn.Parameter(parameter.detach())
                 memory.grad = gradients[parameter]
-                snapshots[-1].step(index, [ToUpdate(parameter, memory)])
+                for snapshot in snapshots[-1:]:
+                    snapshot.step(index, [ToUpdate(parameter, memory)])
         return result
 
     def everything(self) -> list[Any]:
@@ -178,6 +196,20 @@ def _unknown_attribute(optimizer: Optimizer) -> str | None:
     return None
 
 
+def _why_settings_may_change(optimizer: Optimizer) -> str | None:
+    """Settings that a deferred update would see as they are by then, because a snapshot holds no copy of them."""
+    for group in optimizer.param_groups:
+        for key, value in hyperparameters(group).items():
+            if not _is_plain(value, Tensor):
+                return f"its param groups hold a {type(value).__name__} in {key!r}, of which no copy can be kept"
+        for parameter in group["params"] if reads_attributes(optimizer) else ():
+            for name, value in vars(parameter).items():
+                if not _is_plain(value, Tensor):
+                    return f"a parameter has a {type(value).__name__} in .{name}, of which no copy can be kept"
+    what = changeable_setting(optimizer)
+    return None if what is None else f"its step() reads {what}, which may change before a deferred update is made"
+
+
 def _knows_parameters_by_id(optimizer: Optimizer) -> bool:
     """Deferred updates are made on other tensors of the same memory, which it would not know."""
     ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -196,12 +228,13 @@ def _integers(value: Any) -> Iterator[int]:
         yield value
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
+def _is_plain(value: Any, *also: type) -> bool:
+    """Whether it is made of numbers and the like, and of what is an instance of ``also``."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(_is_plain(each, *also) for each in value)
     if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    return value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device))
+        return all(_is_plain(each, *also) for each in value.values())
+    return value is None or isinstance(value, (Number, str, enum.Enum, torch.dtype, torch.device, *also))
 
 
 def _awake(group: dict[str, Any]) -> dict[str, Any]:

@@ -326,7 +326,7 @@ class Deaf(Optimizer):
                     p.add_(p.grad, alpha=-group["lr"])
 
 
-@adversarial(fallback="waits for all gradients")
+@adversarial(fallback="does not call the closure exactly once")
 def test_optimizer_that_never_calls_its_closure(run: Script) -> None:
     model, optimizer = run.train(mlp(), Deaf, lr=0.1)
     for x, y in run.batches():

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch.optim import Optimizer
 
 from adversary.nets import mlp, train_step
 from adversary.script import Script, adversarial
 
-TOO_LATE = "SILENT: a deferred update uses a setting that the script has changed after step()"
-CONFIG = {"lr": 0.1}
+CONFIG = {"lr": 0.1, "done": 0}
+RATE = 0.1
 
 
 class Configured(Optimizer):
@@ -31,8 +32,7 @@ class Configured(Optimizer):
         return loss
 
 
-@pytest.mark.xfail(strict=True, reason=TOO_LATE)
-@adversarial(deferred=0, fallback="")
+@adversarial(fallback="reads the global variable CONFIG")
 def test_rate_comes_from_a_global_that_changes_after_step(run: Script) -> None:
     CONFIG["lr"] = 0.1
     model, optimizer = run.train(mlp(), Configured)
@@ -57,18 +57,20 @@ class Scheduled(Optimizer):
         return loss
 
 
-@pytest.mark.xfail(strict=True, reason=TOO_LATE)
-@adversarial(deferred=0, fallback="")
+def _decayed() -> float:
+    return 0.2 / (1 + CONFIG["done"])
+
+
+@adversarial(fallback="hold a function in 'rate'")
 def test_rate_is_a_function_in_the_group(run: Script) -> None:
-    done = 0
-    model, optimizer = run.train(mlp(), Scheduled, rate=lambda: 0.2 / (1 + done))
+    CONFIG["done"] = 0
+    model, optimizer = run.train(mlp(), Scheduled, rate=_decayed)
     for x, y in run.batches():
         train_step(model, optimizer, x, y)
-        done += 1
+        CONFIG["done"] += 1
 
 
-@pytest.mark.xfail(strict=True, reason=TOO_LATE)
-@adversarial(deferred=0, fallback="")
+@adversarial()
 def test_rate_lives_in_a_list_that_all_groups_share(run: Script) -> None:
     """A mutable setting inside of a mutable setting, edited after step."""
 
@@ -108,7 +110,7 @@ class Tagged(Optimizer):
         return loss
 
 
-@adversarial(deferred=0, fallback="")
+@adversarial()
 def test_updates_are_scaled_by_an_attribute_of_the_parameter(run: Script) -> None:
     net = mlp()
     for index, p in enumerate(net.parameters()):
@@ -118,8 +120,7 @@ def test_updates_are_scaled_by_an_attribute_of_the_parameter(run: Script) -> Non
         run.log(train_step(model, optimizer, x, y))
 
 
-@pytest.mark.xfail(strict=True, reason=TOO_LATE)
-@adversarial(deferred=0, fallback="")
+@adversarial()
 def test_attribute_of_the_parameter_changes_after_step(run: Script) -> None:
     net = mlp()
     for p in net.parameters():
@@ -129,3 +130,171 @@ def test_attribute_of_the_parameter_changes_after_step(run: Script) -> None:
         run.log(train_step(model, optimizer, x, y))
         for p in net.parameters():
             p.scale *= 0.8
+
+
+@dataclass
+class Config:
+    lr: float = 0.1
+
+
+class Rated(Optimizer):
+    """Asks a method for the rate of each parameter."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, settings)
+
+    def rate(self, group: dict[str, Any], p: Any) -> Any:
+        return group["config"].lr
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = torch.enable_grad()(closure)() if closure else None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=self.rate(group, p))
+        return loss
+
+
+@adversarial()
+def test_attribute_of_the_parameter_is_nested_and_edited_in_place(run: Script) -> None:
+    class OfParameters(Rated):
+        def rate(self, group: dict[str, Any], p: Any) -> Any:
+            return p.rates["of weights"][0] * p.factor.item()
+
+    net = mlp()
+    for p in net.parameters():
+        p.rates, p.factor = {"of weights": [0.2]}, torch.ones(())
+    model, optimizer = run.train(net, OfParameters)
+    for x, y in run.batches():
+        run.log(train_step(model, optimizer, x, y))
+        for p in net.parameters():
+            p.rates["of weights"][0] *= 0.9
+            p.factor.mul_(0.9)
+
+
+@adversarial()
+def test_attribute_of_the_parameter_is_first_set_after_step(run: Script) -> None:
+    net = mlp()
+    model, optimizer = run.train(net, Tagged, lr=0.3)
+    for step, (x, y) in enumerate(run.batches()):
+        run.log(train_step(model, optimizer, x, y))
+        if step == 4:
+            for p in net.parameters():
+                p.scale = 0.5
+
+
+@adversarial(fallback="a parameter has a function in .rate")
+def test_attribute_of_the_parameter_is_a_function(run: Script) -> None:
+    class Asking(Rated):
+        def rate(self, group: dict[str, Any], p: Any) -> Any:
+            return p.rate()
+
+    CONFIG["done"] = 0
+    net = mlp()
+    for p in net.parameters():
+        p.rate = _decayed
+    model, optimizer = run.train(net, Asking)
+    for x, y in run.batches():
+        run.log(train_step(model, optimizer, x, y))
+        CONFIG["done"] += 1
+
+
+@adversarial(fallback="sets attributes of the parameters")
+def test_step_leaves_a_note_on_each_parameter(run: Script) -> None:
+    class Noting(Rated):
+        def rate(self, group: dict[str, Any], p: Any) -> Any:
+            p.size_of_update = 0.1 * p.grad.norm().item()
+            return 0.1
+
+    net = mlp()
+    model, optimizer = run.train(net, Noting)
+    for x, y in run.batches():
+        run.log(train_step(model, optimizer, x, y))
+        run.log([p.size_of_update for p in net.parameters()])
+
+
+@adversarial(fallback="hold a Config in 'config'")
+def test_settings_are_an_object_in_the_group(run: Script) -> None:
+    config = Config()
+    model, optimizer = run.train(mlp(), Rated, config=config)
+    for x, y in run.batches():
+        run.log(train_step(model, optimizer, x, y))
+        config.lr *= 0.8
+
+
+def _rate_of(config: Config) -> float:
+    return config.lr
+
+
+@adversarial(fallback="hold a partial in 'rate'")
+def test_rate_is_a_partial_function_in_the_group(run: Script) -> None:
+    config = Config()
+    model, optimizer = run.train(mlp(), Scheduled, rate=partial(_rate_of, config))
+    for x, y in run.batches():
+        run.log(train_step(model, optimizer, x, y))
+        config.lr *= 0.8
+    optimizer.param_groups[0]["rate"] = None  # its repr() tells an address
+
+
+@adversarial(fallback="reads the class attribute OfClass.lr")
+def test_rate_is_an_attribute_of_the_class(run: Script) -> None:
+    class OfClass(Rated):
+        lr = 0.1
+
+        def rate(self, group: dict[str, Any], p: Any) -> Any:
+            return self.__class__.lr
+
+    model, optimizer = run.train(mlp(), OfClass)
+    for x, y in run.batches():
+        run.log(train_step(model, optimizer, x, y))
+        OfClass.lr *= 0.8
+
+
+def _rate_now() -> float:
+    return RATE
+
+
+@adversarial(fallback="reads the global variable RATE,")
+def test_helper_reads_a_number_that_the_script_sets_by_global(run: Script) -> None:
+    class ByHelper(Rated):
+        def rate(self, group: dict[str, Any], p: Any) -> Any:
+            return _rate_now()
+
+    global RATE
+    RATE = 0.1
+    model, optimizer = run.train(mlp(), ByHelper)
+    for x, y in run.batches():
+        run.log(train_step(model, optimizer, x, y))
+        RATE *= 0.8
+
+
+@adversarial(fallback="reads rates of an enclosing function")
+def test_rate_lives_in_a_list_around_the_class(run: Script) -> None:
+    rates = [0.1]
+
+    class ByClosure(Rated):
+        def rate(self, group: dict[str, Any], p: Any) -> Any:
+            return rates[0]
+
+    model, optimizer = run.train(mlp(), ByClosure)
+    for x, y in run.batches():
+        run.log(train_step(model, optimizer, x, y))
+        rates[0] *= 0.8
+
+
+@adversarial(fallback="reads the global variable CONFIG")
+def test_rate_is_a_property_that_reads_a_global(run: Script) -> None:
+    class ByProperty(Rated):
+        @property
+        def current(self) -> float:
+            return CONFIG["lr"]
+
+        def rate(self, group: dict[str, Any], p: Any) -> Any:
+            return self.current
+
+    CONFIG["lr"] = 0.1
+    model, optimizer = run.train(mlp(), ByProperty)
+    for x, y in run.batches():
+        run.log(train_step(model, optimizer, x, y))
+        CONFIG["lr"] *= 0.8
