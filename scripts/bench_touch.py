@@ -44,6 +44,7 @@ def measure(count: int, rounds: int) -> dict[str, float]:
 
     def bring_up_to_date(pending: Any) -> None:
         for lazy in pending:
+            lazy.uncover()
             lazy.is_waiting = False
 
     params.bring_up_to_date = bring_up_to_date
@@ -56,7 +57,16 @@ def measure(count: int, rounds: int) -> dict[str, float]:
         for parameter in parameters:
             disarm(parameter)
 
+    def cover_all() -> None:
+        for lazy in lazies:
+            lazy.cover()
+
+    def uncover_all() -> None:
+        for lazy in lazies:
+            lazy.uncover()
+
     def show() -> None:
+        uncover_all()
         for lazy in lazies:
             lazy.is_waiting, lazy.shadow = False, None
         disarm_all()
@@ -81,6 +91,10 @@ def measure(count: int, rounds: int) -> dict[str, float]:
         "  of this, the change of class (arm)": each(arm_all, disarm_all),
     }
     note()
+    uncover_all()
+    costs["  of this, the cover (cover)"] = each(cover_all, uncover_all)
+    cover_all()
+    costs["taking the cover off before the update (uncover)"] = each(uncover_all, cover_all)
     costs["first touch, by an operator (LazyParam.use)"] = each(detach_all, note) - plain
     show()
     arm_all()
