@@ -119,9 +119,16 @@ class PendingGrad(Tensor):
         assert self._value is not None
         return self._value
 
+    def own_value(self) -> Tensor:
+        """As :meth:`resolve`; after it this object refers to the value once, whatever it has been through."""
+        value = self.resolve()
+        self._memory = None
+        return value
+
     def disarm(self) -> None:
         """Forget the gradient: nobody can ask for it any more."""
         self._deliver = None
+        self._value = self._memory = None
 
     def overwrite_with_zeros(self) -> None:
         """What ``zero_grad(set_to_none=False)`` asks for needs no value, so it does not wait."""
@@ -177,21 +184,28 @@ class PendingGradPool:
         self._is_free = False
         self._unshared_references = sys.getrefcount(self._object)
 
-    def take(self, current_grad: Tensor) -> PendingGrad:
-        """The object to put into ``param.grad``, whose present value is ``current_grad``."""
-        if current_grad is self._object:
-            return self._object
-        if not self._is_free and self.held_elsewhere():
-            self._object = PendingGrad(self._like, self._dtype, self._lock)
+    def take(self) -> PendingGrad:
+        """The object to put into ``param.grad``."""
         self._is_free = False
         return self._object
+
+    def prepare(self, grad: Tensor) -> None:
+        """Let go of the gradient before, where ``grad`` is what ``param.grad`` has become."""
+        if grad is self._object or self._is_free:
+            return
+        if isinstance(grad, PendingGrad) and grad.stride() == self._like.stride():
+            self._object = grad  # of the plan before: whoever holds it sees what becomes of `param.grad`
+            return
+        if self.held_elsewhere():
+            self._object = PendingGrad(self._like, self._dtype, self._lock)
+        self.free()
 
     def is_current(self, grad: Tensor) -> bool:
         """Whether ``grad`` is the object that was taken last, and nobody has looked at it."""
         return grad is self._object and self._object._deliver is not None
 
     def free(self) -> None:
-        """Nobody else refers to the object, and nobody will ask it for its gradient."""
+        """Nobody else refers to the object: nobody will ask it for its gradient."""
         self._object.disarm()
         self._is_free = True
 

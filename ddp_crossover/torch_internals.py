@@ -282,6 +282,18 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
+def references_to_bucket_view(gradients: int) -> int:
+    """How many references there are to a gradient that is a view of a DDP bucket, besides those to any ``.grad``.
+
+    DDP keeps the bucket itself, what the hook has returned, and two views of each gradient: its place in the bucket,
+    which ``.grad`` is too, and its place in the result.
+
+    Args:
+        gradients: how many of them are in the bucket.
+    """
+    return 2 + 2 * gradients
+
+
 def called_by_compiled_code() -> bool:
     """Whether some caller on the stack was compiled by ``torch.compile``, so that what we return to may be, too."""
     frame: FrameType | None = sys._getframe(1)
