@@ -150,7 +150,7 @@ class Pipeline:
             group.complete = False
         self._arrived.clear()
         self._announced.clear()
-        self._kept.bucket_sizes.clear()
+        self._kept.forget_buckets()
         self.iteration += 1
         self.phase = Phase.BACKWARD
         for index in range(_EXPECTED_LEGS):
@@ -174,7 +174,7 @@ class Pipeline:
             )
         self.link.soon(functools.partial(self._copy, buffer, staging.copies))
         self._arrived.append(staging)
-        self._kept.bucket_sizes[buffer.untyped_storage()._cdata] = len(parameters)
+        self._kept.note_bucket(buffer, len(parameters))
         if self.unwritten_is_unused:
             for slot in staging.slots:
                 slot.version_before = _version(slot.parameter.grad)
@@ -225,34 +225,35 @@ class Pipeline:
     def _make_gradients_pending(self) -> list[Slot]:
         """All of them, but for those that are returned: somebody keeps their memory."""
         doubtful = []
+        some_idle = any(group.scatter is None for group in self.groups)
         for slot in self.slots:
             grad = slot.parameter.grad
             slot.is_kept = False
-            if grad is None or all(group.scatter is None for group in slot.groups):
+            if grad is None or (some_idle and all(group.scatter is None for group in slot.groups)):
                 continue
             if self.unwritten_is_unused and _version(grad) == slot.version_before:
                 continue
             slot.scales = ()
-            slot.pending.prepare(grad)
+            pending = slot.pending.take(grad)
             if self._kept.excess(grad):
-                doubtful.append(slot)
-            else:
-                self._make_gradient_pending(slot, grad)
+                self.link.finish_jobs()  # what is still being staged refers to DDP's buckets
+                if self._kept.excess(grad):
+                    doubtful.append(slot)
+                    continue
+            self._make_gradient_pending(slot, grad, pending)
         del grad  # its name would count where one of those is looked at
         return self._kept_among(doubtful) if doubtful else []
 
     def _kept_among(self, doubtful: list[Slot]) -> list[Slot]:
-        self.link.finish_jobs()  # what is still being staged refers to DDP's buckets
         for slot, is_kept in zip(doubtful, self._kept.kept([slot.parameter for slot in doubtful]), strict=True):
             slot.is_kept = is_kept
             if not is_kept:
                 assert slot.parameter.grad is not None
-                self._make_gradient_pending(slot, slot.parameter.grad)
+                self._make_gradient_pending(slot, slot.parameter.grad, slot.pending.current)
         return [slot for slot in doubtful if slot.is_kept]
 
-    def _make_gradient_pending(self, slot: Slot, grad: Tensor) -> None:
-        pending = slot.pending.take()
-        memory = grad.resolve() if isinstance(grad, PendingGrad) else grad
+    def _make_gradient_pending(self, slot: Slot, grad: Tensor, pending: PendingGrad) -> None:
+        memory = grad.resolve() if type(grad) is PendingGrad else grad
         pending.arm(slot.deliver, memory, self.link.finish_jobs)
         if pending is not grad:
             slot.parameter.grad = pending
@@ -417,7 +418,7 @@ class Pipeline:
                 if slot.parameter.grad is pool.current or pool.held_elsewhere():
                     pool.current.resolve()
                 else:
-                    pool.free()
+                    pool.current.disarm()
 
     def _close_broken_backward(self) -> None:
         """It broke off, on all ranks alike. What was announced is sent, whatever it is, so that nothing stays open."""

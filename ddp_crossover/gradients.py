@@ -121,9 +121,16 @@ class PendingGrad(Tensor):
 
     def own_value(self) -> Tensor:
         """As :meth:`resolve`; after it this object refers to the value once, whatever it has been through."""
-        value = self.resolve()
+        if self._deliver is not None:
+            self.resolve()
         self._memory = None
-        return value
+        assert self._value is not None
+        return self._value
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it has no gradient, to come or delivered."""
+        return self._deliver is None and self._value is None
 
     def disarm(self) -> None:
         """Forget the gradient: nobody can ask for it any more."""
@@ -181,33 +188,25 @@ class PendingGradPool:
         self._dtype = dtype
         self._lock = lock
         self._object = PendingGrad(like, dtype, lock)
-        self._is_free = False
         self._unshared_references = sys.getrefcount(self._object)
 
-    def take(self) -> PendingGrad:
-        """The object to put into ``param.grad``."""
-        self._is_free = False
-        return self._object
-
-    def prepare(self, grad: Tensor) -> None:
-        """Let go of the gradient before, where ``grad`` is what ``param.grad`` has become."""
-        if grad is self._object or self._is_free:
-            return
-        if isinstance(grad, PendingGrad) and grad.stride() == self._like.stride():
+    def take(self, grad: Tensor) -> PendingGrad:
+        """The object to put into ``param.grad``, whose present value is ``grad``; it forgets any other gradient."""
+        pending = self._object
+        if grad is pending:
+            return pending
+        if type(grad) is PendingGrad and grad.stride() == self._like.stride():
             self._object = grad  # of the plan before: whoever holds it sees what becomes of `param.grad`
-            return
-        if self.held_elsewhere():
-            self._object = PendingGrad(self._like, self._dtype, self._lock)
-        self.free()
+        elif not pending.is_free:
+            del pending  # would count
+            if self.held_elsewhere():
+                self._object = PendingGrad(self._like, self._dtype, self._lock)
+            self._object.disarm()
+        return self._object
 
     def is_current(self, grad: Tensor) -> bool:
         """Whether ``grad`` is the object that was taken last, and nobody has looked at it."""
         return grad is self._object and self._object._deliver is not None
-
-    def free(self) -> None:
-        """Nobody else refers to the object: nobody will ask it for its gradient."""
-        self._object.disarm()
-        self._is_free = True
 
     @property
     def current(self) -> PendingGrad:

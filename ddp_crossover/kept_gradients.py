@@ -6,7 +6,6 @@ So it cannot wait. Found by counting references: what C++ and DDP hold of a grad
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,18 +15,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_crossover.gradients import PendingGrad
-from ddp_crossover.torch_internals import references_to_bucket_view, storage_use_count
+from ddp_crossover.torch_internals import references_to_bucket_view, references_to_memory
 
 
 class KeptGradients:
-    """Counts references.
-
-    Attributes:
-        bucket_sizes: how many gradients are views of each of DDP's buckets, by address of its storage.
-    """
+    """Counts references."""
 
     def __init__(self) -> None:
-        self.bucket_sizes: dict[int, int] = {}
+        self._of_ddp: dict[int, int] = {}  # references that DDP has, by address of a bucket's storage
         # References to gradients that nobody keeps, as this version of torch counts them.
         self._alone = self._alone_in_pending = 0
         parameter = Parameter(torch.zeros(1))
@@ -44,32 +39,36 @@ class KeptGradients:
         Args:
             grad: what ``param.grad`` is; it must have exactly one name of the caller's.
         """
-        if isinstance(grad, PendingGrad):
-            memory, alone = grad.own_value(), self._alone_in_pending
+        if type(grad) is PendingGrad:
+            excess = references_to_memory(grad.own_value()) - self._alone_in_pending
         else:
-            memory, alone = grad, self._alone
-        storage = memory.untyped_storage()
-        of_storage = storage_use_count(storage) + sys.getrefcount(storage)
-        return of_storage + memory._use_count() + sys.getrefcount(memory) - alone
+            excess = references_to_memory(grad) - self._alone
+        return excess and excess - self._of_ddp.get(_storage_of(grad), 0)
+
+    def forget_buckets(self) -> None:
+        """Gradients are going to be views of others."""
+        self._of_ddp.clear()
+
+    def note_bucket(self, buffer: Tensor, gradients: int) -> None:
+        """So many gradients may be views of this bucket."""
+        self._of_ddp[_storage_of(buffer)] = references_to_bucket_view(gradients)
 
     def is_in_bucket(self, memory: Tensor) -> bool:
         """Whether it is a part of one of DDP's buckets."""
-        return memory.untyped_storage()._cdata in self.bucket_sizes
+        return _storage_of(memory) in self._of_ddp
 
     def kept(self, parameters: Sequence[Parameter]) -> list[bool]:
         """Whether somebody keeps its gradient, for each of these: all that have an excess of references."""
+        # Several gradients may be parts of one tensor, as those of weights that forward concatenates.
         in_storage = Counter(_storage_of(parameter.grad) for parameter in parameters)
         return [self._is_kept(parameter, in_storage) for parameter in parameters]
 
     def _is_kept(self, parameter: Parameter, in_storage: Mapping[int, int]) -> bool:
         storage = _storage_of(parameter.grad)
-        # Several gradients may be parts of one tensor, as those of weights that forward concatenates.
-        usual = in_storage[storage] - 1
-        if (size := self.bucket_sizes.get(storage)) is not None:
-            usual = references_to_bucket_view(size)
+        others = 0 if storage in self._of_ddp else in_storage[storage] - 1
         grad = parameter.grad
         assert grad is not None
-        return self.excess(grad) > usual
+        return self.excess(grad) > others
 
 
 def _storage_of(grad: Tensor | None) -> int:

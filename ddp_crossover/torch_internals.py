@@ -282,6 +282,13 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
+def references_to_memory(tensor: torch.Tensor) -> int:
+    """Number of references in C++ and Python to a tensor and to its storage, plus a constant."""
+    storage = tensor.untyped_storage()
+    of_storage = torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
+    return of_storage + tensor._use_count() + sys.getrefcount(tensor)
+
+
 def references_to_bucket_view(gradients: int) -> int:
     """How many references there are to a gradient that is a view of a DDP bucket, besides those to any ``.grad``.
 
