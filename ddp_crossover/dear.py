@@ -25,10 +25,11 @@ from torch.profiler import record_function
 from ddp_crossover.collectives import Link, Meanwhile, StreamOrder
 from ddp_crossover.fusion import FusionGroup, FusionPlan, gathers_behind_scatters, order_of_use
 from ddp_crossover.gradients import PendingGrad
+from ddp_crossover.kept_gradients import KeptGradients
 from ddp_crossover.layouts import gradient_stride, same_objects
 from ddp_crossover.slots import GroupInFlight, Slot
 from ddp_crossover.staging import Staging, plan_staging
-from ddp_crossover.torch_internals import allow_foreach, is_traced, outside_of_modes
+from ddp_crossover.torch_internals import allow_foreach, is_in_backward, is_traced, outside_of_modes
 from ddp_crossover.turns import Turns
 from ddp_crossover.wire import scale_into, travels_as
 
@@ -88,6 +89,8 @@ class Pipeline:
         self.apply_updates: Callable[[list[Slot]], None] = _no_updates
         self.on_gradient_read: Callable[[Slot], None] = _nobody_minds
         self._is_retiring = False
+        self._kept = KeptGradients()
+        self._thread = 0
         self._gathers_early = plan.schedule == "auto"
         self._urgency = {group: place for place, group in enumerate(plan.use_order)}
         # Where all ranks need one order, the plan says which gather legs go between the scatter legs.
@@ -147,6 +150,7 @@ class Pipeline:
             group.complete = False
         self._arrived.clear()
         self._announced.clear()
+        self._kept.forget_buckets()
         self.iteration += 1
         self.phase = Phase.BACKWARD
         for index in range(_EXPECTED_LEGS):
@@ -170,6 +174,7 @@ class Pipeline:
             )
         self.link.soon(functools.partial(self._copy, buffer, staging.copies))
         self._arrived.append(staging)
+        self._kept.note_bucket(buffer, len(parameters))
         if self.unwritten_is_unused:
             for slot in staging.slots:
                 slot.version_before = _version(slot.parameter.grad)
@@ -203,30 +208,62 @@ class Pipeline:
             self.link.expect(index, self.groups[index].buffer)
 
     def end_backward(self) -> None:
-        """Launch the gather legs in use order and put a PendingGrad into every ``.grad``."""
+        """Launch the gather legs in use order and put a PendingGrad into every ``.grad`` that nobody keeps."""
         self.order.join()
         self._complete_partly_staged_groups()
         for group in self.groups:
             group.complete = group.scatter is None
         self._gather_in_use_order()
         self.link.all_scattered()
+        self._thread = threading.get_ident()
         with self.lock:
-            self._make_gradients_pending()
+            kept = self._make_gradients_pending()
             self.phase = Phase.REDUCED
+            for slot in kept:
+                self._deliver_to_keeper(slot)
 
-    def _make_gradients_pending(self) -> None:
+    def _make_gradients_pending(self) -> list[Slot]:
+        """All of them, but for those that are returned: somebody keeps their memory."""
+        doubtful = []
+        some_idle = any(group.scatter is None for group in self.groups)
         for slot in self.slots:
             grad = slot.parameter.grad
-            if grad is None or all(group.scatter is None for group in slot.groups):
+            slot.is_kept = False
+            if grad is None or (some_idle and all(group.scatter is None for group in slot.groups)):
                 continue
             if self.unwritten_is_unused and _version(grad) == slot.version_before:
                 continue
             slot.scales = ()
             pending = slot.pending.take(grad)
-            memory = grad.resolve() if isinstance(grad, PendingGrad) else grad
-            pending.arm(slot.deliver, memory, self.link.finish_jobs)
-            if pending is not grad:
-                slot.parameter.grad = pending
+            if self._kept.excess(grad):
+                self.link.finish_jobs()  # what is still being staged refers to DDP's buckets
+                if self._kept.excess(grad):
+                    doubtful.append(slot)
+                    continue
+            self._make_gradient_pending(slot, grad, pending)
+        del grad  # its name would count where one of those is looked at
+        return self._kept_among(doubtful) if doubtful else []
+
+    def _kept_among(self, doubtful: list[Slot]) -> list[Slot]:
+        for slot, is_kept in zip(doubtful, self._kept.kept([slot.parameter for slot in doubtful]), strict=True):
+            slot.is_kept = is_kept
+            if not is_kept:
+                assert slot.parameter.grad is not None
+                self._make_gradient_pending(slot, slot.parameter.grad, slot.pending.current)
+        return [slot for slot in doubtful if slot.is_kept]
+
+    def _make_gradient_pending(self, slot: Slot, grad: Tensor, pending: PendingGrad) -> None:
+        memory = grad.resolve() if type(grad) is PendingGrad else grad
+        pending.arm(slot.deliver, memory, self.link.finish_jobs)
+        if pending is not grad:
+            slot.parameter.grad = pending
+
+    def _deliver_to_keeper(self, slot: Slot) -> None:
+        grad = slot.parameter.grad
+        assert grad is not None
+        for group in slot.groups:
+            self.complete(group)
+        self._copy_out(slot, grad.resolve() if isinstance(grad, PendingGrad) else grad)
 
     def _gather_in_use_order(self) -> None:
         for index in self.plan.use_order:
@@ -305,10 +342,21 @@ class Pipeline:
         for group in slot.groups:
             self.complete(group)
         if slot.parameter.grad is not slot.pending.current:
-            # DDP may write the next gradient into that memory already.
-            memory = torch.empty_like(memory)
+            if self._is_overwritten(memory):
+                return memory
+            if not self._may_fill(memory):
+                memory = torch.empty_like(memory)
         outside_of_modes(functools.partial(self._copy_out, slot, memory), self.link.current_stream())
         return memory
+
+    def _is_overwritten(self, memory: Tensor) -> bool:
+        """By DDP, with the next gradient, as under plain DDP; whoever has kept this one finds that one there."""
+        return self._is_retiring and is_in_backward() and self._kept.is_in_bucket(memory)
+
+    def _may_fill(self, memory: Tensor) -> bool:
+        """Whether DDP would show a gradient there that ``.grad`` is not any more, and does not need it for another."""
+        is_in_training = is_in_backward() or threading.get_ident() != self._thread
+        return self._kept.is_in_bucket(memory) and not is_in_training
 
     @torch.no_grad()
     def _copy_out(self, slot: Slot, memory: Tensor) -> None:
@@ -370,7 +418,7 @@ class Pipeline:
                 if slot.parameter.grad is pool.current or pool.held_elsewhere():
                     pool.current.resolve()
                 else:
-                    pool.free()
+                    pool.current.disarm()
 
     def _close_broken_backward(self) -> None:
         """It broke off, on all ranks alike. What was announced is sent, whatever it is, so that nothing stays open."""

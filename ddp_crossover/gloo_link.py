@@ -253,6 +253,7 @@ class GlooLink(Link):
                 self._post_gather(task)
             else:
                 task()
+            del task  # else a leg that is over would be kept, with its buffer, until there is another one
 
     def _stage(self) -> None:
         while self._staging:
@@ -340,6 +341,7 @@ class GlooLink(Link):
     def _reduce_forever(self) -> None:
         while (job := self._to_reduce.get()) is not None:
             job()
+            del job  # as above
 
     def _reduce(self, leg: GlooScatterLeg) -> None:
         try:

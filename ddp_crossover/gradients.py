@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ddp_crossover.torch_internals import cover_of, set_data, use_count
+from ddp_crossover.torch_internals import use_count
 
 # What can be told without the value. Everything else waits.
 _METADATA_NAMES = (
@@ -62,10 +62,6 @@ _METADATA: frozenset[Any] = frozenset(
     [getattr(Tensor, name).__get__ for name in _METADATA_NAMES if hasattr(Tensor, name)]
     + [getattr(Tensor, name) for name in _METADATA_METHODS if hasattr(Tensor, name)]
 )
-_PAST_EVERYTHING = (
-    "a gradient is on the wire, and is used in a way that torch does not tell of, as by to_dlpack(p.grad) or "
-    "tensor.data = p.grad: use p.grad.detach() there"
-)
 _ZERO_IN_PLACE = (Tensor.zero_, torch.zero_, torch._foreach_zero_)
 
 
@@ -85,9 +81,6 @@ class PendingGrad(Tensor):
     @staticmethod
     def __new__(cls, like: Tensor, dtype: torch.dtype, lock: threading.RLock) -> PendingGrad:
         pending = Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device)
-        cover = cover_of(like, dtype, _PAST_EVERYTHING)
-        if cover is not None:  # else whoever asks nobody would follow a null pointer
-            set_data(pending, cover)
         pending._lock = lock
         pending._value = None
         pending._deliver = None
@@ -126,9 +119,23 @@ class PendingGrad(Tensor):
         assert self._value is not None
         return self._value
 
+    def own_value(self) -> Tensor:
+        """As :meth:`resolve`; after it this object refers to the value once, whatever it has been through."""
+        if self._deliver is not None:
+            self.resolve()
+        self._memory = None
+        assert self._value is not None
+        return self._value
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it has no gradient, to come or delivered."""
+        return self._deliver is None and self._value is None
+
     def disarm(self) -> None:
         """Forget the gradient: nobody can ask for it any more."""
         self._deliver = None
+        self._value = self._memory = None
 
     def overwrite_with_zeros(self) -> None:
         """What ``zero_grad(set_to_none=False)`` asks for needs no value, so it does not wait."""
@@ -181,26 +188,25 @@ class PendingGradPool:
         self._dtype = dtype
         self._lock = lock
         self._object = PendingGrad(like, dtype, lock)
-        self._is_free = False
         self._unshared_references = sys.getrefcount(self._object)
 
-    def take(self, current_grad: Tensor) -> PendingGrad:
-        """The object to put into ``param.grad``, whose present value is ``current_grad``."""
-        if current_grad is self._object:
-            return self._object
-        if not self._is_free and self.held_elsewhere():
-            self._object = PendingGrad(self._like, self._dtype, self._lock)
-        self._is_free = False
+    def take(self, grad: Tensor) -> PendingGrad:
+        """The object to put into ``param.grad``, whose present value is ``grad``; it forgets any other gradient."""
+        pending = self._object
+        if grad is pending:
+            return pending
+        if type(grad) is PendingGrad and grad.stride() == self._like.stride():
+            self._object = grad  # of the plan before: whoever holds it sees what becomes of `param.grad`
+        elif not pending.is_free:
+            del pending  # would count
+            if self.held_elsewhere():
+                self._object = PendingGrad(self._like, self._dtype, self._lock)
+            self._object.disarm()
         return self._object
 
     def is_current(self, grad: Tensor) -> bool:
         """Whether ``grad`` is the object that was taken last, and nobody has looked at it."""
         return grad is self._object and self._object._deliver is not None
-
-    def free(self) -> None:
-        """Nobody else refers to the object, and nobody will ask it for its gradient."""
-        self._object.disarm()
-        self._is_free = True
 
     @property
     def current(self) -> PendingGrad:

@@ -93,7 +93,6 @@ class LazyParam:
         self.neighbours = [self]
         self._cover = cover_of(
             self.memory.detach(),
-            self.memory.dtype,
             f"{self.name} waits for its update, and is used in a way that torch does not tell of, as by "
             "torch.tensor(p), TorchScript or an extension: use p.detach() there, or call state.synchronize() before",
         )

@@ -27,6 +27,7 @@ class Slot:
         deliver: what its ``PendingGrad`` calls to get the value.
         scales: factors (0-dim tensors) that the gradient is multiplied by once it is complete, in the parameter's
             dtype.
+        is_kept: whether a script keeps the memory of its gradient, so that it was delivered at the end of backward.
         version_before: version of ``.grad`` when its bucket arrived, to see whether DDP wrote to it.
     """
 
@@ -35,6 +36,7 @@ class Slot:
         "groups",
         "index",
         "is_cast",
+        "is_kept",
         "name",
         "parameter",
         "pending",
@@ -52,6 +54,7 @@ class Slot:
         self.groups: list[GroupInFlight] = []
         self.pending = PendingGradPool(view, parameter.dtype, lock)
         self.scales: tuple[Tensor, ...] = ()
+        self.is_kept = False
         self.version_before = -1
         self.deliver: Callable[[Tensor], Tensor]
 

@@ -288,6 +288,25 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
+def references_to_memory(tensor: torch.Tensor) -> int:
+    """Number of references in C++ and Python to a tensor and to its storage, plus a constant."""
+    storage = tensor.untyped_storage()
+    of_storage = torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
+    return of_storage + tensor._use_count() + sys.getrefcount(tensor)
+
+
+def references_to_bucket_view(gradients: int) -> int:
+    """How many references there are to a gradient that is a view of a DDP bucket, besides those to any ``.grad``.
+
+    DDP keeps the bucket itself, what the hook has returned, and two views of each gradient: its place in the bucket,
+    which ``.grad`` is too, and its place in the result.
+
+    Args:
+        gradients: how many of them are in the bucket.
+    """
+    return 2 + 2 * gradients
+
+
 def called_by_compiled_code() -> bool:
     """Whether some caller on the stack was compiled by ``torch.compile``, so that what we return to may be, too."""
     frame: FrameType | None = sys._getframe(1)
@@ -332,8 +351,8 @@ class _CallBefore:
 def settle_before_use(settle: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let ``settle`` say with which tensor functions go on that ask no tensor for its ``__torch_function__``.
 
-    ``torch.func`` and ``vmap``, ``torch.utils.swap_tensors``, and making an ``nn.Parameter`` of a tensor. Stays for the
-    rest of the process.
+    These are ``torch.func`` and ``vmap``, ``torch.utils.swap_tensors``, ``to_dlpack``, and ``nn.Parameter(tensor)``. Stays
+    for the rest of the process.
     """
     transforms = importlib.import_module("torch._functorch.eager_transforms")
     for owner, name in (
@@ -341,6 +360,8 @@ def settle_before_use(settle: Callable[[torch.Tensor], torch.Tensor]) -> None:
         (transforms, "_maybe_wrap_functional_tensor"),
         (importlib.import_module("torch._functorch.vmap"), "_add_batch_dim"),
         (torch.utils, "swap_tensors"),
+        (importlib.import_module("torch.utils.dlpack"), "to_dlpack"),
+        (torch, "to_dlpack"),
         (torch.nn.Parameter, "__new__"),
     ):
         take_in = _private(owner, name)
@@ -360,20 +381,20 @@ class _SettleFirst:
         return self._settle(value) if isinstance(value, torch.Tensor) else value
 
 
-def cover_of(like: torch.Tensor, dtype: torch.dtype, message: str) -> torch.Tensor | None:
-    """A tensor with the shape and strides of ``like``: C++ that reads or writes its values raises a RuntimeError.
+def cover_of(memory: torch.Tensor, message: str) -> torch.Tensor | None:
+    """A tensor that looks like ``memory``: C++ that reads or writes its values raises a RuntimeError.
 
     None for a tensor without elements, and where torch was built for CPUs only, which lacks what it takes. Checked on
     torch 2.11 to 2.15.
     """
     set_message = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
-    if set_message is None or not like.numel():
+    if set_message is None or not memory.numel():
         return None
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+    own = memory.untyped_storage()
     construct = _private(torch._C, "_construct_storage_from_data_pointer")
-    storage = construct(like.data_ptr(), like.device, reach * dtype.itemsize)  # owns nothing, is no reference to it
-    cover = torch.empty(0, dtype=dtype, device=like.device)
-    cover.set_(storage, 0, like.shape, like.stride())
+    storage = construct(own.data_ptr(), memory.device, own.nbytes())  # owns nothing, is no reference to it
+    cover = torch.empty(0, dtype=memory.dtype, device=memory.device)
+    cover.set_(storage, memory.storage_offset(), memory.shape, memory.stride())
     set_message(storage._cdata, message)
     return cover
 

@@ -31,6 +31,11 @@ from ddp_crossover.slots import Slot
 from ddp_crossover.stats import FallbackLog, logger
 from ddp_crossover.torch_internals import called_by_compiled_code, has_hooks, move_to_front, step_pre_hooks
 
+_KEPT = (
+    "has a gradient in memory that something else refers to (a tensor, view or buffer kept over backward). To have it "
+    "deferred keep clones, or drop them and set gradients to None"
+)
+
 
 class _Update(NamedTuple):
     """What is still to be done with a parameter.
@@ -297,7 +302,10 @@ class DeferredUpdates:
                 continue
             if not parameter.requires_grad:  # frozen since backward: the optimizer may look
                 continue
-            if not pipeline.slots[lazy.index].pending.is_current(grad):
+            slot = pipeline.slots[lazy.index]
+            if slot.is_kept:
+                never[lazy] = _KEPT
+            elif not slot.pending.is_current(grad):
                 read_early += 1
             elif lazy.why_never_lazy is not None:
                 never[lazy] = lazy.why_never_lazy

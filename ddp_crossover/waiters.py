@@ -46,5 +46,6 @@ class Waiters:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+            del job  # else what it refers to would be kept until there is another one
             with self._lock:
                 self._unclaimed += 1

@@ -30,6 +30,7 @@ from adversary.compare import first_difference, snapshot
 # Reasons to fall back that the documents tell of.
 GRADIENTS_READ = "gradients were read or replaced before optimizer.step"
 PAST_EVERYTHING = "RuntimeError: .* in a way that torch does not tell of"
+KEPT = "has a gradient in memory that something else refers to"
 ALIASED = "has memory that something else refers to"
 
 SEED = 1234

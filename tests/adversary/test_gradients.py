@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, Adam, AdamW
 
 from adversary.nets import mlp, mse
-from adversary.script import GRADIENTS_READ, Script, adversarial
+from adversary.script import GRADIENTS_READ, KEPT, Script, adversarial
 
 
 @adversarial(three=True, fallback=GRADIENTS_READ)
@@ -213,8 +212,7 @@ def test_hooks_on_parameters_scale_and_count(run: Script) -> None:
     run.log(norms)
 
 
-@pytest.mark.xfail(strict=True, reason="SILENT: memory of .grad that a script keeps shows gradients of this rank only")
-@adversarial(fallback="", three=True)
+@adversarial(fallback=KEPT, three=True)
 def test_gradients_live_in_one_flat_buffer_of_the_script(run: Script) -> None:
     """As fairseq and apex did it: DDP averages in place, the norm is taken of the buffer."""
     net = mlp()
@@ -234,8 +232,7 @@ def test_gradients_live_in_one_flat_buffer_of_the_script(run: Script) -> None:
         run.log(norm)
 
 
-@pytest.mark.xfail(strict=True, reason="SILENT: memory of .grad that a script keeps shows gradients of this rank only")
-@adversarial(fallback="")
+@adversarial(fallback=KEPT)
 def test_flat_gradient_buffer_is_set_again_in_each_step(run: Script) -> None:
     net = mlp()
     model = run.ddp(net, gradient_as_bucket_view=False)
@@ -253,8 +250,7 @@ def test_flat_gradient_buffer_is_set_again_in_each_step(run: Script) -> None:
         run.log(flat)
 
 
-@pytest.mark.xfail(strict=True, reason="SILENT: memory of .grad that a script keeps shows gradients of this rank only")
-@adversarial(fallback="")
+@adversarial(fallback=KEPT, deferred=5)
 def test_gradient_of_one_layer_is_watched_through_a_kept_tensor(run: Script) -> None:
     """The script never clears by None and reads the same tensor each step, for a log only."""
     net = mlp()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from adversary.nets import mlp, mse, train_step
-from adversary.script import PAST_EVERYTHING, Script, adversarial
+from adversary.script import GRADIENTS_READ, KEPT, PAST_EVERYTHING, Script, adversarial
 
 
 @adversarial(refused=PAST_EVERYTHING, strict=False)
@@ -97,7 +97,7 @@ def test_parameter_is_made_of_a_gradient(run: Script) -> None:
         optimizer.step()
 
 
-@adversarial(refused=PAST_EVERYTHING)
+@adversarial(fallback=GRADIENTS_READ)
 def test_gradient_goes_through_dlpack(run: Script) -> None:
     net = mlp()
     model, optimizer = run.train(net, SGD, lr=0.05)
@@ -108,7 +108,7 @@ def test_gradient_goes_through_dlpack(run: Script) -> None:
         optimizer.step()
 
 
-@adversarial(refused=PAST_EVERYTHING)
+@adversarial(fallback=KEPT)
 def test_gradient_becomes_the_data_of_a_buffer(run: Script) -> None:
     net = mlp()
     model, optimizer = run.train(net, SGD, lr=0.05)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, Adam, AdamW
 
 from adversary.nets import mlp, mse, train_step
-from adversary.script import GRADIENTS_READ, Script, adversarial
+from adversary.script import GRADIENTS_READ, KEPT, Script, adversarial
 
 
 @adversarial(fallback=GRADIENTS_READ)
@@ -165,8 +164,7 @@ def test_gradients_are_kept_by_reference_and_read_a_step_later(run: Script) -> N
     held_gradients(run, view=False)
 
 
-@pytest.mark.xfail(strict=True, reason="SILENT: memory of .grad that a script keeps shows gradients of this rank only")
-@adversarial(fallback="")
+@adversarial(fallback=KEPT)
 def test_gradients_that_are_views_are_kept_by_reference_and_read_a_step_later(run: Script) -> None:
     """Then the old ones show the gradients of the last step."""
     held_gradients(run, view=True)
@@ -188,8 +186,7 @@ def listed_gradients(run: Script, view: bool, when: int) -> None:
         run.log([g.norm() for g in listed])
 
 
-@pytest.mark.xfail(strict=True, reason="SILENT: memory of .grad that a script keeps shows gradients of this rank only")
-@adversarial(fallback="")
+@adversarial(fallback=KEPT)
 def test_gradients_are_listed_once_and_clipped_through_the_list(run: Script) -> None:
     listed_gradients(run, view=False, when=0)
 
@@ -204,8 +201,7 @@ def test_gradients_are_listed_late_and_clipped_through_the_list(run: Script) -> 
     listed_gradients(run, view=False, when=6)
 
 
-@pytest.mark.xfail(strict=True, reason="SILENT: memory of .grad that a script keeps shows gradients of this rank only")
-@adversarial(fallback="")
+@adversarial(fallback=KEPT)
 def test_gradients_that_are_views_are_listed_late_and_clipped_through_the_list(run: Script) -> None:
     listed_gradients(run, view=True, when=6)
 
@@ -294,7 +290,7 @@ def test_detach_and_zero_in_place_the_old_way(run: Script) -> None:
         optimizer.step()
 
 
-@adversarial(fallback=GRADIENTS_READ)
+@adversarial(fallback=f"{GRADIENTS_READ}|{KEPT}")
 def test_sign_of_the_majority_by_hand(run: Script) -> None:
     model, optimizer = run.train(mlp(), SGD, lr=0.01)
     for x, y in run.batches():
