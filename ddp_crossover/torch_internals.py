@@ -351,7 +351,7 @@ class _CallBefore:
 def settle_before_use(settle: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let ``settle`` say with which tensor functions go on that ask no tensor for its ``__torch_function__``.
 
-    These are ``torch.func`` and ``vmap``, ``torch.utils.swap_tensors``, ``to_dlpack``, and ``nn.Parameter(tensor)``. Stays
+    These are ``torch.func`` and ``vmap``, ``torch.utils.swap_tensors``, ``to_dlpack``, ``nn.Parameter(tensor)``. Stays
     for the rest of the process.
     """
     transforms = importlib.import_module("torch._functorch.eager_transforms")
