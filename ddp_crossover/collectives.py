@@ -219,7 +219,7 @@ class Link(ABC):
         self.close()
 
     def close(self) -> None:
-        """Release the process group. No leg may be under way."""
+        """Release the process group, after the legs that are under way."""
         if self.owns_process_group:
             self.owns_process_group = False
             release(self.process_group)

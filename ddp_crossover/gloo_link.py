@@ -169,19 +169,24 @@ class GlooLink(Link):
         return current in self._threads or current in self._waiters.threads
 
     def shut_down(self) -> None:
-        """Let legs end first, within the group's timeout: peers still wait for our slices, and we for theirs."""
-        if self.is_this_thread():
-            return  # whoever takes the model apart that was dropped closes it
+        if not self.is_this_thread():  # else whoever takes the model apart that was dropped closes it
+            self.close()
+
+    def close(self) -> None:
+        """Let legs end, within the group's timeout, then the threads, then release the process group.
+
+        Peers still wait for our slices, and we for theirs, also where a backward broke off on all ranks.
+        """
+        if self.is_closed:
+            return
         try:
             while self._open and not self._failures and not self.gave_up:
                 time.sleep(_SHUT_DOWN_LOOK_S)
         finally:
-            self.close()
+            self._close_now()
 
-    def close(self) -> None:
-        """End the threads, then release the process group. Legs that are not over fail."""
-        if self.is_closed:
-            return
+    def _close_now(self) -> None:
+        """Legs that are not over fail."""
         self.is_closed = True
         if self._failures or self._open:
             self._abort()
