@@ -5,10 +5,11 @@ from __future__ import annotations
 import signal
 import threading
 
-# Threads of ours, of data loaders (`multiprocessing` and pinning), and of those who draw or log.
+# Threads of ours, of data loaders (`multiprocessing` and pinning), and of those who count or log. Those of rich call
+# functions of users.
 _NAMES = ("ddp_crossover-", "QueueFeederThread")
 _TARGETS = ("(_pin_memory_loop)",)
-_LIBRARIES = ("tqdm", "rich", "tensorboard")
+_LIBRARIES = ("tqdm", "tensorboard")
 # What clusters, launchers and timers send. Python's own handler of Ctrl-C and torch's of SIGCHLD read nothing.
 _SIGNAL_NAMES = (
     *("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGXCPU"),

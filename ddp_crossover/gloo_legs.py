@@ -57,6 +57,11 @@ class GlooLeg(Leg):
 
     def wait(self, meanwhile: Meanwhile | None = None) -> None:
         if not self._done.is_set:
+            if self._link.is_this_thread():
+                raise RuntimeError(
+                    "a finalizer (__del__), which the collector of garbage runs in a thread of ddp_crossover, uses a "
+                    "parameter or gradient that is on the wire: nothing can be waited for there"
+                )
             start_s = time.perf_counter()
             self._link.gave_up = True  # if an exception ends this wait
             while not self._done.wait(-1 if meanwhile is None else meanwhile()):

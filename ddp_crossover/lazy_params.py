@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from ddp_crossover.bystanders import may_look
 from ddp_crossover.hooks import Hook
 from ddp_crossover.pending_parameter import arm, disarm, is_armed, is_armed_by, touch
-from ddp_crossover.torch_internals import cover_of, is_in_backward, set_data, storage_use_count
+from ddp_crossover.torch_internals import cover_of, is_in_backward, set_data, storage_use_count, unrecorded
 
 
 class StaleParameterError(RuntimeError):
@@ -45,8 +45,7 @@ class LazyParam:
         name: full name, for messages.
         parameter: the parameter.
         memory: an ``nn.Parameter`` over the same memory, for the optimizer to update.
-        is_waiting: whether the memory is not right yet: the parameter is pending or updating.
-        is_updating: whether its update is being written.
+        is_waiting: whether the parameter is pending.
         version: autograd's version of the memory since ``step()``: another one means a write past everything.
         shadow: the value, where ``strict`` has put NaN.
         is_covered: whether who uses the parameter without asking it gets an error.
@@ -59,7 +58,6 @@ class LazyParam:
         "_params",
         "index",
         "is_covered",
-        "is_updating",
         "is_waiting",
         "memory",
         "name",
@@ -77,7 +75,7 @@ class LazyParam:
         self.index = index
         self.name = name
         self.parameter = parameter
-        self.is_waiting = self.is_updating = self.is_covered = self.was_covered = False
+        self.is_waiting = self.is_covered = self.was_covered = False
         self.version = 0
         self.shadow: Tensor | None = None
         kind = type(parameter)
@@ -98,7 +96,7 @@ class LazyParam:
         )
 
     def cover(self) -> None:
-        """Nobody is to use the value without asking, while it waits for its update."""
+        """Nobody is to use the value without asking, while it waits for its update. Call it :func:`unrecorded`."""
         if self._cover is not None:
             self.is_covered = self.was_covered = True
             set_data(self.parameter, self._cover)
@@ -107,7 +105,7 @@ class LazyParam:
                 self.uncover()
 
     def uncover(self) -> None:
-        """The update is going to be written."""
+        """The update is going to be written. Call it :func:`unrecorded`."""
         if self.is_covered:
             set_data(self.parameter, self.memory)
             self.is_covered = False
@@ -116,9 +114,9 @@ class LazyParam:
         """Somebody is about to see the value."""
         params = self._params
         with params.lock:
+            if self in params.updating:
+                return
             if self.is_waiting:
-                if self.is_updating:
-                    return
                 params.bring_up_to_date((self,))
             elif params.join is not None:
                 params.join()
@@ -162,6 +160,7 @@ class LazyParams:
         named: the parameters.
 
     Attributes:
+        updating: those whose updates are being written.
         lock: held while updates are noted, applied or looked at. A signal handler may take it again.
         bring_up_to_date: called under the lock with parameters that somebody is about to see.
         join: on CUDA, lets the current stream wait for updates that were written on another one.
@@ -171,6 +170,7 @@ class LazyParams:
 
     def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
         self.lock = threading.RLock()
+        self.updating: frozenset[LazyParam] = frozenset()
         self.join: Callable[[], None] | None = None
         self.why_none_is_lazy: str | None = None
         self.bring_up_to_date: Callable[[Iterable[LazyParam]], None] = lambda _: None
@@ -200,7 +200,7 @@ class LazyParams:
         with self.lock:
             self.bring_up_to_date(self.all)
             for lazy in self.all:
-                if not lazy.is_updating and is_armed(lazy.parameter):
+                if lazy not in self.updating and is_armed(lazy.parameter):
                     disarm(lazy.parameter)
 
     def armed(self) -> list[LazyParam]:
@@ -222,16 +222,17 @@ class LazyParams:
         # A thread that has asked its parameter a moment ago would get the error when it reads; so would a signal
         # handler inside of the end of a profiler's range, where torch asks no class.
         covers = not hide_values and not may_look()
-        for lazy in lazies:
-            if hide_values:
-                lazy.shadow = lazy.memory.detach().clone()
-                lazy.memory.data.fill_(float("nan"))
-            lazy.version = lazy.memory._version
-            lazy.is_waiting, lazy.was_covered = True, False
-            note_update(lazy)  # from here on a signal handler may apply it
-            arm(lazy.parameter, lazy)
-            if covers:
-                lazy.cover()
+        with unrecorded():
+            for lazy in lazies:
+                if hide_values:
+                    lazy.shadow = lazy.memory.detach().clone()
+                    lazy.memory.data.fill_(float("nan"))
+                lazy.version = lazy.memory._version
+                lazy.is_waiting, lazy.was_covered = True, False
+                note_update(lazy)  # from here on a signal handler may apply it
+                arm(lazy.parameter, lazy)
+                if covers:
+                    lazy.cover()
 
     def why_not_lazy(self, candidates: Sequence[LazyParam]) -> dict[LazyParam, str]:
         """Those whose updates must be written at the end of ``step()``, with the reason."""

@@ -5,12 +5,14 @@ Checked on torch 2.11.0 and 2.15.0. Where a name is gone, the error says so inst
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
+import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -351,8 +353,8 @@ class _CallBefore:
 def settle_before_use(settle: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let ``settle`` say with which tensor functions go on that ask no tensor for its ``__torch_function__``.
 
-    These are ``torch.func`` and ``vmap``, ``torch.utils.swap_tensors``, ``to_dlpack``, ``nn.Parameter(tensor)``. Stays
-    for the rest of the process.
+    These are ``torch.func`` and ``vmap``, ``torch.utils.swap_tensors``, ``to_dlpack``, ``nn.Parameter(tensor)``, and
+    ``apply`` of an ``autograd.Function``. Stays for the rest of the process.
     """
     transforms = importlib.import_module("torch._functorch.eager_transforms")
     for owner, name in (
@@ -367,6 +369,9 @@ def settle_before_use(settle: Callable[[torch.Tensor], torch.Tensor]) -> None:
         take_in = _private(owner, name)
         if not isinstance(take_in, _SettleFirst):
             setattr(owner, name, functools.update_wrapper(_SettleFirst(take_in, settle), take_in))
+    apply = inspect.getattr_static(torch.autograd.Function, "apply")
+    if not isinstance(apply, _SettledApply):
+        torch.autograd.Function.apply = _SettledApply(apply, settle)
 
 
 class _SettleFirst:
@@ -379,6 +384,16 @@ class _SettleFirst:
 
     def _settled(self, value: Any) -> Any:
         return self._settle(value) if isinstance(value, torch.Tensor) else value
+
+
+class _SettledApply(classmethod):  # type: ignore[type-arg]
+    """It saves tensors for backward, and hands out other names for them, before any operator has asked them."""
+
+    def __init__(self, original: Any, settle: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+            return _SettleFirst(original.__get__(None, cls), settle)(*args, **kwargs)
+
+        super().__init__(apply)
 
 
 def cover_of(memory: torch.Tensor, message: str) -> torch.Tensor | None:
@@ -405,6 +420,22 @@ _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """``tensor.data = data`` that asks no class, and that no signal handler comes in between of. Takes 0.2 us."""
     torch._C._disabled_torch_function_impl(_SET_DATA, (), (tensor, data), {})
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Profilers do not hear of what happens within; one that records values would follow the address of a cover."""
+    enable = _private(torch.autograd, "_enable_record_function")
+    enable(False)
+    try:
+        yield
+    finally:
+        enable(True)
+
+
+def keeps_overwritten_values() -> bool:
+    """Whether ``with torch.autograd.graph.allow_mutation_on_saved_tensors():`` is running."""
+    return bool(_private(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled"))
 
 
 def use_count(tensor: torch.Tensor) -> int:

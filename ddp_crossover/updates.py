@@ -29,7 +29,14 @@ from ddp_crossover.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdat
 from ddp_crossover.separability import why_not_separable
 from ddp_crossover.slots import Slot
 from ddp_crossover.stats import FallbackLog, logger
-from ddp_crossover.torch_internals import called_by_compiled_code, has_hooks, move_to_front, step_pre_hooks
+from ddp_crossover.torch_internals import (
+    called_by_compiled_code,
+    has_hooks,
+    keeps_overwritten_values,
+    move_to_front,
+    step_pre_hooks,
+    unrecorded,
+)
 
 _KEPT = (
     "has a gradient in memory that something else refers to (a tensor, view or buffer kept over backward). To have it "
@@ -161,11 +168,12 @@ class DeferredUpdates:
 
     def _take_back(self, pipeline: Pipeline, error: LegError) -> None:
         """Nothing of the last ``step()`` is in memory yet, and it cannot be completed: the state before it is whole."""
-        for slot in pipeline.updates:
-            lazy = self._params.all[slot.index]
-            _show_value(lazy)
-            lazy.uncover()
-            lazy.is_waiting = False
+        with unrecorded():
+            for slot in pipeline.updates:
+                lazy = self._params.all[slot.index]
+                _show_value(lazy)
+                lazy.uncover()
+                lazy.is_waiting = False
         pipeline.updates.clear()
         self._broken = f"the last optimizer.step() was taken back, because {error}"
         logger.warning(
@@ -257,6 +265,8 @@ class DeferredUpdates:
             reason = "it was called with arguments besides the closure"
         if reason is None and called_by_compiled_code():
             reason = "it is called by compiled code, which adds up in another way"
+        if reason is None and keeps_overwritten_values():
+            reason = "it is called inside of allow_mutation_on_saved_tensors(), which keeps what an update overwrites"
         if reason is not None:
             self._note_waits(optimizer, reason)
         if reason is not None or not self.enabled or self._is_plain:
@@ -369,24 +379,28 @@ class DeferredUpdates:
         assert pipeline is not None
         self._applied_in = pipeline.iteration
         slots.sort(key=lambda slot: slot.index)  # two that have come to share memory are updated in the usual order
-        lazies = [self._params.all[slot.index] for slot in slots]
+        params = self._params
+        lazies = [params.all[slot.index] for slot in slots]
         claimed: dict[Slot, _Update] = {}
+        with unrecorded():
+            for lazy in lazies:
+                lazy.uncover()
+        before, params.updating = params.updating, params.updating.union(lazies)
         try:
             for slot, lazy in zip(slots, lazies, strict=True):
-                lazy.uncover()
-                lazy.is_updating = True
                 # Before the step: one that raises must not be tried again on half of its parameters.
                 if (update := pipeline.updates.pop(slot, None)) is not None:
                     assert isinstance(update, _Update)
                     claimed[slot] = update
+                lazy.is_waiting = False
             self._step(claimed, pipeline.reduced(claimed))
         except BaseException as error:
             # As in the middle of a plain step(): what there is can be looked at and saved, but not trained on.
             self._broken = f"an update of {slots[0].name} and others broke off ({type(error).__name__}: {error})"
             raise
         finally:
+            params.updating = before
             for lazy in lazies:
-                lazy.is_updating = lazy.is_waiting = False
                 lazy.memory.grad = None  # what was cast back for it would stay until the next update
 
     def _step(self, claimed: dict[Slot, _Update], gradients: dict[Slot, Tensor]) -> None:
