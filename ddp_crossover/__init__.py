@@ -7,16 +7,16 @@ Example::
     state = dx.attach(ddp, optimizer)   # after building both; the training loop stays as it is
 """
 
-from ddp_crossover.agreement import DisagreementError
-from ddp_crossover.collectives import LegError
+from ddp_crossover.collectives.agreement import DisagreementError
+from ddp_crossover.collectives.link import LegError
 from ddp_crossover.comm_hook import DearState, attach, dear_hook
 from ddp_crossover.ddp_timer import DdpTimer
 from ddp_crossover.fusion import FusionPlan
-from ddp_crossover.grad_scaler import GradScaler
-from ddp_crossover.lazy_params import StaleParameterError
 from ddp_crossover.lease.client import GpuLease
+from ddp_crossover.optim.grad_scaler import GradScaler
+from ddp_crossover.parameters.lazy_params import StaleParameterError
 from ddp_crossover.stats import DearStats, LeaseUse, StepStats
-from ddp_crossover.trace import Trace
+from ddp_crossover.tracing.trace import Trace
 
 __all__ = [
     "DdpTimer",

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 # Imported only when asked for by name, so that a command may need what the others do not.
 COMMANDS = {
-    "simulate": "ddp_crossover.simulate",
-    "timeline": "ddp_crossover.timeline",
+    "simulate": "ddp_crossover.planning.simulate",
+    "timeline": "ddp_crossover.tracing.timeline",
     "lease": "ddp_crossover.lease.command",
 }
 

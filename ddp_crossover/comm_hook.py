@@ -19,23 +19,25 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_crossover import shards
-from ddp_crossover.arenas import make_arenas
-from ddp_crossover.collectives import LegError, Link, make_link
-from ddp_crossover.consensus import require_same_setup
+from ddp_crossover.collectives.arenas import make_arenas
+from ddp_crossover.collectives.link import LegError, Link, make_link
+from ddp_crossover.ddp.forks import watch_forks
+from ddp_crossover.ddp.reducer import Reducer, let_gradients_arrive_early
+from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers, refuse_options, why_plain_all_reduce
+from ddp_crossover.ddp.same_setup import require_same_setup
 from ddp_crossover.dear import Phase
-from ddp_crossover.forks import watch_forks
 from ddp_crossover.fusion import FusionPlan
-from ddp_crossover.gradients import PendingGrad
-from ddp_crossover.lazy_params import LazyParams
+from ddp_crossover.gpu_sharing.turn_points import TurnPoints
+from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.lease.client import GpuLease
-from ddp_crossover.looks import Looks
-from ddp_crossover.pending_parameter import PendingParameter, touch
-from ddp_crossover.planning import Planning, PlanSettings
-from ddp_crossover.profile_file import ModelProfile
-from ddp_crossover.recording import recording
-from ddp_crossover.reducer import Reducer, let_gradients_arrive_early
-from ddp_crossover.refusals import refuse_model, refuse_optimizers, refuse_options, why_plain_all_reduce
+from ddp_crossover.optim import sharded_norms as shards
+from ddp_crossover.optim.deferred_updates import DeferredUpdates
+from ddp_crossover.parameters.early_reads import Looks
+from ddp_crossover.parameters.lazy_params import LazyParams
+from ddp_crossover.parameters.pending_gradient import PendingGrad
+from ddp_crossover.parameters.pending_parameter import PendingParameter, touch
+from ddp_crossover.planning.model_profile import ModelProfile
+from ddp_crossover.planning.session import Planning, PlanSettings
 from ddp_crossover.stats import DearStats, FallbackLog
 from ddp_crossover.torch_internals import (
     GradBucket,
@@ -44,10 +46,8 @@ from ddp_crossover.torch_internals import (
     process_group_timeout,
     settle_before_use,
 )
-from ddp_crossover.trace import Trace
-from ddp_crossover.turn_points import TurnPoints
-from ddp_crossover.turns import Turns
-from ddp_crossover.updates import DeferredUpdates
+from ddp_crossover.tracing.recording import recording
+from ddp_crossover.tracing.trace import Trace
 
 
 class DearState:

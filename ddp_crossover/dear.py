@@ -22,16 +22,16 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.profiler import record_function
 
-from ddp_crossover.collectives import Link, Meanwhile, StreamOrder
+from ddp_crossover.collectives.link import Link, Meanwhile, StreamOrder
+from ddp_crossover.collectives.wire import scale_into, travels_as
+from ddp_crossover.ddp.bucket_layout import gradient_stride, same_objects
+from ddp_crossover.ddp.staging import Staging, plan_staging
 from ddp_crossover.fusion import FusionGroup, FusionPlan, gathers_behind_scatters, order_of_use
-from ddp_crossover.gradients import PendingGrad
-from ddp_crossover.kept_gradients import KeptGradients
-from ddp_crossover.layouts import gradient_stride, same_objects
-from ddp_crossover.slots import GroupInFlight, Slot
-from ddp_crossover.staging import Staging, plan_staging
+from ddp_crossover.gpu_sharing.turns import Turns
+from ddp_crossover.parameters.kept_gradients import KeptGradients
+from ddp_crossover.parameters.pending_gradient import PendingGrad
+from ddp_crossover.parameters.slots import GroupInFlight, Slot
 from ddp_crossover.torch_internals import allow_foreach, is_in_backward, is_traced, outside_of_modes
-from ddp_crossover.turns import Turns
-from ddp_crossover.wire import scale_into, travels_as
 
 _SPARE_NUMEL = 2**14
 # So many legs may a rank be ahead of another before the link runs idle. Each costs receive memory.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from ddp_crossover.clock import CommSums
+from ddp_crossover.tracing.clock import CommSums
 
 logger = logging.getLogger("ddp_crossover")
 

@@ -21,8 +21,8 @@ from rich.table import Table
 from torch.nn import Parameter
 
 from bench_record import surroundings
-from ddp_crossover.lazy_params import LazyParams
-from ddp_crossover.pending_parameter import arm, disarm
+from ddp_crossover.parameters.lazy_params import LazyParams
+from ddp_crossover.parameters.pending_parameter import arm, disarm
 
 
 def seconds_each(parameters: int, rounds: int, work: Callable[[], Any], undo: Callable[[], Any]) -> float:

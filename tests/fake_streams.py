@@ -21,8 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 # The last one only to have been imported: it builds on `GlooLink`, which is another class within `fake_gpu`.
-from ddp_crossover import ddp_timer, dear, gloo_link, nccl_link, reducer, staged_gloo_link  # noqa: F401
-from ddp_crossover.gradients import PendingGrad
+from ddp_crossover import ddp_timer, dear
+from ddp_crossover.collectives import gloo_link, nccl_link, staged_gloo_link  # noqa: F401
+from ddp_crossover.ddp import reducer
+from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.torch_internals import call_after_backward
 
 _REAL_FUTURE = torch.futures.Future

@@ -19,9 +19,9 @@ import torch
 
 from ddp_crossover import comm_hook
 from ddp_crossover.fusion import MB, FusionPlan, plan_fusion
-from ddp_crossover.planning import Choice, Orders, Planning
-from ddp_crossover.profiling import Stopwatch
-from ddp_crossover.trials import AUTO
+from ddp_crossover.planning.compute_profiler import Stopwatch
+from ddp_crossover.planning.session import Choice, Orders, Planning
+from ddp_crossover.planning.trials import AUTO
 
 
 class RandomPlanning(Planning):

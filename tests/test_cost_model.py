@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_crossover.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 
 settings.register_profile("suite", deadline=None, max_examples=100)
 settings.load_profile("suite")

@@ -26,7 +26,7 @@ from test_random_loops import random_loop
 from torch import nn
 from wirings import SkippingNet, TiedNet
 
-from ddp_crossover.trials import ALLREDUCE, AUTO
+from ddp_crossover.planning.trials import ALLREDUCE, AUTO
 
 Loop = Callable[[Run], Iterator[Any]]
 

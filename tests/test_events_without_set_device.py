@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_crossover.clock import CommClock
-from ddp_crossover.collectives import StreamOrder
-from ddp_crossover.nccl_link import NcclLink, _NcclLeg
-from ddp_crossover.profiling import ComputeProfiler, Stopwatch
-from ddp_crossover.trace import Trace
+from ddp_crossover.collectives.link import StreamOrder
+from ddp_crossover.collectives.nccl_link import NcclLink, _NcclLeg
+from ddp_crossover.planning.compute_profiler import ComputeProfiler, Stopwatch
+from ddp_crossover.tracing.clock import CommClock
+from ddp_crossover.tracing.trace import Trace
 
 THREADS, MODELS = torch.device("cuda", 0), torch.device("cuda", 1)
 

@@ -20,8 +20,8 @@ from equivalence import SGD, Case, Run, check_case, snapshot
 from harness import Outcome, run_faulty_ranks, run_ranks
 from models import DeepNet
 
-from ddp_crossover.gloo_legs import GlooScatterLeg
-from ddp_crossover.gloo_link import GlooLink
+from ddp_crossover.collectives.gloo_legs import GlooScatterLeg
+from ddp_crossover.collectives.gloo_link import GlooLink
 
 GROUP_TIMEOUT_S = 4.0
 # From the peer's end, or from the group's timeout, until this process has left.

@@ -7,7 +7,7 @@ import torch
 from equivalence import SGD, Case, Run
 from torch.utils import _foreach_utils
 
-from ddp_crossover.gradients import PendingGrad
+from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.torch_internals import allow_foreach
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_crossover.gaps import MIN_GAIN, ExpectedWaits, Gain
+from ddp_crossover.gpu_sharing.gap_policy import MIN_GAIN, ExpectedWaits, Gain
 
 HAND_OFF_S = 2e-4
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import pytest
 from tcp import drain, fill, tcp_pair
 
-from ddp_crossover import gloo_posting
-from ddp_crossover.gloo_legs import GlooGatherLeg, GlooScatterLeg
-from ddp_crossover.gloo_posting import Pace, PostQueue
-from ddp_crossover.socket_backlog import SocketBacklog
+from ddp_crossover.collectives import gloo_posting
+from ddp_crossover.collectives.gloo_legs import GlooGatherLeg, GlooScatterLeg
+from ddp_crossover.collectives.gloo_posting import Pace, PostQueue
+from ddp_crossover.collectives.socket_backlog import SocketBacklog
 
 SOON_S = 10.0
 # Longer than the queue naps, so that a leg which is not there by then is held back.

@@ -15,9 +15,9 @@ from plans import random_plans
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
+from ddp_crossover.collectives.nccl_link import NcclLink
 from ddp_crossover.dear import Pipeline
 from ddp_crossover.fusion import FusionPlan
-from ddp_crossover.nccl_link import NcclLink
 
 Legs = list[tuple[str, int]]
 

@@ -20,8 +20,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
-from ddp_crossover import dear, nccl_link, planning
+from ddp_crossover import dear
+from ddp_crossover.collectives import nccl_link
 from ddp_crossover.dear import Pipeline
+from ddp_crossover.planning import session as planning
 
 STEPS = 20
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, Optimizer
 
-from ddp_crossover.optimizer_snapshot import hyperparameters
-from ddp_crossover.outside_settings import changeable_setting
+from ddp_crossover.optim.optimizer_snapshot import hyperparameters
+from ddp_crossover.optim.outside_settings import changeable_setting
 
 EPS = 1e-8
 BETAS = (0.9, (0.99, "x"))

@@ -12,8 +12,8 @@ import torch
 from equivalence import Case, Run
 from models import DeepNet
 
-from ddp_crossover.clock import CommClock, CommSums
 from ddp_crossover.stats import StepLog
+from ddp_crossover.tracing.clock import CommClock, CommSums
 
 
 def _log(exposed_s: list[float], looked_at: list[bool], gather_s: float) -> StepLog:

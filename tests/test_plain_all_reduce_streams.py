@@ -17,8 +17,8 @@ from models import INPUTS, DeepNet
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
+from ddp_crossover.ddp.reducer import Reducer
 from ddp_crossover.ddp_timer import DdpTimer
-from ddp_crossover.reducer import Reducer
 
 STEPS = 5
 

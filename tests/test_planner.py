@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_crossover.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.fusion import MB, GradientSpec, plan_fusion
-from ddp_crossover.planner import CANDIDATES_MB, PlannedStep, best_of_sizes, choose_plan, predict_step
+from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.planning.search import CANDIDATES_MB, PlannedStep, best_of_sizes, choose_plan, predict_step
 
 settings.register_profile("suite", deadline=None, max_examples=40)
 settings.load_profile("suite")

@@ -20,16 +20,17 @@ from test_equivalence_plans import WideNet
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
-from ddp_crossover import cli, planning
-from ddp_crossover.cost_model import ComputeProfile, LinkModel
+from ddp_crossover import cli
+from ddp_crossover.collectives.gloo_link import GlooLink
+from ddp_crossover.ddp.reducer import Reducer
 from ddp_crossover.dear import Phase
-from ddp_crossover.gloo_link import GlooLink
-from ddp_crossover.planning import Stage
-from ddp_crossover.profile_file import ModelProfile
-from ddp_crossover.profiling import ComputeProfiler
-from ddp_crossover.reducer import Reducer
-from ddp_crossover.trials import ALLREDUCE, AUTO
-from ddp_crossover.tuned_file import TunedFileError
+from ddp_crossover.planning import session as planning
+from ddp_crossover.planning.compute_profiler import ComputeProfiler
+from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.planning.model_profile import ModelProfile
+from ddp_crossover.planning.session import Stage
+from ddp_crossover.planning.trials import ALLREDUCE, AUTO
+from ddp_crossover.planning.tuned_file import TunedFileError
 
 SETTLING = 4  # steps until DDP's buckets have settled
 PROFILING = 6

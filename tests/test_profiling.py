@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
-from ddp_crossover.cost_model import ComputeProfile
-from ddp_crossover.gloo_legs import GlooLeg
-from ddp_crossover.profiling import ComputeProfiler, Stopwatch
+from ddp_crossover.collectives.gloo_legs import GlooLeg
+from ddp_crossover.planning.compute_profiler import ComputeProfiler, Stopwatch
+from ddp_crossover.planning.cost_model import ComputeProfile
 
 # So long that what a busy machine adds is little beside it, also to the shortest.
 FORWARD_S = (0.02, 0.06, 0.02)

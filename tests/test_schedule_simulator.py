@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_crossover.cost_model import ComputeProfile, LinkModel
-from ddp_crossover.schedule_simulator import SimulatedStep, TimedGroup, simulate
+from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.planning.schedule_simulator import SimulatedStep, TimedGroup, simulate
 
 settings.register_profile("suite", deadline=None, max_examples=100)
 settings.load_profile("suite")

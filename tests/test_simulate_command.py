@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from ddp_crossover import cli
-from ddp_crossover.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.fusion import GradientSpec
-from ddp_crossover.profile_file import ModelProfile
+from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.planning.model_profile import ModelProfile
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 60

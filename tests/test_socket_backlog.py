@@ -10,7 +10,7 @@ import torch
 from equivalence import Case, Run
 from tcp import drain, fill, tcp_pair
 
-from ddp_crossover.socket_backlog import SocketBacklog, connected_tcp_sockets
+from ddp_crossover.collectives.socket_backlog import SocketBacklog, connected_tcp_sockets
 
 SOON_S = 10.0
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from fake_streams import FakeEvent, FakeStream
 
-from ddp_crossover.socket_backlog import SocketBacklog
-from ddp_crossover.staged_gloo_link import StagedGlooLink
+from ddp_crossover.collectives.socket_backlog import SocketBacklog
+from ddp_crossover.collectives.staged_gloo_link import StagedGlooLink
 
 
 def sums(world_size: int, dtype: torch.dtype) -> list[torch.Tensor]:

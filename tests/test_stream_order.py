@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
-from ddp_crossover import nccl_link
-from ddp_crossover.collectives import StreamOrder
+from ddp_crossover.collectives import nccl_link
+from ddp_crossover.collectives.link import StreamOrder
 from gpu.training import Job, Recipe
 
 ADAMW = {"lr": 0.01}

@@ -15,7 +15,7 @@ from models import INPUTS, DeepNet
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
-from ddp_crossover.spans import LEG_KINDS, Span
+from ddp_crossover.tracing.spans import LEG_KINDS, Span
 
 SETTLED = 6  # steps until the pipeline runs
 STEPS = 4

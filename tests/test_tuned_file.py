@@ -14,10 +14,10 @@ import pytest
 import torch
 from harness import run_faulty_ranks
 
-from ddp_crossover import tuned_file
-from ddp_crossover.trials import Candidate, Trial
-from ddp_crossover.tuned_file import TunedFileError, describe_model, load_tuned, save_tuned
-from ddp_crossover.tuner import TuningResult
+from ddp_crossover.planning import tuned_file
+from ddp_crossover.planning.trials import Candidate, Trial
+from ddp_crossover.planning.tuned_file import TunedFileError, describe_model, load_tuned, save_tuned
+from ddp_crossover.planning.tuner import TuningResult
 
 NAMED = [("a.weight", torch.zeros(3, 4)), ("a.bias", torch.zeros(3, dtype=torch.float64))]
 WORLD = {"world_size": 2, "backend": "gloo", "device_type": "cpu", "wire_dtype": None}

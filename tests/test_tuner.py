@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_crossover.fusion import MB
-from ddp_crossover.trials import ALLREDUCE, Candidate, Trial, TrialLog
-from ddp_crossover.tuner import TRIAL_STEPS, Tuner, TuningResult
+from ddp_crossover.planning.trials import ALLREDUCE, Candidate, Trial, TrialLog
+from ddp_crossover.planning.tuner import TRIAL_STEPS, Tuner, TuningResult
 
 Curve = Callable[[float], float]
 LOW_OCTAVE, HIGH_OCTAVE = -2.0, 6.0

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from equivalence import Case, Run, check_case, plain_loop
 from models import DeepNet
 
-from ddp_crossover.gloo_link import GlooLink
-from ddp_crossover.reduction import ScratchPool
+from ddp_crossover.collectives.gloo_link import GlooLink
+from ddp_crossover.collectives.rank_order_sum import ScratchPool
 
 SLOW_S = 0.05
 STEPS = 12

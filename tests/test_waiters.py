@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ddp_crossover.waiters import Waiters
+from ddp_crossover.collectives.waiters import Waiters
 
 SOON_S = 10.0
 

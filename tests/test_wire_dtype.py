@@ -18,9 +18,9 @@ from equivalence import SGD, Case, Run, check_case, plain_loop
 from models import DeepNet, FrozenNet, MixedDtypeNet, OddNet, OneDtypeNet
 from optimizers import OPTIMIZERS, interleaved_optimizers
 
+from ddp_crossover.collectives.rank_order_sum import add_in_rank_order
+from ddp_crossover.collectives.wire import CHUNK_NUMEL, scale_into
 from ddp_crossover.fusion import MB
-from ddp_crossover.reduction import add_in_rank_order
-from ddp_crossover.wire import CHUNK_NUMEL, scale_into
 
 BF16, FP16 = torch.bfloat16, torch.float16
 BUCKET_VIEWS = {"gradient_as_bucket_view": True}

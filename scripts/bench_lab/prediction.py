@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from bench_lab.arms import DEFAULT_BUCKET_MB, Arm, ArmName
 from ddp_crossover.fusion import MB, GradientSpec
-from ddp_crossover.planner import predict_step
-from ddp_crossover.profile_file import ModelProfile
-from ddp_crossover.schedule_simulator import TimedGroup, simulate
+from ddp_crossover.planning.model_profile import ModelProfile
+from ddp_crossover.planning.schedule_simulator import TimedGroup, simulate
+from ddp_crossover.planning.search import predict_step
 
 FIRST_BUCKET_MB = 1.0  # DDP's own, where the user has not set bucket_cap_mb
 

@@ -23,8 +23,8 @@ from plans import judged_plans
 from torch import nn
 
 import ddp_crossover as dx
-from ddp_crossover.spans import LEASE_KINDS
-from ddp_crossover.tuner import TRIAL_STEPS
+from ddp_crossover.planning.tuner import TRIAL_STEPS
+from ddp_crossover.tracing.spans import LEASE_KINDS
 
 STEPS = 25
 LATE_S = 0.02
@@ -288,7 +288,7 @@ def traced(directory: str, path: str) -> Any:
 
 def test_turns_are_a_row_of_the_trace(on_ranks, processes: LeaseProcesses, lease_directory: Path, tmp_path) -> None:
     pytest.importorskip("matplotlib")
-    from ddp_crossover.timeline import draw
+    from ddp_crossover.tracing.timeline import draw
 
     processes.broker()
     contenders(processes, 8.0)

@@ -1,0 +1,402 @@
+"""Legs over gloo, by direct exchange between peers.
+
+Gloo's own reduce-scatter sends twice the bytes, and its all-gather cannot be told from outside to start when a
+reduction is done. So each rank sends every peer that peer's slice, adds what it receives *in rank order* (the same sum
+whatever arrives first), and sends its reduced slice to everybody. All receives of a group are posted before its
+sends: a receive announced behind data halves the throughput of a connection.
+
+Nothing that the training thread calls takes a lock that another thread needs: a signal handler may interrupt it
+there and wait for a leg.
+
+Threads, because gloo's calls block: one stages and posts (what comes next, ``gloo_posting`` says), one adds up, a few
+wait for gather legs. The thread that trains only ever waits on Python events, so Ctrl-C reaches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from ddp_crossover.collectives.gloo_legs import GlooGatherLeg, GlooLeg, GlooScatterLeg, Latch
+from ddp_crossover.collectives.gloo_posting import Pace, PostQueue
+from ddp_crossover.collectives.link import MAX_GROUPS, LegError, Link, ScatterLeg
+from ddp_crossover.collectives.rank_order_sum import ScratchPool, add_in_rank_order
+from ddp_crossover.collectives.socket_backlog import SocketBacklog
+from ddp_crossover.collectives.waiters import Waiters
+from ddp_crossover.tracing.clock import CommClock
+
+_ITERATION_TAGS = 2**14  # 14 bits of iteration, 1 of leg, 16 of group: a gloo tag has 31.
+_SMALL_GROUP = MAX_GROUPS
+# Ranks post gather legs in different orders, and those that are posted here and not there yet pile up.
+_MAX_GATHER_WAITS = 64
+_SHUT_DOWN_LOOK_S = 1e-3
+_ABORT = timedelta(milliseconds=1)
+
+
+class _Message(NamedTuple):
+    peer: int
+    tensor: Tensor
+
+
+class GlooLink(Link):
+    """Peer exchange of CPU tensors."""
+
+    orders_gathers = True
+    has_fused_all_reduce = False
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device, backlog: SocketBacklog) -> None:
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+        self.sent_bytes = 0
+        self.clock = CommClock()
+        self.iteration = 0
+        self.process_group = process_group
+        self._peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        self._scratch = ScratchPool()
+        self._small_exchanges = 0
+        self._expected: dict[int, GlooScatterLeg] = {}
+        self._queue = PostQueue(Pace(backlog))
+        self._open: set[GlooLeg] = set()  # legs that were asked for and are not over
+        self._staging: deque[Callable[[], None]] = deque()
+        self._failures: list[LegError] = []
+        self._to_reduce: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._waiters = Waiters(_MAX_GATHER_WAITS)
+        loops = (self._post_forever, self._reduce_forever)
+        # Daemons: a leg that hangs on a dead peer must not keep the process alive.
+        self._threads = [
+            threading.Thread(target=loop, name=f"ddp_crossover-{loop.__name__[1:]}", daemon=True) for loop in loops
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def next_iteration(self) -> None:
+        self.iteration += 1
+        self._queue.pace.is_relaxed = False
+
+    def all_scattered(self) -> None:
+        self._queue.pace.is_relaxed = True
+
+    def expect(self, group: int, buffer: Tensor) -> None:
+        self._raise_failure()
+        leg = self._expected[group] = GlooScatterLeg(self, group, buffer)
+        leg.expected = True
+        self._queue.put(lambda: self._post_receives(leg))
+
+    def reduce_scatter(self, group: int, buffer: Tensor) -> GlooScatterLeg:
+        leg = self._expected.pop(group, None)
+        if leg is None or leg.iteration != self.iteration:
+            leg = GlooScatterLeg(self, group, buffer)
+        assert leg.buffer is buffer
+        return self._start_scatter(leg)
+
+    def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> GlooGatherLeg:
+        return self._start_gather(GlooGatherLeg(self, cast(GlooScatterLeg, scatter), urgency))
+
+    def soon(self, job: Callable[[], None]) -> None:
+        self._raise_failure()
+        # One step: what a signal handler raises in between must not leave a count that nobody takes back.
+        self._staging.append(job)
+        self._queue.put(self._stage)
+
+    def forget_sizes(self) -> None:
+        self._scratch.clear()
+
+    def finish_jobs(self) -> None:
+        if self._staging and not self.is_closed:
+            finished = Latch()
+
+            def finish() -> None:
+                self._stage()
+                finished.set()
+
+            self._queue.put(finish)
+            finished.wait()
+
+    def set_pace(self, s_per_byte: float) -> None:
+        self._queue.pace.s_per_byte = s_per_byte
+
+    def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        scatter = self.reduce_scatter(group, buffer)
+        gather = GlooGatherLeg(self, scatter, urgency=group, paced=False)
+
+        def complete(error: BaseException | None) -> None:
+            if error is None:
+                future.set_result(buffer)
+            else:
+                future.set_exception(self.describe(gather.label, error))  # type: ignore[arg-type]
+
+        gather.on_done = complete
+        self._start_gather(gather)
+        return future
+
+    def all_gather_small(self, value: Tensor) -> Tensor:
+        rows = value.new_empty((self.world_size, *value.shape))
+        rows[self.rank] = value
+        leg = GlooLeg(self, "exchange of norms")
+        self._small_exchanges += 1
+        tag = self._tag(self._small_exchanges, leg=0, group=_SMALL_GROUP)
+
+        def exchange() -> None:
+            try:
+                receives = self._receive([_Message(peer, rows[peer]) for peer in self._peers], tag)
+                sends = self._send([_Message(peer, rows[self.rank]) for peer in self._peers], tag)
+            except Exception as error:
+                leg.finish(error)
+                return
+            # Where no gather leg is waited for.
+            self._to_reduce.put(lambda: self._finish(leg, [*receives, *sends]))
+
+        self._raise_failure()
+        self._queue.put_urgent(exchange)
+        self._note_open(leg)
+        leg.wait()
+        return rows
+
+    def is_this_thread(self) -> bool:
+        current = threading.current_thread()
+        return current in self._threads or current in self._waiters.threads
+
+    def shut_down(self) -> None:
+        if not self.is_this_thread():  # else whoever takes the model apart that was dropped closes it
+            self.close()
+
+    def close(self) -> None:
+        """Let legs end, within the group's timeout, then the threads, then release the process group.
+
+        Peers still wait for our slices, and we for theirs, also where a backward broke off on all ranks.
+        """
+        if self.is_closed:
+            return
+        try:
+            while self._open and not self._failures and not self.gave_up:
+                time.sleep(_SHUT_DOWN_LOOK_S)
+        finally:
+            self._close_now()
+
+    def _close_now(self) -> None:
+        """Legs that are not over fail."""
+        self.is_closed = True
+        if self._failures or self._open:
+            self._abort()
+        # All of them, always: one that comes back from gloo when the interpreter is gone ends the process by SIGABRT.
+        self._to_reduce.put(None)
+        self._queue.close()
+        for thread in [*self._threads, *self._waiters.close()]:
+            thread.join()
+        for leg in list(self._open):
+            leg.finish(self._failures[0])
+        self._scratch.clear()
+        self._expected.clear()
+        super().close()
+
+    def _abort(self) -> None:
+        """End every wait in gloo, here and at the peers: one that times out closes all connections of its group."""
+        self._fail("rest of the legs", RuntimeError("the model was given up first"))
+        for peer in self._peers:
+            with contextlib.suppress(Exception):  # which it raises, for this is how it works
+                [receive] = self._receive([_Message(peer, torch.empty(1))], self._tag(0, leg=1, group=_SMALL_GROUP))
+                receive.wait(_ABORT)
+
+    def leg_is_over(self, leg: GlooLeg) -> None:
+        """For better or worse."""
+        self._open.discard(leg)
+
+    def describe(self, label: str, error: BaseException) -> LegError:
+        if isinstance(error, LegError):
+            return error
+        return LegError(
+            f"rank {self.rank}: the {label} failed: {error}. A peer has probably died or stopped "
+            "answering; this process' gradients are incomplete, so end it and restart the job from a checkpoint"
+        )
+
+    # The training thread's side of the posting thread.
+
+    def _start_scatter(self, leg: GlooScatterLeg) -> GlooScatterLeg:
+        self._raise_failure()
+        leg.times = self.clock.leg_started("scatter", leg.group)
+        self._queue.put(lambda: self._post_scatter(leg))
+        self._note_open(leg)
+        return leg
+
+    def _start_gather(self, leg: GlooGatherLeg) -> GlooGatherLeg:
+        self._raise_failure()
+        leg.times = self.clock.leg_started("gather", leg.group)
+        self._queue.put_gather(leg)
+        self._note_open(leg)
+        return leg
+
+    def _note_open(self, leg: GlooLeg) -> None:
+        # After it was put: an exception of a signal handler may hit any line, and what was never put would never end.
+        self._open.add(leg)
+        if leg.is_done():
+            self._open.discard(leg)
+
+    def _raise_failure(self) -> None:
+        """After one leg has failed the others fail at once, not each after a timeout of its own."""
+        if self._failures:
+            raise self._failures[0]
+        if self.is_closed:
+            raise RuntimeError("the communication threads of this DearState have been closed")
+
+    # Thread 1: stages and posts.
+
+    def _post_forever(self) -> None:
+        while (task := self._queue.next()) is not None:
+            if isinstance(task, GlooGatherLeg):
+                self._post_gather(task)
+            else:
+                task()
+            del task  # else a leg that is over would be kept, with its buffer, until there is another one
+
+    def _stage(self) -> None:
+        while self._staging:
+            try:
+                self._staging[0]()
+            except Exception as error:
+                self._fail("staging of gradients", error)
+            finally:
+                self._staging.popleft()
+
+    def _post_receives(self, leg: GlooScatterLeg) -> None:
+        try:
+            self._raise_failure()
+            leg.incoming = [self._scratch.take(leg.shard()) for _ in self._peers]
+            leg.scatter_receives = self._receive(
+                [_Message(*pair) for pair in zip(self._peers, leg.incoming, strict=True)],
+                self._tag(leg.iteration, 0, leg.group),
+            )
+        except Exception as error:
+            self._fail(leg.label, error)
+
+    def _post_scatter(self, leg: GlooScatterLeg) -> None:
+        if not leg.expected:
+            self._post_receives(leg)
+        try:
+            self._raise_failure()
+            with record_function(f"ddp_crossover::reduce_scatter[{leg.group}]"):
+                leg.before_posting()
+                # Safe this early: a peer sends its reduced slice only after it has received ours.
+                leg.gather_receives = self._receive(
+                    [_Message(peer, leg.slice_of(peer)) for peer in self._peers],
+                    self._tag(leg.iteration, 1, leg.group),
+                )
+                self.clock.leg_posted(leg.times)
+                leg.sends = self._send(
+                    [_Message(peer, leg.slice_of(peer)) for peer in self._peers],
+                    self._tag(leg.iteration, 0, leg.group),
+                )
+        except Exception as error:
+            self._end(leg, error)
+        else:
+            self._to_reduce.put(lambda: self._reduce(leg))
+
+    def _post_gather(self, leg: GlooGatherLeg) -> None:
+        scatter = leg.scatter
+        try:
+            scatter.wait()  # done already: this only passes its error on
+            with record_function(f"ddp_crossover::all_gather[{scatter.group}]"):
+                self.clock.leg_posted(leg.times)
+                scatter.sends += self._send(
+                    [_Message(peer, scatter.shard()) for peer in self._peers],
+                    self._tag(scatter.iteration, 1, scatter.group),
+                )
+        except Exception as error:
+            self._end(leg, error)
+        else:
+            self._waiters.run(lambda: self._complete_gather(leg))
+
+    def _tag(self, iteration: int, leg: int, group: int) -> int:
+        return (iteration % _ITERATION_TAGS) << 17 | leg << 16 | group
+
+    def _receive(self, messages: list[_Message], tag: int) -> list[dist.Work]:
+        return [
+            cast(
+                dist.Work,
+                dist.irecv(m.tensor, group=self.process_group, group_src=m.peer, tag=tag),
+            )
+            for m in messages
+            if m.tensor.numel()
+        ]
+
+    def _send(self, messages: list[_Message], tag: int) -> list[dist.Work]:
+        messages = [m for m in messages if m.tensor.numel()]
+        self.sent_bytes += sum(m.tensor.nbytes for m in messages)
+        return [
+            cast(
+                dist.Work,
+                dist.isend(m.tensor, group=self.process_group, group_dst=m.peer, tag=tag),
+            )
+            for m in messages
+        ]
+
+    # Thread 2: adds up.
+
+    def _reduce_forever(self) -> None:
+        while (job := self._to_reduce.get()) is not None:
+            job()
+            del job  # as above
+
+    def _reduce(self, leg: GlooScatterLeg) -> None:
+        try:
+            self._raise_failure()
+            for receive in leg.scatter_receives:
+                receive.wait()
+            add_in_rank_order(leg.shard(), self.rank, leg.incoming, in_fp32=self.sums_in_fp32)
+            self._scratch.give_back(leg.incoming)
+            leg.incoming = []
+        except Exception as error:
+            self._end(leg, error)
+        else:
+            self._end(leg, None)
+
+    # The others: wait for gather legs.
+
+    def _complete_gather(self, leg: GlooGatherLeg) -> None:
+        try:
+            self._raise_failure()
+            for receive in leg.scatter.gather_receives:
+                receive.wait()
+            # Whoever waits for this leg may write into the buffer: scale it, step in place, stage anew.
+            for send in leg.scatter.sends:
+                send.wait()
+            self.after_gather(leg)
+        except Exception as error:
+            self._end(leg, error)
+        else:
+            self._end(leg, None)
+
+    def _finish(self, leg: GlooLeg, works: list[dist.Work]) -> None:
+        try:
+            for work in works:
+                work.wait()
+        except Exception as error:
+            leg.finish(error)
+        else:
+            leg.finish()
+
+    def after_gather(self, leg: GlooGatherLeg) -> None:
+        """Bring the gathered buffer to where it is needed; runs on the gathering thread."""
+
+    def _end(self, leg: GlooLeg, error: BaseException | None) -> None:
+        """A leg is over: tell who waits for it, and let the poster look at what it made possible."""
+        self.clock.leg_ended(leg.times)
+        leg.finish(None if error is None else self._fail(leg.label, error))
+        self._queue.look_again()
+
+    def _fail(self, label: str, error: BaseException) -> LegError:
+        """The first failure is everybody's failure."""
+        self._failures.append(self.describe(label, error))
+        self._queue.stop_pacing()
+        return self._failures[0]

@@ -1,0 +1,185 @@
+"""Legs over NCCL, on a CUDA stream of their own. The host enqueues and never waits."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from ddp_crossover.collectives.link import Leg, Link, Meanwhile, ScatterLeg, all_reduce_sum, release, slice_bounds
+from ddp_crossover.tracing.clock import CommClock
+
+# torch 2.13 renamed both; the old names warn there.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# From a few MiB on, NCCL's choice of an algorithm does not change any more.
+_LARGE_NUMEL = 2**20
+
+
+class _NcclLeg(Leg):
+    """A leg whose end is a CUDA event on the communication stream."""
+
+    def __init__(self, link: NcclLink, label: str, group: int, stream: torch.cuda.Stream) -> None:
+        self.label = label
+        self.group = group
+        self._clock = link.clock
+        self._done = torch.cuda.Event()
+        self._done.record(stream)
+        self._device = stream.device
+
+    def wait(self, meanwhile: Meanwhile | None = None) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        if meanwhile is not None and not self._done.query() and meanwhile.is_worth_blocking():
+            self._wait_on_host(stream, meanwhile)
+        begin = self._clock.mark(stream)
+        stream.wait_event(self._done)
+        self._clock.span("wait", begin, stream, group=self.group, what=self.label)
+
+    def _wait_on_host(self, stream: torch.cuda.Stream, meanwhile: Meanwhile) -> None:
+        """For a gap in the lease, which can be given only when the stream has nothing left to compute."""
+        drained = torch.cuda.Event(blocking=True)
+        drained.record(stream)
+        drained.synchronize()
+        while not self._done.query():
+            time.sleep(meanwhile())
+
+
+class _NcclScatterLeg(_NcclLeg, ScatterLeg):
+    def __init__(self, link: NcclLink, group: int, buffer: Tensor, shard: Tensor, stream: torch.cuda.Stream) -> None:
+        super().__init__(link, f"scatter leg of fusion group {group}", group, stream)
+        self.buffer = buffer
+        self._shard = shard
+
+    def shard(self) -> Tensor:
+        return self._shard
+
+
+class NcclLink(Link):
+    """Reduce-scatter and all-gather in the order in which they are asked for, the same on all ranks.
+
+    Small exchanges have a group and a stream of their own: on that of the legs a norm would be known only after all
+    gather legs that have been asked for.
+
+    ``sent_bytes`` is what a ring sends, ``(n - 1) / n`` of the buffer per leg: NCCL does not tell.
+
+    Args:
+        process_group: for the legs.
+        device: where the gradients are.
+        small_group: for small exchanges, over the same ranks. It belongs to the link.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device, small_group: dist.ProcessGroup) -> None:
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+        self.sent_bytes = 0
+        self.clock = CommClock()
+        self.process_group = process_group
+        self._small_group = small_group
+        self._device = device
+        # High priority: a small kernel that compute kernels would otherwise keep waiting.
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._small_stream = torch.cuda.Stream(device, priority=-1)
+
+    def next_iteration(self) -> None:
+        """Nothing to tell apart: NCCL matches by order."""
+
+    def reduce_scatter(self, group: int, buffer: Tensor) -> _NcclScatterLeg:
+        low, high = slice_bounds(buffer.numel(), self.world_size, self.rank)
+        shard = buffer[low:high]
+        with record_function(f"ddp_crossover::reduce_scatter[{group}]"):
+            # Protects the staging copies, which are on the caller's stream.
+            self._stream.wait_stream(self.current_stream())
+            begin = self.clock.mark(self._stream)
+            with torch.cuda.stream(self._stream):
+                _reduce_scatter(shard, buffer, group=self.process_group)
+            self.clock.span("scatter", begin, self._stream, group=group)
+        self._count(buffer)
+        return _NcclScatterLeg(self, group, buffer, shard, self._stream)
+
+    def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> Leg:
+        leg = cast(_NcclScatterLeg, scatter)
+        with (
+            record_function(f"ddp_crossover::all_gather[{leg.group}]"),
+            torch.cuda.stream(self._stream),
+        ):
+            begin = self.clock.mark(self._stream)
+            _all_gather(leg.buffer, leg.shard(), group=self.process_group)
+            self.clock.span("gather", begin, self._stream, group=leg.group)
+        self._count(leg.buffer)
+        return _NcclLeg(self, f"gather leg of fusion group {leg.group}", leg.group, self._stream)
+
+    def all_reduce_leg(self, group: int, buffer: Tensor) -> ScatterLeg:
+        low, high = slice_bounds(buffer.numel(), self.world_size, self.rank)
+        with record_function(f"ddp_crossover::all_reduce[{group}]"):
+            # Protects the staging copies, which are on the caller's stream.
+            self._stream.wait_stream(self.current_stream())
+            begin = self.clock.mark(self._stream)
+            with torch.cuda.stream(self._stream):
+                dist.all_reduce(buffer, group=self.process_group)
+            self.clock.span("all_reduce", begin, self._stream, group=group)
+        self._count(buffer)
+        self._count(buffer)
+        return _NcclScatterLeg(self, group, buffer, buffer[low:high], self._stream)
+
+    def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
+        self._count(buffer)
+        self._count(buffer)
+        with record_function(f"ddp_crossover::all_reduce[{group}]"):
+            return all_reduce_sum(buffer, self.process_group, self.clock, group, self._stream)
+
+    @property
+    def all_reduce_stream(self) -> torch.cuda.Stream:
+        return self._stream
+
+    def all_gather_small(self, value: Tensor) -> Tensor:
+        rows = value.new_empty((self.world_size, *value.shape))
+        # Protects `value`, which is made on the caller's stream.
+        self._small_stream.wait_stream(self.current_stream())
+        with torch.cuda.stream(self._small_stream):
+            _all_gather(rows.view(-1), value.reshape(-1), group=self._small_group)
+        # Protects who reads the rows.
+        self.current_stream().wait_stream(self._small_stream)
+        return rows
+
+    def prepare(self, memory: Tensor) -> None:
+        """Communicators, and connections, which NCCL makes for each algorithm when that is first chosen, by size."""
+        with self.unrecorded():
+            for numel in (self.world_size, min(memory.numel(), _LARGE_NUMEL)):
+                buffer = memory[: numel // self.world_size * self.world_size].zero_()
+                self.all_gather(self.reduce_scatter(0, buffer)).wait()
+                self.all_reduce_leg(0, buffer).wait()
+            self.all_gather_small(torch.zeros(1, device=self._device))
+
+    def adopt(self, buffer: Tensor) -> None:
+        # It is made at attach, maybe on another stream than the one that trains.
+        for stream in (self._stream, self.current_stream()):
+            buffer.record_stream(stream)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def shut_down(self) -> None:
+        """Do nothing: to destroy an NCCL group is a collective.
+
+        Garbage collection and the end of a process come when they like, maybe on this rank only, maybe because of an
+        exception. The user's ``destroy_process_group()``, or the end of the process, takes the groups.
+        """
+
+    def close(self) -> None:
+        """Release the process groups; all ranks call it."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        # Protects legs under way, which the end of their group would abort.
+        self._stream.synchronize()
+        self._small_stream.synchronize()
+        release(self._small_group)
+        super().close()
+
+    def _count(self, buffer: Tensor) -> None:
+        self.sent_bytes += buffer.nbytes * (self.world_size - 1) // self.world_size

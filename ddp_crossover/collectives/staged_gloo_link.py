@@ -1,0 +1,102 @@
+"""Legs of CUDA tensors over gloo, which has no send or receive for them: staged through pinned host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_crossover.collectives.gloo_legs import GlooGatherLeg, GlooScatterLeg
+from ddp_crossover.collectives.gloo_link import GlooLink
+from ddp_crossover.collectives.link import Meanwhile, ScatterLeg, all_reduce_sum
+from ddp_crossover.collectives.socket_backlog import SocketBacklog
+
+
+class _StagedScatterLeg(GlooScatterLeg):
+    """A reduce-scatter of a device buffer by way of its host copy."""
+
+    def __init__(self, link: StagedGlooLink, group: int, buffer: Tensor, host: Tensor) -> None:
+        super().__init__(link, group, host)
+        self.device_buffer = buffer
+        # Blocking: the posting thread sleeps while it waits, and leaves its core to the others.
+        self._copied = torch.cuda.Event(blocking=True)
+        copy_stream = link.to_host_stream
+        copy_stream.wait_stream(torch.cuda.current_stream(buffer.device))
+        with torch.cuda.stream(copy_stream):
+            host.copy_(buffer, non_blocking=True)
+            self._copied.record(copy_stream)
+
+    def before_posting(self) -> None:
+        # Protects the peers from a half-copied buffer. Blocks the posting thread only.
+        self._copied.synchronize()
+
+
+class _StagedGatherLeg(GlooGatherLeg):
+    """An all-gather that ends with the copy back to the device."""
+
+    def __init__(self, link: StagedGlooLink, scatter: _StagedScatterLeg, urgency: int | None) -> None:
+        super().__init__(link, scatter, urgency)
+        self.device_buffer = scatter.device_buffer
+        self.on_device = torch.cuda.Event()
+
+    def wait(self, meanwhile: Meanwhile | None = None) -> None:
+        super().wait(meanwhile)
+        torch.cuda.current_stream(self.device_buffer.device).wait_event(self.on_device)
+
+
+class StagedGlooLink(GlooLink):
+    """Peer exchange of CUDA tensors. Host waits are unavoidable: the CPU moves the bytes."""
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device, backlog: SocketBacklog) -> None:
+        self.to_host_stream = torch.cuda.Stream(device)
+        self._to_device_stream = torch.cuda.Stream(device)
+        self._device = device
+        self._host_buffers: dict[int, Tensor] = {}
+        super().__init__(process_group, device, backlog)
+
+    def expect(self, group: int, buffer: Tensor) -> None:
+        """Not here: a leg begins with the copy to the host."""
+
+    def reduce_scatter(self, group: int, buffer: Tensor) -> GlooScatterLeg:
+        host = self._host_buffers.get(group)
+        if host is None or host.numel() != buffer.numel() or host.dtype != buffer.dtype:
+            host = torch.empty(buffer.numel(), dtype=buffer.dtype, pin_memory=True)
+            self._host_buffers[group] = host
+        return self._start_scatter(_StagedScatterLeg(self, group, buffer, host))
+
+    def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> GlooGatherLeg:
+        assert isinstance(scatter, _StagedScatterLeg)
+        return self._start_gather(_StagedGatherLeg(self, scatter, urgency))
+
+    def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
+        self.sent_bytes += 2 * buffer.nbytes * (self.world_size - 1) // self.world_size  # what a ring sends
+        return all_reduce_sum(buffer, self.process_group, self.clock, group)
+
+    def forget_sizes(self) -> None:
+        super().forget_sizes()
+        self._host_buffers.clear()
+
+    def soon(self, job: Callable[[], None]) -> None:
+        job()  # in the order of the stream
+
+    def finish_jobs(self) -> None:
+        """They have run when they were given, as far as the host is concerned."""
+
+    def all_gather_small(self, value: Tensor) -> Tensor:
+        return super().all_gather_small(value.cpu()).to(value.device)
+
+    def adopt(self, buffer: Tensor) -> None:
+        # It is made at attach, maybe on another stream than the one that trains.
+        for stream in (self.to_host_stream, self._to_device_stream, self.current_stream()):
+            buffer.record_stream(stream)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def after_gather(self, leg: GlooGatherLeg) -> None:
+        assert isinstance(leg, _StagedGatherLeg)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._to_device_stream):
+            leg.device_buffer.copy_(leg.scatter.buffer, non_blocking=True)
+            leg.on_device.record(self._to_device_stream)

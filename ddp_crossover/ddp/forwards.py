@@ -1,0 +1,167 @@
+"""When a model's forward begins and ends, and what compiled code needs before it runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_crossover.hooks import Hook
+from ddp_crossover.parameters.early_reads import Looks
+from ddp_crossover.parameters.lazy_params import LazyParams
+from ddp_crossover.stats import FallbackLog
+from ddp_crossover.torch_internals import call_around_compiled, called_by_compiled_code, is_compiled, on_compile_start
+
+# Dynamo compiles a function anew for shapes that change, so one time means nothing. It gives up after eight.
+_COMPILED_AGAIN = 3
+
+
+class ForwardWatch(Hook):
+    """In place of the DDP module's ``forward``: tells when it begins and ends, also where hooks do not run.
+
+    Args:
+        ddp: the model.
+        on_begin: called before each forward.
+        on_end: called after each forward, with whether it returned (and did not raise).
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        on_begin: Callable[[], None],
+        on_end: Callable[[bool], None],
+    ) -> None:
+        self._ddp = weakref.ref(ddp)
+        # Never part of a compiled graph: what they decide changes from one forward to the next.
+        self._on_begin = torch.compiler.disable(on_begin)
+        self._on_end = torch.compiler.disable(on_end)
+        self._forward = vars(ddp).get("forward")  # of the object, if somebody else has replaced it
+        vars(ddp)["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        ddp = self._ddp()
+        assert ddp is not None  # it is running
+        self._on_begin()
+        returned = False
+        try:
+            output = self._forward(*args, **kwargs) if self._forward else type(ddp).forward(ddp, *args, **kwargs)
+            returned = True
+            return output
+        finally:
+            self._on_end(returned)
+
+    def remove(self) -> None:
+        """Give the model its own forward back."""
+        if (ddp := self._ddp()) is not None and vars(ddp).get("forward") is self:
+            del ddp.forward
+            if self._forward is not None:
+                vars(ddp)["forward"] = self._forward
+        self._on_begin, self._on_end = _nothing, _nothing  # somebody else may call it still
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+class CompiledCode:
+    """Brings parameters up to date before compiled code uses them.
+
+    Compiled code asks no parameter for anything, and dynamo would compile it once more for a ``PendingParameter``. So
+    the parameters of a compiled module are brought up to date before it is called, and all parameters before a forward
+    that is compiled as a whole. Other compiled functions show themselves when dynamo starts to compile them, again and
+    again because of the class of a parameter.
+
+    Args:
+        model: the module inside of DDP.
+        params: its parameters.
+        looks: tells whether its forward is running.
+        fallbacks: told when compiled functions cost overlap.
+        finish_gradients: leaves no gradient on the wire; returns whether there was any.
+
+    Attributes:
+        needs_gradients: a compiled function, as ``torch.compile(optimizer.step)``, takes gradients in.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: LazyParams,
+        looks: Looks,
+        fallbacks: FallbackLog,
+        finish_gradients: Callable[[], bool],
+    ) -> None:
+        self._model = model
+        self._params = params
+        self._looks = looks
+        self._fallbacks = fallbacks
+        self._known: dict[nn.Module, Callable[[], None]] = {}
+        self._depth = 0  # of calls of compiled modules under way
+        self._finish_gradients = finish_gradients
+        self._compiled_inside = self._compiled_outside = self._compiled_before_step = 0
+        self.needs_gradients = False
+        self._stop = on_compile_start(self._compiling)
+        self._find()
+
+    def before_forward(self) -> None:
+        """A forward with gradients begins."""
+        if self._compiled_inside >= _COMPILED_AGAIN or called_by_compiled_code():
+            for lazy in self._params.armed():
+                lazy.use()
+
+    def remove(self) -> None:
+        """Leave compiled modules as they were."""
+        self._stop()
+        del self._stop, self._model
+        for undo in reversed(self._known.values()):
+            undo()
+        self._known.clear()
+
+    def _find(self) -> None:
+        for module in self._model.modules():
+            if module not in self._known and is_compiled(module):
+                self._known[module] = self._touch_before(module)
+
+    def _touch_before(self, module: nn.Module) -> Callable[[], None]:
+        own = {id(parameter) for parameter in module.parameters()}
+        lazies = [lazy for lazy in self._params.all if id(lazy.parameter) in own]
+
+        def before() -> None:
+            self._depth += 1
+            for lazy in lazies:
+                lazy.use()
+
+        def after() -> None:
+            self._depth -= 1
+
+        return call_around_compiled(module, before, after)
+
+    def _compiling(self) -> None:
+        if not self._looks.is_inside_forward and self._finish_gradients():
+            self._compiled_before_step += 1
+            if self._compiled_before_step == _COMPILED_AGAIN:
+                self.needs_gradients = True
+                self._fallbacks.note(
+                    "a compiled function runs between backward and step(), and may take gradients in: backward waits "
+                    "for all gradients. To overlap them leave optimizer.step() and clipping uncompiled"
+                )
+        if not self._params.armed():
+            return
+        if self._looks.is_inside_forward:
+            if not self._depth:
+                self._find()
+                self._compiled_inside += 1
+                if self._compiled_inside == _COMPILED_AGAIN:
+                    self._fallbacks.note(
+                        "forward calls a compiled function that uses parameters it is not given by a compiled module: "
+                        "all updates are applied before forward begins. To overlap them compile the modules instead"
+                    )
+        else:
+            self._compiled_outside += 1
+            if self._compiled_outside == _COMPILED_AGAIN:
+                self._params.why_none_is_lazy = "may be used by a compiled function between step() and forward"
+        self._params.use_all()

@@ -1,0 +1,452 @@
+"""What becomes of DDP's buckets: plain all-reduces at first, then the pipeline, under the plan in force.
+
+Follows DDP from forward to forward: learns where its buckets lie and when parameters are used, asks ``planning`` for a
+plan and switches to it between two iterations. Knows DDP's hook contract; users hold a ``comm_hook.DearState``.
+"""
+# No `from __future__ import annotations`: what DDP calls must have types for annotations.
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_crossover.collectives.link import Link, all_reduce_sum, wait_for_futures
+from ddp_crossover.collectives.wire import scale_into, travels_as
+from ddp_crossover.ddp.bucket_layout import LayoutRecorder
+from ddp_crossover.ddp.forwards import CompiledCode, ForwardWatch
+from ddp_crossover.ddp.refused_methods import allow_methods, refuse_methods
+from ddp_crossover.ddp.use_order import UseOrder
+from ddp_crossover.dear import Phase, Pipeline
+from ddp_crossover.gpu_sharing.turns import Turns
+from ddp_crossover.optim.deferred_updates import DeferredUpdates
+from ddp_crossover.parameters.early_reads import Looks
+from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError, StaleReadGuard
+from ddp_crossover.planning.session import Choice, Orders, Planning
+from ddp_crossover.stats import FallbackLog, StepLog
+from ddp_crossover.torch_internals import (
+    GradBucket,
+    bucket_cap_bytes,
+    call_after_backward,
+    comm_hooks_of,
+    forget_comm_hooks,
+    has_run_forward,
+    rebuild_buckets,
+)
+
+# A hook call costs tens of microseconds: so fine that it does not show, so coarse that there are not too many.
+_ARRIVAL_BYTES = 2**20
+_MAX_BUCKETS = 256
+
+
+class Reducer:
+    """Reduces the gradients of one DDP model.
+
+    Args:
+        ddp: the model.
+        named: the parameters that DDP manages.
+        params: the same, with what stands between them and their values.
+        looks: told when somebody needs an update early.
+        link: runs the legs.
+        planning: makes the plans.
+        updates: the optimizers' side.
+        fallbacks: told what could not be done the fast way.
+        turns: told when compute waits.
+        on_first_forward: called when the first forward begins, or None.
+        memory: arenas for the first pipeline, large enough for every plan.
+        wire_dtype: what wider gradients are cast to on the wire, or None.
+        plain_reason: why everything is a plain all-reduce, or None.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        params: LazyParams,
+        looks: Looks,
+        link: Link,
+        planning: Planning,
+        updates: DeferredUpdates,
+        fallbacks: FallbackLog,
+        turns: Turns,
+        *,
+        on_first_forward: Callable[[], None] | None,
+        memory: Mapping[str, Tensor],
+        wire_dtype: torch.dtype | None,
+        plain_reason: str | None,
+    ) -> None:
+        # Weak: DDP's C++ reducer, which is opaque to the garbage collector, holds this object.
+        self._ddp = weakref.ref(ddp)
+        self._process_group = ddp.process_group
+        self._named = named
+        self._index_of: dict[Tensor, int] = {p: index for index, (_, p) in enumerate(named)}
+        self._strides = _strides(self._index_of)
+        self._device = named[0][1].device
+        self._link = link
+        self._planning = planning
+        self._updates = updates
+        self._fallbacks = fallbacks
+        self._turns = turns
+        self._memory = memory
+        self._wire_dtype = wire_dtype
+        self._plain_reason = plain_reason
+        self.pipeline: Pipeline | None = None
+        self.is_plain = True
+        self.iterations = self.pipelined_iterations = 0
+        self.steps = StepLog()
+        self._params = params
+        self._looks = looks
+        self._layouts = LayoutRecorder([parameter for _, parameter in named])
+        self._use_order = UseOrder(len(named))
+        self._guard = StaleReadGuard(params, self._stale_read)
+        self._watch = ForwardWatch(ddp, self._before_forward, self._after_forward)
+        self._compiled = CompiledCode(ddp.module, params, looks, fallbacks, self.finish_gradients)
+        params.on_use = self._guard.note_touch
+        refuse_methods(ddp)
+        self._in_backward = False
+        self._last_bucket = -1
+        self._last_bucket_s = 0.0
+        self._plain_under_way: list[torch.futures.Future[Tensor]] = []
+        self._on_first_forward = on_first_forward
+        self._seen_forward = False
+        self._awaits_backward = False
+        self._detached = False
+
+    @property
+    def model(self) -> DistributedDataParallel:
+        """The DDP model."""
+        ddp = self._ddp()
+        assert ddp is not None  # it is running
+        return ddp
+
+    def detach(self) -> None:
+        """Apply what is pending and remove every hook."""
+        self._detached = True
+        was_registered = self._is_registered()
+        try:
+            if self.pipeline is not None:
+                self.pipeline.retire()
+                self.pipeline.unwrap_gradients()
+            self._params.use_all()
+        finally:
+            self.become_plain()
+        # A new reducer, which has no hook, would not reduce gradients of a forward that the old one has prepared.
+        if was_registered and not (self._awaits_backward or self._in_backward):
+            rebuild_buckets(self.model)
+        # All of this is garbage, but in circles: it may be collected only many models later. And a network that is
+        # attached once more is deferred only if nothing else refers to its memory.
+        if self.pipeline is not None:
+            self.pipeline.let_go()
+        self._params.let_go()
+        self._named, self._memory = (), {}
+        self._index_of.clear()
+        del self._compiled
+
+    def finish_gradients(self) -> bool:
+        """Leave no gradient that would wait for a leg; returns whether there was any."""
+        return self.pipeline is not None and self.pipeline.phase is Phase.REDUCED and self.pipeline.unwrap_gradients()
+
+    def become_plain(self) -> None:
+        """Remove every hook."""
+        self._detached = True
+        for part in (self._updates, self._watch, self._guard, self._compiled):
+            part.remove()
+        if (ddp := self._ddp()) is not None:
+            allow_methods(ddp)
+            if self._is_registered():
+                forget_comm_hooks(ddp)
+
+    # DDP's backward.
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """The work of :func:`dear_hook`."""
+        if self._detached:
+            if self._is_registered():
+                raise RuntimeError(
+                    "this DearState was detached and cannot be used again: attach(ddp, optimizer) makes a new one"
+                )
+            # As DDP does without a hook: this is the backward of a forward before detach().
+            buffer = bucket.buffer().detach().mul_(1.0 / self._link.world_size)
+            return all_reduce_sum(buffer, self._process_group, stream=self._link.all_reduce_stream)
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "dear_hook cannot be captured in a CUDA graph, because its step spans two iterations: "
+                "capture without the hook, or call state.detach() first"
+            )
+        # An index that comes again means that the backward before this one broke off.
+        if not self._in_backward or bucket.index() <= self._last_bucket:
+            self._begin_backward()
+        self._last_bucket = bucket.index()
+        parameters = bucket.parameters()
+        self._layouts.record(bucket.index(), parameters)
+        if self._planning.profiler is not None:
+            self._planning.profiler.arrived(map(self._index_of.__getitem__, parameters))
+        future = self._plain_all_reduce(bucket) if self.is_plain else self._stage(bucket, parameters)
+        if self._layouts.complete:
+            # Once more, for the graph task of the last bucket: reentrant checkpointing has several.
+            call_after_backward(self._graph_task_ended)
+        elif bucket.is_last() and not self._may_skip_buckets():
+            names = ", ".join(self._named[index][0] for index in self._layouts.missing())
+            raise RuntimeError(
+                f"DDP does not reduce {names}, which did not require a gradient when it was built: freeze and unfreeze "
+                "parameters before building DistributedDataParallel, then attach"
+            )
+        return future
+
+    def _refuse_new_layout(self) -> None:
+        """DDP goes on with buckets in the old layout, and plain DDP takes most of their gradients for others."""
+        if self._plain_reason is not None or (strides := _strides(self._index_of)) == self._strides:
+            return
+        for (name, parameter), before, now in zip(self._named, self._strides, strides, strict=True):
+            if any(size > 1 and a != b for size, a, b in zip(parameter.shape, before, now, strict=True)):
+                raise RuntimeError(
+                    f"the memory layout of {name} has changed since attach (memory_format=torch.channels_last and the "
+                    "like), and DDP's buckets have not: change it before building DistributedDataParallel, or call "
+                    "state.detach(), build a new DistributedDataParallel around ddp.module, and attach to that"
+                )
+        self._strides = strides
+
+    def _may_skip_buckets(self) -> bool:
+        return bool(getattr(self.model, "skip_all_reduce_unused_params", False))
+
+    def _begin_backward(self) -> None:
+        for future in self._plain_under_way:  # of a backward that broke off: they still write into DDP's buckets
+            future.wait()
+        self._plain_under_way.clear()
+        if self.pipeline is not None:
+            self.pipeline.retire()
+        self._refuse_new_layout()
+        self._in_backward = True
+        self._awaits_backward = False
+        self._layouts.begin_backward()
+        self._choose_plan()
+        self._link.next_iteration()
+        if self.pipeline is not None and not self.is_plain:
+            self.pipeline.begin_backward()
+        self._turns.want()
+        self._turns.resume()
+        call_after_backward(self._graph_task_ended)
+
+    def _plain_all_reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer().detach()  # of backward(create_graph=True), too, only the values travel
+        on_wire = buffer
+        if (dtype := travels_as(buffer.dtype, self._wire_dtype)) is not buffer.dtype:
+            on_wire = torch.empty_like(buffer, dtype=dtype)
+        scale_into(on_wire, buffer, 1.0 / self._link.world_size)
+        future = self._link.all_reduce(bucket.index(), on_wire)
+        self._plain_under_way.append(future)
+        self._last_bucket_s = time.perf_counter()
+        return future if on_wire is buffer else future.then(lambda summed: buffer.copy_(summed.value()))
+
+    def _stage(self, bucket: GradBucket, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
+        assert self.pipeline is not None
+        buffer = bucket.buffer().detach()
+        self.pipeline.stage(bucket.index(), buffer, parameters, bucket.gradients)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        # Complete at once: backward waits for nothing, and DDP believes that it is done.
+        future.set_result(buffer)
+        return future
+
+    def _graph_task_ended(self) -> None:
+        if self._layouts.complete:
+            if self._plain_under_way and self._device.type == "cpu":
+                self._wait_for_all_reduces()
+            elif self.is_plain or self.model.find_unused_parameters:
+                self._turns.release()  # DDP waits for other ranks now
+        # DDP's own callback is queued behind this one, and copies buckets into gradients.
+        call_after_backward(self._backward_ended)
+
+    def _wait_for_all_reduces(self) -> None:
+        """In place of DDP, which would wait in C++ and keep the turn."""
+        with self._turns.gap("all-reduces") as meanwhile:
+            if meanwhile is None:
+                return
+            wait_for_futures(self._plain_under_way, meanwhile)
+            # A step takes a turn of its own, and it may be the data of another micro-batch that comes next.
+            self._turns.release()
+            self._link.clock.waited(self._last_bucket_s, "all-reduces")
+        self._plain_under_way.clear()
+        self._last_bucket_s = time.perf_counter()
+
+    def _backward_ended(self) -> None:
+        if not self._in_backward or not (self._layouts.complete or self._may_skip_buckets()):
+            return
+        self._in_backward = False
+        self._plain_under_way.clear()
+        self._layouts.end_backward()
+        self.iterations += 1
+        if self.is_plain and self._device.type == "cpu":
+            self._link.clock.waited(self._last_bucket_s, "all-reduces")  # in DDP's own callback
+        if self._planning.profiler is not None:
+            self._planning.profiler.backward_ends()
+        if self.pipeline is not None and not self.is_plain:
+            self.pipelined_iterations += 1
+            self.pipeline.end_backward()
+            if self._compiled.needs_gradients:
+                self.finish_gradients()
+        elif (reason := self._why_plain()) is not None:
+            self._fallbacks.note(reason)
+        self._turns.release()
+        self._turns.step_ended()
+        self.steps.note(
+            self._link.clock.sums(),
+            self._link.sent_bytes,
+            self._fallbacks.counts,
+            is_pipelined=not self.is_plain,
+            was_looked_at=self._looks.is_explained,
+        )
+        self._looks.next_step()
+
+    # The plan.
+
+    def _choose_plan(self) -> None:
+        if self._plain_reason is not None or not self._use_order.is_known:
+            return
+        if self._layouts.settled_anew():
+            with self._turns.away():
+                choice = self._planning.begin(Orders(self._layouts.arrival_order(), self._use_order.ranks()))
+            self._use(choice)
+            self._layouts.adopt()
+        elif self.pipeline is not None and (change := self._planning.at_step_boundary()) is not None:
+            self._use(change)
+
+    def _use(self, choice: Choice) -> None:
+        """Switch between two iterations: nothing is pending, nothing on the wire."""
+        self._link.forget_sizes()
+        before = self.pipeline
+        self.is_plain = choice.is_plain
+        self.pipeline = Pipeline(
+            choice.plan,
+            self._named,
+            self._link,
+            self._turns,
+            lock=self._params.lock,
+            memory=before.release() if before is not None else self._memory,
+            wire_dtype=self._wire_dtype,
+            every_group_arrives=not self._may_skip_buckets(),
+            # With bucket views DDP hands out the reduced bucket even for what no rank has used.
+            unwritten_is_unused=self.model.find_unused_parameters and not self.model.gradient_as_bucket_view,
+        )
+        self._turns.profiler = self._planning.profiler
+        self._updates.use(self.pipeline, is_plain=choice.is_plain)
+
+    def _why_plain(self) -> str | None:
+        if self.pipeline is not None and self._planning.settled:
+            return "plain all-reduce in the hook was faster than every pipeline that was tried: nothing is deferred"
+        return self._plain_reason
+
+    # Forwards, and other readers.
+
+    def _is_registered(self) -> bool:
+        ddp = self._ddp()
+        return ddp is not None and any(getattr(state, "_reducer", None) is self for _, state in comm_hooks_of(ddp))
+
+    def _before_forward(self) -> None:
+        if not self._seen_forward:
+            self._seen_forward = True
+            if self._on_first_forward is not None:
+                self._on_first_forward()
+            if not self._is_registered():
+                self._fallbacks.note(
+                    "a DearState was built but its hook is not registered: call "
+                    "ddp.register_comm_hook(state, dear_hook), or use attach(ddp, optimizer)"
+                )
+        self._guard.remove()
+        if not torch.is_grad_enabled():
+            # What runs without gradients may look at a parameter's class, as TransformerEncoder does.
+            self._updates.flush()
+            return
+        self._updates.refuse_to_go_on()
+        if self._planning.profiler is not None:
+            self._planning.profiler.forward_begins()
+        if self._plain_reason is None and self.pipeline is None:
+            self._params.arm_all()  # nothing is pending: only to see when they are used
+        note_use = self._use_order.begin_forward()
+        self._params.on_use = note_use if self._planning.profiler is None else self._timing(note_use)
+        self._looks.is_inside_forward = True
+        self._compiled.before_forward()
+
+    def _after_forward(self, returned: bool) -> None:
+        self._looks.is_inside_forward = False
+        self._params.on_use = self._guard.note_touch
+        if not torch.is_grad_enabled():
+            return
+        self._awaits_backward = self.model.require_backward_grad_sync
+        if self._planning.profiler is not None:
+            self._planning.profiler.forward_ends()
+        if returned and self._use_order.end_forward() and self.pipeline is not None:
+            self.pipeline.follow(self._use_order.ranks())
+        self._guard.end_forward()
+        # Protects gradients that are still being staged: the next backward writes into DDP's buckets before
+        # the hook hears of it.
+        self._link.finish_jobs()
+
+    def _timing(self, note_use: Callable[[LazyParam], None]) -> Callable[[LazyParam], None]:
+        profiler = self._planning.profiler
+        assert profiler is not None
+
+        def note(lazy: LazyParam) -> None:
+            note_use(lazy)
+            profiler.used((lazy.index,))
+
+        return note
+
+    def _stale_read(self, lazy: LazyParam) -> None:
+        """There is a gradient for a parameter that nobody has touched."""
+        if self.pipeline is None:
+            # Nothing was pending yet, and nothing will be for this one.
+            lazy.why_never_lazy = "is read in forward where torch does not tell, as by TorchScript or an extension"
+            return
+        raise StaleParameterError(
+            f"{lazy.name} was used by this forward in a way that torch does not tell of (as by TorchScript or an "
+            "extension) and that no earlier forward has shown, so perhaps before its update was applied. Call "
+            "state.synchronize() before such a forward, or attach with schedule='allreduce'"
+        )
+
+
+def _strides(parameters: Iterable[Tensor]) -> list[tuple[int, ...]]:
+    with torch._C.DisableTorchFunctionSubclass():  # needs no value
+        return list(map(Tensor.stride, parameters))
+
+
+def let_gradients_arrive_early(
+    ddp: DistributedDataParallel, named: Sequence[tuple[str, torch.nn.Parameter]]
+) -> Callable[[], None] | None:
+    """Smaller DDP buckets: a gradient is in the hook's hands only when its whole bucket is complete.
+
+    What travels together is the planner's choice, so DDP's 25 MiB would only cost overlap.
+
+    Returns:
+        What to call when the next forward begins, since a backward before that is refused. None: nothing is refused.
+    """
+    total_bytes = sum(parameter.nbytes for _, parameter in named)
+    cap_bytes = max(_ARRIVAL_BYTES, total_bytes // _MAX_BUCKETS)
+    if cap_bytes < bucket_cap_bytes(ddp):
+        rebuild_buckets(ddp, cap_bytes)
+        if not has_run_forward(ddp):
+            return None
+        return _refuse_backward_of_earlier_forward(ddp, [parameter for _, parameter in named])
+    return None
+
+
+def _refuse_backward_of_earlier_forward(
+    ddp: DistributedDataParallel, parameters: Sequence[Tensor]
+) -> Callable[[], None]:
+    """DDP's new reducer has not seen a forward that ran before it was made, and would not reduce its gradients."""
+
+    def refuse(gradient: Tensor) -> NoReturn:
+        raise RuntimeError(
+            "dear_hook was attached between a forward and its backward, whose gradients DDP would not reduce: "
+            "attach before the forward"
+        )
+
+    def allow(*_: object) -> None:
+        for handle in handles:
+            handle.remove()
+
+    handles = [parameter.register_hook(refuse) for parameter in parameters]
+    handles.append(ddp.register_forward_pre_hook(torch.compiler.disable(allow)))  # for forwards after detach()
+    return allow

@@ -1,0 +1,134 @@
+"""What dear_hook cannot do right, refused when it is attached: each message names the setting and the way out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
+
+from ddp_crossover.collectives.wire import WIRE_DTYPES
+from ddp_crossover.ddp.refused_methods import JOIN_ADVICE
+from ddp_crossover.torch_internals import (
+    has_comm_hook,
+    is_joining,
+    is_updated_in_backward,
+    managed_parameters,
+)
+
+SCHEDULES = ("auto", "dear", "allreduce")
+
+
+def refuse_model(ddp: object) -> None:
+    """Raise unless ``ddp`` is a DDP model whose gradients can go through the pipeline."""
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(
+            f"dear_hook needs a DistributedDataParallel model, got {type(ddp).__name__}: wrap the model "
+            "first, and pass the DDP object itself rather than ddp.module or torch.compile(ddp)"
+        )
+    if has_comm_hook(ddp):
+        raise ValueError(
+            "this DDP model has a communication hook already, and DDP takes only one: leave out the other "
+            "register_comm_hook, call detach() if it is dear_hook, or build a new DistributedDataParallel around "
+            "ddp.module"
+        )
+    if is_joining(ddp):
+        raise ValueError(JOIN_ADVICE)
+    if ddp.mixed_precision is not None:
+        raise ValueError(
+            "DistributedDataParallel(mixed_precision=...) casts and reduces gradients on its own: use "
+            "torch.autocast instead, or keep mixed_precision without dear_hook"
+        )
+    if getattr(ddp, "_use_python_reducer", False):
+        raise ValueError(
+            "torch._dynamo.config.optimize_ddp='python_reducer' replaces DDP's reducer, which calls the "
+            "hook: set it to True or 'ddp_optimizer'"
+        )
+    if torch._dynamo.config.compiled_autograd:
+        raise ValueError(
+            "compiled autograd (torch._dynamo.config.compiled_autograd=True) replaces the backward in which the "
+            "hook runs: set it to False"
+        )
+    if getattr(ddp, "_delay_all_reduce_all_params", False):
+        raise ValueError(
+            "delay_all_reduce_named_params holds all parameters, so nothing is left to the hook: delay only "
+            "some of them, or leave the argument out"
+        )
+    _refuse_parameters(ddp)
+
+
+def _refuse_parameters(ddp: DistributedDataParallel) -> None:
+    for name, module in ddp.module.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(
+                f"{name}.weight has sparse gradients, which have no place in a flat buffer: build {name} with "
+                "sparse=False"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{name or 'the model'} is a TorchScript module, whose forward runs no hooks: use the module that it "
+                "was scripted from, with torch.compile for speed"
+            )
+    for name, parameter in managed_parameters(ddp):
+        if parameter.is_complex():
+            raise ValueError(
+                f"{name} is complex, and gradients travel as real numbers: make it a real parameter and use "
+                "torch.view_as_complex in forward"
+            )
+        if is_updated_in_backward(parameter):
+            raise ValueError(
+                f"{name} is updated inside backward (_apply_optimizer_in_backward): leave that out and call "
+                "optimizer.step() after backward; dear_hook overlaps the update by itself"
+            )
+
+
+def refuse_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[object]) -> None:
+    """Raise unless every optimizer is one that can be driven by ``updates``."""
+    if not optimizers:
+        raise ValueError("dear_hook needs the optimizer (or a list of them) of the model, got none")
+    managed = {id(parameter) for _, parameter in managed_parameters(ddp)}
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"{kind} is no torch.optim.Optimizer: pass the optimizer that it wraps, whose step() "
+                "updates the parameters"
+            )
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                "LBFGS evaluates the model several times within one step and couples all parameters: use a "
+                "first-order optimizer, or train without the hook"
+            )
+        if not any(id(p) in managed for g in optimizer.param_groups for p in g["params"]):
+            raise ValueError(
+                f"none of the parameters of {kind} belong to this DDP model: build the optimizer from ddp.parameters()"
+            )
+
+
+def refuse_options(
+    schedule: str, fusion_mb: float | None, wire_dtype: object, tuned_file: str | os.PathLike[str] | None
+) -> None:
+    """Raise for values that make no sense."""
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    if fusion_mb is not None and not fusion_mb > 0:
+        raise ValueError(f"fusion_mb must be greater than 0 (MiB per fusion group), got {fusion_mb}")
+    if tuned_file is not None and (schedule != "auto" or fusion_mb is not None):
+        raise ValueError("tuned_file is for schedule='auto' without fusion_mb: else there is nothing to tune")
+    if wire_dtype is not None and wire_dtype not in WIRE_DTYPES:
+        raise ValueError(
+            f"wire_dtype must be {' or '.join(map(str, WIRE_DTYPES))}, got {wire_dtype!r}: leave it out to send "
+            "gradients in their own dtype"
+        )
+
+
+def why_plain_all_reduce(ddp: DistributedDataParallel, schedule: str) -> str | None:
+    """The reason for which this model is right but not pipelined, or None."""
+    if schedule == "allreduce":
+        return "schedule='allreduce': plain all-reduce in the hook, as asked for"
+    if ddp.is_multi_device_module:
+        return "the module spans several devices: plain all-reduce in the hook"
+    return None

@@ -1,0 +1,51 @@
+"""What all ranks must have in common from the beginning: the setup, checked at attach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from ddp_crossover.collectives.agreement import require_equal
+from ddp_crossover.collectives.link import Link
+from ddp_crossover.optim.optimizer_snapshot import hyperparameters
+
+
+def require_same_setup(
+    link: Link,
+    named: Sequence[tuple[str, torch.nn.Parameter]],
+    optimizers: Sequence[Optimizer],
+    options: Mapping[str, object],
+) -> None:
+    """Raise :class:`DisagreementError` on every rank unless model, optimizers and options are the same on all."""
+    name_of = {id(parameter): name for name, parameter in named}
+    setup = {
+        "options": dict(options),
+        "parameters": {name: f"{tuple(parameter.shape)} {parameter.dtype}" for name, parameter in named},
+        "optimizers": [
+            {
+                "type": type(optimizer).__name__,
+                "param_groups": [
+                    {
+                        "params": [name_of.get(id(p), "not in the model") for p in group["params"]],
+                        **{key: _comparable(value) for key, value in hyperparameters(group).items()},
+                    }
+                    for group in optimizer.param_groups
+                ],
+            }
+            for optimizer in optimizers
+        ],
+    }
+    require_equal("setup", setup, link.process_group, named[0][1].device)
+
+
+def _comparable(value: object) -> object:
+    """A hyperparameter as something that is equal on two ranks when it means the same."""
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist())
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return [_comparable(item) for item in value]
+    return type(value).__name__  # functions and objects differ in their address at least

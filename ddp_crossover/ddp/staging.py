@@ -1,0 +1,66 @@
+"""How the gradients of a DDP bucket get into the fusion buffers: what lies together in both is copied together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ddp_crossover.parameters.slots import GroupInFlight, Slot
+
+
+class Staging(NamedTuple):
+    """What to do with one DDP bucket.
+
+    Attributes:
+        parameters: its parameters.
+        copies: bucket elements [low, high), and where in an arena they go.
+        slots: its parameters' slots.
+        arrivals: fusion groups that it brings something for, and how many of their pieces.
+    """
+
+    parameters: list[Tensor]
+    copies: list[tuple[int, int, Tensor]]
+    slots: list[Slot]
+    arrivals: list[tuple[GroupInFlight, int]]
+
+
+def plan_staging(
+    buffer: Tensor,
+    slots: list[Slot],
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    arenas: Mapping[str, Tensor],
+) -> Staging:
+    """Plan the copies of one bucket.
+
+    Args:
+        buffer: its flat gradients.
+        slots: its parameters' slots, in the order of ``parameters``.
+        parameters: its parameters.
+        gradients: its gradients, as views of ``buffer``.
+        arenas: the memory of all fusion buffers.
+    """
+    copies: list[tuple[int, int, Tensor]] = []
+    low = high = target = -1
+    arena: Tensor | None = None
+    for slot, gradient in zip(slots, gradients, strict=True):
+        here = int(gradient.storage_offset()) - int(buffer.storage_offset())
+        there = int(slot.view.storage_offset())
+        own_arena = arenas[slot.groups[0].spec.arena]
+        # Neighbours in the bucket that are neighbours in the arena travel in one copy.
+        if own_arena is arena and here == high and there == target + (high - low):
+            high += gradient.numel()
+        else:
+            if arena is not None:
+                copies.append((low, high, arena[target : target + high - low]))
+            low, high, target, arena = here, here + gradient.numel(), there, own_arena
+    if arena is not None:
+        copies.append((low, high, arena[target : target + high - low]))
+    counts: dict[GroupInFlight, int] = {}
+    for slot in slots:
+        for group in slot.groups:
+            counts[group] = counts.get(group, 0) + 1
+    arrivals = sorted(counts.items(), key=lambda item: item[0].spec.index)
+    return Staging(parameters, copies, slots, arrivals)

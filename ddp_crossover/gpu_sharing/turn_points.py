@@ -1,0 +1,116 @@
+"""The hooks that take turns: a model's forward and its optimizers' steps hold the lease."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddp_crossover.gpu_sharing.turns import Turns
+from ddp_crossover.hooks import Hook
+from ddp_crossover.optim.deferred_updates import DeferredUpdates
+from ddp_crossover.torch_internals import (
+    call_after_backward,
+    call_around_compiled,
+    has_hooks,
+    is_compiled,
+    tensors_in,
+)
+
+
+class TurnPoints:
+    """Installs them.
+
+    A turn begins when the forward of the module *inside* of DDP does, behind DDP's broadcast of buffers; but where
+    parameters wait for updates, when the first of these has arrived. It ends with the backward, with a step that
+    computes, or with the forward if no backward will follow.
+
+    Args:
+        ddp: the model.
+        optimizers: its optimizers.
+        turns: what to tell.
+        updates: the optimizers' side: what is pending, and what ``step()`` is going to do.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        optimizers: Sequence[Optimizer],
+        turns: Turns,
+        updates: DeferredUpdates,
+    ) -> None:
+        self._turns = turns
+        self._updates = updates
+        self._inside = False
+        inner = ddp.module
+        self._undo: list[Callable[[], None]] = [
+            # In front of the hook that waits for what the root itself uses.
+            ddp.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True).remove,
+            ddp.register_forward_hook(torch.compiler.disable(self._after_forward), always_call=True).remove,
+            call_around_compiled(inner, self._before_compute)
+            if is_compiled(inner)
+            else inner.register_forward_pre_hook(_BeforeCompute(self._before_compute), prepend=True).remove,
+        ]
+        for optimizer in filter(has_hooks, optimizers):
+            self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
+            self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
+
+    def remove(self) -> None:
+        """Take the hooks down."""
+        for undo in self._undo:
+            undo()
+
+    def _before_forward(self, ddp: nn.Module, args: Any) -> None:
+        assert isinstance(ddp, DistributedDataParallel)
+        self._inside = True
+        if ddp.will_sync_module_buffers():
+            self._turns.release()  # a broadcast is ahead
+        else:
+            self._turns.want()
+
+    def _before_compute(self) -> None:
+        if self._inside:  # else the module is called by itself, and nobody would say when that ends
+            self._turns.want()
+            if not self._updates.pending:
+                self._turns.resume()
+
+    def _after_forward(self, ddp: nn.Module, args: Any, output: Any) -> None:
+        assert isinstance(ddp, DistributedDataParallel)
+        self._inside = False
+        # It raised, or no backward will follow.
+        if output is None or not torch.is_grad_enabled() or not ddp.module.training:
+            self._turns.release()
+        elif not ddp.require_backward_grad_sync:
+            # The next batch may have to be loaded, and DDP's hook is not called.
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:  # a hook on a parameter would stay
+                    tensor.register_hook(self._in_backward_without_sync)
+
+    def _in_backward_without_sync(self, gradient: Tensor) -> None:
+        call_after_backward(self._turns.release)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._updates.is_deferred(optimizer):
+            self._turns.want()
+            self._turns.resume()
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._turns.release()
+
+
+class _BeforeCompute(Hook):
+    """Forward pre-hook of the module inside of DDP. Breaks the graph where that is compiled."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+        self._run_eagerly = torch.compiler.disable(run)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._run_eagerly()
+        else:
+            self._run()

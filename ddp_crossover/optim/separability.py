@@ -1,0 +1,261 @@
+"""Can an optimizer's step be split over its parameters? Found out by trying, on a small clone.
+
+An update may be deferred per fusion group only if stepping some parameters now and others later gives the same bits as
+stepping all at once, and if a step in which gradients are missing leaves no trace. Elementwise and per-parameter
+optimizers pass; those that couple parameters (a global norm, a shared counter in ``param_groups``) do not.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ddp_crossover.optim.optimizer_snapshot import (
+    OptimizerSnapshot,
+    StandIn,
+    ToUpdate,
+    hyperparameters,
+    reads_attributes,
+)
+from ddp_crossover.optim.outside_settings import changeable_setting
+from ddp_crossover.torch_internals import has_hooks, has_raw_step, raw_step
+
+# Enough for counters that act every few steps, and gradients on both sides of a threshold on their size.
+_STEPS = 12
+_MAGNITUDES = (1.0, 1e-4, 1e4)
+_SAMPLES_PER_KIND = 2
+_SAMPLE_EDGE = 3
+
+
+def why_not_separable(optimizer: Optimizer) -> str | None:
+    """The reason for which this optimizer's updates must not be deferred, or None.
+
+    Works on a clone with a few tiny parameters; the optimizer, its parameters and the global random state
+    stay untouched.
+    """
+    name = _unknown_attribute(optimizer)
+    if name is not None and isinstance(inner := getattr(optimizer, name), Optimizer):
+        return f"it steps another optimizer. Attach that one, its .{name} ({type(inner).__name__}), instead"
+    if not has_hooks(optimizer):
+        return "its class does not call Optimizer.__init__(), so nothing can be hooked to its step()"
+    if not has_raw_step(optimizer):
+        return "its step() has been replaced, or is not torch.optim's kind of step()"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "differentiable=True"
+    if name is not None:
+        return f"it keeps something of its own in .{name}"
+    if _knows_parameters_by_id(optimizer):
+        return "it tells its parameters apart by their id()"
+    if (reason := _why_settings_may_change(optimizer)) is not None:
+        return reason
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            if key not in ("params", "param_names") and isinstance(value, list) and len(value) == len(group["params"]):
+                return f"its {key!r} may have an entry for each parameter"
+    devices = {p.device for g in optimizer.param_groups for p in g["params"] if p.device.type == "cuda"}
+    failure = ""
+    # Fresh state first. Some optimizers (Adagrad up to torch 2.11) make theirs when they are built.
+    for with_state in (False, True):
+        try:
+            with torch.random.fork_rng(devices=list(devices)):
+                return _try(optimizer, with_state)
+        except Exception as error:
+            failure = f"a trial on a small clone failed ({type(error).__name__}: {error})"
+    return failure
+
+
+def _try(optimizer: Optimizer, with_state: bool) -> str | None:
+    whole, split = _Clone(optimizer, with_state), _Clone(optimizer, with_state)
+    for step in range(_STEPS):
+        gradients = whole.set_gradients(step)
+        attributes = copy.deepcopy([vars(parameter) for parameter in whole.parameters])
+        result = raw_step(whole.optimizer)(whole.optimizer)
+        if not _same([vars(parameter) for parameter in whole.parameters], attributes):
+            return "its step() sets attributes of the parameters, which may be looked at before it is applied"
+        if not _same([parameter.grad for parameter in whole.parameters], gradients):
+            return "its step() changes gradients, which may be looked at before it is applied"
+        split.set_gradients(step)
+        returned = split.step_one_by_one()
+        if split.closure_calls != step + 1:
+            return "its step() does not call the closure exactly once"
+        if not _same(returned, result):
+            return "its step() returns something that depends on the parameters"
+    if not _same(whole.everything(), split.everything()):
+        return "it updates parameters together (a trial on a small clone gave different results)"
+    return None
+
+
+class _Clone:
+    """An optimizer of the same type and settings over a few tiny parameters."""
+
+    def __init__(self, optimizer: Optimizer, with_state: bool) -> None:
+        self.optimizer: Optimizer = object.__new__(type(optimizer))
+        attributes = {k: v for k, v in vars(optimizer).items() if k != "step"}
+        self.closure_calls = 0
+        originals: dict[Tensor, Tensor] = {}
+        groups = [
+            {**_awake(hyperparameters(group)), "params": _samples(group["params"], seed, originals)}
+            for seed, group in enumerate(optimizer.param_groups)
+        ]
+        for name, value in attributes.items():
+            if name not in ("param_groups", "state"):
+                setattr(self.optimizer, name, _private_copy(value))
+        self.optimizer.param_groups = groups
+        self.optimizer.state = defaultdict(dict)
+        for sample, original in originals.items() if reads_attributes(optimizer) else ():
+            vars(sample).update((name, _state_of_sample(v, original, sample)) for name, v in vars(original).items())
+        for stand_in, original in originals.items() if with_state else ():
+            for key, value in optimizer.state.get(original, {}).items():
+                self.optimizer.state[stand_in][key] = _state_of_sample(value, original, stand_in)
+        self.parameters: list[Tensor] = [p for group in groups for p in group["params"]]
+
+    def set_gradients(self, step: int) -> list[Tensor]:
+        """Give each parameter a gradient; returns copies of them."""
+        for index, parameter in enumerate(self.parameters):
+            noise = _noise(parameter, seed=1000 * (step + 1) + index)
+            parameter.grad = noise * _MAGNITUDES[step % len(_MAGNITUDES)]
+        return [parameter.grad.clone() for parameter in self.parameters if parameter.grad is not None]
+
+    def step_one_by_one(self) -> Any:
+        """As ``updates`` does it: a step without parameters, then one step per parameter."""
+        gradients = {parameter: parameter.grad for parameter in self.parameters}
+        snapshots: list[OptimizerSnapshot] = []
+        stand_in = StandIn(self.optimizer, lambda _: False)
+
+        def closure() -> None:
+            self.closure_calls += 1
+            snapshots.append(OptimizerSnapshot(self.optimizer))
+            stand_in.take([[] for _ in self.optimizer.param_groups])
+
+        result = raw_step(stand_in.optimizer)(stand_in.optimizer, closure=closure)
+        stand_in.give_back()
+        for index, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                memory = torch.nn.Parameter(parameter.detach())
+                memory.grad = gradients[parameter]
+                for snapshot in snapshots[-1:]:
+                    snapshot.step(index, [ToUpdate(parameter, memory)])
+        return result
+
+    def everything(self) -> list[Any]:
+        """All that a step may have changed."""
+        optimizer = self.optimizer
+        return [
+            self.parameters,
+            [optimizer.state.get(parameter) for parameter in self.parameters],
+            [hyperparameters(group) for group in optimizer.param_groups],
+            {name: value for name, value in vars(optimizer).items() if isinstance(value, Tensor) or _is_plain(value)},
+        ]
+
+
+def _samples(parameters: list[Tensor], seed: int, originals: dict[Tensor, Tensor]) -> list[Tensor]:
+    """Tiny stand-ins, a few for each kind of parameter (dimensions, dtype, device); notes whom they stand for."""
+    kinds: dict[tuple[Any, ...], int] = {}
+    samples: list[Tensor] = []
+    for parameter in parameters:
+        kind = (parameter.dim(), parameter.dtype, parameter.device)
+        kinds[kind] = kinds.get(kind, 0) + 1
+        if kinds[kind] > _SAMPLES_PER_KIND:
+            continue
+        shape = [_SAMPLE_EDGE + kinds[kind]] * parameter.dim()
+        sample = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+        with torch.no_grad():
+            sample.copy_(_noise(sample, seed=100 * seed + len(samples)))
+        samples.append(sample.requires_grad_())
+        originals[sample] = parameter
+    return samples
+
+
+def _state_of_sample(value: Any, original: Tensor, sample: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if value.dim() and value.shape == original.shape and value.numel():
+        return torch.full_like(sample, value.flatten()[0].item(), dtype=value.dtype, requires_grad=False)
+    return value.clone()
+
+
+def _noise(like: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(like.shape, generator=generator).to(like)
+
+
+def _unknown_attribute(optimizer: Optimizer) -> str | None:
+    """An attribute that could hold other parameters, another optimizer, or anything that a clone would share."""
+    usual = vars(torch.optim.SGD([torch.zeros(1)])).keys() | {"step"}
+    for name, value in vars(optimizer).items():
+        if name not in usual and not _is_plain(value):
+            return name
+    return None
+
+
+def _why_settings_may_change(optimizer: Optimizer) -> str | None:
+    """Settings that a deferred update would see as they are by then, because a snapshot holds no copy of them."""
+    for group in optimizer.param_groups:
+        for key, value in hyperparameters(group).items():
+            if not _is_plain(value, Tensor):
+                return f"its param groups hold a {type(value).__name__} in {key!r}, of which no copy can be kept"
+        for parameter in group["params"] if reads_attributes(optimizer) else ():
+            for name, value in vars(parameter).items():
+                if not _is_plain(value, Tensor):
+                    return f"a parameter has a {type(value).__name__} in .{name}, of which no copy can be kept"
+    what = changeable_setting(optimizer)
+    return None if what is None else f"its step() reads {what}, which may change before a deferred update is made"
+
+
+def _knows_parameters_by_id(optimizer: Optimizer) -> bool:
+    """Deferred updates are made on other tensors of the same memory, which it would not know."""
+    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    own = [value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")]
+    return not ids.isdisjoint(_integers((own, [hyperparameters(group) for group in optimizer.param_groups])))
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """All integers in nested containers, keys of dicts among them."""
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _integers(item)
+    elif isinstance(value, int):
+        yield value
+
+
+def _is_plain(value: Any, *also: type) -> bool:
+    """Whether it is made of numbers and the like, and of what is an instance of ``also``."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(_is_plain(each, *also) for each in value)
+    if isinstance(value, dict):
+        return all(_is_plain(each, *also) for each in value.values())
+    return value is None or isinstance(value, (Number, str, enum.Enum, torch.dtype, torch.device, *also))
+
+
+def _awake(group: dict[str, Any]) -> dict[str, Any]:
+    """A learning rate of 0, as at the start of a warm-up, would make all optimizers look alike."""
+    return {**group, "lr": 1e-3} if "lr" in group and not float(group["lr"]) else group
+
+
+def _private_copy(value: Any) -> Any:
+    # Step and state_dict hooks stay with the original.
+    return OrderedDict() if isinstance(value, OrderedDict) else copy.deepcopy(value)
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return (
+            left.dtype == right.dtype
+            and left.shape == right.shape
+            and bool(torch.all((left == right) | (left.isnan() & right.isnan())))
+        )
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(left[k], right[k]) for k in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return bool(left == right)

@@ -1,0 +1,72 @@
+"""What is known of each parameter and each fusion group while an iteration is under way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from ddp_crossover.collectives.link import Leg, ScatterLeg
+from ddp_crossover.fusion import FusionGroup
+from ddp_crossover.parameters.pending_gradient import PendingGradPool
+
+
+class Slot:
+    """One parameter and its place in the fusion buffers.
+
+    Attributes:
+        index: position among the parameters that DDP manages.
+        name: full name, for messages.
+        parameter: the parameter.
+        view: its gradient inside the fusion buffers, in the wire dtype.
+        is_cast: whether the wire dtype is not the parameter's.
+        groups: the fusion groups that carry a piece of it.
+        pending: makes its ``PendingGrad``.
+        deliver: what its ``PendingGrad`` calls to get the value.
+        scales: factors (0-dim tensors) that the gradient is multiplied by once it is complete, in the parameter's
+            dtype.
+        is_kept: whether a script keeps the memory of its gradient, so that it was delivered at the end of backward.
+        version_before: version of ``.grad`` when its bucket arrived, to see whether DDP wrote to it.
+    """
+
+    __slots__ = (
+        "deliver",
+        "groups",
+        "index",
+        "is_cast",
+        "is_kept",
+        "name",
+        "parameter",
+        "pending",
+        "scales",
+        "version_before",
+        "view",
+    )
+
+    def __init__(self, index: int, name: str, parameter: Parameter, view: Tensor, lock: threading.RLock) -> None:
+        self.index = index
+        self.name = name
+        self.parameter = parameter
+        self.view = view
+        self.is_cast = view.dtype is not parameter.dtype
+        self.groups: list[GroupInFlight] = []
+        self.pending = PendingGradPool(view, parameter.dtype, lock)
+        self.scales: tuple[Tensor, ...] = ()
+        self.is_kept = False
+        self.version_before = -1
+        self.deliver: Callable[[Tensor], Tensor]
+
+
+class GroupInFlight:
+    """A fusion group, its buffer, and its legs in the present iteration."""
+
+    def __init__(self, spec: FusionGroup, buffer: Tensor, slots: list[Slot]) -> None:
+        self.spec = spec
+        self.buffer = buffer
+        self.slots = slots
+        self.missing = len(spec.pieces)
+        self.scatter: ScatterLeg | None = None
+        self.gather: Leg | None = None
+        self.complete = True

@@ -1,0 +1,86 @@
+"""The profile of a model as a file: what the planner and the simulator need, from a run or made up.
+
+The JSON document::
+
+    {"parameters": [{"name": "fc.weight", "numel": 1000, "itemsize_bytes": 4, "arena": "float32"}, ...],
+     "compute": {"use_s": [...], "arrival_s": [...], "forward_s": 0.05, "backward_s": 0.1, "rest_s": 0.0},
+     "link": {"latency_s": 1e-4, "per_leg_s": 3e-5, "s_per_byte": 8.5e-10},
+     "world_size": 2}
+
+``link`` may be missing, ``world_size`` is the number of ranks that it was measured with (2 if missing), and so may be a
+parameter's ``arena``, which is what it must share with others to travel with them: dtype and device.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_crossover.fusion import GradientSpec
+from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """One model on one machine.
+
+    Attributes:
+        specs: its parameters.
+        compute: compute times of a step, one entry per parameter in the order of ``specs``.
+        link: the link it was measured on, if it was.
+        world_size: ranks that the link was measured with.
+    """
+
+    specs: tuple[GradientSpec, ...]
+    compute: ComputeProfile
+    link: LinkModel | None = None
+    world_size: int = 2
+
+    def __post_init__(self) -> None:
+        if len(self.specs) != len(self.compute.use_s):
+            raise ValueError(
+                f"a profile names {len(self.specs)} parameters and holds times of {len(self.compute.use_s)}"
+            )
+
+    def save(self, path: Path) -> None:
+        """Write the JSON document."""
+        document: dict[str, Any] = {
+            "parameters": [asdict(spec) for spec in self.specs],
+            "compute": self.compute.to_json(),
+            "world_size": self.world_size,
+        }
+        if self.link is not None:
+            document["link"] = self.link.to_json()
+        path.write_text(json.dumps(document, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> ModelProfile:
+        """Read the JSON document.
+
+        Raises:
+            OSError: if the file cannot be read.
+            ValueError: if it is no profile.
+        """
+        try:
+            return _model_profile(json.loads(path.read_text()))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} is not a profile file: {error!r}") from error
+
+
+def _model_profile(document: Any) -> ModelProfile:
+    return ModelProfile(
+        specs=tuple(
+            GradientSpec(
+                name=str(entry["name"]),
+                numel=int(entry["numel"]),
+                itemsize_bytes=int(entry["itemsize_bytes"]),
+                arena=str(entry.get("arena", f"{entry['itemsize_bytes']} bytes")),
+            )
+            for entry in document["parameters"]
+        ),
+        compute=ComputeProfile.from_json(document["compute"]),
+        link=LinkModel.from_json(document["link"]) if "link" in document else None,
+        world_size=int(document.get("world_size", 2)),
+    )

@@ -1,0 +1,181 @@
+"""The schedule simulator: fusion groups, compute times and a link in, the time of one training step out.
+
+One rank stands for all. One leg at a time is on the link, and a leg that has begun goes on to its end. The simulated
+period goes from the start of one backward to the start of the next. A forward waits for every group, at the latest
+at its own end, so the link is empty whenever a backward begins: one period is the periodic steady state.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
+
+Schedule = Literal["auto", "dear", "allreduce"]
+LegKind = Literal["scatter", "gather", "all_reduce"]
+
+# Times nearer than this are one moment: where legs and arrivals keep in step, rounding must not decide who goes first.
+_MOMENT_S = 1e-9
+
+
+class TimedGroup(NamedTuple):
+    """What the simulator knows of one fusion group.
+
+    Attributes:
+        buffer_bytes: size of its fusion buffer in the wire dtype.
+        arrival_s: from the start of the backward until its last gradient is staged.
+        use_s: from the start of the forward until the first use of one of its parameters.
+        split: whether it travels as a scatter and a gather leg; else as one all-reduce with twice the bytes.
+    """
+
+    buffer_bytes: int
+    arrival_s: float
+    use_s: float
+    split: bool = True
+
+
+class SimulatedLeg(NamedTuple):
+    """One leg's time on the link, in seconds from the start of the backward."""
+
+    kind: LegKind
+    group: int
+    start_s: float
+    end_s: float
+
+
+class SimulatedStep(NamedTuple):
+    """One period of the steady state.
+
+    Attributes:
+        step_s: length of a step.
+        exposed_s: part of it in which compute waits for communication.
+        legs: all legs in the order in which they go on the link.
+    """
+
+    step_s: float
+    exposed_s: float
+    legs: tuple[SimulatedLeg, ...]
+
+    @property
+    def launch_order(self) -> tuple[tuple[str, int], ...]:
+        """(kind, group) of all legs in the order in which they left: for links that need one order on all ranks."""
+        return tuple((leg.kind, leg.group) for leg in self.legs)
+
+
+def simulate(
+    groups: Sequence[TimedGroup], profile: ComputeProfile, link: LinkModel, world_size: int, schedule: Schedule
+) -> SimulatedStep:
+    """Predict the step time of a schedule.
+
+    Args:
+        groups: the fusion groups; legs name them by their place in this sequence.
+        profile: lengths of forward, backward and the rest; its times per parameter are in ``groups`` already.
+        link: the link of each rank.
+        world_size: ranks that share each group.
+        schedule: ``"allreduce"``: both legs of a group back to back as it arrives, the backward ends when all are
+            over; plain DDP, if the groups are its buckets. ``"dear"``: scatter legs as groups arrive, gather legs once
+            the backward has ended and all scatter legs are out, in use order (DeAR, Zhang et al. 2023, section 3).
+            ``"auto"``: a scatter leg that is ready goes first, else the ready gather leg whose group is used first.
+            In both of these the forward waits for each group where it uses it.
+    """
+    if schedule == "allreduce":
+        legs, done_s = _all_reduces(groups, link, world_size)
+        backward_end_s = max(profile.backward_s, *done_s, 0.0)
+    else:
+        gathers_from_s = profile.backward_s if schedule == "dear" else None
+        legs, done_s = _split_legs(groups, link, world_size, gathers_from_s)
+        backward_end_s = profile.backward_s
+    step_s = _forward_end_s(groups, done_s, backward_end_s + profile.rest_s, profile.forward_s)
+    return SimulatedStep(
+        step_s=step_s,
+        exposed_s=max(step_s - profile.compute_s, 0.0),
+        legs=tuple(legs),
+    )
+
+
+def _by_arrival(groups: Sequence[TimedGroup]) -> list[int]:
+    return sorted(range(len(groups)), key=lambda index: (groups[index].arrival_s, index))
+
+
+def _by_use(groups: Sequence[TimedGroup]) -> list[int]:
+    # Among groups that are needed at the same time the last to arrive comes first, as in the plan's use order.
+    return sorted(range(len(groups)), key=lambda index: (groups[index].use_s, -index))
+
+
+class _Channel:
+    """One leg at a time. ``now_s`` is when the link is free again."""
+
+    def __init__(self, groups: Sequence[TimedGroup], link: LinkModel, world_size: int) -> None:
+        self._groups = groups
+        self._link = link
+        self._world_size = world_size
+        self.now_s = 0.0
+        self.legs: list[SimulatedLeg] = []
+        self.done_s = [0.0] * len(groups)
+
+    def send(self, kind: LegKind, group: int) -> None:
+        """Occupy the link; note when the group's result, as far as this leg brings it, can be used."""
+        copies = 2 if kind == "all_reduce" else 1
+        end_s = self.now_s + self._link.leg_s(copies * self._groups[group].buffer_bytes, self._world_size)
+        self.legs.append(SimulatedLeg(kind, group, self.now_s, end_s))
+        # Within an all-reduce the second half waits for the first, while other legs use the link.
+        self.done_s[group] = end_s + copies * self._link.latency_s
+        self.now_s = end_s
+
+
+def _all_reduces(
+    groups: Sequence[TimedGroup], link: LinkModel, world_size: int
+) -> tuple[list[SimulatedLeg], list[float]]:
+    channel = _Channel(groups, link, world_size)
+    for index in _by_arrival(groups):
+        channel.now_s = max(channel.now_s, groups[index].arrival_s)
+        if groups[index].split:
+            channel.send("scatter", index)
+            channel.send("gather", index)
+            channel.done_s[index] += link.latency_s  # of the scatter leg, which the gather leg waits for
+        else:
+            channel.send("all_reduce", index)
+    return channel.legs, channel.done_s
+
+
+def _split_legs(
+    groups: Sequence[TimedGroup], link: LinkModel, world_size: int, gathers_from_s: float | None
+) -> tuple[list[SimulatedLeg], list[float]]:
+    """Scatter legs first; gather legs in between, or behind all of them and not before ``gathers_from_s``."""
+    channel = _Channel(groups, link, world_size)
+    use_rank = {index: rank for rank, index in enumerate(_by_use(groups))}
+    arriving = deque(_by_arrival(groups))
+    reduced: deque[int] = deque()  # scatter leg out, result not there yet; in the order of done_s
+    ready: list[tuple[int, int]] = []  # heap by use order
+    while arriving or reduced or ready:
+        soon_s = channel.now_s + _MOMENT_S
+        while reduced and channel.done_s[reduced[0]] <= soon_s:
+            heapq.heappush(ready, (use_rank[reduced[0]], reduced.popleft()))
+        may_gather = gathers_from_s is None or (not arriving and gathers_from_s <= soon_s)
+        if arriving and groups[arriving[0]].arrival_s <= soon_s:
+            index = arriving.popleft()
+            channel.send("scatter" if groups[index].split else "all_reduce", index)
+            if groups[index].split:
+                reduced.append(index)
+        elif ready and may_gather:
+            channel.send("gather", heapq.heappop(ready)[1])
+        else:
+            events_s = [groups[index].arrival_s for index in list(arriving)[:1]]
+            events_s += [channel.done_s[index] for index in list(reduced)[:1]]
+            if ready and not arriving and gathers_from_s is not None:
+                events_s.append(gathers_from_s)
+            channel.now_s = min(events_s)
+    return channel.legs, channel.done_s
+
+
+def _forward_end_s(groups: Sequence[TimedGroup], done_s: Sequence[float], start_s: float, forward_s: float) -> float:
+    """Walk the forward from use to use; at each it waits for the group."""
+    now_s, offset_s = start_s, 0.0
+    for index in _by_use(groups):
+        use_s = min(groups[index].use_s, forward_s)  # a parameter that no forward uses: at its end
+        now_s = max(now_s + use_s - offset_s, done_s[index])
+        offset_s = use_s
+    return now_s + forward_s - offset_s

@@ -1,0 +1,337 @@
+"""Which plan is in force: a first one, the one that the measured times ask for, and those that the tuner tries.
+
+Decisions are made by rank 0, or from numbers that all ranks have exchanged, at the beginning of a backward pass: no
+update is pending then, and nothing is on the wire. What the ranks are about to run is compared before they run it.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ddp_crossover.collectives.agreement import all_gather_json, require_equal
+from ddp_crossover.collectives.link import MAX_GROUPS, Link
+from ddp_crossover.collectives.wire import travels_as
+from ddp_crossover.fusion import MB, FusionPlan, GradientSpec, plan_fusion
+from ddp_crossover.gpu_sharing.turns import Turns
+from ddp_crossover.planning.compute_profiler import ComputeProfiler, Stopwatch
+from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.planning.link_probe import probe_link
+from ddp_crossover.planning.model_profile import ModelProfile
+from ddp_crossover.planning.search import CANDIDATES_MB, PlannedStep, choose_plan
+from ddp_crossover.planning.trials import ALLREDUCE, AUTO, Candidate
+from ddp_crossover.planning.tuned_file import TunedFileError, describe_model, load_tuned, save_tuned
+from ddp_crossover.planning.tuner import TRIAL_STEPS, Tuner, TuningResult
+
+logger = logging.getLogger("ddp_crossover")
+
+# Where nothing has been measured yet.
+_FIRST_GROUPS = 16
+_FIRST_MB = (0.25, 8.0)
+# Of those in which another job was in the way; a job that never leaves must not keep the tuner from its end.
+_MAX_REPEATED_TRIALS = 5
+
+
+class Stage(enum.Enum):
+    """How far planning has come."""
+
+    PROFILING = "the first plan runs, compute times are measured"  # -> TUNING, or SETTLED without a tuner
+    TUNING = "the tuner tries plans"  # -> SETTLED
+    SETTLED = "the plan stays"  # -> PROFILING: DDP's buckets have changed
+
+
+class Orders(NamedTuple):
+    """What two backward passes and two forwards have shown; the same on all ranks, since rank 0's is used."""
+
+    arrival: list[int]
+    use_rank: list[int]
+
+
+class Choice(NamedTuple):
+    """What to run from now on.
+
+    Attributes:
+        plan: the fusion plan.
+        is_plain: nothing is deferred: DDP's buckets are all-reduced in the hook. The plan waits for its turn.
+    """
+
+    plan: FusionPlan
+    is_plain: bool = False
+
+
+class PlanSettings(NamedTuple):
+    """What the user has asked for.
+
+    Attributes:
+        schedule: ``"auto"`` or ``"dear"``.
+        fusion_mb: group size in MiB, or None to search for it.
+        tune: whether to try plans on real steps.
+        tuned_file: where to keep what the tuner finds, or None.
+    """
+
+    schedule: str
+    fusion_mb: float | None
+    tune: bool
+    tuned_file: str | os.PathLike[str] | None
+
+
+class Planning:
+    """Makes the plans of one model. Every method is called by all ranks in the same iteration.
+
+    Args:
+        named: the parameters that DDP manages.
+        settings: what the user has asked for.
+        link: the ranks.
+        backend: of the process group, such as ``"gloo"``.
+        wire_dtype: what wider gradients are cast to on the wire, or None.
+        turns: on the device, which are given up while ranks talk, and whose disturbances make a trial worthless.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        settings: PlanSettings,
+        link: Link,
+        backend: str,
+        wire_dtype: torch.dtype | None,
+        turns: Turns,
+    ) -> None:
+        self.specs = [_gradient_spec(name, parameter, wire_dtype) for name, parameter in named]
+        self._settings = settings
+        self._link = link
+        self._device = named[0][1].device
+        self._tuned_key = describe_model(
+            named,
+            world_size=link.world_size,
+            backend=backend,
+            device_type=self._device.type,
+            wire_dtype=None if wire_dtype is None else str(wire_dtype),
+        )
+        self._model_bytes = sum(spec.numel * spec.itemsize_bytes for spec in self.specs)
+        self._stopwatch = Stopwatch(self._device)
+        self._orders = Orders([], [])
+        self._tuner: Tuner | None = None
+        self._known: Candidate | None = None
+        self._turns = turns
+        self._disturbances = 0
+        self._repeats_left = _MAX_REPEATED_TRIALS
+        self._step_marks: list[Any] = []
+        self.stage = Stage.SETTLED
+        self.link_model: LinkModel | None = None
+        self.compute: ComputeProfile | None = None
+        self.planned: PlannedStep | None = None
+        self.result: TuningResult | None = None
+        self.profiler: ComputeProfiler | None = None
+
+    def begin(self, orders: Orders) -> Choice:
+        """The first plan, once DDP's buckets have settled.
+
+        Args:
+            orders: this rank's; rank 0's count.
+
+        Raises:
+            DisagreementError: if gradients arrive in another order than on rank 0.
+            ValueError: if the plan has more groups than messages can be told apart.
+        """
+        proposals = self._exchange({"arrival": orders.arrival, "use": orders.use_rank})
+        require_equal("arrival order", {"arrival order": orders.arrival}, self._link.process_group, self._device)
+        self._orders = Orders(proposals[0]["arrival"], proposals[0]["use"])
+        self._tuner = None
+        self._repeats_left = _MAX_REPEATED_TRIALS
+        self.profiler = None
+        self.stage = Stage.SETTLED
+        if self._settings.schedule == "dear":
+            return self._checked(Choice(self._cut(self._first_mb(), "dear")))
+        if self._settings.fusion_mb is None or not self._link.orders_gathers:
+            self.stage = Stage.PROFILING
+            self.profiler = ComputeProfiler(self._stopwatch, len(self.specs))
+        return self._checked(Choice(self._cut(self._first_mb(), "auto")))
+
+    @property
+    def settled(self) -> bool:
+        """Whether the plan stays."""
+        return self.stage is Stage.SETTLED
+
+    def at_step_boundary(self) -> Choice | None:
+        """What to switch to now, if anything."""
+        if self.stage is Stage.PROFILING and self.profiler is not None and self.profiler.done:
+            with self._turns.away():
+                return self._leave_profiling()
+        if self.stage is Stage.TUNING:
+            self._step_marks.append(self._stopwatch.mark())
+            if len(self._step_marks) > TRIAL_STEPS:
+                with self._turns.away():
+                    return self._end_trial()
+        return None
+
+    def model_profile(self) -> ModelProfile | None:
+        """What has been measured, for the simulator; None before that."""
+        if self.compute is None:
+            return None
+        return ModelProfile(tuple(self.specs), self.compute, self.link_model, self._link.world_size)
+
+    def progress(self) -> str:
+        """One line for logs."""
+        if self.stage is Stage.TUNING and self._tuner is not None:
+            return self._tuner.progress()
+        return self.result.describe() if self.result is not None else self.stage.value
+
+    # The stages.
+
+    def measure_link(self) -> None:
+        """For the plans to come. Call it at attach: a probe takes memory, and a backward has none to spare."""
+        if self._settings.schedule != "auto":
+            return
+        measured = probe_link(self._link, self._model_bytes, self._device)
+        self.link_model = LinkModel.from_json(self._exchange(measured.to_json())[0])
+        self._link.set_pace(self.link_model.s_per_byte)
+
+    def _leave_profiling(self) -> Choice | None:
+        assert self.profiler is not None
+        self.compute = ComputeProfile.from_json(self._exchange(self.profiler.profile().to_json())[0])
+        self.profiler = None
+        fixed_mb = self._settings.fusion_mb
+        self.planned = self._plan(self.compute, None if fixed_mb is None else [fixed_mb])
+        self.stage = Stage.SETTLED
+        if fixed_mb is not None:
+            return self._checked(Choice(self.planned.plan))
+        start = Candidate(self.planned.plan.fusion_mb, ALLREDUCE if self.planned.prefers_allreduce else AUTO)
+        if self._known is not None:
+            logger.info("ddp_crossover: %s, from %s", self._known, self._settings.tuned_file)
+            return self._choice(self._known)
+        if not self._settings.tune:
+            return self._choice(start)
+        self._tuner = Tuner(start, model_bytes=self._model_bytes, low_mb=max(0.25, self._lowest_mb()))
+        self.stage = Stage.TUNING
+        self._begin_trial()
+        return self._choice(self._tuner.candidate)
+
+    def _begin_trial(self) -> None:
+        self._step_marks = [self._stopwatch.mark()]
+        self._disturbances = self._turns.disturbances
+
+    def _end_trial(self) -> Choice | None:
+        assert self._tuner is not None
+        times_s = self._stopwatch.seconds(self._step_marks, waits=True)
+        steps_s = [later - earlier for earlier, later in itertools.pairwise(times_s)]
+        # Ranks wait for each other, so that a step takes as long as on the slowest.
+        mine = {"steps_s": steps_s, "disturbed": self._turns.disturbances > self._disturbances}
+        answers = self._exchange(mine)
+        if self._repeats_left and any(answer["disturbed"] for answer in answers):
+            # Steps have taken as long as another job's turns.
+            self._repeats_left -= 1
+            self._begin_trial()
+            return None
+        slowest_s = [max(on_ranks) for on_ranks in zip(*(answer["steps_s"] for answer in answers), strict=True)]
+        before = self._tuner.candidate
+        for step_s in slowest_s:
+            self._tuner.observe(step_s)
+        self._begin_trial()
+        if self._link.rank == 0:
+            logger.info("ddp_crossover: %s", self._tuner.progress())
+        if self._tuner.result is not None:
+            self._settle(self._tuner.result)
+        return self._choice(self._tuner.candidate) if self._tuner.candidate != before else None
+
+    def _settle(self, result: TuningResult) -> None:
+        self.stage = Stage.SETTLED
+        self.result = result
+        self._step_marks = []
+        if self._link.rank == 0:
+            logger.info("ddp_crossover: %s", result.describe())
+            self._save_tuned(result)
+
+    def _save_tuned(self, result: TuningResult) -> None:
+        """What cannot be kept costs the next run its trials, and this one nothing."""
+        if self._settings.tuned_file is None:
+            return
+        key, model = self._tuned_key
+        try:
+            save_tuned(self._settings.tuned_file, key, model, result)
+        except (TunedFileError, OSError) as error:
+            logger.warning("ddp_crossover: what was tuned could not be kept: %s", error)
+
+    def load_tuned(self) -> None:
+        """Look into the tuned file, on rank 0 for all. Call it early, where an error is cheap.
+
+        Raises:
+            TunedFileError: on every rank, if rank 0 cannot use the file.
+        """
+        if self._settings.tuned_file is None:
+            return
+        mine: dict[str, Any] = {}
+        if self._link.rank == 0:
+            try:
+                if (best := load_tuned(self._settings.tuned_file, self._tuned_key[0])) is not None:
+                    mine["found"] = [best.fusion_mb, best.schedule]
+            except (TunedFileError, OSError) as error:
+                mine["error"] = str(error)
+        answer = self._exchange(mine)[0]
+        if "error" in answer:
+            raise TunedFileError(answer["error"])
+        self._known = Candidate(*answer["found"]) if "found" in answer else None
+
+    # Plans.
+
+    def _choice(self, candidate: Candidate) -> Choice:
+        assert self.compute is not None
+        if candidate.schedule == ALLREDUCE:
+            return self._checked(Choice(self._cut(candidate.fusion_mb, "auto"), is_plain=True))
+        return self._checked(Choice(self._plan(self.compute, [candidate.fusion_mb]).plan))
+
+    def _plan(self, compute: ComputeProfile, sizes_mb: Sequence[float] | None) -> PlannedStep:
+        assert self.link_model is not None
+        return choose_plan(
+            self.specs,
+            self._orders.arrival,
+            self._orders.use_rank,
+            compute,
+            self.link_model,
+            world_size=self._link.world_size,
+            fused_all_reduce=self._link.has_fused_all_reduce,
+            candidates_mb=CANDIDATES_MB if sizes_mb is None else sizes_mb,
+        )
+
+    def _cut(self, fusion_mb: float, schedule: str) -> FusionPlan:
+        orders = self._orders
+        world_size = self._link.world_size
+        plan = plan_fusion(self.specs, orders.arrival, orders.use_rank, world_size=world_size, fusion_mb=fusion_mb)
+        return replace(plan, schedule=schedule)
+
+    def _first_mb(self) -> float:
+        if self._settings.fusion_mb is not None:
+            return self._settings.fusion_mb
+        low_mb, high_mb = _FIRST_MB
+        return max(min(self._model_bytes / MB / _FIRST_GROUPS, high_mb), low_mb, self._lowest_mb())
+
+    def _lowest_mb(self) -> float:
+        """Half of the messages that can be told apart: a gradient of its own dtype may need one more group."""
+        return max(2 * self._model_bytes / MB / MAX_GROUPS, 2**-10)
+
+    def _checked(self, choice: Choice) -> Choice:
+        groups = len(choice.plan.groups)
+        if groups >= MAX_GROUPS:
+            raise ValueError(
+                f"fusion_mb={choice.plan.fusion_mb:g} makes {groups} fusion groups, more than {MAX_GROUPS - 1}: "
+                "set a larger fusion_mb"
+            )
+        agreed = {"plain": choice.is_plain, "digest": choice.plan.digest()}
+        require_equal("fusion plan", agreed, self._link.process_group, self._device)
+        return choice
+
+    def _exchange(self, value: Any) -> list[Any]:
+        return all_gather_json(value, self._link.process_group, self._device)
+
+
+def _gradient_spec(name: str, parameter: torch.nn.Parameter, wire_dtype: torch.dtype | None) -> GradientSpec:
+    dtype = travels_as(parameter.dtype, wire_dtype)
+    as_what = "" if dtype is parameter.dtype else f" as {dtype}"
+    arena = f"{parameter.dtype}{as_what} on {parameter.device.type}".replace("torch.", "")
+    return GradientSpec(name, parameter.numel(), dtype.itemsize, arena)

@@ -1,0 +1,217 @@
+"""The online tuner: tries group sizes on real training steps and keeps the fastest.
+
+Pure: step times in, candidates out; no clock, no torch.distributed. A deterministic state machine, so ranks that are
+fed the same times (agree on them first, for example on the slowest rank's) switch together without another word.
+
+What to try next depends on nothing but what has been measured, so a conclusion that a later trial overturns is simply
+drawn anew. In this order:
+
+1. The start, which is the model's best, and plain all-reduce.
+2. The incumbent's neighbours on the log2 grid. When one is faster it is the incumbent, so this walks downhill.
+3. A golden section of the way to a measured neighbour, when the curve is known to rise on a side at least.
+4. The winner and plain all-reduce again, if they were measured only once: the lowest of several noisy times is too low
+   on average, and the choice between these two should not hang on how the machine was at the start. When trials run
+   out, these two come before 2 and 3.
+
+How near it comes, simulated on 80 curves of each kind, from starts within two octaves of the best. Without noise it
+ends within 3%, but for one that ended at 3.1%. With 3% of noise in every step and a drift of up to 15%, 99% of smooth
+curves do (worst 4.4%), and 94% of those with a kink at the best (worst 7.6%). After a sudden jump of 10%, 96% and 69%
+(worst 9.0%).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ddp_crossover.fusion import MB
+from ddp_crossover.planning.trials import ALLREDUCE, AUTO, Candidate, Trial, TrialLog
+
+# The first step after a switch runs without the old plan's gather legs and with new buffers. A median of five
+# bears two more steps that are out of the ordinary.
+WARMUP_STEPS = 1
+MEASURED_STEPS = 5
+TRIAL_STEPS = WARMUP_STEPS + MEASURED_STEPS
+
+GOLDEN = (3 - math.sqrt(5)) / 2
+# The largest group size to try.
+HIGH_MB = 64.0
+# Sizes nearer to each other than this, in octaves, are not worth a trial between them.
+MIN_GAP = 0.45
+
+
+@dataclass(frozen=True)
+class TuningResult:
+    """What the tuner found.
+
+    Attributes:
+        best: what to train with from now on.
+        best_s: its step time in seconds, as the machine was at the end (see :class:`TrialLog`).
+        fastest: the fastest ``"auto"`` candidate; ``best``, unless that is plain all-reduce.
+        fastest_s: its step time, likewise.
+        plain_s: the step time of plain all-reduce, likewise.
+        trials: all trials in the order in which they ran, as measured.
+        steps: training steps used, warm-up included.
+        reason: why it stopped.
+    """
+
+    best: Candidate
+    best_s: float
+    fastest: Candidate
+    fastest_s: float
+    plain_s: float
+    trials: tuple[Trial, ...]
+    steps: int
+    reason: str
+
+    def describe(self) -> str:
+        """One line for logs."""
+        if self.best.schedule == ALLREDUCE:
+            found = f"plain all-reduce, {_ms(self.plain_s)} a step ({self.fastest} groups {_ms(self.fastest_s)})"
+        else:
+            found = f"{self.best} groups, {_ms(self.best_s)} a step (plain all-reduce {_ms(self.plain_s)})"
+        return f"tuned in {len(self.trials)} trials, {self.steps} steps: {found}; stopped because {self.reason}"
+
+
+class Tuner:
+    """Proposes candidates, is fed step times, ends with a :class:`TuningResult`.
+
+    Args:
+        start: what to begin with: the model's best. With ``schedule="allreduce"`` plain all-reduce goes first and its
+            ``fusion_mb`` is where the search for a better size begins.
+        model_bytes: bytes of all gradients; groups are never larger.
+        max_trials: at most so many trials of 6 training steps, repeats included; two at least.
+        low_mb: smallest group size to try, in MiB.
+
+    Attributes:
+        candidate: what the next step must run under.
+        result: what was found, or None while it runs.
+
+    Example::
+
+        tuner = Tuner(Candidate(8.0), model_bytes=100 * MB)
+        switch_to(tuner.candidate)
+        while tuner.result is None:
+            step_s = train_one_step()
+            if (candidate := tuner.observe(step_s)) is not None:
+                switch_to(candidate)
+    """
+
+    def __init__(
+        self,
+        start: Candidate,
+        *,
+        model_bytes: int,
+        max_trials: int = 10,
+        low_mb: float = 0.25,
+    ) -> None:
+        self._high_mb = min(HIGH_MB, model_bytes / MB)
+        self._low_mb = min(low_mb, self._high_mb)
+        self._max_trials = max_trials
+        auto = self._at(math.log2(start.fusion_mb))
+        plain = Candidate(auto.fusion_mb, ALLREDUCE)
+        self._first = [plain, auto] if start.schedule == ALLREDUCE else [auto, plain]
+        self._log = TrialLog()
+        self._steps_s: list[float] = []
+        self.candidate = self._first[0]
+        self.result: TuningResult | None = None
+
+    def observe(self, step_s: float) -> Candidate | None:
+        """Take the time of one training step, in seconds, that ran under ``candidate``.
+
+        Returns the candidate to switch to before the next step, or None to stay. Once there is a result, times
+        change nothing.
+        """
+        if self.result is not None:
+            return None
+        self._steps_s.append(step_s)
+        if len(self._steps_s) < TRIAL_STEPS:
+            return None
+        self._log.trials.append(Trial(self.candidate, tuple(self._steps_s[WARMUP_STEPS:])))
+        previous = self.candidate
+        choice = self._next()
+        if isinstance(choice, str):
+            self.result = self._conclude(choice)
+            choice = self.result.best
+        self.candidate = choice
+        # A candidate that is tried twice in a row is warm, but its trial is as long as any other: simpler to count.
+        self._steps_s = []
+        return choice if choice != previous else None
+
+    def progress(self) -> str:
+        """One line for logs: which trial runs, and what is best so far."""
+        if self.result is not None:
+            return self.result.describe()
+        measured = self._steps_s[WARMUP_STEPS:]
+        now = _ms(Trial(self.candidate, tuple(measured)).median_s) if measured else "warming up"
+        line = f"tuning {len(self._log.trials) + 1}/{self._max_trials}: {self.candidate}: {now}"
+        if len(self._log.trials) < len(self._first):
+            return line
+        best = self._log.winner()
+        return f"{line}, best {_ms(self._log.time_s(best))} at {best}"
+
+    def _conclude(self, reason: str) -> TuningResult:
+        best, fastest = self._log.winner(), self._log.fastest()
+        trials = tuple(self._log.trials)
+        return TuningResult(
+            best=best,
+            best_s=self._log.time_s(best),
+            fastest=fastest,
+            fastest_s=self._log.time_s(fastest),
+            plain_s=self._log.time_s(self._log.candidates(ALLREDUCE)[0]),
+            trials=trials,
+            steps=len(trials) * TRIAL_STEPS,
+            reason=reason,
+        )
+
+    def _next(self) -> Candidate | str:
+        """What to try next, or why to stop."""
+        trials = len(self._log.trials)
+        if trials == self._max_trials:
+            return f"the budget of {self._max_trials} trials is spent"
+        for candidate in self._first:
+            if not self._log.count(candidate):
+                return candidate
+        winner, fastest = self._log.winner(), self._log.fastest()
+        plain = self._log.candidates(ALLREDUCE)[0]
+        unconfirmed = [c for c in dict.fromkeys((winner, plain)) if self._log.count(c) == 1]
+        if unconfirmed and self._max_trials - trials <= len(unconfirmed):
+            return unconfirmed[0]
+        probe = self._neighbour(fastest) or self._between(fastest)
+        return probe or (unconfirmed[0] if unconfirmed else f"no neighbour of {fastest} was faster")
+
+    def _neighbour(self, best: Candidate) -> Candidate | None:
+        """One octave away, on a side where nothing has been tried."""
+        for side in (-1, 1):
+            probe = self._at(_octave(best) + side)
+            if not self._beside(best, side) and abs(_octave(probe) - _octave(best)) >= MIN_GAP:
+                return probe
+        return None
+
+    def _between(self, best: Candidate) -> Candidate | None:
+        """A golden section of the way to the faster neighbour, unless the curve is flat on all sides."""
+        ends = [beside[0] for side in (-1, 1) if (beside := self._beside(best, side))]
+        if not any(self._log.faster(best, end) for end in ends):
+            return None
+        for end in sorted(ends, key=self._log.time_s):
+            gap = _octave(end) - _octave(best)
+            if abs(gap) >= MIN_GAP:
+                return self._at(_octave(best) + GOLDEN * gap)
+        return None
+
+    def _beside(self, best: Candidate, side: int) -> list[Candidate]:
+        """What was tried on this side of ``best`` (-1 is smaller), the nearest first."""
+        found = [c for c in self._log.candidates(AUTO) if (_octave(c) - _octave(best)) * side > 0]
+        return sorted(found, key=lambda c: abs(_octave(c) - _octave(best)))
+
+    def _at(self, octave: float) -> Candidate:
+        """The candidate of this size, within bounds, with three digits: more would only be hard to read."""
+        return Candidate(min(max(float(f"{2**octave:.3g}"), self._low_mb), self._high_mb))
+
+
+def _octave(candidate: Candidate) -> float:
+    return math.log2(candidate.fusion_mb)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{1e3 * seconds:.0f} ms"
