@@ -8,7 +8,7 @@ Example::
 """
 
 from ddp_crossover.collectives.agreement import DisagreementError
-from ddp_crossover.collectives.link import LegError
+from ddp_crossover.collectives.leg import LegError
 from ddp_crossover.comm_hook import DearState, attach, dear_hook
 from ddp_crossover.ddp_timer import DdpTimer
 from ddp_crossover.fusion import FusionPlan

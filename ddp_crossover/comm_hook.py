@@ -20,7 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_crossover.collectives.arenas import make_arenas
-from ddp_crossover.collectives.link import LegError, Link, make_link
+from ddp_crossover.collectives.leg import LegError
+from ddp_crossover.collectives.link import Link
+from ddp_crossover.collectives.make_link import make_link
 from ddp_crossover.ddp.forks import watch_forks
 from ddp_crossover.ddp.reducer import Reducer, let_gradients_arrive_early
 from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers, refuse_options, why_plain_all_reduce

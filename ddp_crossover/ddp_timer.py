@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_crossover.collectives.link import all_reduce_sum, stream_for_all_reduces
+from ddp_crossover.collectives.all_reduce import all_reduce_sum, stream_for_all_reduces
 from ddp_crossover.torch_internals import GradBucket, call_after_backward
 from ddp_crossover.tracing.clock import CommClock
 from ddp_crossover.tracing.recording import recording

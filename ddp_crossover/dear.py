@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.profiler import record_function
 
-from ddp_crossover.collectives.link import Link, Meanwhile, StreamOrder
+from ddp_crossover.collectives.leg import Meanwhile
+from ddp_crossover.collectives.link import Link
+from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.collectives.wire import scale_into, travels_as
 from ddp_crossover.ddp.bucket_layout import gradient_stride, same_objects
 from ddp_crossover.ddp.staging import Staging, plan_staging

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_crossover.collectives.link import StreamOrder
 from ddp_crossover.collectives.nccl_link import NcclLink, _NcclLeg
+from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.planning.compute_profiler import ComputeProfiler, Stopwatch
 from ddp_crossover.tracing.clock import CommClock
 from ddp_crossover.tracing.trace import Trace

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
 from ddp_crossover.collectives import nccl_link
-from ddp_crossover.collectives.link import StreamOrder
+from ddp_crossover.collectives.stream_order import StreamOrder
 from gpu.training import Job, Recipe
 
 ADAMW = {"lr": 0.01}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_crossover.collectives.link import Leg, Meanwhile, ScatterLeg, slice_bounds
+from ddp_crossover.collectives.leg import Leg, Meanwhile, ScatterLeg, slice_bounds
 from ddp_crossover.tracing.clock import LegTimes
 
 if TYPE_CHECKING:

@@ -30,7 +30,8 @@ from torch.profiler import record_function
 
 from ddp_crossover.collectives.gloo_legs import GlooGatherLeg, GlooLeg, GlooScatterLeg, Latch
 from ddp_crossover.collectives.gloo_posting import Pace, PostQueue
-from ddp_crossover.collectives.link import MAX_GROUPS, LegError, Link, ScatterLeg
+from ddp_crossover.collectives.leg import LegError, ScatterLeg
+from ddp_crossover.collectives.link import MAX_GROUPS, Link
 from ddp_crossover.collectives.rank_order_sum import ScratchPool, add_in_rank_order
 from ddp_crossover.collectives.socket_backlog import SocketBacklog
 from ddp_crossover.collectives.waiters import Waiters

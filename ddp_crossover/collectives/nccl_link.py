@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from ddp_crossover.collectives.link import Leg, Link, Meanwhile, ScatterLeg, all_reduce_sum, release, slice_bounds
+from ddp_crossover.collectives.all_reduce import all_reduce_sum
+from ddp_crossover.collectives.leg import Leg, Meanwhile, ScatterLeg, slice_bounds
+from ddp_crossover.collectives.link import Link, release
 from ddp_crossover.tracing.clock import CommClock
 
 # torch 2.13 renamed both; the old names warn there.

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_crossover.collectives.all_reduce import all_reduce_sum
 from ddp_crossover.collectives.gloo_legs import GlooGatherLeg, GlooScatterLeg
 from ddp_crossover.collectives.gloo_link import GlooLink
-from ddp_crossover.collectives.link import Meanwhile, ScatterLeg, all_reduce_sum
+from ddp_crossover.collectives.leg import Meanwhile, ScatterLeg
 from ddp_crossover.collectives.socket_backlog import SocketBacklog
 
 

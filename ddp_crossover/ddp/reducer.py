@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_crossover.collectives.link import Link, all_reduce_sum, wait_for_futures
+from ddp_crossover.collectives.all_reduce import all_reduce_sum, wait_for_futures
+from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.wire import scale_into, travels_as
 from ddp_crossover.ddp.bucket_layout import LayoutRecorder
 from ddp_crossover.ddp.forwards import CompiledCode, ForwardWatch

@@ -11,7 +11,7 @@ import time
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
-from ddp_crossover.collectives.link import Meanwhile
+from ddp_crossover.collectives.leg import Meanwhile
 from ddp_crossover.gpu_sharing.gap_policy import MIN_GAIN, ExpectedWaits, Gain
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.stats import FallbackLog, LeaseUse

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from ddp_crossover.collectives.link import LegError
+from ddp_crossover.collectives.leg import LegError
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.optim.lazy_state import make_state_lazy, make_state_plain
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate, optimizer_parameters

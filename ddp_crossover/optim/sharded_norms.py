@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_crossover.collectives.link import slice_bounds
+from ddp_crossover.collectives.leg import slice_bounds
 from ddp_crossover.dear import Pipeline
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.slots import GroupInFlight, Slot

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_crossover.collectives.link import Leg, ScatterLeg
+from ddp_crossover.collectives.leg import Leg, ScatterLeg
 from ddp_crossover.fusion import FusionGroup
 from ddp_crossover.parameters.pending_gradient import PendingGradPool
 

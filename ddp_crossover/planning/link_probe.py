@@ -6,7 +6,8 @@ import time
 
 import torch
 
-from ddp_crossover.collectives.link import Link, ScatterLeg
+from ddp_crossover.collectives.leg import ScatterLeg
+from ddp_crossover.collectives.link import Link
 from ddp_crossover.planning.cost_model import LinkModel
 
 _SMALL_BYTES = 16 * 2**10

@@ -1,0 +1,74 @@
+"""The link that fits a device type and a backend."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from ddp_crossover.collectives.all_reduce import backend_for
+from ddp_crossover.collectives.gloo_link import GlooLink
+from ddp_crossover.collectives.link import Link
+from ddp_crossover.collectives.nccl_link import NcclLink
+from ddp_crossover.collectives.socket_backlog import SocketBacklog, connected_tcp_sockets
+from ddp_crossover.collectives.staged_gloo_link import StagedGlooLink
+
+
+def make_link(
+    process_group: dist.ProcessGroup,
+    device: torch.device,
+    timeout: timedelta,
+    own_group: dist.ProcessGroup | None = None,
+    *,
+    sums_in_fp32: bool = False,
+) -> Link:
+    """The link for a device type and backend, on a process group of its own over the same ranks.
+
+    Args:
+        process_group: whose ranks and backend to use.
+        device: where the gradients are.
+        timeout: after which a leg fails.
+        own_group: the group of its own; a new one by default.
+        sums_in_fp32: see :class:`Link`.
+
+    Raises:
+        ValueError: if the backend is neither gloo nor NCCL, or ``own_group`` has other ranks.
+    """
+    backend = backend_for(process_group, device)
+    links = {("gloo", "cpu"): GlooLink, ("gloo", "cuda"): StagedGlooLink, ("nccl", "cuda"): NcclLink}
+    link = links.get((backend, device.type))
+    if link is None:
+        raise ValueError(
+            f"dear_hook runs on gloo (CPU or CUDA parameters) and NCCL (CUDA parameters), but the process group "
+            f"uses {backend!r} for parameters on {device}; call init_process_group with one of these backends"
+        )
+    ranks = dist.get_process_group_ranks(process_group)
+    if own_group is not None and (others := dist.get_process_group_ranks(own_group)) != ranks:
+        raise ValueError(
+            f"process_group has the ranks {others}, but the model is replicated over {ranks}: "
+            "make it over the same ranks, or leave it out"
+        )
+
+    def new_group(purpose: str) -> dist.ProcessGroup:
+        group = dist.new_group(
+            ranks=ranks,
+            timeout=timeout,
+            backend=backend,
+            # Ranks outside of it know nothing of a subgroup's model, and do not call this.
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+            group_desc=f"ddp_crossover {purpose}",
+        )
+        return cast(dist.ProcessGroup, group)  # a member: every rank of it calls this
+
+    before = connected_tcp_sockets()
+    process_group = own_group if own_group is not None else new_group("legs")
+    if link is NcclLink:
+        made: Link = NcclLink(process_group, device, small_group=new_group("norms"))
+    else:
+        # Which sockets a given group has is not known: then gather legs leave as soon as they are ready.
+        made = link(process_group, device, SocketBacklog(connected_tcp_sockets() - before))
+    made.owns_process_group = own_group is None
+    made.sums_in_fp32 = sums_in_fp32
+    return made
