@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_crossover.collectives.arenas import make_arenas
 from ddp_crossover.collectives.leg import LegError
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.make_link import make_link
@@ -27,9 +26,10 @@ from ddp_crossover.ddp.forks import watch_forks
 from ddp_crossover.ddp.reducer import Reducer, let_gradients_arrive_early
 from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers, refuse_options, why_plain_all_reduce
 from ddp_crossover.ddp.same_setup import require_same_setup
+from ddp_crossover.ddp.turn_points import TurnPoints
 from ddp_crossover.dear import Phase
 from ddp_crossover.fusion import FusionPlan
-from ddp_crossover.gpu_sharing.turn_points import TurnPoints
+from ddp_crossover.fusion_buffers.arenas import make_arenas
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.optim import sharded_norms as shards

@@ -26,9 +26,8 @@ from ddp_crossover.collectives.leg import Meanwhile
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.collectives.wire import scale_into, travels_as
-from ddp_crossover.ddp.bucket_layout import gradient_stride, same_objects
-from ddp_crossover.ddp.staging import Staging, plan_staging
 from ddp_crossover.fusion import FusionGroup, FusionPlan, gathers_behind_scatters, order_of_use
+from ddp_crossover.fusion_buffers.staging import Staging, gradient_stride, plan_staging, same_objects
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.pending_gradient import PendingGrad

@@ -5,16 +5,32 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_crossover.collectives.leg import Leg, Meanwhile, ScatterLeg, slice_bounds
-from ddp_crossover.tracing.clock import LegTimes
+from ddp_crossover.tracing.clock import CommClock, LegTimes
 
-if TYPE_CHECKING:
-    from ddp_crossover.collectives.gloo_link import GlooLink
+
+class LegOwner(Protocol):
+    """The link, as far as its legs know it."""
+
+    clock: CommClock
+    rank: int
+    world_size: int
+    iteration: int
+    gave_up: bool
+
+    def is_this_thread(self) -> bool:
+        """Whether the caller is one of the threads that legs need to get on."""
+
+    def describe(self, label: str, error: BaseException) -> BaseException:
+        """The error of a leg, in words for users."""
+
+    def leg_is_over(self, leg: GlooLeg) -> None:
+        """The leg has ended, well or not."""
 
 
 class Latch:
@@ -49,7 +65,7 @@ class GlooLeg(Leg):
     is_gather = False
     times: LegTimes
 
-    def __init__(self, link: GlooLink, label: str) -> None:
+    def __init__(self, link: LegOwner, label: str) -> None:
         self.label = label
         self._link = link
         self._done = Latch()
@@ -89,7 +105,7 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
 
     expected = False
 
-    def __init__(self, link: GlooLink, group: int, buffer: Tensor) -> None:
+    def __init__(self, link: LegOwner, group: int, buffer: Tensor) -> None:
         super().__init__(link, f"scatter leg of fusion group {group}")
         self.group = group
         self.buffer = buffer
@@ -122,7 +138,7 @@ class GlooGatherLeg(GlooLeg):
     is_gather = True
 
     def __init__(
-        self, link: GlooLink, scatter: GlooScatterLeg, urgency: int | None = None, *, paced: bool = True
+        self, link: LegOwner, scatter: GlooScatterLeg, urgency: int | None = None, *, paced: bool = True
     ) -> None:
         super().__init__(link, f"gather leg of fusion group {scatter.group}")
         self.scatter = scatter

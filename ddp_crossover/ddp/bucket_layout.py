@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 _Layout = dict[int, tuple[int, ...]]  # bucket index -> parameters, in bucket order
@@ -72,21 +71,3 @@ class LayoutRecorder:
     def arrival_order(self) -> list[int]:
         """Parameters in the order in which their gradients arrive."""
         return [parameter for index in sorted(self._last) for parameter in self._last[index]]
-
-
-def gradient_stride(parameter: Tensor) -> tuple[int, ...]:
-    """Stride of ``parameter.grad``: that of a dense parameter, else contiguous (DDP's ``Bucket.bucket_views_in``).
-
-    ``GradBucket.gradients()`` does not tell: it shows every gradient as if it were contiguous.
-    """
-    numel = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size > 1 and stride != numel:
-            return torch.empty(parameter.shape, device="meta").stride()
-        numel *= size
-    return parameter.stride()
-
-
-def same_objects(left: Sequence[object], right: Sequence[object]) -> bool:
-    """Whether two sequences hold the very same objects."""
-    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))

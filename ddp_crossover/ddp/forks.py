@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ddp_crossover.comm_hook import DearState
+from typing import Protocol
 
 
-_watched: weakref.WeakSet[DearState] = weakref.WeakSet()
-_forking: list[DearState] = []
+class Forked(Protocol):
+    """What is told of forks: a ``DearState``."""
+
+    def before_fork(self) -> None: ...
+
+    def after_fork_in_parent(self) -> None: ...
+
+    def after_fork_in_child(self) -> None: ...
+
+
+_watched: weakref.WeakSet[Forked] = weakref.WeakSet()
+_forking: list[Forked] = []
 _is_registered = False
 
 
-def watch_forks(one: DearState) -> None:
+def watch_forks(one: Forked) -> None:
     """Call its methods at each ``os.fork()`` of this process, as long as it lives."""
     global _is_registered
     if not _is_registered:  # there is no way to take it back

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ddp_crossover.collectives.leg import Meanwhile
 from ddp_crossover.gpu_sharing.gap_policy import MIN_GAIN, ExpectedWaits, Gain
@@ -17,12 +17,16 @@ from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.stats import FallbackLog, LeaseUse
 from ddp_crossover.tracing.clock import CommClock
 
-if TYPE_CHECKING:
-    from ddp_crossover.planning.compute_profiler import ComputeProfiler
-
 # What a job that comes in the middle of a wait has to wait for at most; each look costs about 10 us of an idle core.
 _LOOK_S = 1e-3
 _CONNECT_S = 1.0
+
+
+class ComputeTimes(Protocol):
+    """What measures compute times: a ``ComputeProfiler``."""
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Compute waits for communication within."""
 
 
 class Turns:
@@ -41,7 +45,7 @@ class Turns:
     def __init__(self, lease: GpuLease | None, clock: CommClock, fallbacks: FallbackLog) -> None:
         if lease is not None and not isinstance(lease, GpuLease):
             raise TypeError(f"lease must be a ddp_crossover.GpuLease, got {type(lease).__name__}")
-        self.profiler: ComputeProfiler | None = None
+        self.profiler: ComputeTimes | None = None
         self.disturbances = 0
         self._lease = lease
         self._clock = clock

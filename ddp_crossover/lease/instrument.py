@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,27 @@ from torch.optim import Optimizer
 from ..torch_internals import call_after_backward, has_hooks, is_compiled_in_place, is_in_backward, tensors_in
 from .run_ahead import RunAhead
 
-if TYPE_CHECKING:
-    from .client import GpuLease
+
+class Holder(Protocol):
+    """The lease, as far as the hooks know it."""
+
+    @property
+    def undisturbed(self) -> bool: ...
+
+    @property
+    def holding(self) -> bool: ...
+
+    @property
+    def asked_to_yield(self) -> bool: ...
+
+    @property
+    def pressed(self) -> bool: ...
+
+    def acquire(self) -> bool: ...
+
+    def yield_turn(self) -> bool: ...
+
+    def release(self) -> None: ...
 
 
 class Instrument:
@@ -34,7 +53,7 @@ class Instrument:
 
     def __init__(
         self,
-        lease: GpuLease,
+        lease: Holder,
         model: nn.Module,
         optimizer: Optimizer | None,
         quantum_s: float,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ddp_crossover.parameters.slots import GroupInFlight, Slot
@@ -64,3 +65,21 @@ def plan_staging(
             counts[group] = counts.get(group, 0) + 1
     arrivals = sorted(counts.items(), key=lambda item: item[0].spec.index)
     return Staging(parameters, copies, slots, arrivals)
+
+
+def gradient_stride(parameter: Tensor) -> tuple[int, ...]:
+    """Stride of ``parameter.grad``: that of a dense parameter, else contiguous (DDP's ``Bucket.bucket_views_in``).
+
+    ``GradBucket.gradients()`` does not tell: it shows every gradient as if it were contiguous.
+    """
+    numel = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size > 1 and stride != numel:
+            return torch.empty(parameter.shape, device="meta").stride()
+        numel *= size
+    return parameter.stride()
+
+
+def same_objects(left: Sequence[object], right: Sequence[object]) -> bool:
+    """Whether two sequences hold the very same objects."""
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))

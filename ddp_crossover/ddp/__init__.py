@@ -1,0 +1,1 @@
+"""What belongs to DistributedDataParallel: its buckets, its forward, what it refuses, and what ranks have in common."""

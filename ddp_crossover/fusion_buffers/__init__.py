@@ -1,0 +1,1 @@
+"""The memory in which gradients travel, and how they get into it."""

@@ -1,0 +1,1 @@
+"""Optimizers: which updates can wait, and how they are made later."""

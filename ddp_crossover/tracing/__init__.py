@@ -1,0 +1,1 @@
+"""When things happened: clocks, spans, traces, pictures."""
