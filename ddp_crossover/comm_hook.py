@@ -2,7 +2,7 @@
 
 DDP calls :func:`dear_hook` once for every gradient bucket. The first backward passes are plain all-reduces, until DDP's
 buckets have settled and forwards have shown in which order parameters are used. Then rank 0's plan is shared, and
-the pipeline (``dear``) takes over; ``reducer`` has the details.
+the pipeline (``dear``) takes over; ``ddp.reducer`` has the details.
 """
 # No `from __future__ import annotations` here: DDP checks the annotations of hooks, and wants types.
 

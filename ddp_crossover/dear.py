@@ -2,7 +2,7 @@
 
 A pipeline owns the fusion buffers of one plan and follows each gradient from DDP's bucket to the optimizer update:
 staged, scattered, gathered, delivered to whoever reads ``.grad``, applied. It decides which leg is launched when and
-who waits. It knows nothing of DDP's hook contract (``comm_hook``) or of how an update is computed (``updates``).
+who waits. It knows nothing of DDP's hook contract (``comm_hook``) or of how an update is computed (``optim``).
 
 Source: DeAR, arXiv 2302.12445, section III. Unlike there, gather legs carry gradients, not parameters, so they need no
 optimizer and may start before ``step()``.

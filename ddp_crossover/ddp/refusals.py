@@ -86,7 +86,7 @@ def _refuse_parameters(ddp: DistributedDataParallel) -> None:
 
 
 def refuse_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[object]) -> None:
-    """Raise unless every optimizer is one that can be driven by ``updates``."""
+    """Raise unless every optimizer is one that can be driven by ``deferred_updates``."""
     if not optimizers:
         raise ValueError("dear_hook needs the optimizer (or a list of them) of the model, got none")
     managed = {id(parameter) for _, parameter in managed_parameters(ddp)}

@@ -125,7 +125,7 @@ class _Clone:
         return [parameter.grad.clone() for parameter in self.parameters if parameter.grad is not None]
 
     def step_one_by_one(self) -> Any:
-        """As ``updates`` does it: a step without parameters, then one step per parameter."""
+        """As ``deferred_updates`` does it: a step without parameters, then one step per parameter."""
         gradients = {parameter: parameter.grad for parameter in self.parameters}
         snapshots: list[OptimizerSnapshot] = []
         stand_in = StandIn(self.optimizer, lambda _: False)

@@ -1,6 +1,6 @@
 """What a step costs: the link's time per leg, and the compute times of one model.
 
-Pure numbers, measured elsewhere. :mod:`ddp_crossover.planning.schedule_simulator` turns them into the time of a step.
+Pure numbers, measured elsewhere. ``schedule_simulator`` turns them into the time of a step.
 """
 
 from __future__ import annotations
