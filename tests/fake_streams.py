@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-# The last one only to have been imported: it builds on `GlooLink`, which is another class within `fake_gpu`.
 from ddp_crossover import ddp_timer, dear
-from ddp_crossover.collectives import gloo_link, nccl_link, staged_gloo_link  # noqa: F401
+from ddp_crossover.collectives import make_link, nccl_link
 from ddp_crossover.ddp import reducer
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.torch_internals import call_after_backward
@@ -249,7 +248,7 @@ def fake_gpu(*, gather_writes: bool = True, ddp_waits: bool = True) -> Iterator[
         (FakeFuture, "gpu", gpu),
         (torch.futures, "Future", FakeFuture),
         (torch.Tensor, "record_stream", record_stream),
-        (gloo_link, "GlooLink", nccl_link.NcclLink),
+        (make_link, "GlooLink", nccl_link.NcclLink),
         (nccl_link, "_reduce_scatter", scatter),
         (nccl_link, "_all_gather", gather),
         (dist, "all_reduce", reduce),
