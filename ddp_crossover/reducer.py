@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_crossover.collectives import Link, all_reduce_sum, wait_for_futures
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.forwards import CompiledCode, ForwardWatch
+from ddp_crossover.kept_gradients import KeptGradients
 from ddp_crossover.layouts import LayoutRecorder
 from ddp_crossover.lazy_params import LazyParam, LazyParams, StaleParameterError, StaleReadGuard
 from ddp_crossover.looks import Looks
@@ -99,6 +100,7 @@ class Reducer:
         self.steps = StepLog()
         self._params = params
         self._looks = looks
+        self._kept = KeptGradients()
         self._layouts = LayoutRecorder([parameter for _, parameter in named])
         self._use_order = UseOrder(len(named))
         self._guard = StaleReadGuard(params, self._stale_read)
@@ -323,6 +325,7 @@ class Reducer:
             self._named,
             self._link,
             self._turns,
+            self._kept,
             lock=self._params.lock,
             memory=before.release() if before is not None else self._memory,
             wire_dtype=self._wire_dtype,
