@@ -55,6 +55,7 @@ class Pipeline:
         parameters: named parameters, in the plan's numbering.
         link: runs the legs.
         turns: told of waits, so that another job may compute meanwhile.
+        kept: finds gradients whose memory a script keeps.
         lock: held while gradients are delivered and updates applied, from any thread.
         memory: arenas of the plan before, used again where they are large enough.
         wire_dtype: what wider gradients are cast to in the fusion buffers; None for their own dtype everywhere.
@@ -69,6 +70,7 @@ class Pipeline:
         parameters: Sequence[tuple[str, Parameter]],
         link: Link,
         turns: Turns,
+        kept: KeptGradients,
         *,
         lock: threading.RLock | None = None,
         memory: Mapping[str, Tensor] = MappingProxyType({}),
@@ -90,7 +92,7 @@ class Pipeline:
         self.apply_updates: Callable[[list[Slot]], None] = _no_updates
         self.on_gradient_read: Callable[[Slot], None] = _nobody_minds
         self._is_retiring = False
-        self._kept = KeptGradients()
+        self._kept = kept
         self._thread = 0
         self._gathers_early = plan.schedule == "auto"
         self._urgency = {group: place for place, group in enumerate(plan.use_order)}

@@ -25,6 +25,7 @@ from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
 from ddp_crossover.parameters.early_reads import Looks
+from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError, StaleReadGuard
 from ddp_crossover.planning.session import Choice, Orders, Planning
 from ddp_crossover.stats import FallbackLog, StepLog
@@ -100,6 +101,7 @@ class Reducer:
         self.steps = StepLog()
         self._params = params
         self._looks = looks
+        self._kept = KeptGradients()
         self._layouts = LayoutRecorder([parameter for _, parameter in named])
         self._use_order = UseOrder(len(named))
         self._guard = StaleReadGuard(params, self._stale_read)
@@ -324,6 +326,7 @@ class Reducer:
             self._named,
             self._link,
             self._turns,
+            self._kept,
             lock=self._params.lock,
             memory=before.release() if before is not None else self._memory,
             wire_dtype=self._wire_dtype,

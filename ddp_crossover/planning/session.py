@@ -256,7 +256,8 @@ class Planning:
         try:
             save_tuned(self._settings.tuned_file, key, model, result)
         except (TunedFileError, OSError) as error:
-            logger.warning("ddp_crossover: what was tuned could not be kept: %s", error)
+            # Its words only: a handler that keeps records would keep frames, and what they refer to.
+            logger.warning("ddp_crossover: what was tuned could not be kept: %s", str(error))
 
     def load_tuned(self) -> None:
         """Look into the tuned file, on rank 0 for all. Call it early, where an error is cheap.
