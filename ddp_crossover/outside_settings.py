@@ -29,6 +29,7 @@ from types import (
     CellType,
     CodeType,
     DynamicClassAttribute,
+    FrameType,
     FunctionType,
     MappingProxyType,
     MethodType,
@@ -196,8 +197,18 @@ class _Module:
         self.codes = [list(_with_inner(function.__code__)) for function in functions]
         codes = list(chain.from_iterable(self.codes))
         self.rebound = _stored(codes, "STORE_GLOBAL")
-        # The lines of a script that are in no function cannot be asked what they rebind.
-        self.may_rebind_all = variables.get("__name__") == "__main__"
+        # Neither `globals()[name] = ...` nor the lines of a script that are in no function tell what they rebind.
+        self.may_rebind_all = _is_script(variables) or any("globals" in code.co_names for code in codes)
+
+
+def _is_script(variables: dict[str, Any]) -> bool:
+    """Whether lines of this module that are in no function are still to be run."""
+    frames: Iterable[FrameType | None] = sys._current_frames().values()
+    while frames := [frame for frame in frames if frame is not None]:
+        if any(frame.f_globals is variables and frame.f_code.co_name == "<module>" for frame in frames):
+            return True
+        frames = [frame.f_back for frame in frames]
+    return variables.get("__name__") == "__main__"
 
 
 def _is_trusted(module: str | None) -> bool:

@@ -383,6 +383,24 @@ def test_numbers_of_the_main_script_may_change() -> None:
     assert changeable_setting(_optimizer(script["rate"])) is None
 
 
+def _module(*lines: str) -> dict[str, Any]:
+    variables: dict[str, Any] = {"__name__": "module_of_a_user", "lr": 0.1, "find": changeable_setting}
+    variables |= {"optimizer": _optimizer, "found": ""}
+    exec("\n".join(("def rate(self):\n    return lr", *lines)), variables)
+    return variables
+
+
+def test_numbers_of_a_module_may_change_while_its_lines_run() -> None:
+    variables = _module("found = find(optimizer(rate))")
+    assert variables["found"] == "the global variable lr"
+    assert changeable_setting(_optimizer(variables["rate"])) is None
+
+
+def test_numbers_of_a_module_may_change_by_globals() -> None:
+    variables = _module("def halve():\n    globals()['lr'] *= 0.5")
+    assert changeable_setting(_optimizer(variables["rate"])) == "the global variable lr"
+
+
 def test_a_variable_that_is_no_argument_may_change() -> None:
     lr = 0.1
     assert changeable_setting(_optimizer(lambda self: lr)) == "lr of an enclosing function"
