@@ -4,10 +4,12 @@ their own and with lists that their param groups share.
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from equivalence import SGD, Case, Run, check_case, plain_loop
@@ -16,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import ddp_crossover as dx
+from ddp_crossover.separability import why_not_separable
 
 Factory = Callable[[nn.Module], Optimizer]
 
@@ -183,3 +186,24 @@ def _trace() -> None:
 
 def test_a_trace_that_would_not_see_its_steps_is_refused(on_ranks) -> None:
     on_ranks(_trace, 1)
+
+
+class Noisy(torch.optim.Optimizer):
+    """Draws from all global generators in `step()`."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(random.random() * np.random.rand() * torch.rand(()))
+        return loss
+
+
+def test_the_trial_of_an_optimizer_leaves_global_generators_as_they_are() -> None:
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert "a trial on a small clone gave different results" in str(why_not_separable(Noisy([torch.zeros(2, 2)])))
+    assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())

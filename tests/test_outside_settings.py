@@ -6,6 +6,9 @@ import enum
 import functools
 import logging
 import math
+import os
+import types
+from abc import ABCMeta
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -28,6 +31,7 @@ MODULE.lr = 0.1
 BOUND = RATES.get
 ITEM = RATES.__getitem__
 LENGTH = RATES.__len__
+INTEGER = 1
 PARTIAL = functools.partial(pow, 2)
 PARTIAL_OF_DATA = functools.partial(pow, RATES)
 TUPLE_OF_DATA = (1, RATES)
@@ -61,8 +65,39 @@ class Config:
         return RATES["lr"]
 
 
+class Scaling:
+    def __call__(self) -> float:
+        return RATES["lr"]
+
+
+class Configured:
+    def __init__(self) -> None:
+        self.made = RATES["lr"]
+
+
+class FromConfigured(Configured):
+    pass
+
+
+class OfKind(enum.Enum):
+    PLAIN = "plain"
+
+    def scale(self) -> float:
+        return RATES["lr"]
+
+
+class Meta(type):
+    def __new__(cls, *args: Any) -> Any:
+        RATES["classes"] = 1.0
+        return super().__new__(cls, *args)
+
+    @property
+    def of_class(cls) -> float:
+        return RATES["lr"]
+
+
 class Base(Optimizer):
-    lr = 0.1
+    factor = 0.1
     rates: ClassVar[list[float]] = [0.1]
 
     def __init__(self) -> None:
@@ -117,6 +152,42 @@ def _scaled_by_what_changes(by: float) -> Callable[[], float]:
     return lambda: by
 
 
+@functools.singledispatch
+def _rule(value: Any) -> float:
+    return 0.1
+
+
+@_rule.register
+def _(value: torch.Tensor) -> float:
+    return RATES["lr"]
+
+
+def _with_attribute() -> float:
+    return EPS
+
+
+_with_attribute.made = 0.1  # type: ignore[attr-defined]
+
+
+def _importing() -> Any:
+    import settings_of_a_user
+
+    return settings_of_a_user
+
+
+def _importing_from_torch() -> Any:
+    from math import pi
+
+    import torch.nn.functional as functional
+
+    return functional.relu(pi)
+
+
+def _through_a_local() -> Any:
+    module = MODULE
+    return module.lr
+
+
 @_scaled(2.0)
 def _decorated() -> float:
     return math.sqrt(EPS)
@@ -143,6 +214,7 @@ def _closure_over(value: Any) -> Callable[[], Any]:
 
 
 _over_number, _over_list, _over_function = _closure_over(0.1), _closure_over([0.1]), _closure_over(_helper)
+_over_module = _closure_over(MODULE)
 
 
 def _made_before_its_variable() -> tuple[Any, Any]:
@@ -169,6 +241,8 @@ HARMLESS: dict[str, Callable[[Any], Any]] = {
     "default": lambda self: _with_number(),
     "argument": lambda self: _over_number(),
     "method": lambda self: self.constant(),
+    "attribute of the optimizer": lambda self: getattr(self, "own", 0.1),
+    "import from torch": lambda self: _importing_from_torch(),
     "unknown": lambda self: no_such_thing,  # noqa: F821
 }
 CHANGEABLE: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -194,10 +268,23 @@ CHANGEABLE: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "function in a closure": ("global variable RATES", lambda self: _over_function()),
     "number in a closure": ("by of an enclosing function", lambda self: _late()),
     "empty cell": ("later of an enclosing function", lambda self: _before()),
-    "class attribute": ("class attribute Base.lr", lambda self: self.__class__.lr),
+    "class attribute": ("class attribute Base.factor", lambda self: self.__class__.factor),
     "list of the class": ("class attribute Base.rates", lambda self: self.rates),
     "property": ("global variable RATES", lambda self: self.rate),
     "method": ("global variable RATES", lambda self: self.from_global()),
+    "call of an object": ("global variable RATES", lambda self: Scaling()()),
+    "making of an object": ("global variable RATES", lambda self: Configured().made),
+    "making of an heir": ("global variable RATES", lambda self: FromConfigured().made),
+    "method of an enum": ("global variable RATES", lambda self: OfKind.PLAIN.scale()),
+    "getattr": ("class attribute Base.factor", lambda self: getattr(self, "factor", 1.0)),
+    "getattr in a loop": ("class attribute Base.factor", lambda self: [getattr(self, x) for x in ("own", "factor")]),
+    "environ": ("attribute os.environ", lambda self: os.environ["RATE"]),
+    "getenv": ("global variable environ", lambda self: os.getenv("RATE")),
+    "module in a local": ("attribute settings_of_a_user.lr", lambda self: _through_a_local()),
+    "module in a closure": ("attribute settings_of_a_user.lr", lambda self: _over_module().lr),
+    "import": ("module settings_of_a_user", lambda self: _importing()),
+    "singledispatch": ("global variable RATES", lambda self: _rule(INTEGER)),
+    "attribute of a function": ("attribute _with_attribute.made", lambda self: _with_attribute.made),
 }
 
 
@@ -231,12 +318,87 @@ def test_optimizers_of_torch_read_nothing_from_elsewhere(kind: type) -> None:
     assert changeable_setting(type("Mine", (kind,), {})([torch.zeros(1)], lr=0.1)) is None
 
 
+def _from_global(self: Any, closure: Any = None) -> float:
+    return RATES["lr"]
+
+
+def _without_a_name() -> type:
+    variables: dict[str, Any] = {"Base": SGD}
+    exec("RATES = {}\nclass Mine(Base):\n    def step(self, closure=None):\n        return RATES['lr']", variables)
+    return variables["Mine"]
+
+
+NAMED_AS_TRUSTED: dict[str, Callable[[], type]] = {
+    "builtins": _without_a_name,
+    "types": lambda: types.new_class("Mine", (SGD,), {}, lambda members: members.update(step=_from_global)),
+    "abc": lambda: ABCMeta("Mine", (SGD,), {"step": _from_global}),
+}
+
+
+@pytest.mark.parametrize("module", NAMED_AS_TRUSTED)
+def test_classes_of_users_may_bear_the_name_of_a_trusted_module(module: str) -> None:
+    kind = NAMED_AS_TRUSTED[module]()
+    kind.__module__ = module
+    assert changeable_setting(kind([torch.zeros(1)], lr=0.1)) == "the global variable RATES"
+
+
+@pytest.mark.parametrize("name", ["step", "_init_group"])
+def test_functions_put_in_classes_of_torch_are_searched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SGD, name, torch.no_grad()(_from_global))
+    assert changeable_setting(SGD([torch.zeros(1)], lr=0.1)) == "the global variable RATES"
+
+
+def test_what_python_calls_without_naming_it_is_searched() -> None:
+    def ask(self: Any, name: str) -> float:
+        return RATES[name]
+
+    assert changeable_setting(type("Mine", (SGD,), {"__getattr__": ask})([torch.zeros(1)])) is not None
+
+
+def test_a_metaclass_may_read_what_changes() -> None:
+    kind = Meta("Mine", (FromBase,), {"step": lambda self, closure=None: self.own})
+    assert changeable_setting(kind()) is None
+    kind = Meta("Mine", (FromBase,), {"step": lambda self, closure=None: type(self).of_class})
+    assert changeable_setting(kind()) == "the global variable RATES"
+
+
+def test_what_the_optimizer_has_itself_does_not_hide_what_others_have() -> None:
+    optimizer = _optimizer(lambda self: Config.lr)
+    optimizer.lr = 0.1
+    assert changeable_setting(optimizer) == "the class attribute Config.lr"
+
+
+def test_chains_of_calls_may_be_long() -> None:
+    chain: dict[str, Any] = {"__name__": "chain_of_a_user", "rates": RATES}
+    exec("def last(self):\n    return rates['lr']\nstep0 = last", chain)
+    exec("".join(f"def step{i}(self):\n    return step{i - 1}(self)\n" for i in range(1, 2000)), chain)
+    assert changeable_setting(_optimizer(chain["step1999"])) == "the global variable rates"
+
+
 def test_numbers_of_the_main_script_may_change() -> None:
     script: dict[str, Any] = {"__name__": "__main__", "lr": 0.1, "exp": math.exp}
     exec("def rate(self):\n    return exp(lr)", script)
     assert changeable_setting(_optimizer(script["rate"])) == "the global variable lr"
     exec("def rate(self):\n    return exp(1)", script)
     assert changeable_setting(_optimizer(script["rate"])) is None
+
+
+def _module(*lines: str) -> dict[str, Any]:
+    variables: dict[str, Any] = {"__name__": "module_of_a_user", "lr": 0.1, "find": changeable_setting}
+    variables |= {"optimizer": _optimizer, "found": ""}
+    exec("\n".join(("def rate(self):\n    return lr", *lines)), variables)
+    return variables
+
+
+def test_numbers_of_a_module_may_change_while_its_lines_run() -> None:
+    variables = _module("found = find(optimizer(rate))")
+    assert variables["found"] == "the global variable lr"
+    assert changeable_setting(_optimizer(variables["rate"])) is None
+
+
+def test_numbers_of_a_module_may_change_by_globals() -> None:
+    variables = _module("def halve():\n    globals()['lr'] *= 0.5")
+    assert changeable_setting(_optimizer(variables["rate"])) == "the global variable lr"
 
 
 def test_a_variable_that_is_no_argument_may_change() -> None:

@@ -1,10 +1,14 @@
 """What a ``step()`` reads from elsewhere than its optimizer and parameters, and what a script may change.
 
 A deferred update would see what such a variable is by then, not what it was at ``step()``. So the code of ``step()``,
-and all that it may call, is searched for globals, variables of enclosing functions, and attributes of classes and
-modules. Code of torch, NumPy and the standard library is taken to read none, and what a module keeps for itself (a
-leading underscore) to be set by its own functions only. Not found is what is looked up by a computed name or imported
-inside of a function, and a number among a module's globals in whose place another module puts a new one.
+and all that it may call, is searched for globals, variables of enclosing functions, attributes of classes, modules and
+functions, imports and the environment. Which object an attribute is read of is not followed: any class, module or
+function that the code comes across may be that object, and any string in the code may be the name of an attribute.
+
+Code of torch, NumPy and the standard library is taken to read none, and what a module keeps for itself (a leading
+underscore) to be set by its own functions only. Not found is what is looked up by a computed name, what a script puts
+in a module of torch, a class attribute that one of the optimizer hides, and a number among a module's globals in whose
+place another module puts a new one.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import enum
 import gc
 import logging
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
@@ -23,7 +28,10 @@ from types import (
     BuiltinMethodType,
     CellType,
     CodeType,
+    DynamicClassAttribute,
+    FrameType,
     FunctionType,
+    MappingProxyType,
     MethodType,
     MethodWrapperType,
     ModuleType,
@@ -35,104 +43,132 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-_TRUSTED = sys.stdlib_module_names | {"numpy", "torch", "triton"}
+# `os` has the environment, which is a setting like any other.
+_TRUSTED = (sys.stdlib_module_names | {"numpy", "torch", "triton", "typing_extensions"}) - {"os"}
 _CONSTANTS = (Number, str, bytes, NoneType, enum.Enum, torch.dtype, torch.device, torch.layout, TypeVar, UnionType)
-_EMPTY = object()
+_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+_AT_BIRTH = ("__init__", "__new__", "__init_subclass__")  # of an optimizer or its class, not in its `step()`
+_UNKNOWN = object()
+_IS_MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE; all others are static types of C
 
 
 def changeable_setting(optimizer: Optimizer) -> str | None:
     """Something outside of the optimizer that its ``step()`` reads and that may change, in words, or None."""
-    search = _Search(optimizer)
-    return next(chain(search.attribute("step"), search.private()), None)
+    return _Search(optimizer).first()
 
 
 class _Search:
-    """Goes through all code that a step may run; each method yields what that reads."""
+    """Goes through all code that a step may run, and through all that this reads."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._classes: list[type] = [kind for kind in type(optimizer).__mro__ if not _is_trusted(kind.__module__)]
+        self._own_classes = (*type(optimizer).__mro__, *type(type(optimizer)).__mro__)
         # What the optimizer itself has under some name hides what its class has.
-        self._names = vars(optimizer).keys() - {"step"}
+        self._hidden = vars(optimizer).keys() - {"step"}
+        # Chains of calls may be longer than Python's stack is deep, so nothing here calls itself.
+        self._todo: deque[tuple[Any, str, bool]] = deque([(type(optimizer), "", False)])
+        self._names = {"step": None}  # a dict, which keeps the order: all ranks should name the same reason
+        self._holders: dict[int, Any] = {}
         self._functions: set[FunctionType] = set()
         self._private: list[tuple[str, dict[str, Any]]] = []
-        self._codes: dict[int, list[list[CodeType]]] = {}
+        self._modules: dict[int, _Module] = {}
 
-    def attribute(self, name: str) -> Iterator[str]:
-        """Some object's attribute is read: it may be one of any class that was met."""
+    def first(self) -> str | None:
+        """What is found first."""
+        while self._todo:
+            value, what, may_be_rebound = self._todo.popleft()
+            if isinstance(value, FunctionType):
+                self._function(value)
+            elif isinstance(value, type):
+                for kind in value.__mro__:
+                    self._meet(kind)
+            elif isinstance(value, ModuleType) and not _is_trusted(value.__name__):
+                self._meet(value)
+            elif (parts := _parts(value, may_be_rebound=may_be_rebound)) is None:
+                return what
+            else:
+                self._add(what, *parts)
+            if id(type(value)) not in self._holders:
+                self._add(what, type(value))
+        return next(self._shared_private_variables(), None)
+
+    def _add(self, what: str, *values: Any, may_be_rebound: bool = False) -> None:
+        self._todo += [(value, what, may_be_rebound) for value in values]
+
+    def _read(self, name: str) -> None:
+        """Some object's attribute is read: it may be one of any class, module or function that was met."""
         if name not in self._names:
-            self._names.add(name)
-            for kind in list(self._classes):
-                yield from self._attribute_of(kind, name)
+            self._names[name] = None
+            for holder in self._holders.values():
+                self._look_up(holder, name)
 
-    def _attribute_of(self, kind: type, name: str) -> Iterator[str]:
-        if name in vars(kind) and not name.startswith("__"):
-            yield from self._value(vars(kind)[name], f"the class attribute {kind.__name__}.{name}", may_be_rebound=True)
+    def _meet(self, holder: Any) -> None:
+        if id(holder) not in self._holders:
+            self._holders[id(holder)] = holder
+            for name in list(vars(holder)):
+                self._look_up(holder, name)
 
-    def _value(self, value: Any, what: str, *, may_be_rebound: bool) -> Iterator[str]:
-        if isinstance(value, FunctionType):
-            yield from self._function(value)
-        elif isinstance(value, type):
-            yield from self._class(value)
-        elif (parts := _parts(value, may_be_rebound=may_be_rebound)) is None:
-            yield what
-        else:
-            for part in parts:
-                yield from self._value(part, what, may_be_rebound=False)
+    def _look_up(self, holder: Any, name: str) -> None:
+        if name not in vars(holder):
+            return
+        kind = "class attribute" if isinstance(holder, type) else "attribute"
+        value, what = vars(holder)[name], f"the {kind} {holder.__name__}.{name}"
+        is_own = holder in self._own_classes
+        if isinstance(holder, type) and _is_trusted_class(holder):
+            # Only functions are of interest, which others may have put in the place of its own.
+            if isinstance(value, FunctionType):
+                self._add(what, value)
+        elif name.startswith("__"):
+            # Python calls these without naming them.
+            if (callable(value) or isinstance(value, classmethod)) and not (is_own and name in _AT_BIRTH):
+                self._add(what, value)
+        elif name in self._names and not (is_own and name in self._hidden):
+            self._add(what, value, may_be_rebound=not isinstance(holder, enum.EnumType))
 
-    def _class(self, kind: type) -> Iterator[str]:
-        if kind not in self._classes and not _is_trusted(kind.__module__) and not issubclass(kind, enum.Enum):
-            self._classes.append(kind)
-            for name in list(self._names):
-                yield from self._attribute_of(kind, name)
-
-    def _function(self, function: FunctionType) -> Iterator[str]:
+    def _function(self, function: FunctionType) -> None:
         if function in self._functions:
             return
         self._functions.add(function)
         # Not `__module__`, which `functools.wraps` copies.
         if _is_trusted(function.__globals__.get("__name__")):
-            yield from self._value(getattr(function, "__wrapped__", None), "", may_be_rebound=False)
+            self._add(f"what {function.__name__}() calls", *_wrapped(function))
             return
-        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            yield from self._value(default, f"a default argument of {function.__name__}()", may_be_rebound=False)
+        self._meet(function)
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        self._add(f"a default argument of {function.__name__}()", *defaults)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             may_be_rebound = not self._is_argument(function, name)
-            yield from self._value(_content(cell), f"{name} of an enclosing function", may_be_rebound=may_be_rebound)
+            self._add(f"{name} of an enclosing function", _content(cell), may_be_rebound=may_be_rebound)
         for code in _with_inner(function.__code__):
-            yield from self._code(code, function.__globals__)
+            self._code(code, function.__globals__)
 
-    def _code(self, code: CodeType, variables: dict[str, Any]) -> Iterator[str]:
-        holder: Any = None
+    def _code(self, code: CodeType, variables: dict[str, Any]) -> None:
         for instruction in dis.get_instructions(code):
             name = instruction.argval
-            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                holder = variables.get(name, getattr(builtins, name, None))
-                yield from self._global(name, holder, variables)
-            elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
-                if not isinstance(holder, (ModuleType, type)):
-                    yield from self.attribute(name)
-                before, holder = holder, getattr(holder, name, None) if _has_settings(holder) else None
-                if holder is not None and not name.startswith("__"):
-                    yield from self._value(holder, f"{before.__name__}.{name}", may_be_rebound=True)
-            elif instruction.opname != "EXTENDED_ARG":
-                holder = None
+            if instruction.opname in _GLOBALS:
+                self._global(name, variables)
+            elif instruction.opname in _ATTRIBUTES:
+                self._read(name)
+            elif instruction.opname == "IMPORT_NAME" and not _is_trusted(name):
+                self._add(f"the module {name}, which it imports", _UNKNOWN)
+        for text in _texts(code.co_consts):
+            self._read(text)
 
-    def _global(self, name: str, value: Any, variables: dict[str, Any]) -> Iterator[str]:
-        what = f"the global variable {name}"
-        is_script = variables.get("__name__") == "__main__"
-        if any(name in _stored(codes, "STORE_GLOBAL") for codes in self._codes_of(variables)):
-            yield what
-        if name.startswith("_") and isinstance(value, (dict, list, set)) and not is_script:
+    def _global(self, name: str, variables: dict[str, Any]) -> None:
+        value, what = variables.get(name, getattr(builtins, name, None)), f"the global variable {name}"
+        module = self._module(variables)
+        if name in module.rebound:
+            self._add(what, _UNKNOWN)
+        elif name.startswith("_") and isinstance(value, (dict, list, set)) and not module.may_rebind_all:
             self._private.append((name, variables))
         else:
-            # The lines of a script that are in no function cannot be asked what they rebind.
-            yield from self._value(value, what, may_be_rebound=is_script)
+            self._add(what, value, may_be_rebound=module.may_rebind_all)
 
-    def private(self) -> Iterator[str]:
-        """Private variables of a module which other functions of it know, too; call it last."""
+    def _shared_private_variables(self) -> Iterator[str]:
+        """Private variables of a module which other functions of it know, too."""
         reached = {code for function in self._functions for code in _with_inner(function.__code__)}
         for name, variables in self._private:
-            others = {code for codes in self._codes_of(variables) for code in codes} - reached
+            others = set(chain.from_iterable(self._module(variables).codes)) - reached
             if any(name in code.co_names for code in others):
                 yield f"the global variable {name}"
 
@@ -142,29 +178,57 @@ class _Search:
             function.__code__ in codes[1:]
             and any(name in code.co_cellvars for code in codes)
             and name not in _stored(codes, "STORE_DEREF")
-            for codes in self._codes_of(function.__globals__)
+            for codes in self._module(function.__globals__).codes
         )
 
-    def _codes_of(self, variables: dict[str, Any]) -> list[list[CodeType]]:
-        """Of each function with these globals its code, and after it that of the functions which are made in it."""
-        if id(variables) not in self._codes:
-            # `type()`: `isinstance()` would wake what loads itself when it is asked.
-            functions = [each for each in gc.get_referrers(variables) if type(each) is FunctionType]
-            self._codes[id(variables)] = [list(_with_inner(function.__code__)) for function in functions]
-        return self._codes[id(variables)]
+    def _module(self, variables: dict[str, Any]) -> _Module:
+        if id(variables) not in self._modules:
+            self._modules[id(variables)] = _Module(variables)
+        return self._modules[id(variables)]
+
+
+class _Module:
+    """What the functions of a module, which have these globals, may do to them."""
+
+    def __init__(self, variables: dict[str, Any]) -> None:
+        # `type()`: `isinstance()` would wake what loads itself when it is asked.
+        functions = [each for each in gc.get_referrers(variables) if type(each) is FunctionType]
+        # Of each function its code, and after it that of the functions which are made in it.
+        self.codes = [list(_with_inner(function.__code__)) for function in functions]
+        codes = list(chain.from_iterable(self.codes))
+        self.rebound = _stored(codes, "STORE_GLOBAL")
+        # Neither `globals()[name] = ...` nor the lines of a script that are in no function tell what they rebind.
+        self.may_rebind_all = _is_script(variables) or any("globals" in code.co_names for code in codes)
+
+
+def _is_script(variables: dict[str, Any]) -> bool:
+    """Whether lines of this module that are in no function are still to be run."""
+    frames: Iterable[FrameType | None] = sys._current_frames().values()
+    while frames := [frame for frame in frames if frame is not None]:
+        if any(frame.f_globals is variables and frame.f_code.co_name == "<module>" for frame in frames):
+            return True
+        frames = [frame.f_back for frame in frames]
+    return variables.get("__name__") == "__main__"
 
 
 def _is_trusted(module: str | None) -> bool:
     return module is not None and module.partition(".")[0] in _TRUSTED
 
 
-def _has_settings(holder: Any) -> bool:
-    """Whether its attributes are such as a script may set one by one."""
-    if isinstance(holder, ModuleType):
-        return not _is_trusted(holder.__name__)
-    if isinstance(holder, (type, FunctionType)):
-        return not _is_trusted(holder.__module__) and not isinstance(holder, enum.EnumType)
-    return False
+def _is_trusted_class(kind: type) -> bool:
+    """Whether it is of a trusted module, whose name `exec()` and `types.new_class()` give to classes of others, too."""
+    return _is_trusted(kind.__module__) and (
+        not kind.__flags__ & _IS_MADE_AT_RUN_TIME
+        or getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+    )
+
+
+def _texts(constants: Iterable[Any]) -> Iterator[str]:
+    for constant in constants:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, (tuple, frozenset)):
+            yield from _texts(constant)
 
 
 def _parts(value: Any, *, may_be_rebound: bool) -> Iterable[Any] | None:
@@ -173,7 +237,7 @@ def _parts(value: Any, *, may_be_rebound: bool) -> Iterable[Any] | None:
         return ()
     if isinstance(value, (staticmethod, classmethod)):
         return (value.__func__,)
-    if isinstance(value, property):
+    if isinstance(value, (property, DynamicClassAttribute)):
         return (value.fget,)
     if isinstance(value, partial):
         return (value.func, *value.args, *value.keywords.values())
@@ -181,8 +245,8 @@ def _parts(value: Any, *, may_be_rebound: bool) -> Iterable[Any] | None:
         return (value.__self__, value.__func__)
     if isinstance(value, (BuiltinMethodType, MethodWrapperType)):
         return (value.__self__,)
-    if callable(value) and _is_trusted(type(value).__module__) and not isinstance(value, torch.nn.Module):
-        return (getattr(value, "__wrapped__", None),)
+    if callable(value) and _is_trusted_class(type(value)) and not isinstance(value, torch.nn.Module):
+        return _wrapped(value)
     if may_be_rebound:
         return None
     if isinstance(value, _CONSTANTS):
@@ -190,11 +254,20 @@ def _parts(value: Any, *, may_be_rebound: bool) -> Iterable[Any] | None:
     return value if isinstance(value, (tuple, frozenset)) else None
 
 
+def _wrapped(value: Any) -> Iterator[Any]:
+    """The functions that a decorator of a trusted module has made another one of."""
+    attributes = getattr(value, "__dict__", {})
+    yield attributes.get("__wrapped__")
+    # `functools.singledispatch` chooses from these.
+    if isinstance(implementations := attributes.get("registry"), MappingProxyType):
+        yield from implementations.values()
+
+
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not set yet
-        return _EMPTY
+        return _UNKNOWN
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import copy
 import enum
+import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -38,8 +41,8 @@ _SAMPLE_EDGE = 3
 def why_not_separable(optimizer: Optimizer) -> str | None:
     """The reason for which this optimizer's updates must not be deferred, or None.
 
-    Works on a clone with a few tiny parameters; the optimizer, its parameters and the global random state
-    stay untouched.
+    Works on a clone with a few tiny parameters; the optimizer, its parameters and the global random states of torch,
+    NumPy and Python stay untouched.
     """
     name = _unknown_attribute(optimizer)
     if name is not None and isinstance(inner := getattr(optimizer, name), Optimizer):
@@ -60,16 +63,27 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
         for key, value in group.items():
             if key not in ("params", "param_names") and isinstance(value, list) and len(value) == len(group["params"]):
                 return f"its {key!r} may have an entry for each parameter"
-    devices = {p.device for g in optimizer.param_groups for p in g["params"] if p.device.type == "cuda"}
     failure = ""
     # Fresh state first. Some optimizers (Adagrad up to torch 2.11) make theirs when they are built.
     for with_state in (False, True):
         try:
-            with torch.random.fork_rng(devices=list(devices)):
+            with _random_states_kept(optimizer):
                 return _try(optimizer, with_state)
         except Exception as error:
             failure = f"a trial on a small clone failed ({type(error).__name__}: {error})"
     return failure
+
+
+@contextmanager
+def _random_states_kept(optimizer: Optimizer) -> Iterator[None]:
+    devices = {p.device for g in optimizer.param_groups for p in g["params"] if p.device.type == "cuda"}
+    of_python, of_numpy = random.getstate(), np.random.get_state(legacy=False)
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def _try(optimizer: Optimizer, with_state: bool) -> str | None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from adversary import nets
 from adversary.nets import mlp, train_step
 from adversary.script import Script, adversarial
 
@@ -298,3 +301,68 @@ def test_rate_is_a_property_that_reads_a_global(run: Script) -> None:
     for x, y in run.batches():
         run.log(train_step(model, optimizer, x, y))
         CONFIG["lr"] *= 0.8
+
+
+class Current:
+    """What is in force when it is asked for."""
+
+    def __init__(self) -> None:
+        self.rate = CONFIG["lr"]
+
+
+@adversarial(fallback="reads the global variable CONFIG")
+def test_rate_is_read_where_an_object_is_made(run: Script) -> None:
+    class ByObject(Rated):
+        def rate(self, group: dict[str, Any], p: Any) -> Any:
+            return Current().rate
+
+    CONFIG["lr"] = 0.1
+    model, optimizer = run.train(mlp(), ByObject)
+    for x, y in run.batches():
+        run.log(train_step(model, optimizer, x, y))
+        CONFIG["lr"] *= 0.8
+
+
+@adversarial(fallback="reads the global variable CONFIG")
+def test_rate_is_an_attribute_that_is_made_when_it_is_asked_for(run: Script) -> None:
+    class ByName(Rated):
+        def __getattr__(self, name: str) -> float:
+            if name in CONFIG:
+                return CONFIG[name]
+            raise AttributeError(name)
+
+        def rate(self, group: dict[str, Any], p: Any) -> Any:
+            return self.lr
+
+    CONFIG["lr"] = 0.1
+    model, optimizer = run.train(mlp(), ByName)
+    for x, y in run.batches():
+        run.log(train_step(model, optimizer, x, y))
+        CONFIG["lr"] *= 0.8
+
+
+@adversarial(fallback="reads the attribute adversary.nets.rate")
+def test_rate_is_a_variable_of_a_module_that_goes_by_another_name(run: Script) -> None:
+    class ByModule(Rated):
+        def rate(self, group: dict[str, Any], p: Any) -> Any:
+            module = nets
+            return module.rate
+
+    nets.rate = 0.1
+    model, optimizer = run.train(mlp(), ByModule)
+    for x, y in run.batches():
+        run.log(train_step(model, optimizer, x, y))
+        nets.rate *= 0.8
+
+
+@adversarial(fallback="a trial on a small clone gave different results")
+def test_rates_are_drawn_from_generators_that_the_script_uses_too(run: Script) -> None:
+    class Noisy(Rated):
+        def rate(self, group: dict[str, Any], p: Any) -> Any:
+            return 0.1 * (np.random.rand() + random.random())
+
+    random.seed(0)
+    np.random.seed(0)
+    model, optimizer = run.train(mlp(), Noisy)
+    for x, y in run.batches():
+        run.log([train_step(model, optimizer, x, y), np.random.rand(), random.random()])
