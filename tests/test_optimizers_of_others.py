@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import ddp_crossover as dx
-from ddp_crossover.separability import why_not_separable
+from ddp_crossover.optim.separability import why_not_separable
 
 Factory = Callable[[nn.Module], Optimizer]
 
