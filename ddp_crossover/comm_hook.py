@@ -34,6 +34,7 @@ from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.optim import sharded_norms as shards
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
+from ddp_crossover.own_threads import is_own_thread
 from ddp_crossover.parameters.early_reads import Looks
 from ddp_crossover.parameters.lazy_params import LazyParams
 from ddp_crossover.parameters.pending_gradient import PendingGrad
@@ -288,7 +289,7 @@ class DearState:
 
     def _model_is_dropped(self) -> None:
         """By its last user. Its network may be in use, or be wrapped anew."""
-        if self._link.is_this_thread():
+        if is_own_thread():
             # Garbage happened to be collected there, and the legs that an update waits for are that thread's work.
             threading.Thread(target=self._take_apart, name="ddp_crossover-close", daemon=True).start()
         else:

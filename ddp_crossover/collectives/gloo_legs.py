@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_crossover.collectives.leg import Leg, Meanwhile, ScatterLeg, slice_bounds
+from ddp_crossover.own_threads import refuse_to_wait
 from ddp_crossover.tracing.clock import CommClock, LegTimes
 
 
@@ -22,9 +23,6 @@ class LegOwner(Protocol):
     world_size: int
     iteration: int
     gave_up: bool
-
-    def is_this_thread(self) -> bool:
-        """Whether the caller is one of the threads that legs need to get on."""
 
     def describe(self, label: str, error: BaseException) -> BaseException:
         """The error of a leg, in words for users."""
@@ -73,11 +71,7 @@ class GlooLeg(Leg):
 
     def wait(self, meanwhile: Meanwhile | None = None) -> None:
         if not self._done.is_set:
-            if self._link.is_this_thread():
-                raise RuntimeError(
-                    "a finalizer (__del__), which the collector of garbage runs in a thread of ddp_crossover, uses a "
-                    "parameter or gradient that is on the wire: nothing can be waited for there"
-                )
+            refuse_to_wait()
             start_s = time.perf_counter()
             self._link.gave_up = True  # if an exception ends this wait
             while not self._done.wait(-1 if meanwhile is None else meanwhile()):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from ddp_crossover.collectives.link import MAX_GROUPS, Link
 from ddp_crossover.collectives.rank_order_sum import ScratchPool, add_in_rank_order
 from ddp_crossover.collectives.socket_backlog import SocketBacklog
 from ddp_crossover.collectives.waiters import Waiters
+from ddp_crossover.own_threads import is_own_thread, start_thread
 from ddp_crossover.tracing.clock import CommClock
 
 _ITERATION_TAGS = 2**14  # 14 bits of iteration, 1 of leg, 16 of group: a gloo tag has 31.
@@ -73,13 +73,7 @@ class GlooLink(Link):
         self._failures: list[LegError] = []
         self._to_reduce: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiters = Waiters(_MAX_GATHER_WAITS)
-        loops = (self._post_forever, self._reduce_forever)
-        # Daemons: a leg that hangs on a dead peer must not keep the process alive.
-        self._threads = [
-            threading.Thread(target=loop, name=f"ddp_crossover-{loop.__name__[1:]}", daemon=True) for loop in loops
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [start_thread("post", self._post_forever), start_thread("reduce", self._reduce_forever)]
 
     def next_iteration(self) -> None:
         self.iteration += 1
@@ -165,12 +159,8 @@ class GlooLink(Link):
         leg.wait()
         return rows
 
-    def is_this_thread(self) -> bool:
-        current = threading.current_thread()
-        return current in self._threads or current in self._waiters.threads
-
     def shut_down(self) -> None:
-        if not self.is_this_thread():  # else whoever takes the model apart that was dropped closes it
+        if not is_own_thread():  # else whoever takes the model apart that was dropped closes it
             self.close()
 
     def close(self) -> None:

@@ -127,10 +127,6 @@ class Link(ABC):
         """The CUDA stream that the caller works on; None where work is done in the order of the calls."""
         return None
 
-    def is_this_thread(self) -> bool:
-        """Whether the caller runs on a thread of this link."""
-        return False
-
     def shut_down(self) -> None:
         """Close at the end of the program, or when the model has been dropped."""
         self.close()

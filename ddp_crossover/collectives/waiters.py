@@ -6,6 +6,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+from ddp_crossover.own_threads import start_thread
+
 Job = Callable[[], None]
 
 
@@ -28,11 +30,8 @@ class Waiters:
         with self._lock:
             self._unclaimed -= 1
             if self._unclaimed < 0 and len(self.threads) < self._limit:
-                # A daemon: a job that hangs on a dead peer must not keep the process alive.
-                thread = threading.Thread(target=self._work, name="ddp_crossover-wait", daemon=True)
-                self.threads.append(thread)
                 self._unclaimed += 1
-                thread.start()
+                self.threads.append(start_thread("wait", self._work))
         self._jobs.put(job)
 
     def close(self) -> list[threading.Thread]:

@@ -6,6 +6,8 @@ import os
 import weakref
 from typing import Protocol
 
+from ddp_crossover.own_threads import forget_threads
+
 
 class Forked(Protocol):
     """What is told of forks: a ``DearState``."""
@@ -43,6 +45,7 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
+    forget_threads()
     _watched.clear()
     while _forking:
         _forking.pop().after_fork_in_child()

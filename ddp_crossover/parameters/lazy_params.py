@@ -28,6 +28,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from ddp_crossover.hooks import Hook
+from ddp_crossover.own_threads import refuse_to_wait
 from ddp_crossover.parameters.bystanders import may_look
 from ddp_crossover.parameters.pending_parameter import arm, disarm, is_armed, is_armed_by, touch
 from ddp_crossover.torch_internals import cover_of, is_in_backward, set_data, storage_use_count, unrecorded
@@ -113,6 +114,7 @@ class LazyParam:
     def use(self) -> None:
         """Somebody is about to see the value."""
         params = self._params
+        refuse_to_wait()
         with params.lock:
             if self in params.updating:
                 return
@@ -197,6 +199,7 @@ class LazyParams:
 
     def use_all(self) -> None:
         """Bring all parameters up to date, and make them plain."""
+        refuse_to_wait()
         with self.lock:
             self.bring_up_to_date(self.all)
             for lazy in self.all:

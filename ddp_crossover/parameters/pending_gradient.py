@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ddp_crossover.own_threads import refuse_to_wait
 from ddp_crossover.torch_internals import use_count
 
 # What can be told without the value. Everything else waits.
@@ -111,6 +112,7 @@ class PendingGrad(Tensor):
     def resolve(self) -> Tensor:
         """Wait for the reduced gradient and return it as a plain tensor."""
         if self._deliver is not None:
+            refuse_to_wait()
             with self._lock:
                 if self._deliver is not None:  # no other thread was faster
                     assert self._memory is not None
