@@ -1,6 +1,6 @@
 """Every use of torch that is not public, each behind one small function.
 
-Checked on torch 2.11.0 and 2.15.0. Where a name is gone, the error says so instead of failing far away.
+Checked on torch 2.11 to 2.15. Where a name is gone, the error says so instead of failing far away.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-CHECKED_ON = "2.11 and 2.15"
+CHECKED_ON = "2.11 to 2.15"
 
 
 def _private(owner: Any, name: str) -> Any:

@@ -1,0 +1,22 @@
+"""The page that explains DeAR is a program, and it is right."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOY = Path(__file__).resolve().parent.parent / "docs" / "toy_dear.py"
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_toy_trains_as_plain_ddp_does(ranks) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(TOY)]
+    job = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert job.returncode == 0, job.stderr
+    assert "difference to plain DDP" in job.stdout
