@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -353,8 +352,8 @@ class _CallBefore:
 def settle_before_use(settle: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let ``settle`` say with which tensor functions go on that ask no tensor for its ``__torch_function__``.
 
-    These are ``torch.func`` and ``vmap``, ``torch.utils.swap_tensors``, ``to_dlpack``, ``nn.Parameter(tensor)``, and
-    ``apply`` of an ``autograd.Function``. Stays for the rest of the process.
+    These are ``torch.func`` and ``vmap``, ``torch.utils.swap_tensors``, ``to_dlpack``, ``nn.Parameter(tensor)``. Stays
+    for the rest of the process.
     """
     transforms = importlib.import_module("torch._functorch.eager_transforms")
     for owner, name in (
@@ -369,9 +368,6 @@ def settle_before_use(settle: Callable[[torch.Tensor], torch.Tensor]) -> None:
         take_in = _private(owner, name)
         if not isinstance(take_in, _SettleFirst):
             setattr(owner, name, functools.update_wrapper(_SettleFirst(take_in, settle), take_in))
-    apply = inspect.getattr_static(torch.autograd.Function, "apply")
-    if not isinstance(apply, _SettledApply):
-        torch.autograd.Function.apply = _SettledApply(apply, settle)
 
 
 class _SettleFirst:
@@ -384,16 +380,6 @@ class _SettleFirst:
 
     def _settled(self, value: Any) -> Any:
         return self._settle(value) if isinstance(value, torch.Tensor) else value
-
-
-class _SettledApply(classmethod):  # type: ignore[type-arg]
-    """It saves tensors for backward, and hands out other names for them, before any operator has asked them."""
-
-    def __init__(self, original: Any, settle: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-            return _SettleFirst(original.__get__(None, cls), settle)(*args, **kwargs)
-
-        super().__init__(apply)
 
 
 def cover_of(memory: torch.Tensor, message: str) -> torch.Tensor | None:

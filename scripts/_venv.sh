@@ -5,10 +5,11 @@
 # moved is made again from scratch, but never one that these scripts did not make.
 #
 #   PYTHON=...   the interpreter to use, where the search below finds the wrong one
+#   DDP_CROSSOVER_TORCH=...   a version of torch, which gets an environment of its own (see torch_matrix.sh)
 #   pip's own settings (PIP_INDEX_URL, PIP_CACHE_DIR, HTTPS_PROXY, ...) are honoured
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
-VENV="$ROOT/.venv"
+VENV="$ROOT/.venv${DDP_CROSSOVER_TORCH:+-torch-$DDP_CROSSOVER_TORCH}"
 PY="$VENV/bin/python"
 MARKER="$VENV/.made-by-ddp-crossover"
 STAMP="$VENV/.complete"
@@ -70,7 +71,8 @@ make_venv() {
     mkdir -p "$VENV" && touch "$MARKER" || die "$VENV cannot be made; is $ROOT writable?"
     "$python" -m venv "$VENV" || die "$python -m venv failed; what it said stands above."
     echo "==> installing ddp_crossover and its dependencies (with torch some GB: this can take minutes)"
-    "$PY" -m pip install --disable-pip-version-check --no-input --editable "$ROOT[examples,test]" </dev/null ||
+    "$PY" -m pip install --disable-pip-version-check --no-input --editable "$ROOT[examples,test]" \
+        ${DDP_CROSSOVER_TORCH:+"torch==$DDP_CROSSOVER_TORCH"} </dev/null ||
         die "pip could not install the dependencies; its last lines above say which and why." \
             "Without a network, or behind a proxy or a mirror, set HTTPS_PROXY or PIP_INDEX_URL." \
             "If the disk is full: about 10 GB are needed. Then run this again, it starts from where it can."
