@@ -1,10 +1,10 @@
-"""DDP communication hooks that hide the wait for gradients.
+"""DDP communication hooks that overlap the all-reduce of gradients with backward and the next forward.
 
 Example::
 
     import ddp_crossover as dx
 
-    state = dx.attach(ddp, optimizer)   # after building both; the training loop stays as it is
+    state = dx.attach(ddp, optimizer)   # after building both; the training loop does not change
 """
 
 from ddp_crossover.collectives.agreement import DisagreementError

@@ -1,4 +1,4 @@
-"""``python -m ddp_crossover``."""
+"""Entry point of ``python -m ddp_crossover``."""
 
 import sys
 

@@ -1,7 +1,7 @@
 """The command line: ``python -m ddp_crossover COMMAND``.
 
 A command is a module with ``add_arguments(parser)`` and ``run(args) -> int``, the exit status; the first line of its
-docstring is its help. It raises ValueError, OSError or ImportError for what the user can mend.
+docstring is its help. Commands raise ValueError, OSError or ImportError for errors that the user can fix.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-# Imported only when asked for by name, so that a command may need what the others do not.
+# Imported only when named on the command line, so that a command may need packages that the others do not.
 COMMANDS = {
     "simulate": "ddp_crossover.planning.simulate",
     "timeline": "ddp_crossover.tracing.timeline",
@@ -20,7 +20,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; ``argv`` defaults to the process' arguments. Returns the exit status."""
+    """Run one command and return its exit status; ``argv`` defaults to the arguments of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="python -m ddp_crossover", description="Tools around DDP communication.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(COMMANDS) + "}")

@@ -1,10 +1,10 @@
-"""DDP's side: the hook, and the state that one model and its optimizers share.
+"""The communication hook, and the state that one model and its optimizers share.
 
 DDP calls :func:`dear_hook` once for every gradient bucket. The first backward passes are plain all-reduces, until DDP's
 buckets have settled and forwards have shown in which order parameters are used. Then rank 0's plan is shared, and
 the pipeline (``dear``) takes over; ``ddp.reducer`` has the details.
 """
-# No `from __future__ import annotations` here: DDP checks the annotations of hooks, and wants types.
+# No `from __future__ import annotations` here: DDP checks the annotations of hooks, and expects types.
 
 import contextlib
 import os
@@ -54,7 +54,7 @@ from ddp_crossover.tracing.trace import Trace
 
 
 class DearState:
-    """Everything that one DDP model and its optimizers need; the first argument of ``register_comm_hook``.
+    """State of the hook for one DDP model and its optimizers: the first argument of ``register_comm_hook``.
 
     Args:
         ddp: the model.
@@ -62,28 +62,28 @@ class DearState:
         process_group: process group for our traffic, over the same ranks as ``ddp.process_group``. Default: a
             new one with the same backend and timeout, so that DDP's own traffic never queues behind ours.
         fusion_mb: size of a fusion group on the wire, in MiB. Larger groups cost less latency, smaller ones overlap
-            more finely. Default: the one that is fastest, found from measured times and by trying; with
+            more finely. Default: the fastest size, found from measured times and by trials; with
             ``schedule="dear"`` a sixteenth of the model, from 0.25 to 8 MiB.
-        schedule: ``"auto"``: reduce-scatter in backward; all-gathers wherever the link would be idle, in
-            backward and in the next forward. ``"dear"``: the paper's: all reduce-scatters, then all-gathers in
+        schedule: ``"auto"``: reduce-scatters in backward; all-gathers whenever the link would be idle, in
+            backward and in the next forward. ``"dear"``: as in the paper: all reduce-scatters, then all-gathers in
             use order. ``"allreduce"``: plain all-reduce in the hook, nothing deferred.
         wire_dtype: ``torch.bfloat16`` or ``torch.float16``: gradients of a wider dtype are cast to it, after the
             division by the world size, and cast back when they are used. Gloo adds 16-bit gradients up in fp32, in
-            rank order, and rounds the sum once; NCCL adds in the wire dtype. Half the bytes of fp32, and not
-            the parameters of plain fp32 DDP any more. float16 ends at 65504: use it with a loss scaler. Default:
-            gradients travel as they are.
+            rank order, and rounds the sum once; NCCL adds in the wire dtype. This halves the bytes of fp32, and the
+            parameters are no longer those of plain fp32 DDP. float16 ends at 65504: use it with a loss scaler.
+            Default: gradients are sent in their own dtype.
         tune: with ``schedule="auto"`` and no ``fusion_mb``: try group sizes, and plain all-reduce, on at most 60
-            training steps (results stay exact), and keep the fastest. False: what the measured times predict.
-        tuned_file: path of a JSON file where rank 0 keeps what was found, and finds it again in the next run.
-        lease: a :class:`GpuLease`: other jobs that have one compute on this device while this one waits for
-            communication, and the other way round. Held from forward to the end of backward, given away in waits that
-            are long enough while another job waits for it, and never held between steps. It affects speed only;
-            ranks need not agree. See ``docs/lease.md``.
-        strict: debugging aid. Parameters that wait for an update hold NaN until it is applied, so that a
-            read that nothing has intercepted cannot hide. Costs a copy of the parameters.
+            training steps (results stay exact), and keep the fastest. False: use what the measured times predict.
+        tuned_file: path of a JSON file in which rank 0 stores the result of tuning, for the next run to load.
+        lease: a :class:`GpuLease`, with which jobs share this device: other jobs compute while this one waits for
+            communication, and the other way round. It is held from forward to the end of backward, given away in
+            waits that are long enough while another job waits for it, and never held between steps. It affects
+            speed only; ranks need not agree. See ``docs/lease.md``.
+        strict: debugging aid. Parameters hold NaN while their update is pending, so that a read which was not
+            intercepted shows in the results. Costs a copy of the parameters.
 
     Raises:
-        TypeError, ValueError: for what cannot be trained exactly; the message names the way out.
+        TypeError, ValueError: for a setup that cannot be trained exactly; the message says what to do instead.
         DisagreementError: if ranks were set up differently.
 
     Example::
@@ -118,7 +118,7 @@ class DearState:
         self._link: Link = make_link(
             ddp.process_group, self._device, timeout, own_group=process_group, sums_in_fp32=wire_dtype is not None
         )
-        # At the end of the program, or when the model is refused below.
+        # Runs at the end of the program, or when the setup is refused below.
         self._finalizers: list[weakref.finalize[..., object]] = [weakref.finalize(self, self._link.shut_down)]
         self._fallbacks = FallbackLog(self._link.rank)
         self._plain_reason = why_plain_all_reduce(ddp, schedule)
@@ -167,9 +167,10 @@ class DearState:
         )
         self._turn_points = TurnPoints(ddp, optimizers, self._turns, self._updates) if lease is not None else None
         self._finalizers.append(weakref.finalize(self, self._turns.release))
-        # The model decides, not this object: it may be wrapped and attached anew while a variable still holds this one.
+        # Detach when the DDP object is dropped, not this state: a variable may hold the state while the network is
+        # wrapped and attached again.
         self._finalizers.append(weakref.finalize(ddp, self._model_is_dropped))
-        self._finalizers[-1].atexit = False  # whoever looks then still gets what is pending
+        self._finalizers[-1].atexit = False  # code that runs at exit still gets pending updates and gradients
         settle_before_use(_settled)
         allow_foreach(PendingParameter)
         watch_forks(self)
@@ -179,35 +180,35 @@ class DearState:
 
     @property
     def plan(self) -> FusionPlan | None:
-        """The fusion plan in force; None during the first iterations and with plain all-reduce."""
+        """The fusion plan in force; None in the first iterations and with plain all-reduce."""
         reducer = self._reducer
         return reducer.pipeline.plan if reducer.pipeline is not None and not reducer.is_plain else None
 
     @property
     def tuning(self) -> bool:
-        """Whether the plan is still going to change: times are being measured, or plans tried."""
+        """Whether the plan may still change: times are being measured, or plans tried."""
         return self._plain_reason is None and (self._reducer.pipeline is None or not self._planning.settled)
 
     def tuning_progress(self) -> str:
-        """One line on what has been measured, tried and found so far."""
+        """Return one line about what has been measured, tried and found so far."""
         return self._plain_reason or self._planning.progress()
 
     def profile(self) -> ModelProfile | None:
-        """Measured compute times and link, for ``python -m ddp_crossover simulate``; None before they are known."""
+        """Return measured compute times and link, for ``python -m ddp_crossover simulate``; None until known."""
         return self._planning.model_profile()
 
     def synchronize(self) -> None:
-        """Apply all pending updates now.
+        """Apply all pending updates now, then give up the lease if this job holds it.
 
-        Needed only before the memory of parameters is read or written in a way that torch does not tell of, such as
-        an address that was put aside earlier. Whatever Python does with a parameter applies its update by itself.
+        Needed only before code reads or writes the memory of parameters in a way that torch does not report, for
+        example through an address that it stored earlier. Any use of a parameter from Python applies its update.
         """
         self._updates.flush()
         self._turns.release()
 
     @contextlib.contextmanager
     def synchronized(self) -> Iterator[None]:
-        """Within it nothing is pending: parameters may be read and written in any way."""
+        """Context in which no update is pending, so that parameters may be read and written in any way."""
         self.synchronize()
         before, self._updates.enabled = self._updates.enabled, False
         try:
@@ -219,12 +220,12 @@ class DearState:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the norm of all gradients of the model, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-        Every rank must call it: each gives the norm of its shards; the factor is applied when gradients are used.
-        The stock function does the work in the first iterations, and with parameters that DDP ignores.
+        Every rank must call it, because each contributes the norm of its shards. The factor is applied when gradients
+        are used. Torch's function does the work in the first iterations, and with parameters that DDP ignores.
 
         Args:
             max_norm: norm to clip to.
-            norm_type: p of the p-norm, may be ``inf``.
+            norm_type: p of the p-norm; may be ``inf``.
 
         Returns:
             The norm before clipping: 0-dim, on the parameters' device, fp32 (fp64 with fp64 gradients).
@@ -239,7 +240,7 @@ class DearState:
         return torch.nn.utils.clip_grad_norm_(self._every_parameter, max_norm, norm_type)
 
     def stats(self) -> DearStats:
-        """Figures of this rank since attach."""
+        """Return the figures of this rank since attach."""
         sums = self._link.clock.sums()
         return DearStats(
             iterations=self._reducer.iterations,
@@ -259,22 +260,23 @@ class DearState:
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:
-        """Record every forward, backward, leg, wait and update of this rank within it, see :class:`Trace`.
+        """Record every forward, backward, leg, wait and update of this rank in the context, see :class:`Trace`.
 
-        Any rank may do it alone. It costs nothing while nobody traces.
+        Any rank may trace alone. Costs nothing outside of a trace.
 
         Raises:
-            RuntimeError: if another trace is being taken.
+            RuntimeError: if this model is being traced already.
+            TypeError: if the ``step()`` of an optimizer takes no hooks.
         """
         trace = Trace(self._link.rank, "DeAR", self._device)
         with recording(trace, self._link.clock, self._reducer.model, self._optimizers):
             yield trace
 
     def detach(self) -> None:
-        """Apply what is pending and remove every hook; the script goes on as plain DDP, or attaches anew.
+        """Apply what is pending and remove all hooks; the script continues as plain DDP, or attaches anew.
 
-        Every rank must call it. Between a forward and its backward DDP keeps the hook, which is a plain all-reduce
-        from then on; elsewhere DDP can take another one.
+        Every rank must call it. If called between a forward and its backward, DDP keeps the hook, which does plain
+        all-reduces from then on; otherwise DDP can take another hook.
         """
         if self._detached:
             return
@@ -288,31 +290,31 @@ class DearState:
             self._link.close()
 
     def _model_is_dropped(self) -> None:
-        """By its last user. Its network may be in use, or be wrapped anew."""
+        """Detach when the DDP object is collected: its network may stay in use, or be wrapped again."""
         if is_own_thread():
-            # Garbage happened to be collected there, and the legs that an update waits for are that thread's work.
+            # The garbage collector runs on a thread of the link, which must not wait for legs that it has to run.
             threading.Thread(target=self._take_apart, name="ddp_crossover-close", daemon=True).start()
         else:
             self._take_apart()
 
     def _take_apart(self) -> None:
-        self._link.shut_down()  # from here on every leg is over, for better or worse: nothing waits for peers
+        self._link.shut_down()  # every leg has succeeded or failed after this, so nothing below waits for peers
         for step in (self._updates.flush, self.detach):
             with contextlib.suppress(LegError):
                 step()
 
     def before_fork(self) -> None:
-        """Finish what is pending: a child has none of our threads."""
+        """Finish pending updates and gradients, because a forked child has none of our threads; take the lock."""
         self._params.lock.acquire()
         self._updates.flush()
         self._reducer.finish_gradients()
 
     def after_fork_in_parent(self) -> None:
-        """Go on."""
+        """Release the lock that :meth:`before_fork` has taken."""
         self._params.lock.release()
 
     def after_fork_in_child(self) -> None:
-        """Leave a plain model."""
+        """Leave a plain model in the child: without hooks, and without finalizers, which need the parent's threads."""
         self._params.lock.release()
         for finalizer in self._finalizers:
             finalizer.detach()
@@ -330,12 +332,12 @@ class DearState:
         raise TypeError("a DearState cannot be pickled: save state_dict() of model and optimizer")
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """The work of :func:`dear_hook`."""
+        """Reduce one bucket; the implementation of :func:`dear_hook`."""
         return self._reducer.reduce(bucket)
 
 
 def _settled(tensor: Tensor) -> Tensor:
-    """A tensor with the value that it should have."""
+    """Return the tensor with its up-to-date value, after a wait if a gradient or an update is pending."""
     if isinstance(tensor, PendingGrad):
         return tensor.resolve()
     touch(tensor)
@@ -347,6 +349,9 @@ def dear_hook(state: DearState, bucket: GradBucket) -> torch.futures.Future[torc
 
     Use it as ``ddp.register_comm_hook(state, dear_hook)`` with a :class:`DearState`. Trains exactly as DDP does.
     Source: DeAR, arXiv 2302.12445.
+
+    Raises:
+        TypeError: if ``state`` is not a :class:`DearState`.
     """
     if not isinstance(state, DearState):
         raise TypeError(
@@ -357,7 +362,7 @@ def dear_hook(state: DearState, bucket: GradBucket) -> torch.futures.Future[torc
 
 
 def attach(ddp: DistributedDataParallel, optimizer: Optimizer | Sequence[Optimizer], **options: object) -> DearState:
-    """Build a :class:`DearState` and register :func:`dear_hook` in one go; ``options`` are its keywords."""
+    """Build a :class:`DearState` and register :func:`dear_hook`; ``options`` are keyword arguments of the state."""
     state = DearState(ddp, optimizer, **options)  # type: ignore[arg-type]
     ddp.register_comm_hook(state, dear_hook)
     return state

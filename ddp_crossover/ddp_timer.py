@@ -1,5 +1,5 @@
-"""Plain DDP on the same clock: what DeAR is compared with."""
-# No `from __future__ import annotations` here: DDP checks the annotations of hooks, and wants types.
+"""Times plain DDP with the clock that times DeAR, for comparison."""
+# No `from __future__ import annotations` here: DDP checks the annotations of hooks, and expects types.
 
 import contextlib
 import time
@@ -22,15 +22,15 @@ from ddp_crossover.tracing.trace import Trace
 class DdpTimer:
     """Times the all-reduces of a plain DDP model, and how long backward waits for them.
 
-    Registers a communication hook that does what DDP does without one. On CUDA the sums stay 0, because
-    the host runs ahead; traces are right there too. On NCCL it is plain DDP at its best: all-reduces overlap backward
-    with every version of torch, also where DDP by itself stands still at each of them (torch 2.15 with its default
-    backend, unless ``TORCH_DIST_USE_NCCL2=0``).
+    Registers a communication hook that does what DDP does without one. On CUDA the sums stay 0, because the host runs
+    ahead of the GPU; traces are right on CUDA, too. On NCCL this shows plain DDP at its best: all-reduces overlap
+    backward with every version of torch, while DDP without a hook may stop backward at each of them (torch 2.15 with
+    its default backend, unless ``TORCH_DIST_USE_NCCL2=0``).
 
     Args:
         ddp: the model, without a communication hook.
-        optimizer: its optimizer, or a list of all its optimizers. Their steps are updates in a trace, and tell
-            where a step ends.
+        optimizer: its optimizer, or a list of all its optimizers. In a trace, their ``step()`` calls show as updates
+            and mark where a training step ends.
 
     Example::
 
@@ -47,34 +47,40 @@ class DdpTimer:
         self._optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         self._process_group: dist.ProcessGroup = ddp.process_group
         self._device = next(ddp.parameters()).device
-        # Of normal priority, as the backend's own.
+        # A stream of normal priority, like the backend's own.
         self._stream = stream_for_all_reduces(self._process_group, self._device)
         self._last_bucket_s: float | None = None
         ddp.register_comm_hook(self, timed_all_reduce)
 
     @property
     def exposed_s(self) -> float:
-        """How long backward has waited for all-reduces so far; 0 on CUDA.
+        """Seconds that backward has waited for all-reduces so far; 0 on CUDA.
 
-        From when the last bucket was handed over until DDP has unpacked all of them.
+        Each wait is measured from when the last bucket was handed over until DDP has unpacked all buckets.
         """
         return self.clock.sums().exposed_s
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:
-        """Record all that happens within it, see :class:`Trace`."""
+        """Record everything that happens in the context, see :class:`Trace`.
+
+        Raises:
+            RuntimeError: if this model is being traced already.
+            TypeError: if the ``step()`` of an optimizer takes no hooks.
+        """
         ddp = self._ddp()
-        assert ddp is not None  # it is running
+        assert ddp is not None  # the model is running
         trace = Trace(dist.get_rank(self._process_group), "plain DDP", self._device)
         with recording(trace, self.clock, ddp, self._optimizers):
             yield trace
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """The work of :func:`timed_all_reduce`."""
+        """All-reduce one bucket and time it; the implementation of :func:`timed_all_reduce`."""
         buffer = bucket.buffer().detach().mul_(1.0 / self._process_group.size())
         future = all_reduce_sum(buffer, self._process_group, self.clock, bucket.index(), self._stream)
         if self._device.type == "cpu":
-            # Queued again when it runs, to be behind DDP's own. By every bucket, for the last one's graph task.
+            # The inner call queues it behind DDP's own callback. Every bucket does this, because the last bucket may
+            # belong to a graph task of its own.
             call_after_backward(lambda: call_after_backward(self._backward_ended))
             self._last_bucket_s = time.perf_counter()
         return future
@@ -86,5 +92,5 @@ class DdpTimer:
 
 
 def timed_all_reduce(timer: DdpTimer, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook: an all-reduce, and a look at the clock."""
+    """DDP communication hook: all-reduce the bucket and record when it begins and ends."""
     return timer.reduce(bucket)

@@ -1,11 +1,11 @@
 """The DeAR pipeline: scatter legs during backward, gather legs during the next forward.
 
 A pipeline owns the fusion buffers of one plan and follows each gradient from DDP's bucket to the optimizer update:
-staged, scattered, gathered, delivered to whoever reads ``.grad``, applied. It decides which leg is launched when and
-who waits. It knows nothing of DDP's hook contract (``comm_hook``) or of how an update is computed (``optim``).
+staged, scattered, gathered, delivered to readers of ``.grad``, applied. It decides when each leg is launched and which
+code waits for it. It does not know DDP's hook contract (``ddp.reducer``) or how updates are computed (``optim``).
 
-Source: DeAR, arXiv 2302.12445, section III. Unlike there, gather legs carry gradients, not parameters, so they need no
-optimizer and may start before ``step()``.
+Source: DeAR, arXiv 2302.12445, section III. Unlike in the paper, gather legs carry gradients, not parameters, so they
+need no optimizer and may start before ``step()``.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ from ddp_crossover.parameters.slots import GroupInFlight, Slot
 from ddp_crossover.torch_internals import allow_foreach, is_in_backward, is_traced, outside_of_modes
 
 _SPARE_NUMEL = 2**14
-# So many legs may a rank be ahead of another before the link runs idle. Each costs receive memory.
+# Receives of scatter legs are posted this many legs ahead, so that a faster rank can send. Each one costs memory.
 _EXPECTED_LEGS = 4
 
 
 class Phase(enum.Enum):
-    """Where one iteration stands. Whatever breaks off, the next backward starts from IDLE."""
+    """State of one iteration. After an error in any phase, the next backward starts from IDLE."""
 
     IDLE = "nothing staged"  # -> BACKWARD: the first bucket arrives
-    BACKWARD = "buckets arrive, scatter legs leave"  # -> REDUCED: end of backward; -> IDLE: it broke off
+    BACKWARD = "buckets arrive, scatter legs leave"  # -> REDUCED: end of backward; -> IDLE: backward raised
     REDUCED = "gather legs are out, .grad is pending"  # -> IDLE: the next backward retires everything
 
 
 class Pipeline:
-    """All fusion groups of one model.
+    """Runs all fusion groups of one model under one plan.
 
     Args:
         plan: which gradient travels in which group.
         parameters: named parameters, in the plan's numbering.
         link: runs the legs.
-        turns: told of waits, so that another job may compute meanwhile.
+        turns: notified of waits, so that another job may compute meanwhile.
         kept: finds gradients whose memory a script keeps.
         lock: held while gradients are delivered and updates applied, from any thread.
-        memory: arenas of the plan before, used again where they are large enough.
-        wire_dtype: what wider gradients are cast to in the fusion buffers; None for their own dtype everywhere.
+        memory: arenas of the previous plan, reused where they are large enough.
+        wire_dtype: dtype to which wider gradients are cast in the fusion buffers; None keeps every gradient's dtype.
         every_group_arrives: False if DDP may leave out buckets.
-        unwritten_is_unused: a ``.grad`` that DDP does not write to at the end of backward belongs to a
-            parameter that no rank has used, and stays what it is.
+        unwritten_is_unused: if DDP does not write a ``.grad`` at the end of backward, no rank has used its
+            parameter, and the ``.grad`` stays as it is.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Pipeline:
         self.phase = Phase.IDLE
         self.iteration = 0
         self.lock = lock or threading.RLock()
-        # What the optimizer still has to do, opaque to the pipeline. An entry is taken out by whoever does it.
+        # Deferred optimizer work per slot, opaque to the pipeline. `apply_updates` removes each entry that it applies.
         self.updates: dict[Slot, object] = {}
         self.apply_updates: Callable[[list[Slot]], None] = _no_updates
         self.on_gradient_read: Callable[[Slot], None] = _nobody_minds
@@ -96,7 +96,7 @@ class Pipeline:
         self._thread = 0
         self._gathers_early = plan.schedule == "auto"
         self._urgency = {group: place for place, group in enumerate(plan.use_order)}
-        # Where all ranks need one order, the plan says which gather legs go between the scatter legs.
+        # If the link needs one launch order on all ranks, the plan says which gather legs go between scatter legs.
         self._followers = {} if link.orders_gathers else gathers_behind_scatters(plan)
         self._inverse_world_size = 1.0 / link.world_size
         self._stagings: dict[int, Staging] = {}
@@ -137,7 +137,7 @@ class Pipeline:
         return group
 
     def follow(self, use_rank: Sequence[int]) -> None:
-        """Forward uses parameters in a new order. Where ranks may differ in it, so do gather legs from now on."""
+        """Gather in the forward's new use order from now on, if the link allows a different order on each rank."""
         if self.link.orders_gathers:
             order = order_of_use(self.plan.groups, use_rank)
             self._urgency = {group: place for place, group in enumerate(order)}
@@ -145,7 +145,7 @@ class Pipeline:
     # Backward.
 
     def begin_backward(self) -> None:
-        """Make room for the next iteration."""
+        """Reset all groups for the next iteration and announce its first scatter legs."""
         assert self.phase is Phase.IDLE
         for group in self.groups:
             group.missing = len(group.spec.pieces)
@@ -162,13 +162,13 @@ class Pipeline:
     def stage(
         self, index: int, buffer: Tensor, parameters: list[Tensor], gradients: Callable[[], list[Tensor]]
     ) -> None:
-        """Copy one DDP bucket into the fusion buffers and launch the scatter legs that became complete.
+        """Copy one DDP bucket into the fusion buffers and launch the scatter legs of groups that became complete.
 
         Args:
             index: the bucket's index.
-            buffer: its flat gradients; left as they are.
-            parameters: its parameters.
-            gradients: its gradients as views of ``buffer``, asked for only if the bucket has changed.
+            buffer: the bucket's gradients, flat, in their own dtype; not modified.
+            parameters: the bucket's parameters.
+            gradients: returns the bucket's gradients as views of ``buffer``; called only if the bucket has changed.
         """
         staging = self._stagings.get(index)
         if staging is None or not same_objects(staging.parameters, parameters):
@@ -211,7 +211,7 @@ class Pipeline:
             self.link.expect(index, self.groups[index].buffer)
 
     def end_backward(self) -> None:
-        """Launch the gather legs in use order and put a PendingGrad into every ``.grad`` that nobody keeps."""
+        """Launch the gather legs in use order and make every ``.grad`` a PendingGrad unless a script keeps it."""
         self.order.join()
         self._complete_partly_staged_groups()
         for group in self.groups:
@@ -226,7 +226,7 @@ class Pipeline:
                 self._deliver_to_keeper(slot)
 
     def _make_gradients_pending(self) -> list[Slot]:
-        """All of them, but for those that are returned: somebody keeps their memory."""
+        """Make gradients pending; return the slots of those that cannot be, because a script keeps their memory."""
         doubtful = []
         some_idle = any(group.scatter is None for group in self.groups)
         for slot in self.slots:
@@ -239,12 +239,12 @@ class Pipeline:
             slot.scales = ()
             pending = slot.pending.take(grad)
             if self._kept.excess(grad):
-                self.link.finish_jobs()  # what is still being staged refers to DDP's buckets
+                self.link.finish_jobs()  # staging jobs hold references to DDP's buckets, which count here
                 if self._kept.excess(grad):
                     doubtful.append(slot)
                     continue
             self._make_gradient_pending(slot, grad, pending)
-        del grad  # its name would count where one of those is looked at
+        del grad  # this local name would count as a reference in _kept_among()
         return self._kept_among(doubtful) if doubtful else []
 
     def _kept_among(self, doubtful: list[Slot]) -> list[Slot]:
@@ -277,7 +277,7 @@ class Pipeline:
             group.gather = self.link.all_gather(group.scatter)
 
     def _complete_partly_staged_groups(self) -> None:
-        """DDP leaves out buckets that no rank has used, the same ones everywhere; they count as zeros."""
+        """Launch groups for which DDP skipped a bucket, which no rank has used, with zeros for its gradients."""
         arrived: set[Slot] | None = None
         for group in self.groups:
             if 0 < group.missing < len(group.spec.pieces):
@@ -287,31 +287,31 @@ class Pipeline:
                         slot.view.zero_()
                 self._launch(group)
 
-    # Forward, and everybody else who needs a result.
+    # Forward, and other code that needs a result.
 
     def is_pending(self, slot: Slot) -> bool:
-        """Whether the parameter's gradient is on the wire and nobody has looked at it."""
+        """Whether the parameter's ``.grad`` is a PendingGrad that no code has read yet."""
         pending = slot.pending.current
         return not pending.resolved and slot.parameter.grad is pending
 
     def catch_up(self, slots: Iterable[Slot]) -> None:
-        """Apply the updates that these parameters, and others in their fusion groups, still wait for."""
+        """Apply the pending updates of these parameters and of the others in their fusion groups."""
         with self.lock:
             self.order.join()
             if not self.updates:
                 return
             groups = dict.fromkeys(group for slot in slots if slot in self.updates for group in slot.groups)
-            # All of them first: a leg that fails must not leave a part of what was asked for updated.
+            # Wait for all groups before the first update: a leg that fails must not leave only some of them updated.
             for group in groups:
                 self.complete(group)
-            # One after the other: what is cast back to the parameters' dtype is never more than one group.
+            # Update group by group: gradients cast back to the parameters' dtype never take more than one group.
             for group in groups:
                 due = [s for s in group.slots if s in self.updates and all(part.complete for part in s.groups)]
                 if due:
                     outside_of_modes(functools.partial(self._apply, due), self.link.current_stream())
 
     def flush(self) -> None:
-        """Apply all updates that have been asked for."""
+        """Apply all pending updates."""
         self.catch_up(self.slots)
 
     def _apply(self, slots: list[Slot]) -> None:
@@ -327,16 +327,16 @@ class Pipeline:
         if not group.complete:
             assert group.gather is not None
             index = group.spec.index
-            # For what is there already a range in the profiler would only cost time; `torch.jit.trace` would record it.
+            # No profiler range if the leg is done, where it only costs time, or if `torch.jit.trace` would record it.
             unnamed = group.gather.is_done() or is_traced()
             named = contextlib.nullcontext() if unnamed else record_function(f"ddp_crossover::wait[{index}]")
             with named, self.waiting(index) as meanwhile:
-                # Protects the optimizer, or whoever reads `.grad`, from half-gathered gradients.
+                # Protects the optimizer and readers of `.grad` from partly gathered gradients.
                 group.gather.wait(meanwhile)
             group.complete = True
 
     def waiting(self, what: int | str) -> contextlib.AbstractContextManager[Meanwhile | None]:
-        """Compute waits for communication within, for as long as for ``what`` in earlier steps; see :class:`Turns`."""
+        """Context of a wait for communication; ``what`` identifies the same wait in each step, see :class:`Turns`."""
         return self.turns.gap(what)
 
     def _deliver(self, slot: Slot, memory: Tensor) -> Tensor:
@@ -353,28 +353,28 @@ class Pipeline:
         return memory
 
     def _is_overwritten(self, memory: Tensor) -> bool:
-        """By DDP, with the next gradient, as under plain DDP; whoever has kept this one finds that one there."""
+        """Whether DDP's next gradient is in ``memory`` already; plain DDP overwrites kept gradients, too."""
         return self._is_retiring and is_in_backward() and self._kept.is_in_bucket(memory)
 
     def _may_fill(self, memory: Tensor) -> bool:
-        """Whether DDP would show a gradient there that ``.grad`` is not any more, and does not need it for another."""
+        """Whether a gradient no longer in ``.grad`` may be delivered into DDP's bucket: not if backward may use it."""
         is_in_training = is_in_backward() or threading.get_ident() != self._thread
         return self._kept.is_in_bucket(memory) and not is_in_training
 
     @torch.no_grad()
     def _copy_out(self, slot: Slot, memory: Tensor) -> None:
         value = slot.view
-        for factor in slot.scales:  # not in place: a signal handler may interrupt this and do the same
+        for factor in slot.scales:  # not in place: a signal handler may interrupt this loop and run it, too
             self.order.keep(factor)
             [value] = torch._foreach_mul([value.to(memory.dtype)], factor)
         memory.copy_(value)
         self.order.mark()
 
-    @torch.inference_mode(False)  # else a copy made by an evaluation would be of no use to the optimizer
+    @torch.inference_mode(False)  # a touch during evaluation would make inference tensors, useless to the optimizer
     def reduced(self, slots: Iterable[Slot]) -> dict[Slot, Tensor]:
-        """Complete gradients in the dtype of their parameters, times what clipping or the loss scaler left for them.
+        """Return complete gradients in their parameters' dtype, times the factors of clipping and loss scaling.
 
-        Those that have travelled in it are multiplied in place, the others are copies.
+        Gradients that were sent in that dtype are multiplied in place; the others are cast copies.
         """
         reduced = {slot: slot.view.to(slot.parameter.dtype) if slot.is_cast else slot.view for slot in slots}
         by_factors: dict[tuple[int, ...], list[Slot]] = {}
@@ -391,7 +391,7 @@ class Pipeline:
         return reduced
 
     def retire(self) -> None:
-        """End the iteration: nothing of it may be left when its buffers are filled again."""
+        """End the iteration: finish its updates, gradients and legs before its buffers are filled again."""
         if self.phase is not Phase.IDLE:
             with self.lock:
                 self._retire()
@@ -415,7 +415,7 @@ class Pipeline:
         self.flush()
         if self.phase is Phase.REDUCED:
             for slot in self.slots:
-                pool = slot.pending  # no name for the object itself: that would be one more holder
+                pool = slot.pending  # no local name for the PendingGrad: held_elsewhere() would count it
                 if pool.current.resolved:
                     continue
                 if slot.parameter.grad is pool.current or pool.held_elsewhere():
@@ -424,7 +424,10 @@ class Pipeline:
                     pool.current.disarm()
 
     def _close_broken_backward(self) -> None:
-        """It broke off, on all ranks alike. What was announced is sent, whatever it is, so that nothing stays open."""
+        """Complete the announced legs of a backward that raised on all ranks, so that no receive stays open.
+
+        The values that they carry do not matter.
+        """
         self.link.finish_jobs()
         for index in sorted(self._announced):
             group = self.groups[index]
@@ -433,12 +436,12 @@ class Pipeline:
         self._gather_in_use_order()
 
     def release(self) -> dict[str, Tensor]:
-        """The arenas, for the pipeline of the next plan. This one must not be used again."""
+        """Return the arenas by name, for the next plan's pipeline. This pipeline must not be used again."""
         assert self.phase is Phase.IDLE
         return {name: arena._base if arena._base is not None else arena for name, arena in self._arenas.items()}
 
     def let_go(self) -> None:
-        """Of all parameters and fusion buffers, without waiting for the collector of garbage. The pipeline is over."""
+        """Drop all parameters and fusion buffers now, not at the next garbage collection. Ends the pipeline."""
         for slot in self.slots:
             del slot.parameter, slot.view, slot.pending
         for group in self.groups:
@@ -447,7 +450,7 @@ class Pipeline:
             held.clear()
 
     def unwrap_gradients(self) -> bool:
-        """Leave plain tensors in every ``.grad``; returns whether any was pending."""
+        """Replace every PendingGrad in ``.grad`` by its reduced gradient; returns whether any was pending."""
         pending = [slot for slot in self.slots if self.is_pending(slot)]
         for slot in self.slots:
             if isinstance(grad := slot.parameter.grad, PendingGrad):
@@ -456,10 +459,10 @@ class Pipeline:
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device, memory: Tensor | None) -> Tensor:
-    """Flat zeros, in ``memory`` if it is large enough."""
+    """Return ``numel`` flat zeros, in ``memory`` if that is large enough."""
     if memory is not None and memory.numel() >= numel:
         return memory[:numel].zero_()
-    # Plans differ in their padding: with this much to spare the next one fits in as well.
+    # Plans differ in their padding: the spare elements let the next plan's arena fit in the same memory.
     return torch.zeros(numel + _SPARE_NUMEL, dtype=dtype, device=device)[:numel]
 
 
@@ -472,6 +475,6 @@ def _nobody_minds(slot: Slot) -> None:
 
 
 def _version(grad: Tensor | None) -> int:
-    # Of the object that DDP sees: what it writes through a PendingGrad counts there.
+    # Read the version of the `.grad` object itself: DDP's writes through a PendingGrad count there.
     with torch._C.DisableTorchFunctionSubclass():
         return -1 if grad is None else grad._version

@@ -1,15 +1,15 @@
 """Tensor fusion: which gradient elements travel together, and in which order. ``planning.search`` chooses the sizes.
 
-Pure: sizes and orders in, a :class:`FusionPlan` out. This file knows nothing of processes, streams or
+Pure functions from sizes and orders to a :class:`FusionPlan`. This file knows nothing of processes, streams or
 tensors' contents, so the same input gives the same plan on every rank.
 
-A plan lays every gradient of one dtype and device out in one flat *arena*, in arrival order. A fusion group is a
-contiguous range of its arena. Groups are cut between parameters where that is possible; a parameter larger than a
-group is cut at a multiple of ``world_size``, so only the end of a group that ends with a parameter needs padding,
-and a parameter's own elements always stay contiguous.
+A plan lays out all gradients of one dtype and device in one flat *arena*, in arrival order. A fusion group is a
+contiguous range of its arena. Groups are cut between parameters if possible; a parameter larger than a group is cut at
+a multiple of ``world_size``, so only the end of a group that ends with a parameter needs padding, and a parameter's
+own elements always stay contiguous.
 
-With ``taper`` groups are small at both ends of an arena. The first to arrive lets the link start early; the last to
-arrive is the first that the forward needs, so nothing hides its two legs.
+With ``taper``, groups are small at both ends of an arena. The first group to arrive lets the link start early. The last
+group to arrive is the first that the forward needs, so no compute hides its two legs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _TAPER = 8  # the smallest group of a tapered arena is this many times smaller t
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """What the planner knows of one gradient.
+    """One gradient, as the planner sees it.
 
     Attributes:
         name: full parameter name, for messages.
         numel: number of elements, may be zero.
         itemsize_bytes: bytes per element on the wire.
-        arena: which arena it lives in; gradients of different dtype or device never share one.
+        arena: name of the arena that holds it; gradients of different dtype or device never share one.
     """
 
     name: str
@@ -55,13 +55,13 @@ class FusionGroup:
     """One reduce-scatter and one all-gather, or one all-reduce.
 
     Attributes:
-        index: position in arrival order; the name of the group on the wire and in messages.
-        arena: the arena that it is a range of.
+        index: position in arrival order; identifies the group on the wire and in messages.
+        arena: name of the arena that contains the group.
         offset: first element in the arena.
         numel: elements including padding, a multiple of the world size.
         padding: elements at the end that belong to no gradient, fewer than the world size.
-        pieces: what it carries, in arena order.
-        split: whether it travels as two legs; else as one plain all-reduce.
+        pieces: the gradients, or parts of them, that the group carries, in arena order.
+        split: True if it travels as a scatter leg and a gather leg, False if as one plain all-reduce.
     """
 
     index: int
@@ -86,8 +86,8 @@ class FusionPlan:
         arena_numel: elements of each arena, padding included.
         schedule: ``"dear"``: gather legs follow all scatter legs, in use order; ``"auto"``: also between them.
         launch_order: (kind, group) of every leg of one iteration, for links that need one order on all ranks. Kinds
-            are ``"scatter"``, ``"gather"`` and, for a group that is not split, ``"all_reduce"``. Empty if
-            nothing has been simulated: then it is the one that ``schedule="dear"`` describes.
+            are ``"scatter"``, ``"gather"`` and, for a group that is not split, ``"all_reduce"``. Empty if the plan
+            was not simulated; the order is then that of ``schedule="dear"``.
     """
 
     world_size: int
@@ -100,7 +100,7 @@ class FusionPlan:
     launch_order: tuple[tuple[str, int], ...] = ()
 
     def digest(self) -> str:
-        """Hash that is equal on two ranks exactly when their plans are."""
+        """Return a hash that is equal on two ranks exactly if their plans are equal."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     def __str__(self) -> str:
@@ -135,14 +135,14 @@ def plan_fusion(
         use_rank: per parameter, when the forward first uses it (smaller is earlier).
         world_size: ranks per group; group sizes are multiples of it.
         fusion_mb: target size of a group in MiB.
-        taper: make groups smaller towards both ends of each arena: half of the distance to the nearer end, at
-            least ``fusion_mb / 8``.
+        taper: make groups smaller towards both ends of each arena: limit each group to half of its distance to the
+            nearer end, but to no less than ``fusion_mb / 8``.
 
     Returns:
         A plan in which every element of every gradient lies in exactly one group.
 
     Raises:
-        ValueError: if ``arrival_order`` is no permutation, or a size makes no sense.
+        ValueError: if ``arrival_order`` is not a permutation, ``world_size`` is below 1 or ``fusion_mb`` not above 0.
     """
     if sorted(arrival_order) != list(range(len(specs))):
         raise ValueError("arrival_order must name every parameter exactly once")
@@ -175,7 +175,7 @@ def plan_fusion(
 
 
 def arena_capacity(specs: Sequence[GradientSpec], world_size: int) -> dict[str, int]:
-    """Elements of each arena that are enough for every plan: each gradient may be the last of its group, and padded."""
+    """Return how many elements of each arena suffice for every plan, if every gradient ends a group and is padded."""
     capacity: dict[str, int] = {}
     for spec in specs:
         capacity[spec.arena] = capacity.get(spec.arena, 0) + spec.numel + world_size - 1
@@ -183,7 +183,7 @@ def arena_capacity(specs: Sequence[GradientSpec], world_size: int) -> dict[str, 
 
 
 class _ArenaCutter:
-    """Lays gradients into one arena and closes a group whenever the target size is reached."""
+    """Lays out gradients in one arena and closes a group whenever the target size is reached."""
 
     def __init__(
         self, arena: str, world_size: int, fusion_mb: float, taper_over_numel: int | None, first_index: int
@@ -196,7 +196,7 @@ class _ArenaCutter:
         self._groups: list[FusionGroup] = []
         self._pieces: list[Piece] = []
         self._start = 0
-        self._closed_numel = 0  # without padding
+        self._closed_numel = 0  # elements in closed groups, without padding
         self.offset = 0
 
     def add(self, parameter: int, spec: GradientSpec) -> int:
@@ -219,7 +219,7 @@ class _ArenaCutter:
         return self._groups
 
     def _capacity(self, itemsize_bytes: int) -> int:
-        """Elements that the group that is open now may hold."""
+        """Return how many elements the open group may hold."""
         target_numel = self._fusion_mb * MB / itemsize_bytes
         if self._taper_over_numel is not None:
             to_nearer_end = min(self._closed_numel, self._taper_over_numel - self._closed_numel)
@@ -227,7 +227,10 @@ class _ArenaCutter:
         return max(int(target_numel) // self._world_size, 1) * self._world_size
 
     def _cut(self, numel: int, itemsize_bytes: int) -> int:
-        """Size of the next piece of a gradient too large for a group, even and in need of no padding; else 0."""
+        """Return the size of the next piece of a gradient of ``numel`` elements, or 0 if it fits into a group.
+
+        Pieces have about equal sizes, which are multiples of the world size, so that they need no padding.
+        """
         pieces = -(-numel // self._capacity(itemsize_bytes))
         if pieces <= 1:
             return 0
@@ -258,7 +261,7 @@ class _ArenaCutter:
 
 
 def gathers_behind_scatters(plan: FusionPlan) -> dict[int, list[int]]:
-    """For each group, whose gather legs are launched right after its scatter leg; not for the last group."""
+    """Map each group but the last to the groups whose gather legs are launched right after its scatter leg."""
     behind: dict[int, list[int]] = {}
     last = -1
     for kind, group in plan.launch_order:
@@ -266,21 +269,26 @@ def gathers_behind_scatters(plan: FusionPlan) -> dict[int, list[int]]:
             behind.setdefault(last, []).append(group)
         else:
             last = group
-    # The end of backward launches what is left, in use order.
+    # After the last scatter leg, the end of backward launches the remaining gather legs in use order.
     behind.pop(last, None)
     return behind
 
 
 def _in_arrival_order(groups: list[FusionGroup], arrival: Sequence[int]) -> list[FusionGroup]:
-    """Number the groups of all arenas by when their last gradient arrives."""
+    """Renumber the groups of all arenas in the order in which their last gradients arrive."""
     when = {parameter: place for place, parameter in enumerate(arrival)}
     ordered = sorted(groups, key=lambda group: (max(when[p.parameter] for p in group.pieces), group.index))
     return [replace(group, index=index) for index, group in enumerate(ordered)]
 
 
 def order_of_use(groups: Sequence[FusionGroup], use_rank: Sequence[int]) -> tuple[int, ...]:
-    """Indices of the groups in the order in which forward needs them, from each parameter's place in it."""
+    """Return the group indices in the order in which forward needs them.
+
+    Args:
+        groups: all fusion groups.
+        use_rank: per parameter, when the forward first uses it (smaller is earlier).
+    """
     first_use = {group.index: min(use_rank[piece.parameter] for piece in group.pieces) for group in groups}
-    # Among groups that are needed at the same time the last to arrive comes first: it is the
-    # nearer to the front of the network.
+    # Of groups that are needed at the same time, the last to arrive comes first, because it is nearer to the front
+    # of the network.
     return tuple(sorted(first_use, key=lambda index: (first_use[index], -index)))

@@ -1,4 +1,4 @@
-"""What everything has in common that is hung on a user's module."""
+"""Base class of everything that this package attaches to a user's module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PICKLE_ADVICE = (
 
 
 class Hook:
-    """Never copied along with its module, and pickling it tells the way out."""
+    """A hook that is not copied with its module, and that raises on pickling, with advice what to do instead."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         return _Nothing()
@@ -20,7 +20,7 @@ class Hook:
 
 
 class _Nothing(Hook):
-    """What a hook becomes in a copy of a module."""
+    """Stands for a hook in a copy of a module, and does nothing."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         return None

@@ -1,7 +1,7 @@
-"""Threads on which legs depend. They must not wait for a leg, whatever they happen to run.
+"""Threads that run legs, and therefore must never wait for one.
 
-The collector of garbage runs finalizers (``__del__``) of users in any thread. One that looks at a parameter or gradient
-that is on the wire would wait for what only this thread can bring about.
+The garbage collector may run users' finalizers (``__del__``) in any thread. A finalizer that reads a parameter or
+gradient which is on the wire would block the thread that has to complete the leg.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _idents: set[int] = set()
 
 
 def start_thread(name: str, work: Callable[[], None]) -> threading.Thread:
-    """Run ``work`` in a thread of this kind, a daemon: a job that hangs on a dead peer must not keep the process."""
+    """Run ``work`` in such a thread: a daemon, because a leg that waits for a dead peer must not block process exit."""
 
     def run() -> None:
         _idents.add(threading.get_ident())
@@ -28,20 +28,20 @@ def start_thread(name: str, work: Callable[[], None]) -> threading.Thread:
 
 
 def forget_threads() -> None:
-    """In a forked child, which has none of them."""
+    """Forget all threads. Called in a forked child, which has none of them."""
     _idents.clear()
 
 
 def is_own_thread() -> bool:
-    """Whether the caller runs in one of them."""
+    """Whether the caller runs in one of these threads."""
     return threading.get_ident() in _idents
 
 
 def refuse_to_wait() -> None:
-    """Raise in one of them.
+    """Raise if the caller runs in one of these threads.
 
     Raises:
-        RuntimeError: which Python reports, and ignores, where it comes from a finalizer.
+        RuntimeError: in such a thread. If it comes from a finalizer, Python reports it and goes on.
     """
     if is_own_thread():
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""What happened: figures for users, and the log of what had to fall back."""
+"""Figures for users about training steps, and the log of fall-backs to slower paths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("ddp_crossover")
 
 
 STEPS_KEPT = 100
-# The share of an iteration's gather legs from which on it counts as overlapped.
+# An iteration counts as overlapped if compute hides at least this share of the time of its gather legs.
 _MOSTLY = 0.5
 
 
@@ -27,12 +27,12 @@ class StepStats:
 
     Attributes:
         duration_s: wall-clock time.
-        communication_s: time in which at least one leg was under way. 0 on NCCL, where it is not host time.
+        communication_s: time in which at least one leg was under way. 0 on NCCL, whose legs do not run in host time.
         exposed_s: time in which the training thread waited for a leg. 0 on NCCL.
         gather_s: time in which at least one gather leg was under way. 0 on NCCL.
         gather_exposed_s: time in which the training thread waited for a gather leg. 0 on NCCL.
-        sent_bytes: payload bytes that this rank has sent. A leg may be sent an iteration later than it was asked for.
-        fallbacks: for each reason, how often something was done the slower way.
+        sent_bytes: payload bytes that this rank has sent. A leg may be sent one iteration after it was started.
+        fallbacks: for each reason, how often a slower path was taken.
     """
 
     duration_s: float
@@ -50,7 +50,7 @@ class StepStats:
 
     @property
     def hidden_share(self) -> float | None:
-        """The share of ``gather_s`` in which compute went on, 0 to 1; None where it was not measured."""
+        """Share of ``gather_s`` in which compute went on, 0 to 1; None if no gather leg was timed."""
         return max(0.0, 1.0 - self.gather_exposed_s / self.gather_s) if self.gather_s else None
 
 
@@ -59,20 +59,20 @@ class LeaseUse:
     """How one rank has shared its device with other jobs since attach.
 
     Attributes:
-        held_s: time in which it held the lease.
-        gaps: waits for communication that another job was given, or had been given already.
-        given_s: their length, from when the lease was free until the communication was over.
-        filled_s: time within them in which another job held the lease, sampled every millisecond.
+        held_s: time in which this job held the lease.
+        gaps: number of waits for communication in which this job gave its lease away, or another job held it.
+        given_s: total length of the gaps, from when the lease was free until the communication was over.
+        filled_s: time inside gaps in which another job held the lease, sampled every millisecond.
         regrant_s: time in which compute waited for the lease.
-        slowed_s: the part of that by which sharing has slowed this job down: of each turn, by how much longer it was
-            waited for than held.
+        slowed_s: the part of ``regrant_s`` by which sharing has slowed this job down: for each turn, by how much the
+            wait for it was longer than the turn.
         hand_offs: how often the lease was given up while another job waited for it.
-        gain: ``filled_s`` less ``slowed_s``, as a part of step time, over the latest ten steps with another job
+        gain: ``filled_s`` minus ``slowed_s``, as a fraction of step time, over the latest ten steps with another job
             around; None before.
-        sharing: False during a break, which the lease takes where the gain is below 2%.
+        sharing: False during a break from sharing, which begins when the gain is below 2%.
         grants: how often the lease was granted.
-        lost: how often the broker ended a turn: it was too long, or the broker went away.
-        unleased: for each reason, how often a turn was computed without.
+        lost: how often the broker ended a turn, because it was too long or because the broker went away.
+        unleased: for each reason, how often a turn was computed without the lease.
     """
 
     held_s: float
@@ -95,18 +95,18 @@ class DearStats:
 
     Attributes:
         iterations: backward passes whose gradients were reduced.
-        pipelined_iterations: those of them that took the pipeline; the others were plain all-reduces.
-        overlapped_steps: pipelined iterations of whose gather legs compute has hidden half or more. Where that is not
-            measured, as on NCCL: in which nobody needed all updates or gradients at once.
+        pipelined_iterations: iterations that took the pipeline; the others were plain all-reduces.
+        overlapped_steps: pipelined iterations in which compute hid at least half of the time of the gather legs. If
+            that is not measured, as on NCCL: iterations in which no code needed all updates or gradients at once.
         finished_steps: pipelined iterations whose gather legs are over; all but the last.
-        looks: who needed updates or gradients at once (file and line), and in how many steps.
+        looks: lines of code (file and line) that needed updates or gradients at once, and in how many steps.
         deferred_steps: ``optimizer.step()`` calls with at least one update put off to the next forward.
         elapsed_s: wall-clock time since the first reduced backward ended.
-        communication_s: time in which at least one leg was under way. 0 on NCCL, where it is not host time.
+        communication_s: time in which at least one leg was under way. 0 on NCCL, whose legs do not run in host time.
         exposed_s: time in which the training thread waited for a leg. 0 on NCCL.
         sent_bytes: payload bytes that this rank has sent.
-        fallbacks: for each reason, how often something was done the slower way.
-        last_steps: figures of the latest iterations, at most 100, the last one at the end.
+        fallbacks: for each reason, how often a slower path was taken.
+        last_steps: figures of the latest iterations, at most 100, the most recent last.
         lease: how the device was shared; None without ``lease=``.
     """
 
@@ -130,7 +130,7 @@ class DearStats:
         return self.elapsed_s - self.exposed_s
 
     def __str__(self) -> str:
-        """One line: how many steps overlapped, and who was in the way."""
+        """Return one line: how many steps overlapped, and what prevented it most often."""
         parts = [f"{self.overlapped_steps} of {self.finished_steps} steps overlapped"]
         parts += [f"{look} ({steps} steps)" for look, steps in Counter(self.looks).most_common(3)]
         parts += [f"{reason} ({times} times)" for reason, times in Counter(self.fallbacks).most_common(3)]
@@ -143,7 +143,7 @@ class DearStats:
 
     @property
     def median_step(self) -> StepStats | None:
-        """The median of each figure over ``last_steps``, with the fall-backs of all of them."""
+        """Median of each figure over ``last_steps``, with the fall-backs of all of them; None if there are none."""
         if not self.last_steps:
             return None
         fallbacks: Counter[str] = Counter()
@@ -161,7 +161,7 @@ class DearStats:
 
 
 class _Sample(NamedTuple):
-    """Running sums at the end of a backward."""
+    """Running sums at the end of one backward."""
 
     at_s: float
     sums: CommSums
@@ -170,11 +170,11 @@ class _Sample(NamedTuple):
 
 
 class StepLog:
-    """Keeps the running sums of the latest iterations; the figures are their differences.
+    """Keeps the running sums of the latest iterations, and computes each iteration's figures from their differences.
 
     Attributes:
-        finished: pipelined iterations whose gather legs are over.
-        overlapped: those of them that compute has hidden.
+        finished: number of pipelined iterations whose gather legs are over.
+        overlapped: number of finished iterations whose gather legs compute has hidden.
     """
 
     def __init__(self) -> None:
@@ -186,14 +186,14 @@ class StepLog:
     def note(
         self, sums: CommSums, sent_bytes: int, fallbacks: Counter[str], *, is_pipelined: bool, was_looked_at: bool
     ) -> None:
-        """A reduced backward has ended.
+        """Record the end of a reduced backward.
 
         Args:
-            sums: times up to now.
-            sent_bytes: up to now.
-            fallbacks: up to now.
-            is_pipelined: whether its gather legs follow.
-            was_looked_at: whether somebody needed the updates or gradients of the iteration before at once.
+            sums: communication times up to now.
+            sent_bytes: payload bytes sent up to now.
+            fallbacks: fall-backs by reason up to now.
+            is_pipelined: whether this iteration takes the pipeline, so that its gather legs end in the next one.
+            was_looked_at: whether code needed the previous iteration's updates or gradients at once.
         """
         now_s = time.perf_counter()
         if self._started_s is None:
@@ -206,11 +206,11 @@ class StepLog:
         self._last_was_pipelined = is_pipelined
 
     def elapsed_s(self) -> float:
-        """Time since the first of them; 0 before."""
+        """Return the seconds since the first reduced backward ended; 0 before."""
         return 0.0 if self._started_s is None else time.perf_counter() - self._started_s
 
     def figures(self) -> tuple[StepStats, ...]:
-        """Figures of each iteration."""
+        """Return the figures of each recorded iteration, oldest first."""
         return tuple(_between(before, after) for before, after in pairwise(self._samples))
 
 
@@ -236,7 +236,7 @@ class FallbackLog:
         self._logs = rank == 0
 
     def note(self, reason: str) -> None:
-        """Something is done the slower way."""
+        """Count one fall-back to a slower path; rank 0 logs the reason the first time."""
         if self._logs and not self.counts[reason]:
             logger.warning("ddp_crossover: %s", reason)
         self.counts[reason] += 1

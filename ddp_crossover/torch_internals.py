@@ -1,6 +1,6 @@
-"""Every use of torch that is not public, each behind one small function.
+"""Every private API of torch that this package uses, each behind one small function.
 
-Checked on torch 2.11 to 2.15. Where a name is gone, the error says so instead of failing far away.
+Checked on torch 2.11 to 2.15. If a name is missing, the error says so here, instead of failing far away.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket as GradBucket  # dist.GradBucket, which has no stub
+from torch._C._distributed_c10d import GradBucket as GradBucket  # dist.GradBucket has no type stub
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -39,66 +39,66 @@ def _private(owner: Any, name: str) -> Any:
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the autograd graph task that is running has ended."""
+    """Run ``callback`` when the current autograd graph task has ended."""
     _private(Variable._execution_engine, "queue_callback")(callback)
 
 
 def is_in_backward() -> bool:
-    """Whether this thread runs a part of an autograd graph task."""
+    """Whether this thread is running part of an autograd graph task."""
     return bool(_private(torch._C, "_current_graph_task_id")() != -1)
 
 
-# Attributes of an optimizer in which it keeps the hooks around `step()`.
+# Attributes in which an optimizer keeps the hooks around its `step()`.
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _STATE_DICT_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_load_state_dict_pre_hooks")
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Whether hooks can be put around its methods; a class that skips ``Optimizer.__init__`` has no room for them."""
+    """Whether the optimizer takes hooks; one whose class skips ``Optimizer.__init__`` does not."""
     return all(hasattr(optimizer, name) for name in (*STEP_HOOKS, *_STATE_DICT_HOOKS))
 
 
 def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """The optimizer's ``step`` without step hooks, profiler range or scheduler counters."""
+    """Return the unbound ``step`` of the optimizer's class, without hooks, profiler range or scheduler counters."""
     return _private(type(optimizer).step, "__wrapped__")  # type: ignore[no-any-return]
 
 
 def has_raw_step(optimizer: Optimizer) -> bool:
-    """Whether :func:`raw_step` is to be had, and ``step`` was not replaced on the instance."""
+    """Whether :func:`raw_step` is available and ``step`` was not replaced on the instance."""
     step = vars(optimizer).get("step")
-    # A learning-rate scheduler wraps `step` on the instance only to count the calls.
+    # A learning-rate scheduler also wraps `step` on the instance, but only to count calls.
     replaced = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
     return hasattr(type(optimizer).step, "__wrapped__") and not replaced
 
 
 def move_to_front(hooks_of: Optimizer, handle: RemovableHandle) -> None:
-    """Make a step post-hook the first to run, so that users' post-hooks see gradients in place."""
+    """Make a step post-hook run first, so that users' post-hooks see gradients in place."""
     _private(hooks_of, "_optimizer_step_post_hooks").move_to_end(handle.id, last=False)
 
 
 def step_pre_hooks(optimizer: Optimizer) -> list[Any]:
-    """The step pre-hooks of an optimizer, in the order in which they run."""
+    """Return the step pre-hooks of an optimizer, in the order in which they run."""
     return list(_private(optimizer, "_optimizer_step_pre_hooks").values())
 
 
 def process_group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """The timeout with which ``group`` was made, so that our own group gets the same."""
+    """Return the timeout with which ``group`` was made, so that our own group gets the same."""
     backend = _private(group, "_get_backend")(device)
     return _private(backend.options, "_timeout")  # type: ignore[no-any-return]
 
 
 def comm_hooks_of(ddp: DistributedDataParallel) -> list[Any]:
-    """Communication hooks that the user has registered already, and the state of each; not those of C++."""
+    """Return the (hook, state) pairs of all communication hooks that were registered from Python."""
     return list(_private(ddp, "_comm_hooks"))
 
 
 def is_joining(ddp: DistributedDataParallel) -> bool:
-    """Whether ``with ddp.join():`` is running."""
+    """Whether ``with ddp.join():`` is active."""
     return bool(_private(_private(ddp, "_join_config"), "enable"))
 
 
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:
-    """Whether DDP's reducer has a communication hook, of Python or of C++."""
+    """Whether DDP's reducer has a communication hook, in Python or in C++."""
     return "comm_hook" in _private(ddp, "_get_ddp_logging_data")()
 
 
@@ -108,12 +108,12 @@ def has_run_forward(ddp: DistributedDataParallel) -> bool:
 
 
 def forget_comm_hooks(ddp: DistributedDataParallel) -> None:
-    """Take all out of what is copied and pickled along with the model. The reducer keeps the one it has."""
+    """Clear DDP's list of hooks, which is copied and pickled with the model; the reducer keeps its hook."""
     _private(ddp, "_comm_hooks").clear()
 
 
 def managed_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
-    """Named parameters that DDP reduces, in its own order, each once."""
+    """Return the named parameters that DDP reduces, in DDP's order, each once."""
     ignored: set[str] = _private(ddp, "parameters_to_ignore")
     return [
         (name, parameter)
@@ -123,18 +123,18 @@ def managed_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn
 
 
 def bucket_cap_bytes(ddp: DistributedDataParallel) -> int:
-    """Above which size DDP starts a new bucket."""
+    """Return the size in bytes above which DDP starts a new bucket."""
     return int(_private(ddp, "bucket_bytes_cap"))
 
 
 def rebuild_buckets(ddp: DistributedDataParallel, cap_bytes: int | None = None) -> None:
-    """Give DDP a new reducer, with no hook, in the way of its own ``__setstate__``.
+    """Give DDP a new reducer without a hook, as its own ``__setstate__`` does.
 
-    The attributes stay: dynamo's DDPOptimizer cuts graphs by them.
+    DDP's attributes keep the user's bucket size, because dynamo's DDPOptimizer splits graphs by it.
 
     Args:
         ddp: the model.
-        cap_bytes: largest size of its buckets; None for those that the user has asked for.
+        cap_bytes: maximum bucket size in bytes; None for the size that the user has set.
     """
     settings: dict[str, Any] = {"bucket_bytes_cap": cap_bytes}
     if cap_bytes is None:
@@ -158,37 +158,37 @@ def rebuild_buckets(ddp: DistributedDataParallel, cap_bytes: int | None = None) 
     finally:
         vars(ddp).update(before)
     if ddp.static_graph:
-        # The new reducer learns the graph in a first iteration of its own, also if DDP has had one.
+        # The new reducer learns the graph in its own first iteration, even if DDP has had one before.
         ddp._static_graph_delay_allreduce_enqueued = False
         ddp.reducer._set_static_graph()
         ddp.logger._set_static_graph()  # type: ignore[union-attr]
 
 
 def is_updated_in_backward(parameter: torch.nn.Parameter) -> bool:
-    """Whether an optimizer steps as soon as this gradient is accumulated."""
+    """Whether an optimizer updates this parameter inside backward, as soon as its gradient is accumulated."""
     return hasattr(parameter, "_in_backward_optimizers")
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether calling the module runs code that ``torch.compile`` has made: of it, in it, or of its ``forward``."""
+    """Whether the module is compiled: by ``torch.compile(module)``, ``module.compile()`` or a compiled ``forward``."""
     return is_compiled_in_place(module) or _has_compiled_forward(module)
 
 
 def _has_compiled_forward(module: torch.nn.Module) -> bool:
-    """Also that of ``torch.compile(module)``, and one that a decorator has compiled."""
+    """Whether ``forward`` is compiled, also by ``torch.compile(module)`` or by a decorator."""
     return hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
-    """Whether ``module.compile()`` was called: calling the module then runs none of its hooks eagerly."""
+    """Whether ``module.compile()`` was called, after which no hook of the module runs eagerly."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def call_around_compiled(
     module: torch.nn.Module, before: Callable[[], None], after: Callable[[], None] = lambda: None
 ) -> Callable[[], None]:
-    """Run ``before`` and ``after`` outside of the code of a compiled module; returns the undoing."""
-    # Attributes of the object, and no hooks, which would keep fused paths from running.
+    """Run ``before`` and ``after`` around a compiled module, outside of its graph; returns the undo function."""
+    # Set an attribute of the module instead of hooks, which would disable fused fast paths.
     name = "_compiled_call_impl" if is_compiled_in_place(module) else "forward"
     own = vars(module).get(name)
     call = vars(module)[name] = _AroundCompiled(_private(module, name), before, after)
@@ -210,7 +210,7 @@ class _AroundCompiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return self._compiled(*args, **kwargs)  # a part of what runs in between already
+            return self._compiled(*args, **kwargs)  # traced into outer compiled code, which is wrapped itself
         self._before()
         try:
             return self._compiled(*args, **kwargs)
@@ -218,7 +218,7 @@ class _AroundCompiled:
             self._after()
 
     def __reduce__(self) -> Any:
-        # A copy of the module gets what plain DDP's would get; a method is bound to the copy.
+        # A copy of the module gets the unwrapped callable, as with plain DDP; a method is bound to the copy.
         return _unchanged, (self._compiled,)
 
 
@@ -227,16 +227,16 @@ def _unchanged(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:
-    """All tensors in what a module has returned: in tuples, lists and dicts of any depth."""
+    """Return all tensors in a module's output, inside tuples, lists and dicts of any depth."""
     leaves = _private(_private(torch.utils, "_pytree"), "tree_leaves")(output)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def allow_foreach(tensor_class: type[torch.Tensor]) -> None:
-    """Let torch's foreach implementations take tensors of this class, as DTensor does for itself.
+    """Let torch's foreach implementations accept tensors of this class, as DTensor does for itself.
 
-    On CUDA the stock ``clip_grad_norm_`` and optimizers go tensor by tensor, and round differently, for classes that
-    are not on the lists.
+    For classes that are not on torch's lists, the stock ``clip_grad_norm_`` and optimizers on CUDA process one tensor
+    at a time, and round differently.
     """
     for module in (_private(torch.utils, "_foreach_utils"), sys.modules[Optimizer.__module__]):
         supported = _private(module, "_foreach_supported_types")
@@ -245,13 +245,14 @@ def allow_foreach(tensor_class: type[torch.Tensor]) -> None:
 
 
 def outside_of_modes(job: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
-    """Run ``job`` where no mode, functorch transform or ``torch.jit.trace`` of the caller sees what it does.
+    """Run ``job`` out of sight of the caller's modes, functorch transforms and ``torch.jit.trace``.
 
-    All of these belong to a thread, so where there are any a new thread has none. That takes 0.1 ms.
+    All of these belong to a thread, so if any is active, ``job`` runs on a new thread, which takes 0.1 ms. Exceptions
+    of ``job`` are raised here.
 
     Args:
-        job: what to do.
-        stream: the CUDA stream to do it on, or None.
+        job: the function to run.
+        stream: the CUDA stream to run it on if a new thread is needed, or None.
     """
     depth_of_modes = (
         _private(torch._C, "_len_torch_dispatch_stack")() + _private(torch._C, "_len_torch_function_stack")()
@@ -274,18 +275,18 @@ def outside_of_modes(job: Callable[[], None], stream: torch.cuda.Stream | None) 
     try:
         thread.join()
     finally:
-        thread.join()  # Ctrl-C must not leave the job half done
+        thread.join()  # after Ctrl-C, too: the job must not be left half done
     if errors:
         raise errors[0]
 
 
 def is_traced() -> bool:
-    """Whether ``torch.jit.trace`` records what this thread does."""
+    """Whether ``torch.jit.trace`` is recording this thread."""
     return bool(_private(torch.jit, "is_tracing")())
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """Number of C++ references to a storage: one for each tensor, and a constant."""
+    """Number of C++ references to a storage: one for each tensor, plus a constant."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
@@ -297,19 +298,19 @@ def references_to_memory(tensor: torch.Tensor) -> int:
 
 
 def references_to_bucket_view(gradients: int) -> int:
-    """How many references there are to a gradient that is a view of a DDP bucket, besides those to any ``.grad``.
+    """Number of references that DDP holds to the memory of a bucket, besides those that any ``.grad`` has.
 
-    DDP keeps the bucket itself, what the hook has returned, and two views of each gradient: its place in the bucket,
-    which ``.grad`` is too, and its place in the result.
+    DDP keeps the bucket itself, the result of the hook, and two views for each gradient: one of its place in the
+    bucket, which ``.grad`` shares with ``gradient_as_bucket_view``, and one of its place in the result.
 
     Args:
-        gradients: how many of them are in the bucket.
+        gradients: number of gradients in the bucket.
     """
     return 2 + 2 * gradients
 
 
 def called_by_compiled_code() -> bool:
-    """Whether some caller on the stack was compiled by ``torch.compile``, so that what we return to may be, too."""
+    """Whether ``torch.compile`` is on the call stack, so that the code we return to may be compiled."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -320,10 +321,10 @@ def called_by_compiled_code() -> bool:
 
 
 def on_compile_start(callback: Callable[[], None]) -> Callable[[], None]:
-    """Call ``callback`` before dynamo takes in the objects that a frame uses; returns the undoing.
+    """Call ``callback`` before dynamo reads the objects that a frame uses; returns the undo function.
 
-    Dynamo's own start callbacks are forgotten by ``torch.compiler.reset()``, and ``torch.export`` has none. Checked on
-    torch 2.11 to 2.15.
+    Not done with dynamo's own start callbacks, because ``torch.compiler.reset()`` clears them and ``torch.export`` does
+    not call them. Checked on torch 2.11 to 2.15.
     """
     convert_frame: Any = importlib.import_module("torch._dynamo.convert_frame")
     compile_frame = _private(convert_frame, "compile_frame")
@@ -339,7 +340,7 @@ class _CallBefore:
         self.callbacks: list[Callable[[], None]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Optimizers ask for this flag, which torch 2.15 has set by now, and would add up in another way.
+        # Clear this flag, which torch 2.15 has set by now: optimizers that see it would add up in another way.
         before, torch.compiler._is_compiling_flag = _private(torch.compiler, "_is_compiling_flag"), False
         try:
             for callback in self.callbacks:
@@ -350,10 +351,13 @@ class _CallBefore:
 
 
 def settle_before_use(settle: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Let ``settle`` say with which tensor functions go on that ask no tensor for its ``__torch_function__``.
+    """Pass tensor arguments through ``settle`` in torch functions that do not look up ``__torch_function__``.
 
-    These are ``torch.func`` and ``vmap``, ``torch.utils.swap_tensors``, ``to_dlpack``, ``nn.Parameter(tensor)``. Stays
-    for the rest of the process.
+    These are ``torch.func`` and ``vmap``, ``torch.utils.swap_tensors``, ``to_dlpack``, ``nn.Parameter(tensor)``. They
+    stay wrapped for the rest of the process.
+
+    Args:
+        settle: returns the tensor to use in place of the one that it is given.
     """
     transforms = importlib.import_module("torch._functorch.eager_transforms")
     for owner, name in (
@@ -383,17 +387,21 @@ class _SettleFirst:
 
 
 def cover_of(memory: torch.Tensor, message: str) -> torch.Tensor | None:
-    """A tensor that looks like ``memory``: C++ that reads or writes its values raises a RuntimeError.
+    """Return a tensor that looks like ``memory``, but raises RuntimeError if C++ reads or writes its values.
 
-    None for a tensor without elements, and where torch was built for CPUs only, which lacks what it takes. Checked on
-    torch 2.11 to 2.15.
+    None for a tensor without elements, and if torch was built for CPUs only, because that lacks the functions for it.
+    Checked on torch 2.11 to 2.15.
+
+    Args:
+        memory: tensor whose dtype, device, shape, strides and address the result has.
+        message: text of the RuntimeError.
     """
     set_message = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
     if set_message is None or not memory.numel():
         return None
     own = memory.untyped_storage()
     construct = _private(torch._C, "_construct_storage_from_data_pointer")
-    storage = construct(own.data_ptr(), memory.device, own.nbytes())  # owns nothing, is no reference to it
+    storage = construct(own.data_ptr(), memory.device, own.nbytes())  # owns no memory, counts as no reference
     cover = torch.empty(0, dtype=memory.dtype, device=memory.device)
     cover.set_(storage, memory.storage_offset(), memory.shape, memory.stride())
     set_message(storage._cdata, message)
@@ -404,13 +412,13 @@ _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """``tensor.data = data`` that asks no class, and that no signal handler comes in between of. Takes 0.2 us."""
+    """Set ``tensor.data`` without a class look-up, in one C call that no signal handler interrupts; takes 0.2 us."""
     torch._C._disabled_torch_function_impl(_SET_DATA, (), (tensor, data), {})
 
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
-    """Profilers do not hear of what happens within; one that records values would follow the address of a cover."""
+    """Hide operators in this context from profilers: one that records values would read from a cover's address."""
     enable = _private(torch.autograd, "_enable_record_function")
     enable(False)
     try:
@@ -420,7 +428,7 @@ def unrecorded() -> Iterator[None]:
 
 
 def keeps_overwritten_values() -> bool:
-    """Whether ``with torch.autograd.graph.allow_mutation_on_saved_tensors():`` is running."""
+    """Whether ``with torch.autograd.graph.allow_mutation_on_saved_tensors():`` is active."""
     return bool(_private(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled"))
 
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other before they train: settings and plans, as JSON, never pickled."""
+"""Exchange of settings and plans between ranks, as JSON, never pickled."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 
 class DisagreementError(RuntimeError):
-    """Ranks were set up differently: names the rank and the first difference."""
+    """Ranks were set up differently. The message names the rank and the first difference."""
 
 
 def all_gather_json(value: Any, process_group: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    """Every rank's ``value``, in rank order. Anything that JSON can hold."""
+    """Gather every rank's ``value``, which must be serializable as JSON; returns them in rank order."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     world_size = dist.get_world_size(process_group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]

@@ -1,4 +1,4 @@
-"""The legs of ``gloo_link``: what is under way, and who is told when it ends. They do nothing by themselves."""
+"""The legs of ``gloo_link``: the state of each operation and its completion. The link's threads do the work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddp_crossover.tracing.clock import CommClock, LegTimes
 
 
 class LegOwner(Protocol):
-    """The link, as far as its legs know it."""
+    """The part of the link that its legs use."""
 
     clock: CommClock
     rank: int
@@ -25,16 +25,16 @@ class LegOwner(Protocol):
     gave_up: bool
 
     def describe(self, label: str, error: BaseException) -> BaseException:
-        """The error of a leg, in words for users."""
+        """Convert the error of a leg to one with a message for users."""
 
     def leg_is_over(self, leg: GlooLeg) -> None:
-        """The leg has ended, well or not."""
+        """Note that the leg has ended, whether it succeeded or failed."""
 
 
 class Latch:
-    """An event that is set once. A signal handler may wait for it while the thread that it has interrupted does.
+    """An event that is set once. A signal handler may wait for it even if it interrupted a wait for the same event.
 
-    ``threading.Event`` has a lock of its own, which such a handler would wait for in vain.
+    ``threading.Event`` would deadlock there: the interrupted wait may hold its internal lock.
     """
 
     def __init__(self) -> None:
@@ -43,21 +43,22 @@ class Latch:
         self._closed.acquire()
 
     def set(self) -> None:
-        """Let all go who wait."""
+        """Set the event and wake all waiters."""
         if not self.is_set:
             self.is_set = True
             self._closed.release()
 
     def wait(self, timeout_s: float = -1) -> bool:
-        """Wait until it is set, or for some seconds; returns whether it is set."""
-        # Set before the lock is opened: who finds it taken by the thread that it has interrupted is back here at once.
+        """Wait until it is set, or for ``timeout_s`` seconds (-1: no limit); returns whether it is set."""
+        # set() assigns is_set before it releases the lock. Each waiter takes the lock and passes it on; a signal
+        # handler that interrupts a waiter in between sees is_set, and does not try to take the lock.
         if not self.is_set and self._closed.acquire(timeout=timeout_s):
             self._closed.release()
         return self.is_set
 
 
 class GlooLeg(Leg):
-    """A leg whose progress other threads report through an event."""
+    """A leg whose end other threads report through a :class:`Latch`."""
 
     group = -1
     is_gather = False
@@ -73,7 +74,7 @@ class GlooLeg(Leg):
         if not self._done.is_set:
             refuse_to_wait()
             start_s = time.perf_counter()
-            self._link.gave_up = True  # if an exception ends this wait
+            self._link.gave_up = True  # stays True if an exception ends this wait
             while not self._done.wait(-1 if meanwhile is None else meanwhile()):
                 pass
             self._link.gave_up = False
@@ -94,7 +95,7 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
     """A reduce-scatter, and the receives of the all-gather that will follow it.
 
     Attributes:
-        expected: it was announced, so that its receives are posted apart, ahead of its sends.
+        expected: whether ``Link.expect`` announced it; then its receives are posted earlier, separately from its sends.
     """
 
     expected = False
@@ -121,12 +122,13 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
 
 
 class GlooGatherLeg(GlooLeg):
-    """An all-gather that starts when its scatter leg is done, and ends when nobody reads the buffer any more.
+    """An all-gather that starts when its scatter leg is done, and ends when our sends from the buffer are done, too.
 
     Attributes:
-        scatter: the scatter leg.
-        urgency: smaller goes first among those that are ready; None keeps the order of asking.
-        paced: only when the link has nothing else to send.
+        scatter: the scatter leg of the same group.
+        urgency: of the legs that are ready, the one with the smallest urgency is posted first; None keeps the order
+            of the calls.
+        paced: whether to post it only when the link has almost nothing left to send.
     """
 
     is_gather = True
@@ -145,4 +147,4 @@ class GlooGatherLeg(GlooLeg):
         super().finish(error)
         if self.on_done is not None:
             self.on_done(error)
-            self.on_done = None  # it refers to this leg, which would keep its sockets open after the link was closed
+            self.on_done = None  # break the reference cycle, which would keep the sockets open after the link is closed

@@ -1,15 +1,15 @@
 """Legs over gloo, by direct exchange between peers.
 
-Gloo's own reduce-scatter sends twice the bytes, and its all-gather cannot be told from outside to start when a
-reduction is done. So each rank sends every peer that peer's slice, adds what it receives *in rank order* (the same sum
-whatever arrives first), and sends its reduced slice to everybody. All receives of a group are posted before its
-sends: a receive announced behind data halves the throughput of a connection.
+Gloo's own reduce-scatter sends twice the bytes, and its all-gather cannot be started automatically when a reduction
+is done. Instead each rank sends every peer that peer's slice, adds the slices it receives *in rank order* (so the sum
+does not depend on which arrives first), and sends its reduced slice to all peers. All receives of a group are posted
+before its sends: announcing a receive behind data on the same connection halves the throughput of that connection.
 
-Nothing that the training thread calls takes a lock that another thread needs: a signal handler may interrupt it
-there and wait for a leg.
+No method that the training thread calls takes a lock that another thread needs: a signal handler may interrupt the
+training thread inside such a method and wait for a leg.
 
-Threads, because gloo's calls block: one stages and posts (what comes next, ``gloo_posting`` says), one adds up, a few
-wait for gather legs. The thread that trains only ever waits on Python events, so Ctrl-C reaches it.
+Gloo's calls block, so they run on threads: one stages and posts (in the order that ``gloo_posting`` decides), one
+adds up, and a few wait for gather legs. The training thread waits on Python events only, so Ctrl-C reaches it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ddp_crossover.tracing.clock import CommClock
 
 _ITERATION_TAGS = 2**14  # 14 bits of iteration, 1 of leg, 16 of group: a gloo tag has 31.
 _SMALL_GROUP = MAX_GROUPS
-# Ranks post gather legs in different orders, and those that are posted here and not there yet pile up.
+# Ranks post gather legs in different orders, so legs that a peer has not posted yet pile up here.
 _MAX_GATHER_WAITS = 64
 _SHUT_DOWN_LOOK_S = 1e-3
 _ABORT = timedelta(milliseconds=1)
@@ -68,7 +68,7 @@ class GlooLink(Link):
         self._small_exchanges = 0
         self._expected: dict[int, GlooScatterLeg] = {}
         self._queue = PostQueue(Pace(backlog))
-        self._open: set[GlooLeg] = set()  # legs that were asked for and are not over
+        self._open: set[GlooLeg] = set()  # legs that were started and have not ended
         self._staging: deque[Callable[[], None]] = deque()
         self._failures: list[LegError] = []
         self._to_reduce: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -100,7 +100,7 @@ class GlooLink(Link):
 
     def soon(self, job: Callable[[], None]) -> None:
         self._raise_failure()
-        # One step: what a signal handler raises in between must not leave a count that nobody takes back.
+        # append() is atomic; a separate count of jobs would stay wrong if a signal handler raised in between.
         self._staging.append(job)
         self._queue.put(self._stage)
 
@@ -150,7 +150,7 @@ class GlooLink(Link):
             except Exception as error:
                 leg.finish(error)
                 return
-            # Where no gather leg is waited for.
+            # Finish on the reducing thread: the waiting threads may all be blocked by gather legs.
             self._to_reduce.put(lambda: self._finish(leg, [*receives, *sends]))
 
         self._raise_failure()
@@ -160,13 +160,13 @@ class GlooLink(Link):
         return rows
 
     def shut_down(self) -> None:
-        if not is_own_thread():  # else whoever takes the model apart that was dropped closes it
+        if not is_own_thread():  # else DearState closes the link from another thread: a thread cannot join itself
             self.close()
 
     def close(self) -> None:
-        """Let legs end, within the group's timeout, then the threads, then release the process group.
+        """Wait for open legs (up to the group's timeout), join the threads, release the process group.
 
-        Peers still wait for our slices, and we for theirs, also where a backward broke off on all ranks.
+        Open legs are completed because ranks still wait for each other's slices, even if backward failed on all ranks.
         """
         if self.is_closed:
             return
@@ -177,11 +177,11 @@ class GlooLink(Link):
             self._close_now()
 
     def _close_now(self) -> None:
-        """Legs that are not over fail."""
+        """Close without waiting for legs: those that are still open fail."""
         self.is_closed = True
         if self._failures or self._open:
             self._abort()
-        # All of them, always: one that comes back from gloo when the interpreter is gone ends the process by SIGABRT.
+        # Always join all threads: one that returns from gloo after the interpreter is gone ends the process by SIGABRT.
         self._to_reduce.put(None)
         self._queue.close()
         for thread in [*self._threads, *self._waiters.close()]:
@@ -193,15 +193,15 @@ class GlooLink(Link):
         super().close()
 
     def _abort(self) -> None:
-        """End every wait in gloo, here and at the peers: one that times out closes all connections of its group."""
+        """End all waits in gloo on this rank and its peers: a timed-out receive closes all connections of its group."""
         self._fail("rest of the legs", RuntimeError("the model was given up first"))
         for peer in self._peers:
-            with contextlib.suppress(Exception):  # which it raises, for this is how it works
+            with contextlib.suppress(Exception):  # the timeout, which is intended
                 [receive] = self._receive([_Message(peer, torch.empty(1))], self._tag(0, leg=1, group=_SMALL_GROUP))
                 receive.wait(_ABORT)
 
     def leg_is_over(self, leg: GlooLeg) -> None:
-        """For better or worse."""
+        """Forget a leg that has ended, whether it succeeded or failed."""
         self._open.discard(leg)
 
     def describe(self, label: str, error: BaseException) -> LegError:
@@ -212,7 +212,7 @@ class GlooLink(Link):
             "answering; this process' gradients are incomplete, so end it and restart the job from a checkpoint"
         )
 
-    # The training thread's side of the posting thread.
+    # Called by the training thread: hand legs over to the posting thread.
 
     def _start_scatter(self, leg: GlooScatterLeg) -> GlooScatterLeg:
         self._raise_failure()
@@ -229,19 +229,20 @@ class GlooLink(Link):
         return leg
 
     def _note_open(self, leg: GlooLeg) -> None:
-        # After it was put: an exception of a signal handler may hit any line, and what was never put would never end.
+        # Called after the leg was queued: a signal handler may raise at any line, and a leg that is noted as open but
+        # was never queued would never end.
         self._open.add(leg)
         if leg.is_done():
             self._open.discard(leg)
 
     def _raise_failure(self) -> None:
-        """After one leg has failed the others fail at once, not each after a timeout of its own."""
+        """Raise the first failure, so that later legs fail at once and not each after its own timeout."""
         if self._failures:
             raise self._failures[0]
         if self.is_closed:
             raise RuntimeError("the communication threads of this DearState have been closed")
 
-    # Thread 1: stages and posts.
+    # Thread 1 stages gradients and posts legs.
 
     def _post_forever(self) -> None:
         while (task := self._queue.next()) is not None:
@@ -249,7 +250,7 @@ class GlooLink(Link):
                 self._post_gather(task)
             else:
                 task()
-            del task  # else a leg that is over would be kept, with its buffer, until there is another one
+            del task  # else a finished leg and its buffer stay alive until the next task
 
     def _stage(self) -> None:
         while self._staging:
@@ -278,7 +279,7 @@ class GlooLink(Link):
             self._raise_failure()
             with record_function(f"ddp_crossover::reduce_scatter[{leg.group}]"):
                 leg.before_posting()
-                # Safe this early: a peer sends its reduced slice only after it has received ours.
+                # Safe before our sends: a peer sends its reduced slice only after it has received our slice.
                 leg.gather_receives = self._receive(
                     [_Message(peer, leg.slice_of(peer)) for peer in self._peers],
                     self._tag(leg.iteration, 1, leg.group),
@@ -296,7 +297,7 @@ class GlooLink(Link):
     def _post_gather(self, leg: GlooGatherLeg) -> None:
         scatter = leg.scatter
         try:
-            scatter.wait()  # done already: this only passes its error on
+            scatter.wait()  # already done; raises the scatter leg's error, if any
             with record_function(f"ddp_crossover::all_gather[{scatter.group}]"):
                 self.clock.leg_posted(leg.times)
                 scatter.sends += self._send(
@@ -332,12 +333,12 @@ class GlooLink(Link):
             for m in messages
         ]
 
-    # Thread 2: adds up.
+    # Thread 2 adds up the received slices.
 
     def _reduce_forever(self) -> None:
         while (job := self._to_reduce.get()) is not None:
             job()
-            del job  # as above
+            del job  # else a finished leg and its buffer stay alive until the next job
 
     def _reduce(self, leg: GlooScatterLeg) -> None:
         try:
@@ -352,14 +353,14 @@ class GlooLink(Link):
         else:
             self._end(leg, None)
 
-    # The others: wait for gather legs.
+    # The other threads wait for gather legs.
 
     def _complete_gather(self, leg: GlooGatherLeg) -> None:
         try:
             self._raise_failure()
             for receive in leg.scatter.gather_receives:
                 receive.wait()
-            # Whoever waits for this leg may write into the buffer: scale it, step in place, stage anew.
+            # After this leg the caller may write into the buffer: scale it, step in place, stage new gradients.
             for send in leg.scatter.sends:
                 send.wait()
             self.after_gather(leg)
@@ -378,16 +379,16 @@ class GlooLink(Link):
             leg.finish()
 
     def after_gather(self, leg: GlooGatherLeg) -> None:
-        """Bring the gathered buffer to where it is needed; runs on the gathering thread."""
+        """Copy the gathered buffer to where it is needed; runs on the thread that waited for the leg."""
 
     def _end(self, leg: GlooLeg, error: BaseException | None) -> None:
-        """A leg is over: tell who waits for it, and let the poster look at what it made possible."""
+        """End a leg: wake its waiters, and let the posting thread check whether a gather leg became ready."""
         self.clock.leg_ended(leg.times)
         leg.finish(None if error is None else self._fail(leg.label, error))
         self._queue.look_again()
 
     def _fail(self, label: str, error: BaseException) -> LegError:
-        """The first failure is everybody's failure."""
+        """Record a failure; returns the first one, with which every other leg fails as well."""
         self._failures.append(self.describe(label, error))
         self._queue.stop_pacing()
         return self._failures[0]

@@ -1,9 +1,9 @@
-"""What the posting thread of ``gloo_link`` does next.
+"""Decides what the posting thread of ``gloo_link`` does next.
 
-Work that cannot wait comes first: exchanges of norms, then staging and scatter legs in the order in which they were
-asked for. Gather legs fill what is left of the link. Those of the planned schedule are posted as they become ready,
-the most urgent first, and only when the link has next to nothing left to send: a gather leg in the socket buffer stands
-in front of every later scatter leg. Those of the paper's schedule keep the order in which they were asked for.
+Work that cannot wait comes first: exchanges of norms, then staging and scatter legs in the order of the calls. Gather
+legs use the remaining time of the link. With the planned schedule they are posted when they are ready, the most urgent
+first, and only when the link has almost nothing left to send: a gather leg in the socket buffer delays every later
+scatter leg. With the paper's schedule they are posted in the order of the calls.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from ddp_crossover.collectives.socket_backlog import SocketBacklog
 Job = Callable[[], None]
 _Order = Callable[[], None]
 
-# Posted this long before the link runs dry: a thread needs part of it to wake up.
+# A gather leg is posted this long before the link runs idle; waking the thread takes part of it.
 _LEAD_S = 2e-3
-# Where nothing can come that would have to wait behind it.
+# The same if no later leg would have to wait behind the gather leg.
 _RELAXED_LEAD_S = 8e-3
-# Where the speed of the link is not known yet.
+# The backlog at which to post a gather leg while the speed of the link is not known.
 _LEAD_BYTES = 2**18
-# The kernel does not tell when it has sent something, so it has to be asked again.
+# The kernel does not notify about sent bytes, so the backlog must be polled.
 _SHORTEST_NAP_S = 2e-4
 _YIELD_S = 1e-4
-# Pacing only ever costs overlap, so it may not hold a leg back for long: the backlog may be of a peer that is dead.
+# Pacing is an optimization, so it must not hold a leg back for long: the backlog may be that of a dead peer.
 _LONGEST_HOLD_S = 1.0
 
 
 class Pace:
-    """When the link has next to nothing left to send.
+    """Tells when the link has almost nothing left to send.
 
     Attributes:
-        s_per_byte: how long the link takes to send a byte; 0 while that is not known.
-        is_relaxed: no scatter leg follows in this iteration.
+        s_per_byte: seconds that the link takes to send a byte; 0 while not known.
+        is_relaxed: whether no scatter leg follows in this iteration.
 
     Args:
-        backlog: of the link's sockets.
+        backlog: backlog of the link's sockets.
     """
 
     def __init__(self, backlog: SocketBacklog) -> None:
@@ -51,13 +51,13 @@ class Pace:
         self._backlog = backlog
 
     def idle_in_s(self, *, is_most_urgent: bool) -> float:
-        """0 if it is time to post a gather leg, else in how many seconds to ask again.
+        """0 if it is time to post a gather leg, else the number of seconds after which to ask again.
 
         Args:
-            is_most_urgent: no gather leg that is still to be posted goes before it.
+            is_most_urgent: whether no unposted gather leg is more urgent than this one.
         """
-        # The gather leg that the next forward waits for first comes last of all: 8 ms of others in front of it are 8 ms
-        # of every step.
+        # The gather leg that the next forward needs first is ready last: 8 ms of other legs ahead of it would lengthen
+        # every step by 8 ms.
         lead_s = _RELAXED_LEAD_S if self.is_relaxed and is_most_urgent else _LEAD_S
         lead_bytes = lead_s / self.s_per_byte if self.s_per_byte else _LEAD_BYTES
         too_much_bytes = self._backlog.unacknowledged_bytes() - lead_bytes
@@ -65,17 +65,17 @@ class Pace:
 
 
 class PostQueue:
-    """Jobs for the posting thread, from any thread.
+    """Queue of jobs for the posting thread. Any thread may put jobs.
 
-    What is put comes through an inbox that takes no lock in Python: a signal handler may interrupt the thread that
-    puts something, and wait for a leg that only the posting thread can bring on its way.
+    Jobs go through an inbox that takes no Python lock: a signal handler may interrupt the thread that puts a job, and
+    wait for a leg that the posting thread has yet to post.
     """
 
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
         self._inbox: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         self._is_pacing = True
-        # The posting thread's own.
+        # Used by the posting thread only.
         self._urgent: deque[Job] = deque()
         self._jobs: deque[Job] = deque()
         self._in_order: deque[GlooGatherLeg] = deque()
@@ -84,32 +84,32 @@ class PostQueue:
         self._held: tuple[GlooGatherLeg | None, float] = (None, 0.0)
 
     def put_urgent(self, job: Job) -> None:
-        """Ahead of everything else."""
+        """Queue ``job`` ahead of everything else."""
         self._inbox.put(lambda: self._urgent.append(job))
 
     def put(self, job: Job) -> None:
-        """After the jobs that were put before, ahead of gather legs."""
+        """Queue ``job`` after the jobs put before it, ahead of gather legs."""
         self._inbox.put(lambda: self._jobs.append(job))
 
     def put_gather(self, leg: GlooGatherLeg) -> None:
-        """When its scatter leg is done, and the schedule says so."""
+        """Queue a gather leg, to be posted when its scatter leg is done and the schedule allows it."""
         self._inbox.put(lambda: self._sort_in(leg))
 
     def look_again(self) -> None:
-        """A scatter leg has ended: a gather leg may have become ready."""
+        """Wake the posting thread: a scatter leg has ended, so a gather leg may be ready."""
         self._inbox.put(lambda: None)
 
     def stop_pacing(self) -> None:
-        """The link has failed: whatever is left fails at once."""
+        """Hold no leg back any more, because the link has failed: the remaining legs then fail at once."""
         self._is_pacing = False
         self.look_again()
 
     def close(self) -> None:
-        """Let the posting thread end."""
+        """Let the posting thread end after the jobs and gather legs that are ready."""
         self._inbox.put(self._close)
 
     def next(self) -> Job | GlooGatherLeg | None:
-        """Wait for something to do; None once closed. For the posting thread only."""
+        """Wait for the next job or gather leg; None once closed. Call it on the posting thread only."""
         while True:
             while not self._inbox.empty():
                 self._inbox.get()()
@@ -125,15 +125,15 @@ class PostQueue:
                 held = leg.paced and not self._is_closed and not self._held_for_long(leg)
                 wait_s = self.pace.idle_in_s(is_most_urgent=place == 0) if held else 0.0
                 if not wait_s:
-                    self._held = (None, 0.0)  # a leg holds its buffer
+                    self._held = (None, 0.0)  # drop the reference: a leg keeps its buffer alive
                     return self._as_ready.pop(place)
             if self._is_closed:
                 return None
             with contextlib.suppress(queue.Empty):
                 self._inbox.get(timeout=wait_s)()
                 if self._jobs:
-                    # The training thread has just handed something over and wants to go on. On a host with few cores,
-                    # or with the interpreter's lock in hand, this thread would stand in its way.
+                    # The training thread has just queued a job. Let it leave the hook first: this thread would compete
+                    # with it for the interpreter's lock and, on hosts with few cores, for a core.
                     time.sleep(_YIELD_S)
 
     def _sort_in(self, leg: GlooGatherLeg) -> None:

@@ -1,4 +1,4 @@
-"""Legs: one reduce-scatter or one all-gather of a fusion buffer, under way."""
+"""Legs: handles of a reduce-scatter or an all-gather of a fusion buffer that is under way."""
 
 from __future__ import annotations
 
@@ -9,41 +9,43 @@ from torch import Tensor
 
 
 class Meanwhile(Protocol):
-    """What is done with the time of a wait."""
+    """Callback polled while the host waits for a leg."""
 
     def __call__(self) -> float:
-        """The host waits: says after how many seconds to call again."""
+        """Called during a wait; returns the number of seconds after which to call again."""
 
     def is_worth_blocking(self) -> bool:
-        """Whether the host should wait although the leg does not need it to."""
+        """Whether the host should block even if only a CUDA stream has to wait."""
 
 
 class LegError(RuntimeError):
-    """A leg failed on this rank: names the rank, the leg and the fusion group."""
+    """A leg failed on this rank. The message names the rank, the leg and the fusion group."""
 
 
 class Leg(ABC):
     """One leg under way.
 
     Attributes:
-        label: what it is in messages, such as ``gather leg of fusion group 3``.
+        label: name in messages, such as ``gather leg of fusion group 3``.
     """
 
     label: str
 
     @abstractmethod
     def wait(self, meanwhile: Meanwhile | None = None) -> None:
-        """After this, the caller's work sees the result, and after a gather leg may write into the buffer.
+        """Wait until the caller's later work can use the result and, after a gather leg, overwrite the buffer.
+
+        On CUDA the current stream waits; the host waits, too, on gloo or if ``meanwhile`` asks for it.
 
         Args:
-            meanwhile: called while the host waits.
+            meanwhile: called repeatedly while the host waits.
 
         Raises:
-            LegError: if the leg failed, or one before it did.
+            LegError: if this leg or an earlier one failed.
         """
 
     def is_done(self) -> bool:
-        """Whether :meth:`wait` would return at once; False where only the device knows."""
+        """Whether :meth:`wait` would return at once; False if the host cannot tell."""
         return False
 
 
@@ -52,9 +54,9 @@ class ScatterLeg(Leg):
 
     @abstractmethod
     def shard(self) -> Tensor:
-        """This rank's slice of the buffer; holds the sum over ranks after :meth:`wait`."""
+        """This rank's slice of the buffer, which holds the sum over ranks after :meth:`wait`."""
 
 
 def slice_bounds(numel: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Elements of a flat buffer that ``rank`` reduces. Even when ``numel`` divides by ``world_size``."""
+    """The range [low, high) of a flat buffer that ``rank`` reduces; equal if ``world_size`` divides ``numel``."""
     return numel * rank // world_size, numel * (rank + 1) // world_size

@@ -1,7 +1,7 @@
-"""What a link must offer to run legs.
+"""The interface of a link, which runs legs.
 
-A :class:`Link` runs legs on a process group of its own. ``gloo_link`` does it by peer exchange from threads,
-``nccl_link`` on a CUDA stream. Neither knows of DDP, parameters or optimizers.
+A :class:`Link` runs legs on its own process group: ``gloo_link`` by peer exchange from threads, ``nccl_link`` on a
+CUDA stream. Neither knows of DDP, parameters or optimizers.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class Link(ABC):
     """Runs legs on one process group.
 
     Attributes:
-        process_group: the group, not used by anybody else.
-        owns_process_group: whether to destroy the group along with the link.
+        process_group: the process group, used by the link only.
+        owns_process_group: whether closing the link destroys the process group.
         rank: this process' rank in the group.
-        world_size: ranks in the group.
+        world_size: number of ranks in the group.
         sent_bytes: payload bytes that this rank has sent so far.
-        clock: times of legs and waits.
-        orders_gathers: gather legs may leave ranks in different orders, so the link chooses as it goes.
-        has_fused_all_reduce: an all-reduce is one operation, not a scatter and a gather leg.
-        sums_in_fp32: whether 16-bit buffers are added up in fp32 and rounded once; a backend that adds by itself
-            does not ask.
-        gave_up: the last wait for a leg was broken off by an exception, such as KeyboardInterrupt.
-        is_closed: no leg can be started any more.
+        clock: measures times of legs and waits.
+        orders_gathers: whether ranks may send gather legs in different orders, so that the link chooses the order.
+        has_fused_all_reduce: whether an all-reduce is one operation, not a scatter and a gather leg.
+        sums_in_fp32: whether 16-bit buffers are added up in fp32 and rounded once; ignored by a link whose backend
+            adds by itself.
+        gave_up: whether the last wait for a leg was ended by an exception, such as KeyboardInterrupt.
+        is_closed: whether the link is closed, so that no leg can be started.
     """
 
     process_group: dist.ProcessGroup
@@ -54,56 +54,56 @@ class Link(ABC):
     def reduce_scatter(self, group: int, buffer: Tensor) -> ScatterLeg:
         """Start to sum ``buffer`` (flat, contiguous) over ranks; each rank keeps its own slice of the sum.
 
-        Never blocks. ``buffer`` belongs to the link until the gather leg is over.
+        Never blocks. ``buffer`` belongs to the link until the gather leg has ended.
         """
 
-    def expect(self, group: int, buffer: Tensor) -> None:  # noqa: B027  (where the order of calls is all that counts)
-        """A scatter leg of this group will follow in this iteration: peers that are ahead may send already."""
+    def expect(self, group: int, buffer: Tensor) -> None:  # noqa: B027  (nothing to do if legs match by their order)
+        """Announce a scatter leg of this group in this iteration, so that faster peers can send already."""
 
     @abstractmethod
     def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> Leg:
-        """Start to hand every rank's slice to every rank, as soon as ``scatter`` is done. Never blocks.
+        """Start to send every rank's slice to every rank, as soon as ``scatter`` is done. Never blocks.
 
         Args:
             scatter: the scatter leg of the same group.
-            urgency: where ranks may differ in the order of gather legs, those that are ready leave in this order
-                (smaller first) when the link would be idle. None: in the order of the calls.
+            urgency: if :attr:`orders_gathers`, legs that are ready are sent in this order (smaller first) when the
+                link would be idle. None: in the order of the calls.
         """
 
     def soon(self, job: Callable[[], None]) -> None:
-        """Run ``job`` before any leg that is started later; maybe on another thread. On CUDA at once, on the stream."""
+        """Run ``job`` before any leg that is started later, possibly on another thread; on CUDA at once."""
         job()
 
-    def finish_jobs(self) -> None:  # noqa: B027  (nothing to wait for where jobs run at once)
+    def finish_jobs(self) -> None:  # noqa: B027  (nothing to wait for if jobs run at once)
         """Wait until all jobs given to :meth:`soon` have run."""
 
     def set_pace(self, s_per_byte: float) -> None:  # noqa: B027  (a fixed order needs no pace)
-        """Tell how long the link takes to send a byte, so that it is known when it is idle."""
+        """Set how many seconds the link takes to send a byte, from which it tells when it runs idle."""
 
     def all_reduce_leg(self, group: int, buffer: Tensor) -> ScatterLeg:
-        """Both legs as one, where :attr:`has_fused_all_reduce`; after it the whole buffer holds the sum."""
+        """Start both legs as one, if :attr:`has_fused_all_reduce`; afterwards the whole buffer holds the sum."""
         raise NotImplementedError
 
     @property
     def all_reduce_stream(self) -> torch.cuda.Stream | None:
-        """For :func:`all_reduce_sum` on another group, also when the link is closed."""
+        """Stream for :func:`all_reduce_sum` on another process group, usable even after the link is closed."""
         return None
 
     @abstractmethod
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        """Both legs in a row; the future delivers ``buffer``, summed over ranks in place."""
+        """Start to all-reduce ``buffer`` in place; the future's value is ``buffer``, summed over ranks."""
 
     @abstractmethod
     def all_gather_small(self, value: Tensor) -> Tensor:
-        """Every rank's ``value`` stacked in rank order, shape ``(world_size, *value.shape)``."""
+        """Gather a small tensor from all ranks, in rank order; shape ``(world_size, *value.shape)``."""
 
     @abstractmethod
     def next_iteration(self) -> None:
-        """Legs started from now on belong to the next training iteration."""
+        """Begin the next training iteration, to which all legs started from now on belong."""
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """What is sent within is no training: figures are left as they were."""
+        """Leave ``sent_bytes`` and ``clock`` unchanged by legs inside the block, which are not training."""
         sent_bytes, clock = self.sent_bytes, self.clock
         self.clock = CommClock()
         try:
@@ -111,35 +111,35 @@ class Link(ABC):
         finally:
             self.sent_bytes, self.clock = sent_bytes, clock
 
-    def all_scattered(self) -> None:  # noqa: B027  (only where it matters for the order of legs)
-        """No scatter leg follows in this iteration."""
+    def all_scattered(self) -> None:  # noqa: B027  (matters only if the link orders the legs)
+        """Note that no scatter leg follows in this iteration."""
 
-    def adopt(self, buffer: Tensor) -> None:  # noqa: B027  (memory that is not CUDA's needs nothing)
-        """Legs are going to use this memory. It may be dropped while the last of them is still under way."""
+    def adopt(self, buffer: Tensor) -> None:  # noqa: B027  (only CUDA memory needs this)
+        """Prepare memory for use by legs, so that it may be dropped while the last leg is still under way."""
 
-    def prepare(self, memory: Tensor) -> None:  # noqa: B027  (where groups are connected when they are made)
-        """Make now what the backend would make at the first legs, by way of legs in ``memory``. All ranks call it."""
+    def prepare(self, memory: Tensor) -> None:  # noqa: B027  (nothing to do if groups connect when created)
+        """Create connections now instead of at the first legs, by legs in ``memory``. All ranks must call it."""
 
-    def forget_sizes(self) -> None:  # noqa: B027  (memory is kept only where receives need it)
-        """Legs of other sizes follow: give up the memory that was kept for those so far. No leg may be under way."""
+    def forget_sizes(self) -> None:  # noqa: B027  (only links that keep memory need this)
+        """Free memory kept for the sizes of past legs, because other sizes follow. No leg may be under way."""
 
     def current_stream(self) -> torch.cuda.Stream | None:
-        """The CUDA stream that the caller works on; None where work is done in the order of the calls."""
+        """The caller's current CUDA stream; None on CPU, where work is done in the order of the calls."""
         return None
 
     def shut_down(self) -> None:
-        """Close at the end of the program, or when the model has been dropped."""
+        """Close the link at the end of the program, or when the model is garbage-collected."""
         self.close()
 
     def close(self) -> None:
-        """Release the process group, after the legs that are under way."""
+        """Release the process group, after the legs under way have ended."""
         if self.owns_process_group:
             self.owns_process_group = False
             release(self.process_group)
-        del self.process_group  # which closes its sockets
+        del self.process_group  # dropping the last reference closes its sockets
 
 
 def release(process_group: dist.ProcessGroup) -> None:
-    """Destroy a process group, unless the user's own ``destroy_process_group()`` has taken it already."""
+    """Destroy a process group, unless the user's ``destroy_process_group()`` has already destroyed it."""
     with contextlib.suppress(ValueError):
         dist.destroy_process_group(process_group)

@@ -1,4 +1,4 @@
-"""The link that fits a device type and a backend."""
+"""Chooses the link for a device type and a backend."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def make_link(
     *,
     sums_in_fp32: bool = False,
 ) -> Link:
-    """The link for a device type and backend, on a process group of its own over the same ranks.
+    """Make the link for a device type and backend, on its own process group over the same ranks.
 
     Args:
-        process_group: whose ranks and backend to use.
-        device: where the gradients are.
-        timeout: after which a leg fails.
-        own_group: the group of its own; a new one by default.
+        process_group: process group whose ranks and backend to use.
+        device: device of the gradients.
+        timeout: time after which a leg fails.
+        own_group: process group for the link; a new one by default.
         sums_in_fp32: see :class:`Link`.
 
     Raises:
@@ -56,18 +56,19 @@ def make_link(
             ranks=ranks,
             timeout=timeout,
             backend=backend,
-            # Ranks outside of it know nothing of a subgroup's model, and do not call this.
+            # For a subgroup: ranks outside of it do not have the model, so they do not call new_group().
             use_local_synchronization=len(ranks) < dist.get_world_size(),
             group_desc=f"ddp_crossover {purpose}",
         )
-        return cast(dist.ProcessGroup, group)  # a member: every rank of it calls this
+        return cast(dist.ProcessGroup, group)  # never NON_GROUP_MEMBER: only members call this
 
     before = connected_tcp_sockets()
     process_group = own_group if own_group is not None else new_group("legs")
     if link is NcclLink:
         made: Link = NcclLink(process_group, device, small_group=new_group("norms"))
     else:
-        # Which sockets a given group has is not known: then gather legs leave as soon as they are ready.
+        # New sockets are those of the new group. The sockets of a given `own_group` are unknown; the backlog is then
+        # empty, and gather legs are posted as soon as they are ready.
         made = link(process_group, device, SocketBacklog(connected_tcp_sockets() - before))
     made.owns_process_group = own_group is None
     made.sums_in_fp32 = sums_in_fp32

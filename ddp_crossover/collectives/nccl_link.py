@@ -1,4 +1,4 @@
-"""Legs over NCCL, on a CUDA stream of their own. The host enqueues and never waits."""
+"""Legs over NCCL, on a CUDA stream of their own. The host enqueues and does not wait, except for a gap in the lease."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ddp_crossover.collectives.leg import Leg, Meanwhile, ScatterLeg, slice_boun
 from ddp_crossover.collectives.link import Link, release
 from ddp_crossover.tracing.clock import CommClock
 
-# torch 2.13 renamed both; the old names warn there.
+# torch 2.13 renamed both functions; the old names warn from then on.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# From a few MiB on, NCCL's choice of an algorithm does not change any more.
+# Above a few MiB NCCL's choice of an algorithm no longer changes.
 _LARGE_NUMEL = 2**20
 
 
@@ -43,7 +43,10 @@ class _NcclLeg(Leg):
         self._clock.span("wait", begin, stream, group=self.group, what=self.label)
 
     def _wait_on_host(self, stream: torch.cuda.Stream, meanwhile: Meanwhile) -> None:
-        """For a gap in the lease, which can be given only when the stream has nothing left to compute."""
+        """Block the host until the leg is done, so that another job can use the GPU meanwhile.
+
+        A gap in the lease can be given only when ``stream`` has nothing left to compute, so drain the stream first.
+        """
         drained = torch.cuda.Event(blocking=True)
         drained.record(stream)
         drained.synchronize()
@@ -62,17 +65,17 @@ class _NcclScatterLeg(_NcclLeg, ScatterLeg):
 
 
 class NcclLink(Link):
-    """Reduce-scatter and all-gather in the order in which they are asked for, the same on all ranks.
+    """Reduce-scatter and all-gather in the order of the calls, which must be the same on all ranks.
 
-    Small exchanges have a group and a stream of their own: on that of the legs a norm would be known only after all
-    gather legs that have been asked for.
+    Small exchanges have their own process group and stream: on those of the legs, a norm would be known only after
+    all gather legs that have been enqueued before it.
 
-    ``sent_bytes`` is what a ring sends, ``(n - 1) / n`` of the buffer per leg: NCCL does not tell.
+    ``sent_bytes`` is an estimate, what a ring sends: ``(n - 1) / n`` of the buffer per leg. NCCL does not report it.
 
     Args:
-        process_group: for the legs.
-        device: where the gradients are.
-        small_group: for small exchanges, over the same ranks. It belongs to the link.
+        process_group: process group for the legs.
+        device: device of the gradients.
+        small_group: process group for small exchanges, over the same ranks. The link owns and destroys it.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, small_group: dist.ProcessGroup) -> None:
@@ -83,18 +86,18 @@ class NcclLink(Link):
         self.process_group = process_group
         self._small_group = small_group
         self._device = device
-        # High priority: a small kernel that compute kernels would otherwise keep waiting.
+        # High priority: communication kernels are small, and would otherwise wait behind compute kernels.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._small_stream = torch.cuda.Stream(device, priority=-1)
 
     def next_iteration(self) -> None:
-        """Nothing to tell apart: NCCL matches by order."""
+        """Do nothing: NCCL matches operations by their order, so iterations need no tags."""
 
     def reduce_scatter(self, group: int, buffer: Tensor) -> _NcclScatterLeg:
         low, high = slice_bounds(buffer.numel(), self.world_size, self.rank)
         shard = buffer[low:high]
         with record_function(f"ddp_crossover::reduce_scatter[{group}]"):
-            # Protects the staging copies, which are on the caller's stream.
+            # Wait for the staging copies, which run on the caller's stream.
             self._stream.wait_stream(self.current_stream())
             begin = self.clock.mark(self._stream)
             with torch.cuda.stream(self._stream):
@@ -118,7 +121,7 @@ class NcclLink(Link):
     def all_reduce_leg(self, group: int, buffer: Tensor) -> ScatterLeg:
         low, high = slice_bounds(buffer.numel(), self.world_size, self.rank)
         with record_function(f"ddp_crossover::all_reduce[{group}]"):
-            # Protects the staging copies, which are on the caller's stream.
+            # Wait for the staging copies, which run on the caller's stream.
             self._stream.wait_stream(self.current_stream())
             begin = self.clock.mark(self._stream)
             with torch.cuda.stream(self._stream):
@@ -140,16 +143,19 @@ class NcclLink(Link):
 
     def all_gather_small(self, value: Tensor) -> Tensor:
         rows = value.new_empty((self.world_size, *value.shape))
-        # Protects `value`, which is made on the caller's stream.
+        # Wait for `value`, which is written on the caller's stream.
         self._small_stream.wait_stream(self.current_stream())
         with torch.cuda.stream(self._small_stream):
             _all_gather(rows.view(-1), value.reshape(-1), group=self._small_group)
-        # Protects who reads the rows.
+        # Make the caller's stream wait for the rows before it reads them.
         self.current_stream().wait_stream(self._small_stream)
         return rows
 
     def prepare(self, memory: Tensor) -> None:
-        """Communicators, and connections, which NCCL makes for each algorithm when that is first chosen, by size."""
+        """Make NCCL create its communicators and connections now, with legs in ``memory``, which they overwrite.
+
+        NCCL chooses its algorithm by size and connects for each algorithm on first use, so small and large legs run.
+        """
         with self.unrecorded():
             for numel in (self.world_size, min(memory.numel(), _LARGE_NUMEL)):
                 buffer = memory[: numel // self.world_size * self.world_size].zero_()
@@ -158,7 +164,7 @@ class NcclLink(Link):
             self.all_gather_small(torch.zeros(1, device=self._device))
 
     def adopt(self, buffer: Tensor) -> None:
-        # It is made at attach, maybe on another stream than the one that trains.
+        # The buffer is allocated at attach, possibly on another stream than the training stream.
         for stream in (self._stream, self.current_stream()):
             buffer.record_stream(stream)
 
@@ -166,18 +172,18 @@ class NcclLink(Link):
         return torch.cuda.current_stream(self._device)
 
     def shut_down(self) -> None:
-        """Do nothing: to destroy an NCCL group is a collective.
+        """Do nothing: destroying an NCCL group is a collective operation.
 
-        Garbage collection and the end of a process come when they like, maybe on this rank only, maybe because of an
-        exception. The user's ``destroy_process_group()``, or the end of the process, takes the groups.
+        Garbage collection and process exit happen at any time, possibly on this rank only or because of an exception.
+        The user's ``destroy_process_group()``, or the end of the process, destroys the groups.
         """
 
     def close(self) -> None:
-        """Release the process groups; all ranks call it."""
+        """Destroy the link's process groups. A collective: all ranks must call it."""
         if self.is_closed:
             return
         self.is_closed = True
-        # Protects legs under way, which the end of their group would abort.
+        # Let legs under way finish: destroying their process group would abort them.
         self._stream.synchronize()
         self._small_stream.synchronize()
         release(self._small_group)

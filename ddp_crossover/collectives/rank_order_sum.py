@@ -1,4 +1,4 @@
-"""Adding up what peers have sent: in rank order, so that runs repeat bit for bit."""
+"""Adds up the slices received from peers, in rank order, so that runs are reproducible bit for bit."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ddp_crossover.collectives.wire import CHUNK_NUMEL
 
 
 class ScratchPool:
-    """Receive memory, kept: fresh pages for every leg cost more than the addition.
+    """Pool of receive memory: allocating fresh pages for every leg costs more than the addition.
 
-    Holds no more tensors than were in use at once, whatever the sizes of the groups.
+    Holds at most as many tensors as were in use at the same time, independent of the groups' sizes.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class ScratchPool:
         self._free: dict[torch.dtype, list[Tensor]] = {}
 
     def take(self, like: Tensor) -> Tensor:
-        """Memory for as many elements as ``like`` has."""
+        """An uninitialized flat CPU tensor with the dtype and number of elements of ``like``."""
         numel = like.numel()
         with self._lock:
             free = self._free.setdefault(like.dtype, [])
@@ -30,37 +30,37 @@ class ScratchPool:
             if place is not None:
                 return free.pop(place)[:numel]
             if free:
-                free.pop()  # one that is too small makes room for one that is not
-        # Pinned, channels-last or otherwise special memory is of no use here.
+                free.pop()  # replace a tensor that is too small
+        # Not empty_like(): pinned or otherwise special memory has no benefit here.
         return torch.empty(numel, dtype=like.dtype)
 
     def give_back(self, tensors: list[Tensor]) -> None:
-        """Nothing is received there any more."""
+        """Return tensors from :meth:`take` to the pool; nothing may be received into them any more."""
         with self._lock:
             for tensor in tensors:
                 whole = tensor if tensor._base is None else tensor._base
                 bisect.insort(self._free[tensor.dtype], whole, key=Tensor.numel)
 
     def clear(self) -> None:
-        """Give up what is free."""
+        """Free the memory that is not in use."""
         with self._lock:
             for free in self._free.values():
                 free.clear()
 
 
 def add_in_rank_order(own: Tensor, rank: int, incoming: list[Tensor], *, in_fp32: bool = False) -> None:
-    """``own`` becomes ``((x0 + x1) + x2) + ...`` over ranks, rounded to its dtype after each addition.
+    """Set ``own`` to ``((x0 + x1) + x2) + ...`` over ranks, rounded to its dtype after each addition.
 
     Args:
-        own: this rank's term, flat.
-        rank: its place among the terms.
-        incoming: the other ranks' terms, in rank order.
-        in_fp32: add 16-bit terms up in fp32, and round once at the end.
+        own: this rank's term, flat; overwritten with the sum.
+        rank: position of ``own`` among the terms.
+        incoming: the other ranks' terms, flat, in rank order; may be overwritten.
+        in_fp32: add 16-bit terms in fp32, and round once at the end.
     """
     terms = [*incoming[:rank], own, *incoming[rank:]]
     if len(terms) == 1:
         return
-    if in_fp32 and own.dtype.itemsize < torch.float32.itemsize and len(terms) > 2:  # one addition rounds once anyway
+    if in_fp32 and own.dtype.itemsize < torch.float32.itemsize and len(terms) > 2:  # one addition rounds once
         for target, first, *others in zip(*(term.split(CHUNK_NUMEL) for term in (own, *terms)), strict=True):
             wide = first.float()
             for other in others:

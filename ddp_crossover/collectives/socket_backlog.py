@@ -1,7 +1,7 @@
-"""How much of what was sent has not arrived yet, from the kernel (Linux).
+"""Asks the kernel (Linux) how many sent bytes have not arrived yet.
 
-A gloo send counts as complete when it is in a socket's buffer, which holds megabytes: that tells nothing of the link.
-The kernel knows what the peer has acknowledged.
+A gloo send is complete when its bytes are in a socket's buffer, which holds megabytes, so completion says nothing about
+the link. The kernel knows which bytes the peer has acknowledged.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from collections.abc import Iterable
 
 
 class SocketBacklog:
-    """Bytes on their way in some TCP sockets of this process.
+    """Counts the bytes under way in some TCP sockets of this process.
 
     Args:
-        fds: their file descriptors. They are only asked; one that was closed counts as empty.
+        fds: file descriptors of the sockets. They are only queried; a closed one counts as 0 bytes.
     """
 
     def __init__(self, fds: Iterable[int]) -> None:
         self._fds = list(fds)
 
     def unacknowledged_bytes(self) -> int:
-        """Bytes that were written and that no peer has acknowledged. About 1 us a socket."""
+        """Bytes written and not yet acknowledged by the peers. The call takes about 1 us per socket."""
         return sum(map(_unacknowledged_bytes, self._fds))
 
 
@@ -40,7 +40,7 @@ def _is_connected_tcp(fd: int) -> bool:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return False
         copy = socket.socket(fileno=os.dup(fd))
-    except OSError:  # closed meanwhile
+    except OSError:  # closed since the directory was listed
         return False
     with copy:
         try:
@@ -52,7 +52,7 @@ def _is_connected_tcp(fd: int) -> bool:
 
 def _unacknowledged_bytes(fd: int) -> int:
     try:
-        # SIOCOUTQ, which has the same number.
+        # This is SIOCOUTQ, which has the same number as TIOCOUTQ.
         answer = fcntl.ioctl(fd, termios.TIOCOUTQ, struct.pack("i", 0))
     except OSError:
         return 0

@@ -1,4 +1,4 @@
-"""Legs of CUDA tensors over gloo, which has no send or receive for them: staged through pinned host memory."""
+"""Legs of CUDA tensors over gloo, staged through pinned host memory: gloo cannot send or receive CUDA tensors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ddp_crossover.collectives.socket_backlog import SocketBacklog
 
 
 class _StagedScatterLeg(GlooScatterLeg):
-    """A reduce-scatter of a device buffer by way of its host copy."""
+    """A reduce-scatter of the host copy of a device buffer."""
 
     def __init__(self, link: StagedGlooLink, group: int, buffer: Tensor, host: Tensor) -> None:
         super().__init__(link, group, host)
         self.device_buffer = buffer
-        # Blocking: the posting thread sleeps while it waits, and leaves its core to the others.
+        # Blocking event: the posting thread sleeps while it waits, instead of occupying a core.
         self._copied = torch.cuda.Event(blocking=True)
         copy_stream = link.to_host_stream
         copy_stream.wait_stream(torch.cuda.current_stream(buffer.device))
@@ -30,7 +30,7 @@ class _StagedScatterLeg(GlooScatterLeg):
             self._copied.record(copy_stream)
 
     def before_posting(self) -> None:
-        # Protects the peers from a half-copied buffer. Blocks the posting thread only.
+        # Wait for the copy to the host, so that peers do not get a half-copied buffer. Blocks only the posting thread.
         self._copied.synchronize()
 
 
@@ -48,7 +48,7 @@ class _StagedGatherLeg(GlooGatherLeg):
 
 
 class StagedGlooLink(GlooLink):
-    """Peer exchange of CUDA tensors. Host waits are unavoidable: the CPU moves the bytes."""
+    """Peer exchange of CUDA tensors. The host has to wait for legs, because the CPU moves the bytes."""
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, backlog: SocketBacklog) -> None:
         self.to_host_stream = torch.cuda.Stream(device)
@@ -58,7 +58,7 @@ class StagedGlooLink(GlooLink):
         super().__init__(process_group, device, backlog)
 
     def expect(self, group: int, buffer: Tensor) -> None:
-        """Not here: a leg begins with the copy to the host."""
+        """Do nothing: a leg here begins with the copy to the host, so receives are posted with it."""
 
     def reduce_scatter(self, group: int, buffer: Tensor) -> GlooScatterLeg:
         host = self._host_buffers.get(group)
@@ -72,7 +72,7 @@ class StagedGlooLink(GlooLink):
         return self._start_gather(_StagedGatherLeg(self, scatter, urgency))
 
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        self.sent_bytes += 2 * buffer.nbytes * (self.world_size - 1) // self.world_size  # what a ring sends
+        self.sent_bytes += 2 * buffer.nbytes * (self.world_size - 1) // self.world_size  # as in a ring
         return all_reduce_sum(buffer, self.process_group, self.clock, group)
 
     def forget_sizes(self) -> None:
@@ -80,16 +80,16 @@ class StagedGlooLink(GlooLink):
         self._host_buffers.clear()
 
     def soon(self, job: Callable[[], None]) -> None:
-        job()  # in the order of the stream
+        job()  # the CUDA stream keeps the order
 
     def finish_jobs(self) -> None:
-        """They have run when they were given, as far as the host is concerned."""
+        """Do nothing: :meth:`soon` runs jobs at once."""
 
     def all_gather_small(self, value: Tensor) -> Tensor:
         return super().all_gather_small(value.cpu()).to(value.device)
 
     def adopt(self, buffer: Tensor) -> None:
-        # It is made at attach, maybe on another stream than the one that trains.
+        # The buffer is allocated at attach, possibly on another stream than the training stream.
         for stream in (self.to_host_stream, self._to_device_stream, self.current_stream()):
             buffer.record_stream(stream)
 

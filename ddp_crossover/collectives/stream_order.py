@@ -1,4 +1,4 @@
-"""Which CUDA stream may read what another one has written."""
+"""Makes CUDA streams wait for each other's writes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from ddp_crossover.collectives.link import Link
 
 
 class StreamOrder:
-    """Orders the CUDA streams that a forward may run on: who reads waits for what another stream has written.
+    """Orders the CUDA streams on which a forward may run: a reading stream waits for writes on other streams.
 
-    An update is applied once, at the first wait point that needs it, on the stream that is current there. A module on
-    another stream, which uses the same parameters or others of the same fusion group, finds nothing left to do.
+    An update is applied once, on the stream that is current at the first wait point that needs it. If a module on
+    another stream then uses parameters of the same fusion group, no update is left to apply, so its stream has to wait
+    for the earlier one.
     """
 
     def __init__(self, link: Link) -> None:
@@ -21,7 +22,7 @@ class StreamOrder:
         self._written: torch.cuda.Event | None = None
 
     def join(self) -> None:
-        """Before reading or writing what :meth:`mark` was called for. Costs nothing on CPU."""
+        """Wait for the work noted by :meth:`mark`; call it before reading or writing the same data. Free on CPU."""
         if self._stream is None or self._written is None:
             return
         stream = self._link.current_stream()
@@ -29,13 +30,16 @@ class StreamOrder:
             stream.wait_event(self._written)
 
     def mark(self) -> None:
-        """After reading or writing. Whoever calls it has joined before, so one event stands for all streams."""
+        """Note the current stream's work; call it after reading or writing.
+
+        Callers have already called :meth:`join`, so one event covers earlier streams.
+        """
         self._stream = self._link.current_stream()
         if self._stream is not None:
             self._written = self._written or torch.cuda.Event()
             self._written.record(self._stream)
 
     def keep(self, tensor: Tensor) -> None:
-        """The stream that is current reads ``tensor``, which may have been made on another and be dropped soon."""
+        """Keep ``tensor``, maybe from another stream, until the current stream has read it, even if it is dropped."""
         if (stream := self._link.current_stream()) is not None:
             tensor.record_stream(stream)

@@ -1,4 +1,4 @@
-"""Threads that wait: one for each thing that is waited for at the same time, so that no wait hides another's end."""
+"""Threads for blocking waits: each wait has its own thread, so that it does not delay noticing the end of another."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ Job = Callable[[], None]
 
 
 class Waiters:
-    """Runs blocking jobs, each at once, on threads that are kept.
+    """Runs each blocking job at once, on a thread of its own; threads are reused.
 
     Args:
-        limit: at most so many threads; further jobs queue.
+        limit: maximum number of threads; further jobs are queued.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._unclaimed = 0  # threads that have nothing to do, less the jobs on their way to them
+        self._unclaimed = 0  # idle threads minus queued jobs
         self.threads: list[threading.Thread] = []
 
     def run(self, job: Job) -> None:
-        """Run ``job`` on some thread. It must not raise."""
+        """Run ``job``, which must not raise, on one of the threads."""
         with self._lock:
             self._unclaimed -= 1
             if self._unclaimed < 0 and len(self.threads) < self._limit:
@@ -35,7 +35,7 @@ class Waiters:
         self._jobs.put(job)
 
     def close(self) -> list[threading.Thread]:
-        """Let the threads end after the jobs that were given; returns them, to be joined."""
+        """Let the threads end after the jobs given so far; returns the threads, to be joined."""
         with self._lock:
             threads, self.threads = self.threads, []
         for _ in threads:
@@ -45,6 +45,6 @@ class Waiters:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # else what it refers to would be kept until there is another one
+            del job  # else the objects it refers to stay alive until the next job
             with self._lock:
                 self._unclaimed += 1

@@ -1,1 +1,1 @@
-"""What belongs to DistributedDataParallel: its buckets, its forward, what it refuses, and what ranks have in common."""
+"""Everything specific to DistributedDataParallel: buckets, forwards, refused setups, checks that ranks agree."""

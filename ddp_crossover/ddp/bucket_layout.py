@@ -1,7 +1,7 @@
-"""Which gradients come in which DDP bucket, and whether that has settled.
+"""Records which gradients arrive in which DDP bucket, and whether that has settled.
 
 DDP rebuilds its buckets once, in the second or third forward, in the order in which gradients have arrived. A plan is
-worth making when two backward passes in a row have shown the same buckets; if they ever change again, it is made anew.
+made when two backward passes in a row have shown the same buckets, and made anew if the buckets change later.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ class LayoutRecorder:
         self._planned: _Layout = {}
 
     def begin_backward(self) -> None:
-        """Forget what an unfinished backward has left."""
+        """Start with an empty record, also after a backward that raised."""
         self._now = {}
         self._arrived = 0
 
     def record(self, bucket: int, parameters: Sequence[Tensor]) -> None:
-        """Note one bucket, by its index, and what it holds."""
+        """Note the parameters of one bucket, given its index.
+
+        Raises:
+            RuntimeError: if a parameter is unknown, because it was frozen at attach or belongs to another model.
+        """
         self._arrived += len(parameters)
         indices = tuple([self._index_of.get(id(parameter), -1) for parameter in parameters])
         if -1 in indices:
@@ -51,23 +55,23 @@ class LayoutRecorder:
         return self._arrived == len(self._index_of)
 
     def missing(self) -> list[int]:
-        """Parameters whose gradients have not arrived in this backward."""
+        """Return the indices of parameters whose gradients have not arrived in this backward."""
         arrived = {parameter for bucket in self._now.values() for parameter in bucket}
         return [index for index in self._index_of.values() if index not in arrived]
 
     def end_backward(self) -> None:
-        """The backward pass has finished."""
+        """Keep the layout of this backward, if every gradient has arrived."""
         if self.complete:
             self._before_last, self._last = self._last, self._now
 
     def settled_anew(self) -> bool:
-        """Whether the last two backward passes agree with each other and not with the plan."""
+        """Whether the last two backward passes had the same layout, and it is not the one of the plan."""
         return bool(self._last) and self._last == self._before_last and self._last != self._planned
 
     def adopt(self) -> None:
-        """The plan in force was made from this layout."""
+        """Remember that the plan in force was made from the latest layout."""
         self._planned = self._last
 
     def arrival_order(self) -> list[int]:
-        """Parameters in the order in which their gradients arrive."""
+        """Return the indices of parameters in the order in which their gradients arrive."""
         return [parameter for index in sorted(self._last) for parameter in self._last[index]]

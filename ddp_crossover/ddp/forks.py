@@ -1,4 +1,4 @@
-"""Nothing is pending in a forked child: it has none of the threads that updates and gradients would wait for."""
+"""Finishes pending work before a fork, because the child has none of the threads that could complete it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddp_crossover.own_threads import forget_threads
 
 
 class Forked(Protocol):
-    """What is told of forks: a ``DearState``."""
+    """Interface of objects that are notified of forks, such as a ``DearState``."""
 
     def before_fork(self) -> None: ...
 
@@ -25,9 +25,9 @@ _is_registered = False
 
 
 def watch_forks(one: Forked) -> None:
-    """Call its methods at each ``os.fork()`` of this process, as long as it lives."""
+    """Call the methods of ``one`` at each ``os.fork()`` of this process, as long as ``one`` lives."""
     global _is_registered
-    if not _is_registered:  # there is no way to take it back
+    if not _is_registered:  # Python cannot unregister these functions
         os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
         _is_registered = True
     _watched.add(one)

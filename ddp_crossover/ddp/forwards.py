@@ -1,4 +1,4 @@
-"""When a model's forward begins and ends, and what compiled code needs before it runs."""
+"""Notices when a model's forward begins and ends, and applies updates before compiled code runs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from ddp_crossover.parameters.lazy_params import LazyParams
 from ddp_crossover.stats import FallbackLog
 from ddp_crossover.torch_internals import call_around_compiled, called_by_compiled_code, is_compiled, on_compile_start
 
-# Dynamo compiles a function anew for shapes that change, so one time means nothing. It gives up after eight.
+# Number of compilations after which parameters are taken for the cause: dynamo also compiles anew when shapes change,
+# so a single compilation means nothing. It gives up after eight.
 _COMPILED_AGAIN = 3
 
 
 class ForwardWatch(Hook):
-    """In place of the DDP module's ``forward``: tells when it begins and ends, also where hooks do not run.
+    """Replaces the DDP module's ``forward`` to report when it begins and ends, even if module hooks do not run.
 
     Args:
         ddp: the model.
         on_begin: called before each forward.
-        on_end: called after each forward, with whether it returned (and did not raise).
+        on_end: called after each forward, with True if it returned and False if it raised.
     """
 
     def __init__(
@@ -36,16 +37,16 @@ class ForwardWatch(Hook):
         on_end: Callable[[bool], None],
     ) -> None:
         self._ddp = weakref.ref(ddp)
-        # Never part of a compiled graph: what they decide changes from one forward to the next.
+        # Keep both out of compiled graphs, because what they decide changes from one forward to the next.
         self._on_begin = torch.compiler.disable(on_begin)
         self._on_end = torch.compiler.disable(on_end)
-        self._forward = vars(ddp).get("forward")  # of the object, if somebody else has replaced it
+        self._forward = vars(ddp).get("forward")  # set if other code has replaced it on the instance
         vars(ddp)["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """Run the model's forward."""
         ddp = self._ddp()
-        assert ddp is not None  # it is running
+        assert ddp is not None  # the model is running
         self._on_begin()
         returned = False
         try:
@@ -56,12 +57,12 @@ class ForwardWatch(Hook):
             self._on_end(returned)
 
     def remove(self) -> None:
-        """Give the model its own forward back."""
+        """Restore the model's own forward."""
         if (ddp := self._ddp()) is not None and vars(ddp).get("forward") is self:
             del ddp.forward
             if self._forward is not None:
                 vars(ddp)["forward"] = self._forward
-        self._on_begin, self._on_end = _nothing, _nothing  # somebody else may call it still
+        self._on_begin, self._on_end = _nothing, _nothing  # other code may have wrapped this object and still call it
 
 
 def _nothing(*_: object) -> None:
@@ -71,20 +72,20 @@ def _nothing(*_: object) -> None:
 class CompiledCode:
     """Brings parameters up to date before compiled code uses them.
 
-    Compiled code asks no parameter for anything, and dynamo would compile it once more for a ``PendingParameter``. So
-    the parameters of a compiled module are brought up to date before it is called, and all parameters before a forward
-    that is compiled as a whole. Other compiled functions show themselves when dynamo starts to compile them, again and
-    again because of the class of a parameter.
+    Compiled code does not touch parameters, and dynamo would compile it once more for a ``PendingParameter``. So the
+    parameters of a compiled module are brought up to date before it is called, and all parameters before a forward
+    that is compiled as a whole. Other compiled functions are noticed when dynamo starts to compile them, which it does
+    again and again because the class of a parameter changes.
 
     Args:
         model: the module inside of DDP.
         params: its parameters.
-        looks: tells whether its forward is running.
-        fallbacks: told when compiled functions cost overlap.
-        finish_gradients: leaves no gradient on the wire; returns whether there was any.
+        looks: knows whether the model's forward is running.
+        fallbacks: notified when compiled functions cost overlap.
+        finish_gradients: waits for all pending gradients; returns whether any was pending.
 
     Attributes:
-        needs_gradients: a compiled function, as ``torch.compile(optimizer.step)``, takes gradients in.
+        needs_gradients: whether a compiled function, such as ``torch.compile(optimizer.step)``, reads gradients.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class CompiledCode:
         self._looks = looks
         self._fallbacks = fallbacks
         self._known: dict[nn.Module, Callable[[], None]] = {}
-        self._depth = 0  # of calls of compiled modules under way
+        self._depth = 0  # number of nested calls of compiled modules under way
         self._finish_gradients = finish_gradients
         self._compiled_inside = self._compiled_outside = self._compiled_before_step = 0
         self.needs_gradients = False
@@ -108,13 +109,13 @@ class CompiledCode:
         self._find()
 
     def before_forward(self) -> None:
-        """A forward with gradients begins."""
+        """Apply all updates before a forward with gradients, if compiled code may use parameters without a touch."""
         if self._compiled_inside >= _COMPILED_AGAIN or called_by_compiled_code():
             for lazy in self._params.armed():
                 lazy.use()
 
     def remove(self) -> None:
-        """Leave compiled modules as they were."""
+        """Remove the wrappers of compiled modules, and the callback of dynamo."""
         self._stop()
         del self._stop, self._model
         for undo in reversed(self._known.values()):

@@ -1,9 +1,9 @@
-"""What becomes of DDP's buckets: plain all-reduces at first, then the pipeline, under the plan in force.
+"""Reduces DDP's buckets: with plain all-reduces at first, then in the pipeline, under the plan in force.
 
-Follows DDP from forward to forward: learns where its buckets lie and when parameters are used, asks ``planning`` for a
-plan and switches to it between two iterations. Knows DDP's hook contract; users hold a ``comm_hook.DearState``.
+Follows DDP from forward to forward: learns the layout of its buckets and the use order of parameters, asks ``planning``
+for a plan and switches plans between iterations. Knows DDP's hook contract; users hold a ``comm_hook.DearState``.
 """
-# No `from __future__ import annotations`: what DDP calls must have types for annotations.
+# No `from __future__ import annotations`: DDP checks the annotations of what it calls, and expects types.
 
 import time
 import weakref
@@ -39,7 +39,8 @@ from ddp_crossover.torch_internals import (
     rebuild_buckets,
 )
 
-# A hook call costs tens of microseconds: so fine that it does not show, so coarse that there are not too many.
+# Size of DDP's buckets: small enough that gradients reach the hook early, and not too many of them, because each hook
+# call costs tens of microseconds.
 _ARRIVAL_BYTES = 2**20
 _MAX_BUCKETS = 256
 
@@ -49,18 +50,18 @@ class Reducer:
 
     Args:
         ddp: the model.
-        named: the parameters that DDP manages.
-        params: the same, with what stands between them and their values.
-        looks: told when somebody needs an update early.
+        named: the parameters that DDP manages, with their names.
+        params: the same parameters, with their pending updates.
+        looks: records which code needs updates or gradients early.
         link: runs the legs.
         planning: makes the plans.
-        updates: the optimizers' side.
-        fallbacks: told what could not be done the fast way.
-        turns: told when compute waits.
+        updates: defers the optimizers' updates.
+        fallbacks: records what took a slower path.
+        turns: notified when compute begins, waits and ends.
         on_first_forward: called when the first forward begins, or None.
         memory: arenas for the first pipeline, large enough for every plan.
-        wire_dtype: what wider gradients are cast to on the wire, or None.
-        plain_reason: why everything is a plain all-reduce, or None.
+        wire_dtype: dtype to which wider gradients are cast on the wire, or None.
+        plain_reason: why every bucket goes through a plain all-reduce, or None.
     """
 
     def __init__(
@@ -122,11 +123,11 @@ class Reducer:
     def model(self) -> DistributedDataParallel:
         """The DDP model."""
         ddp = self._ddp()
-        assert ddp is not None  # it is running
+        assert ddp is not None  # the model is running
         return ddp
 
     def detach(self) -> None:
-        """Apply what is pending and remove every hook."""
+        """Apply pending updates, deliver pending gradients, and remove all hooks."""
         self._detached = True
         was_registered = self._is_registered()
         try:
@@ -136,11 +137,12 @@ class Reducer:
             self._params.use_all()
         finally:
             self.become_plain()
-        # A new reducer, which has no hook, would not reduce gradients of a forward that the old one has prepared.
+        # Give DDP a new reducer without a hook. Not between a forward and its backward: the new reducer would not
+        # reduce the gradients of a forward that the old reducer has prepared.
         if was_registered and not (self._awaits_backward or self._in_backward):
             rebuild_buckets(self.model)
-        # All of this is garbage, but in circles: it may be collected only many models later. And a network that is
-        # attached once more is deferred only if nothing else refers to its memory.
+        # Drop references now: this object is part of reference cycles, which may be collected only many models later,
+        # and updates of a network that is attached again are deferred only if nothing else refers to its memory.
         if self.pipeline is not None:
             self.pipeline.let_go()
         self._params.let_go()
@@ -149,11 +151,11 @@ class Reducer:
         del self._compiled
 
     def finish_gradients(self) -> bool:
-        """Leave no gradient that would wait for a leg; returns whether there was any."""
+        """Wait for all pending gradients and put them into ``.grad``; returns whether any was pending."""
         return self.pipeline is not None and self.pipeline.phase is Phase.REDUCED and self.pipeline.unwrap_gradients()
 
     def become_plain(self) -> None:
-        """Remove every hook."""
+        """Remove all hooks; nothing is deferred from now on."""
         self._detached = True
         for part in (self._updates, self._watch, self._guard, self._compiled):
             part.remove()
@@ -165,13 +167,21 @@ class Reducer:
     # DDP's backward.
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """The work of :func:`dear_hook`."""
+        """Reduce one bucket now, or stage it in the pipeline; the implementation of :func:`dear_hook`.
+
+        Returns:
+            A future of the bucket's flat gradients; in the pipeline complete at once, with this rank's own gradients.
+
+        Raises:
+            RuntimeError: if the hook runs after ``detach()`` while still registered, or in a CUDA graph capture; if
+                the memory layout of a parameter has changed; if DDP's parameters are not those seen at attach.
+        """
         if self._detached:
             if self._is_registered():
                 raise RuntimeError(
                     "this DearState was detached and cannot be used again: attach(ddp, optimizer) makes a new one"
                 )
-            # As DDP does without a hook: this is the backward of a forward before detach().
+            # The forward of this backward ran before detach(): all-reduce as DDP does without a hook.
             buffer = bucket.buffer().detach().mul_(1.0 / self._link.world_size)
             return all_reduce_sum(buffer, self._process_group, stream=self._link.all_reduce_stream)
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -179,7 +189,7 @@ class Reducer:
                 "dear_hook cannot be captured in a CUDA graph, because its step spans two iterations: "
                 "capture without the hook, or call state.detach() first"
             )
-        # An index that comes again means that the backward before this one broke off.
+        # A bucket index that repeats or decreases means that the previous backward raised.
         if not self._in_backward or bucket.index() <= self._last_bucket:
             self._begin_backward()
         self._last_bucket = bucket.index()
@@ -189,7 +199,7 @@ class Reducer:
             self._planning.profiler.arrived(map(self._index_of.__getitem__, parameters))
         future = self._plain_all_reduce(bucket) if self.is_plain else self._stage(bucket, parameters)
         if self._layouts.complete:
-            # Once more, for the graph task of the last bucket: reentrant checkpointing has several.
+            # Queue again, for the graph task of the last bucket: reentrant checkpointing runs several graph tasks.
             call_after_backward(self._graph_task_ended)
         elif bucket.is_last() and not self._may_skip_buckets():
             names = ", ".join(self._named[index][0] for index in self._layouts.missing())
@@ -200,7 +210,10 @@ class Reducer:
         return future
 
     def _refuse_new_layout(self) -> None:
-        """DDP goes on with buckets in the old layout, and plain DDP takes most of their gradients for others."""
+        """Raise if the memory layout of a parameter has changed since attach.
+
+        DDP's buckets keep the old layout, so even plain DDP gets most of such gradients wrong.
+        """
         if self._plain_reason is not None or (strides := _strides(self._index_of)) == self._strides:
             return
         for (name, parameter), before, now in zip(self._named, self._strides, strides, strict=True):
@@ -216,7 +229,7 @@ class Reducer:
         return bool(getattr(self.model, "skip_all_reduce_unused_params", False))
 
     def _begin_backward(self) -> None:
-        for future in self._plain_under_way:  # of a backward that broke off: they still write into DDP's buckets
+        for future in self._plain_under_way:  # left by a backward that raised, and still writing into DDP's buckets
             future.wait()
         self._plain_under_way.clear()
         if self.pipeline is not None:
@@ -234,7 +247,7 @@ class Reducer:
         call_after_backward(self._graph_task_ended)
 
     def _plain_all_reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        buffer = bucket.buffer().detach()  # of backward(create_graph=True), too, only the values travel
+        buffer = bucket.buffer().detach()  # only values are sent, even under backward(create_graph=True)
         on_wire = buffer
         if (dtype := travels_as(buffer.dtype, self._wire_dtype)) is not buffer.dtype:
             on_wire = torch.empty_like(buffer, dtype=dtype)
@@ -249,7 +262,7 @@ class Reducer:
         buffer = bucket.buffer().detach()
         self.pipeline.stage(bucket.index(), buffer, parameters, bucket.gradients)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        # Complete at once: backward waits for nothing, and DDP believes that it is done.
+        # Complete at once: DDP takes the bucket for reduced, and backward does not wait.
         future.set_result(buffer)
         return future
 
@@ -258,17 +271,17 @@ class Reducer:
             if self._plain_under_way and self._device.type == "cpu":
                 self._wait_for_all_reduces()
             elif self.is_plain or self.model.find_unused_parameters:
-                self._turns.release()  # DDP waits for other ranks now
-        # DDP's own callback is queued behind this one, and copies buckets into gradients.
+                self._turns.release()  # DDP waits for other ranks next
+        # Queue again, to run after DDP's own callback, which copies buckets into gradients.
         call_after_backward(self._backward_ended)
 
     def _wait_for_all_reduces(self) -> None:
-        """In place of DDP, which would wait in C++ and keep the turn."""
+        """Wait for the all-reduces here: DDP's C++ wait would block while holding the lease."""
         with self._turns.gap("all-reduces") as meanwhile:
             if meanwhile is None:
                 return
             wait_for_futures(self._plain_under_way, meanwhile)
-            # A step takes a turn of its own, and it may be the data of another micro-batch that comes next.
+            # Release the lease: `step()` takes its own turn, and the script may first load another micro-batch.
             self._turns.release()
             self._link.clock.waited(self._last_bucket_s, "all-reduces")
         self._plain_under_way.clear()
@@ -282,7 +295,7 @@ class Reducer:
         self._layouts.end_backward()
         self.iterations += 1
         if self.is_plain and self._device.type == "cpu":
-            self._link.clock.waited(self._last_bucket_s, "all-reduces")  # in DDP's own callback
+            self._link.clock.waited(self._last_bucket_s, "all-reduces")  # DDP's own callback has waited
         if self._planning.profiler is not None:
             self._planning.profiler.backward_ends()
         if self.pipeline is not None and not self.is_plain:
@@ -317,7 +330,7 @@ class Reducer:
             self._use(change)
 
     def _use(self, choice: Choice) -> None:
-        """Switch between two iterations: nothing is pending, nothing on the wire."""
+        """Switch plans. Called between iterations, when no update is pending and no leg is under way."""
         self._link.forget_sizes()
         before = self.pipeline
         self.is_plain = choice.is_plain
@@ -331,7 +344,7 @@ class Reducer:
             memory=before.release() if before is not None else self._memory,
             wire_dtype=self._wire_dtype,
             every_group_arrives=not self._may_skip_buckets(),
-            # With bucket views DDP hands out the reduced bucket even for what no rank has used.
+            # With gradient_as_bucket_view, DDP sets `.grad` to a view of the bucket even if no rank used the parameter.
             unwritten_is_unused=self.model.find_unused_parameters and not self.model.gradient_as_bucket_view,
         )
         self._turns.profiler = self._planning.profiler
@@ -342,7 +355,7 @@ class Reducer:
             return "plain all-reduce in the hook was faster than every pipeline that was tried: nothing is deferred"
         return self._plain_reason
 
-    # Forwards, and other readers.
+    # Forwards, and other readers of parameters.
 
     def _is_registered(self) -> bool:
         ddp = self._ddp()
@@ -360,14 +373,14 @@ class Reducer:
                 )
         self._guard.remove()
         if not torch.is_grad_enabled():
-            # What runs without gradients may look at a parameter's class, as TransformerEncoder does.
+            # Code that runs without gradients may check a parameter's class, as TransformerEncoder's fast path does.
             self._updates.flush()
             return
         self._updates.refuse_to_go_on()
         if self._planning.profiler is not None:
             self._planning.profiler.forward_begins()
         if self._plain_reason is None and self.pipeline is None:
-            self._params.arm_all()  # nothing is pending: only to see when they are used
+            self._params.arm_all()  # no update is pending yet: arm parameters only to learn the use order
         note_use = self._use_order.begin_forward()
         self._params.on_use = note_use if self._planning.profiler is None else self._timing(note_use)
         self._looks.is_inside_forward = True
@@ -384,8 +397,8 @@ class Reducer:
         if returned and self._use_order.end_forward() and self.pipeline is not None:
             self.pipeline.follow(self._use_order.ranks())
         self._guard.end_forward()
-        # Protects gradients that are still being staged: the next backward writes into DDP's buckets before
-        # the hook hears of it.
+        # Protects gradients that are still being staged: the next backward writes into DDP's buckets before it calls
+        # the hook.
         self._link.finish_jobs()
 
     def _timing(self, note_use: Callable[[LazyParam], None]) -> Callable[[LazyParam], None]:
@@ -399,9 +412,9 @@ class Reducer:
         return note
 
     def _stale_read(self, lazy: LazyParam) -> None:
-        """There is a gradient for a parameter that nobody has touched."""
+        """Handle a gradient that arrives for a parameter which this forward has not touched."""
         if self.pipeline is None:
-            # Nothing was pending yet, and nothing will be for this one.
+            # No update was pending yet, so this read was right; never defer updates of this parameter.
             lazy.why_never_lazy = "is read in forward where torch does not tell, as by TorchScript or an extension"
             return
         raise StaleParameterError(
@@ -412,19 +425,19 @@ class Reducer:
 
 
 def _strides(parameters: Iterable[Tensor]) -> list[tuple[int, ...]]:
-    with torch._C.DisableTorchFunctionSubclass():  # needs no value
+    with torch._C.DisableTorchFunctionSubclass():  # strides need no value, so do not touch the parameters
         return list(map(Tensor.stride, parameters))
 
 
 def let_gradients_arrive_early(
     ddp: DistributedDataParallel, named: Sequence[tuple[str, torch.nn.Parameter]]
 ) -> Callable[[], None] | None:
-    """Smaller DDP buckets: a gradient is in the hook's hands only when its whole bucket is complete.
+    """Give DDP smaller buckets, because a gradient reaches the hook only when its whole bucket is complete.
 
-    What travels together is the planner's choice, so DDP's 25 MiB would only cost overlap.
+    The planner decides which gradients travel together, so DDP's buckets of 25 MiB would only cost overlap.
 
     Returns:
-        What to call when the next forward begins, since a backward before that is refused. None: nothing is refused.
+        A callback for the beginning of the next forward: until then, backward is refused. None if it is not refused.
     """
     total_bytes = sum(parameter.nbytes for _, parameter in named)
     cap_bytes = max(_ARRIVAL_BYTES, total_bytes // _MAX_BUCKETS)
@@ -439,7 +452,11 @@ def let_gradients_arrive_early(
 def _refuse_backward_of_earlier_forward(
     ddp: DistributedDataParallel, parameters: Sequence[Tensor]
 ) -> Callable[[], None]:
-    """DDP's new reducer has not seen a forward that ran before it was made, and would not reduce its gradients."""
+    """Refuse the backward of an earlier forward, because DDP's new reducer would not reduce its gradients.
+
+    Returns:
+        A callback that allows backward again.
+    """
 
     def refuse(gradient: Tensor) -> NoReturn:
         raise RuntimeError(
@@ -452,5 +469,5 @@ def _refuse_backward_of_earlier_forward(
             handle.remove()
 
     handles = [parameter.register_hook(refuse) for parameter in parameters]
-    handles.append(ddp.register_forward_pre_hook(torch.compiler.disable(allow)))  # for forwards after detach()
+    handles.append(ddp.register_forward_pre_hook(torch.compiler.disable(allow)))  # also works after detach()
     return allow

@@ -1,4 +1,4 @@
-"""What dear_hook cannot do right, refused when it is attached: each message names the setting and the way out."""
+"""Refuses at attach what dear_hook cannot train exactly; each message names the setting and what to do instead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCHEDULES = ("auto", "dear", "allreduce")
 
 
 def refuse_model(ddp: object) -> None:
-    """Raise unless ``ddp`` is a DDP model whose gradients can go through the pipeline."""
+    """Raise TypeError or ValueError unless ``ddp`` is a DDP model whose gradients can go through the pipeline."""
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
             f"dear_hook needs a DistributedDataParallel model, got {type(ddp).__name__}: wrap the model "
@@ -86,7 +86,7 @@ def _refuse_parameters(ddp: DistributedDataParallel) -> None:
 
 
 def refuse_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[object]) -> None:
-    """Raise unless every optimizer is one that can be driven by ``deferred_updates``."""
+    """Raise TypeError or ValueError unless ``deferred_updates`` can drive every optimizer."""
     if not optimizers:
         raise ValueError("dear_hook needs the optimizer (or a list of them) of the model, got none")
     managed = {id(parameter) for _, parameter in managed_parameters(ddp)}
@@ -111,7 +111,7 @@ def refuse_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[object]
 def refuse_options(
     schedule: str, fusion_mb: float | None, wire_dtype: object, tuned_file: str | os.PathLike[str] | None
 ) -> None:
-    """Raise for values that make no sense."""
+    """Raise ValueError for options that are out of range or contradict each other."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if fusion_mb is not None and not fusion_mb > 0:
@@ -126,7 +126,7 @@ def refuse_options(
 
 
 def why_plain_all_reduce(ddp: DistributedDataParallel, schedule: str) -> str | None:
-    """The reason for which this model is right but not pipelined, or None."""
+    """Return why this model must be trained with plain all-reduces, or None if it can take the pipeline."""
     if schedule == "allreduce":
         return "schedule='allreduce': plain all-reduce in the hook, as asked for"
     if ddp.is_multi_device_module:

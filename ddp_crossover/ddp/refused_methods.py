@@ -1,4 +1,4 @@
-"""Methods of an attached DDP model that would silently do something else than with plain DDP: each says the way out."""
+"""Refuses methods of an attached DDP model that would silently differ from plain DDP; errors say what to do instead."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class _Refuse(Hook):
 
 
 def refuse_methods(ddp: DistributedDataParallel) -> None:
-    """Let them raise."""
+    """Make these methods of the model raise RuntimeError."""
     for name, advice in _ADVICE.items():
-        ddp.__dict__[name] = _Refuse(advice)  # past nn.Module.__setattr__
+        ddp.__dict__[name] = _Refuse(advice)  # bypasses nn.Module.__setattr__
 
 
 def allow_methods(ddp: DistributedDataParallel) -> None:
-    """Give the model its own methods back."""
+    """Restore the model's own methods."""
     for name in _ADVICE:
         ddp.__dict__.pop(name, None)

@@ -1,4 +1,4 @@
-"""What all ranks must have in common from the beginning: the setup, checked at attach."""
+"""Checks at attach that model, optimizers and options are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def require_same_setup(
 
 
 def _comparable(value: object) -> object:
-    """A hyperparameter as something that is equal on two ranks when it means the same."""
+    """Convert a hyperparameter to a value that is equal on two ranks if it means the same."""
     if isinstance(value, torch.Tensor):
         return str(value.tolist())
     if value is None or isinstance(value, (bool, int, float, str)):
         return str(value)
     if isinstance(value, (list, tuple)):
         return [_comparable(item) for item in value]
-    return type(value).__name__  # functions and objects differ in their address at least
+    return type(value).__name__  # functions and objects differ between ranks, at least in their address

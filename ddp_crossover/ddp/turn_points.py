@@ -1,4 +1,4 @@
-"""The hooks that take turns: a model's forward and its optimizers' steps hold the lease."""
+"""Hooks that begin and end turns: the lease is held by a model's forward and by its optimizers' steps."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from ddp_crossover.torch_internals import (
 
 
 class TurnPoints:
-    """Installs them.
+    """Installs the hooks.
 
-    A turn begins when the forward of the module *inside* of DDP does, behind DDP's broadcast of buffers; but where
-    parameters wait for updates, when the first of these has arrived. It ends with the backward, with a step that
-    computes, or with the forward if no backward will follow.
+    A turn begins with the forward of the module *inside* of DDP, after DDP's broadcast of buffers. If updates are
+    pending, it begins only when the gradients of the first update have arrived. It ends with the backward, with a step
+    that computes, or with the forward if no backward will follow.
 
     Args:
         ddp: the model.
         optimizers: its optimizers.
-        turns: what to tell.
-        updates: the optimizers' side: what is pending, and what ``step()`` is going to do.
+        turns: begins and ends the turns.
+        updates: knows whether updates are pending, and whether ``step()`` is going to defer them.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class TurnPoints:
         self._inside = False
         inner = ddp.module
         self._undo: list[Callable[[], None]] = [
-            # In front of the hook that waits for what the root itself uses.
+            # Prepended, because the user's pre-hooks may touch parameters, and applying updates needs the turn.
             ddp.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True).remove,
             ddp.register_forward_hook(torch.compiler.disable(self._after_forward), always_call=True).remove,
             call_around_compiled(inner, self._before_compute)
@@ -60,7 +60,7 @@ class TurnPoints:
             self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
 
     def remove(self) -> None:
-        """Take the hooks down."""
+        """Remove all hooks."""
         for undo in self._undo:
             undo()
 
@@ -68,12 +68,12 @@ class TurnPoints:
         assert isinstance(ddp, DistributedDataParallel)
         self._inside = True
         if ddp.will_sync_module_buffers():
-            self._turns.release()  # a broadcast is ahead
+            self._turns.release()  # DDP broadcasts buffers next
         else:
             self._turns.want()
 
     def _before_compute(self) -> None:
-        if self._inside:  # else the module is called by itself, and nobody would say when that ends
+        if self._inside:  # if the inner module is called directly, no hook would end the turn
             self._turns.want()
             if not self._updates.pending:
                 self._turns.resume()
@@ -81,13 +81,14 @@ class TurnPoints:
     def _after_forward(self, ddp: nn.Module, args: Any, output: Any) -> None:
         assert isinstance(ddp, DistributedDataParallel)
         self._inside = False
-        # It raised, or no backward will follow.
+        # The forward raised, or no backward will follow.
         if output is None or not torch.is_grad_enabled() or not ddp.module.training:
             self._turns.release()
         elif not ddp.require_backward_grad_sync:
-            # The next batch may have to be loaded, and DDP's hook is not called.
+            # End the turn with this backward, since the next batch may be loaded then: without synchronization, DDP
+            # does not call the communication hook, which ends it otherwise.
             for tensor in tensors_in(output):
-                if tensor.grad_fn is not None:  # a hook on a parameter would stay
+                if tensor.grad_fn is not None:  # a hook on a leaf, such as a parameter, would stay there
                     tensor.register_hook(self._in_backward_without_sync)
 
     def _in_backward_without_sync(self, gradient: Tensor) -> None:
@@ -103,7 +104,7 @@ class TurnPoints:
 
 
 class _BeforeCompute(Hook):
-    """Forward pre-hook of the module inside of DDP. Breaks the graph where that is compiled."""
+    """Forward pre-hook of the module inside of DDP; breaks the graph if that module is compiled."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run

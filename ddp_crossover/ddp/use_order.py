@@ -1,4 +1,4 @@
-"""The order in which a model's forward uses its parameters."""
+"""Records the order in which a model's forward uses its parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ddp_crossover.parameters.lazy_params import LazyParam
 
 
 class UseOrder:
-    """Follows the latest forward.
+    """Keeps the order of the latest forward that used at least as many parameters as the one kept before.
 
     Args:
         parameters: number of parameters.
@@ -21,14 +21,14 @@ class UseOrder:
         self.is_known = False
 
     def begin_forward(self) -> Callable[[LazyParam], None]:
-        """A forward begins. Returns what to call when it uses a parameter for the first time since the last step."""
+        """Begin a forward; returns the callback for each parameter's first use since the last step."""
         self._now = []
         return self._now.append
 
     def end_forward(self) -> bool:
-        """The forward has ended. Returns whether it has used parameters in another order than the one before.
+        """End the forward; returns whether it has used parameters in a new order.
 
-        One that has used fewer, as the second one of a step, tells nothing.
+        A forward that used fewer parameters, such as the second one of a step, does not change the order.
         """
         self.is_known = True
         if len(self._now) < len(self._latest) or self._now == self._latest:
@@ -37,7 +37,7 @@ class UseOrder:
         return True
 
     def ranks(self) -> list[int]:
-        """For each parameter its place in the order; -1, before all others, for those that were not seen in use."""
+        """Return each parameter's place in the order; -1, before all others, for a parameter not seen in use."""
         ranks = [-1] * self._parameters
         for place, lazy in enumerate(self._latest):
             ranks[lazy.index] = place

@@ -1,1 +1,1 @@
-"""The memory in which gradients travel, and how they get into it."""
+"""Memory of the fusion buffers, and copies of gradients into it."""

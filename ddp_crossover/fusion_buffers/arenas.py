@@ -1,6 +1,6 @@
-"""Memory of the fusion buffers, for whatever plan comes: made at attach, before activations and optimizer state.
+"""Allocates the arenas for any plan at attach, before activations and optimizer state take memory.
 
-The first plan comes in the middle of a backward, when the device is as full as it will ever be.
+The first plan is made during a backward, when the device's memory is fullest.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ def make_arenas(
     link: Link,
     wire_dtype: torch.dtype | None,
 ) -> dict[str, Tensor]:
-    """Arenas that every plan fits into, uninitialized; on CPU, memory that costs nothing until it is used.
+    """Allocate arenas that are large enough for every plan; uninitialized, so on CPU they take no memory until used.
 
-    Also has the link make whatever it would else make at its first legs. Every rank must call it.
+    Also lets the link create what it would otherwise create at its first legs. Every rank must call it.
 
     Args:
         specs: the gradients.
-        named: their parameters, in the same order.
-        link: what will send them.
-        wire_dtype: what wider gradients are cast to on the wire, or None.
+        named: names and parameters of the gradients, in the same order.
+        link: the link that will carry the gradients.
+        wire_dtype: dtype that wider gradients are cast to on the wire, or None.
+
+    Returns:
+        A flat tensor for each arena, in its wire dtype.
     """
     like = {spec.arena: parameter for spec, (_, parameter) in zip(specs, named, strict=True)}
     arenas = {

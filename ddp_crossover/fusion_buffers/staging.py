@@ -1,4 +1,4 @@
-"""How the gradients of a DDP bucket get into the fusion buffers: what lies together in both is copied together."""
+"""Plans the copies of a DDP bucket's gradients into the fusion buffers, merging copies of adjacent gradients."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ddp_crossover.parameters.slots import GroupInFlight, Slot
 
 
 class Staging(NamedTuple):
-    """What to do with one DDP bucket.
+    """How one DDP bucket is copied into the fusion buffers.
 
     Attributes:
-        parameters: its parameters.
-        copies: bucket elements [low, high), and where in an arena they go.
-        slots: its parameters' slots.
-        arrivals: fusion groups that it brings something for, and how many of their pieces.
+        parameters: the bucket's parameters.
+        copies: range of bucket elements [low, high), and the flat part of an arena that it is copied to.
+        slots: the slots of its parameters.
+        arrivals: fusion groups with pieces in this bucket, each with the number of those pieces.
     """
 
     parameters: list[Tensor]
@@ -37,10 +37,10 @@ def plan_staging(
     """Plan the copies of one bucket.
 
     Args:
-        buffer: its flat gradients.
-        slots: its parameters' slots, in the order of ``parameters``.
+        buffer: the bucket's flat gradients.
+        slots: the slots of its parameters, in the order of ``parameters``.
         parameters: its parameters.
-        gradients: its gradients, as views of ``buffer``.
+        gradients: its gradients as views of ``buffer``, in the same order.
         arenas: the memory of all fusion buffers.
     """
     copies: list[tuple[int, int, Tensor]] = []
@@ -50,7 +50,7 @@ def plan_staging(
         here = int(gradient.storage_offset()) - int(buffer.storage_offset())
         there = int(slot.view.storage_offset())
         own_arena = arenas[slot.groups[0].spec.arena]
-        # Neighbours in the bucket that are neighbours in the arena travel in one copy.
+        # Gradients that are adjacent both in the bucket and in the arena are copied together.
         if own_arena is arena and here == high and there == target + (high - low):
             high += gradient.numel()
         else:
@@ -68,9 +68,9 @@ def plan_staging(
 
 
 def gradient_stride(parameter: Tensor) -> tuple[int, ...]:
-    """Stride of ``parameter.grad``: that of a dense parameter, else contiguous (DDP's ``Bucket.bucket_views_in``).
+    """Stride of ``parameter.grad``: the parameter's if it is dense, else contiguous (DDP's ``Bucket.bucket_views_in``).
 
-    ``GradBucket.gradients()`` does not tell: it shows every gradient as if it were contiguous.
+    ``GradBucket.gradients()`` cannot be used for this: it shows every gradient as if it were contiguous.
     """
     numel = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
@@ -81,5 +81,5 @@ def gradient_stride(parameter: Tensor) -> tuple[int, ...]:
 
 
 def same_objects(left: Sequence[object], right: Sequence[object]) -> bool:
-    """Whether two sequences hold the very same objects."""
+    """Whether two sequences hold identical objects in the same order."""
     return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))

@@ -1,1 +1,1 @@
-"""When the training of one model holds its lease on a GPU."""
+"""Decides when the training of one model holds its lease on a GPU."""

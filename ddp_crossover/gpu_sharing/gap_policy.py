@@ -1,4 +1,4 @@
-"""Which waits are worth giving to another job, and whether sharing pays at all. Pure: times in, decisions out."""
+"""Decides which waits to give to another job, and whether sharing pays at all. Pure: no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable
 
-# A gap that is not worth so many hand-offs would be spent on handing over.
+# Shortest gap to give away, in hand-offs: a shorter one would be spent mostly on handing over.
 _PAYS_HAND_OFFS = 10
 _FIRST_HAND_OFF_S = 100e-6
 _LONGEST_HAND_OFF_S = 1e-3
@@ -22,7 +22,7 @@ _LONGEST_BREAK_STEPS = 4000
 
 
 class ExpectedWaits:
-    """How long each wait will be: the median of what it was in the latest steps; and what a hand-off costs here."""
+    """Predicts how long a wait will be, from the median of its latest times, and what a hand-off costs."""
 
     def __init__(self) -> None:
         self._waits_s: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_WAITS_KEPT))
@@ -31,37 +31,37 @@ class ExpectedWaits:
         self._releases_s: deque[float] = deque(maxlen=_HAND_OFFS_KEPT)
 
     def note(self, key: Hashable, waited_s: float) -> None:
-        """A wait is over; 0 where there was nothing to wait for."""
+        """Note the length of a wait that is over; 0 if the result was there already."""
         self._waits_s[key].append(waited_s)
 
     def note_acquire(self, seconds: float) -> None:
-        """An acquire that no other job stood in the way of."""
+        """Note the time of an acquire that had to wait for no other job."""
         self._acquires_s.append(seconds)
 
     def note_release(self, seconds: float) -> None:
-        """A release."""
+        """Note the time of a release."""
         self._releases_s.append(seconds)
 
     @property
     def hand_off_s(self) -> float:
-        """What it costs to give the lease away and get it back, without the time that another job holds it."""
+        """Seconds that it costs to release and reacquire the lease, without the time that another job holds it."""
         if not self._acquires_s or not self._releases_s:
             return _FIRST_HAND_OFF_S
-        # The least, because another job may have been a moment faster than what seemed a free acquire.
+        # The minimum, because another job may have taken the lease just before an acquire that seemed free.
         return min(min(self._acquires_s) + min(self._releases_s), _LONGEST_HAND_OFF_S)
 
     def is_worth_giving(self, key: Hashable, waited_s: float) -> bool:
-        """Whether to give away what is left of a wait that has lasted for ``waited_s`` already.
+        """Whether to give away the rest of a wait that has lasted for ``waited_s`` seconds.
 
-        A wait that goes on beyond all expectation is given as well: its end may depend on another rank, which waits
-        for a job that waits for this one.
+        A wait much longer than expected is given away as well. It may be part of a deadlock, in which another rank
+        waits for a job that waits for this one's lease.
         """
         known_s = self._waits_s.get(key)
         expected_s = statistics.median(known_s) if known_s else 0.0
         return abs(expected_s - waited_s) >= _PAYS_HAND_OFFS * self.hand_off_s
 
     def is_worth_trying(self, key: Hashable) -> bool:
-        """Whether to find out how long a wait is, where that costs something: it was long, or not tried lately."""
+        """Whether to measure a wait although measuring blocks the host: it was long, or was not measured lately."""
         if not self._waits_s.get(key) or self.is_worth_giving(key, 0.0):
             return True
         self._untried[key] += 1
@@ -69,12 +69,12 @@ class ExpectedWaits:
 
 
 class Gain:
-    """Whether sharing the device pays; where it does not, takes a break from it.
+    """Decides whether sharing the device pays, and takes breaks from sharing where it does not.
 
-    What is gained in a step is the time of its waits in which another job held the device, less the time by which this
-    job was slowed down, as a part of the step. A job is slowed down by a turn that it had to wait for longer than
-    it then held it: on a device that both use at once, it would have had half of the time all along, and have ended
-    as late only if it had had at least as much to do.
+    The gain of a step is the time of its waits in which another job held the device, less the time by which this job
+    was slowed down, as a fraction of the step. A turn slows the job down only by the time for which it waited beyond
+    the time for which it then held the lease. The comparison is with both jobs using the device at once: each would get
+    half of it, so a turn that waits no longer than it holds would have ended as late without a lease.
 
     Attributes:
         sharing: False during a break.
@@ -89,13 +89,13 @@ class Gain:
         self._elapsed_s = self._gained_s = 0.0
 
     def step(self, elapsed_s: float, filled_s: float, slowed_s: float, *, contended: bool) -> None:
-        """A step has ended. Only those in which another job was there say something.
+        """Account for a step. Steps in which no other job wanted the device are not counted, except in a break.
 
         Args:
-            elapsed_s: its duration.
-            filled_s: time of its waits in which another job held the device.
-            slowed_s: time by which this job was slowed down.
-            contended: whether another job wanted the device at any time.
+            elapsed_s: duration of the step, in seconds.
+            filled_s: seconds of its waits in which another job held the device.
+            slowed_s: seconds by which this job was slowed down.
+            contended: whether another job wanted the device during the step.
         """
         if not self.sharing:
             self._steps += 1

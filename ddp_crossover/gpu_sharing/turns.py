@@ -1,7 +1,7 @@
-"""When one model's training holds its lease: while it computes, and not while it waits.
+"""Holds a model's lease while its training computes, and releases it while training waits for communication.
 
-Knows the lease and nothing of DDP. Whatever happens to the lease, training goes on: nothing is raised here. Without
-a lease every method returns at once.
+This module knows the lease but not DDP. Problems with the lease never stop training, so nothing is raised here for
+them. Without a lease every method returns at once.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.stats import FallbackLog, LeaseUse
 from ddp_crossover.tracing.clock import CommClock
 
-# What a job that comes in the middle of a wait has to wait for at most; each look costs about 10 us of an idle core.
+# Polling interval during a wait, which is also the longest delay of a job that asks for the lease meanwhile. Each poll
+# costs about 10 us of an idle core.
 _LOOK_S = 1e-3
 _CONNECT_S = 1.0
 
 
 class ComputeTimes(Protocol):
-    """What measures compute times: a ``ComputeProfiler``."""
+    """The part of ``ComputeProfiler`` that is used here."""
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Compute waits for communication within."""
+        """Exclude the block from compute time, because compute waits for communication in it."""
 
 
 class Turns:
-    """Takes turns on the device.
+    """Takes turns on the device with other jobs.
 
     Args:
-        lease: the lease, or None to compute whenever there is something to compute.
-        clock: where turns are noted while somebody traces.
-        fallbacks: told when sharing does not pay.
+        lease: the lease, or None to compute without turns.
+        clock: records turns while a trace is taken.
+        fallbacks: records when sharing did not pay.
 
     Attributes:
-        profiler: told of time that is no compute, if times are being measured.
-        disturbances: how often another job was in the way so far.
+        profiler: told of time that is not compute, while compute times are measured; else None.
+        disturbances: how often another job has wanted or held the device so far.
     """
 
     def __init__(self, lease: GpuLease | None, clock: CommClock, fallbacks: FallbackLog) -> None:
@@ -53,37 +54,37 @@ class Turns:
         self._expected = ExpectedWaits()
         self._gain = Gain()
         self._wanted = False
-        # The turn: since when, and how long another job kept it waiting.
+        # The present turn: when it was granted, and how long it had to wait for another job.
         self._granted_s: float | None = None
         self._late_s = 0.0
-        # Sums, and what they were when the last step ended.
+        # Sums in seconds, counts, and their values at the end of the last step.
         self._held_s = self._given_s = self._filled_s = self._regrant_s = self._slowed_s = 0.0
         self._gaps = self._hand_offs = 0
         self._at_step: tuple[float, float, float, int] | None = None
         if lease is not None:
-            # Else the first turns would be unleased only because the connection is not there yet.
+            # Otherwise the first turns would run unleased, before the client has connected.
             lease.wait_until_connected(_CONNECT_S)
 
-    # Seams of training.
+    # Called by training where compute begins, ends or waits.
 
     def want(self) -> None:
-        """Compute is ahead: the turn begins with the first :meth:`resume`, or after the first wait."""
+        """Ask for a turn: it begins at the next :meth:`resume`, or after the next wait."""
         self._wanted = self._lease is not None and self._gain.sharing
 
     def resume(self) -> None:
-        """Compute begins now, if a turn is wanted: wait for it. Does nothing while it is held."""
+        """Acquire the lease before compute, if a turn is wanted and the lease is not held."""
         if self._wanted and not self._holding:
             with self.profiler.waiting() if self.profiler is not None else contextlib.nullcontext():
                 self._acquire()
 
     def release(self) -> None:
-        """Nothing is computed from now on."""
+        """End the turn, because no compute follows until the next :meth:`want`."""
         self._wanted = False
         self._give()
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        """Ranks talk to each other within: nothing may be held."""
+        """Release the lease around a blocking exchange between ranks."""
         wanted = self._wanted
         self.release()
         yield
@@ -93,13 +94,13 @@ class Turns:
 
     @contextlib.contextmanager
     def gap(self, what: Hashable) -> Iterator[Meanwhile | None]:
-        """Compute waits for communication within: another job's turn, if one wants it and the wait is worth it.
+        """Wrap a wait of compute for communication. Gives the lease away if another job wants it and the wait is long.
 
         Args:
-            what: the same for waits that are about equally long in each step.
+            what: key of the wait; waits with the same key take about the same time in each step.
 
         Returns:
-            Gives what the host has to call while it really waits, or None if nothing.
+            A context manager that yields the callback to poll while the host waits, or None without a turn.
         """
         with self.profiler.waiting() if self.profiler is not None else contextlib.nullcontext():
             if self._lease is None or not self._wanted:
@@ -109,14 +110,14 @@ class Turns:
             try:
                 yield gap
             except BaseException:
-                self.release()  # a leg has failed, or Ctrl-C: who knows what is next
+                self.release()  # a leg failed, or Ctrl-C: training may not go on
                 raise
             gap.end()
             if self._wanted and not self._holding:
                 self._acquire()
 
     def step_ended(self) -> None:
-        """One iteration is over."""
+        """Account for the iteration that has ended, and start or end a break from sharing."""
         if self._lease is None:
             return
         now_s = time.perf_counter()
@@ -127,7 +128,7 @@ class Turns:
                 now_s - since_s,
                 self._filled_s - filled_s,
                 self._slowed_s - slowed_s,
-                # A filler that went on without the lease would be in the main job's way.
+                # A filler takes no breaks: without the lease it would slow down the peer.
                 contended=self.disturbances > disturbances and self._lease.role == "peer",
             )
             if was_sharing and not self._gain.sharing:
@@ -138,7 +139,7 @@ class Turns:
         self._at_step = (now_s, self._filled_s, self._slowed_s, self.disturbances)
 
     def stats(self) -> LeaseUse | None:
-        """Figures so far; None without a lease."""
+        """Use of the lease so far, times in seconds; None without a lease."""
         if self._lease is None:
             return None
         seen = self._lease.stats()
@@ -157,7 +158,7 @@ class Turns:
             unleased=seen.unleased,
         )
 
-    # Holding.
+    # Holding the lease.
 
     @property
     def _holding(self) -> bool:
@@ -166,7 +167,7 @@ class Turns:
     def _acquire(self) -> None:
         lease = self._lease
         assert lease is not None
-        self._end_turn(time.perf_counter())  # one that the broker has ended
+        self._end_turn(time.perf_counter())  # the broker may have ended the last turn
         was_taken = lease.taken
         start_s = time.perf_counter()
         granted = lease.acquire(eager=True)
@@ -180,7 +181,7 @@ class Turns:
         if granted:
             self._granted_s = now_s
         else:
-            self._wanted = False  # not again before the next seam
+            self._wanted = False  # do not ask again before the next want()
             self._slowed_s += self._late_s
         if self._clock.trace is not None:
             self._clock.trace.add("lease_wait", start_s, now_s, detail=lease.job)
@@ -196,7 +197,7 @@ class Turns:
         start_s = time.perf_counter()
         lease.release()
         now_s = time.perf_counter()
-        if not contended:  # else it includes the drain, which is compute
+        if not contended:  # otherwise it includes draining the stream, which is compute
             self._expected.note_release(now_s - start_s)
         self._end_turn(now_s)
 
@@ -226,18 +227,18 @@ class _Gap:
         self._filled_s = 0.0
 
     def is_worth_blocking(self) -> bool:
-        """On CUDA, where only a stream waits: whether another job wants the time."""
+        """Whether to block the host on CUDA, where a stream could wait alone: only if another job wants the device."""
         turns = self._turns
         worth = turns._holding and self._lease.contended and turns._expected.is_worth_trying(self._what)
         self._is_unknown = not worth
         return worth
 
     def __call__(self) -> float:
-        """The host waits: give the turn away if that is of use now. Returns when to look again, in seconds."""
+        """Poll while the host waits: give the turn away if that pays now. Returns seconds until the next poll."""
         turns, now_s = self._turns, time.perf_counter()
         if self._began_s is None:
             self._began_s = now_s
-            if not turns._holding:  # not taken up yet
+            if not turns._holding:  # the turn has not begun
                 self._free_since_s = self._looked_s = now_s
         if self._free_since_s is not None:
             self._sample(now_s)
@@ -253,7 +254,7 @@ class _Gap:
         self._looked_s = now_s
 
     def end(self) -> None:
-        """What was waited for is there."""
+        """Account for the wait, which is over."""
         turns, now_s = self._turns, time.perf_counter()
         if not self._is_unknown:
             turns._expected.note(self._what, 0.0 if self._began_s is None else now_s - self._began_s)

@@ -1,7 +1,7 @@
-"""A lease on a GPU that processes of one host pass around, so that one job computes while another communicates.
+"""A lease on a GPU that the processes of one host hold in turn, so that one job computes while another communicates.
 
-The package knows nothing of DDP. Its modules import each other relatively, and beside that only the standard library
-(the client reaches for torch when there is a CUDA stream to drain): the broker loads it without its parent package,
-whose import of torch would take seconds and hundreds of megabytes. Two modules are loaded by those who ask for them
-only: ``instrument`` needs torch, ``top`` needs rich.
+The package is independent of DDP. Its modules import each other relatively, and otherwise only the standard library,
+because the broker loads the package without its parent, whose import of torch would take seconds and hundreds of
+megabytes. The client uses torch only when called, to find the current CUDA device and to drain a stream. Two modules
+are imported only on demand: ``instrument``, which needs torch, and ``top``, which needs rich.
 """

@@ -1,8 +1,9 @@
-"""Who may hold what. Pure: no sockets, no clock; the caller passes the time in seconds.
+"""Decides which job may hold which resource. Pure: no sockets and no clock; callers pass the time in seconds.
 
 A *member* is one connection: one process of one job, on one resource. All members of a job on a resource hold it
-together, under one fence. Jobs take turns by weighted virtual time, the time they have held while others waited divided
-by their weight, and first come, first served where that is equal. Fillers get what no peer wants.
+together, under one fence. Jobs take turns by weighted virtual time: the time that they are charged for holding (see
+:meth:`.holds.Hold.charge`), divided by their weight. Jobs within ``AHEAD_S`` of the lowest virtual time are served
+first come, first served. Fillers get a resource only while no peer waits for it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ hosts which see the same jobs wait choose the same one."""
 
 
 class Grant(NamedTuple):
-    """Tell ``member`` that its request is granted."""
+    """A grant to be sent to ``member``: the number of its request and the fence to hold under."""
 
     member: int
     request: int
@@ -37,7 +38,7 @@ class Grant(NamedTuple):
 
 
 class View(NamedTuple):
-    """What clients see of a resource. See :mod:`.page`."""
+    """The state of a resource that clients see on the state page. See :mod:`.page`."""
 
     fence: int
     yielding: int
@@ -47,17 +48,17 @@ class View(NamedTuple):
 
 
 class MismatchError(ValueError):
-    """Members of one job differ in weight or role."""
+    """The members of one job disagree on its weight or role."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a hold may last once somebody waits for it.
+    """How long a hold may last, in seconds, once another job waits for its resource.
 
     Attributes:
-        hold_s: any hold. After it, the resource is given on and the fence is stale. A filler that waits for a peer does
-            not count.
-        filler_s: a filler's, from when a peer waits.
+        hold_s: limit for any hold, after which the resource goes to the next job and the fence is stale. A filler that
+            waits for a peer does not start this limit.
+        filler_s: limit for a filler's hold once a peer waits.
     """
 
     hold_s: float = 10.0
@@ -65,7 +66,7 @@ class Limits:
 
 
 class Arbiter:
-    """The state of all resources of a host. Methods return the grants that follow from what happened."""
+    """The state of all resources of a host. Methods that change it return the resulting grants."""
 
     def __init__(self, first_fence: int, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
@@ -75,10 +76,10 @@ class Arbiter:
         self._resources: dict[str, Resource] = {}
         self._ties: dict[str, Ties] = {}
 
-    # ---- members come and go
+    # ---- joining and leaving
 
     def join(self, member: int, key: JobKey, resource: str, role: Role, weight: float) -> None:
-        """Make ``member``, a number never used before, known. Raises :class:`MismatchError`."""
+        """Add ``member``, a number never used before, to a job. Raises :class:`MismatchError`."""
         assert member not in self._members
         job = self._jobs.get(key) or Job(key, role, weight)
         if (job.role, job.weight) != (role, weight):
@@ -92,7 +93,7 @@ class Arbiter:
         self._count_shared(res)
 
     def leave(self, member: int, now_s: float) -> list[Grant]:
-        """Forget ``member``, whatever it was doing."""
+        """Remove ``member``, ending its request and its part in a hold."""
         m = self._members[member]
         if m.job.members & m.resource.members == {member}:
             self._ties[m.resource.name].forget(m.job.key, now_s)
@@ -107,10 +108,10 @@ class Arbiter:
             del self._resources[m.resource.name], self._ties[m.resource.name]
         return grants
 
-    # ---- what members ask for
+    # ---- requests of members
 
     def request(self, member: int, request: int, now_s: float) -> list[Grant]:
-        """``member`` wants its resource. Requests that are late or come twice are ignored."""
+        """Queue ``member`` for its resource. Late and duplicate requests are ignored."""
         m = self._members[member]
         if request <= m.last_request:
             return []
@@ -120,15 +121,16 @@ class Arbiter:
             return [Grant(member, request, hold.fence)]
         m.waiting = True
         if hold is not None:
-            hold.charge(now_s, shared=m.resource.shared)  # to start level with it is to start level with it as of now
+            hold.charge(now_s, shared=m.resource.shared)  # the requesting job starts level with this time
         finds_free = hold is None and not m.resource.queue
         self._enqueue(m, now_s)
         return self._arbitrate(m.resource, now_s, finds_free)
 
     def release(self, member: int, fence: int, again: int, now_s: float) -> list[Grant]:
-        """``member`` gives up its hold under ``fence``, and queues for another as request ``again`` unless that is 0.
+        """End the hold of ``member`` under ``fence``, and queue it again as request ``again`` unless that is 0.
 
-        Whoever is behind in virtual time then goes first, which may be the same job. A stale fence gives nothing up.
+        The next job is then chosen by virtual time and may be the same one. With a stale fence nothing is released, but
+        ``again`` is still queued.
         """
         m = self._members[member]
         hold = m.resource.hold
@@ -136,14 +138,14 @@ class Arbiter:
             if again > m.last_request:
                 m.last_request = again
                 m.waiting = True
-                # Among equals it comes after all that have waited: not together with the last of them.
+                # Queue it later than EQUAL_S: it must come after every waiting job, not tie with the last one.
                 self._enqueue(m, now_s + 2 * EQUAL_S)
             self._drop(hold, member, m.resource, now_s)
             return self._arbitrate(m.resource, now_s)
         return self.request(member, again, now_s) if again else []
 
     def cancel(self, member: int, request: int, now_s: float) -> list[Grant]:
-        """``member`` wants nothing any more of what it asked for up to ``request``, granted or not."""
+        """Withdraw the requests of ``member`` up to number ``request``, whether granted or not."""
         m = self._members[member]
         if request < m.last_request:
             return []
@@ -153,7 +155,7 @@ class Arbiter:
     # ---- time
 
     def evict(self, resource: str, now_s: float) -> list[Grant]:
-        """End a hold against its holder's will. Its fence is stale from now on."""
+        """End the hold on ``resource`` without the holder's consent. Its fence is stale from then on."""
         res = self._resources[resource]
         if res.hold is None:
             return []
@@ -162,22 +164,22 @@ class Arbiter:
         return self._arbitrate(res, now_s)
 
     def overdue(self, now_s: float) -> list[str]:
-        """Resources whose hold has reached its limit, to be evicted."""
+        """Resources whose hold has reached its limit and must be evicted."""
         return [r.name for r in self._resources.values() if r.hold is not None and r.hold.ends_s <= now_s]
 
     def kept_free(self) -> dict[str, float]:
-        """Resources that are kept free though somebody waits, and until when. Then they are to be given."""
+        """Resources kept free although a job waits, with the time at which to call :meth:`give`. See :mod:`.ties`."""
         waits = {name: ties.standing_back for name, ties in self._ties.items()}
         return {name: wait.until_s for name, wait in waits.items() if wait is not None}
 
     def give(self, resource: str, now_s: float) -> list[Grant]:
-        """Give a resource that has been kept free for long enough."""
+        """Grant a resource whose time in :meth:`kept_free` is over."""
         return self._arbitrate(self._resources[resource], now_s)
 
-    # ---- what others may know
+    # ---- queries
 
     def view(self, resource: str) -> View:
-        """What to show of a resource; an unknown one is free."""
+        """The state to show on the page; an unknown resource counts as free."""
         res = self._resources.get(resource)
         if res is None:
             return View(0, 0, 0, 0, 0)
@@ -190,12 +192,12 @@ class Arbiter:
         return View(hold.fence, yielding, waiters, int(hold.contested), tied)
 
     def holders(self, resource: str) -> frozenset[int]:
-        """Members that hold the resource now."""
+        """Members that currently hold the resource."""
         hold = self._resources[resource].hold
         return frozenset(hold.members) if hold is not None else frozenset()
 
     def contended(self) -> list[str]:
-        """Resources that somebody waits for."""
+        """Resources for which at least one job waits."""
         return [r.name for r in self._resources.values() if r.queue]
 
     def jobs_of(self, uid: int) -> set[JobKey]:
@@ -205,7 +207,7 @@ class Arbiter:
         return list(self._resources)
 
     def queue(self, resource: str) -> list[JobKey]:
-        """Jobs that wait for the resource, in no order."""
+        """Jobs that wait for the resource, in no particular order."""
         return list(self._resources[resource].queue)
 
     def holding_job(self, resource: str) -> JobKey | None:
@@ -213,13 +215,13 @@ class Arbiter:
         return res.hold.job.key if res is not None and res.hold is not None else None
 
     def virtual_s(self, key: JobKey) -> float:
-        """Weighted time that the job has been charged for so far."""
+        """The job's virtual time in seconds: the weighted time that it has been charged for."""
         return self._jobs[key].virtual_s
 
-    # ---- inside
+    # ---- internals
 
     def _count_shared(self, res: Resource, *gone: Job) -> None:
-        """After members of ``res`` have changed: on how many resources each of its jobs has company."""
+        """Recount, after members of ``res`` changed, on how many resources its jobs compete with other jobs."""
         jobs = {self._members[member].job.key: self._members[member].job for member in res.members}
         res.shared = len(jobs) > 1
         for job in (*jobs.values(), *gone):
@@ -230,7 +232,7 @@ class Arbiter:
         res, job = m.resource, m.job
         if job.key in res.queue:
             return
-        # A job that was away gets hardly any credit for it: it starts level with those that are active.
+        # A job that was away starts level with the active jobs, except for a lag of at most CREDIT_S.
         rivals = [self._jobs[key] for key in res.queue]
         if res.hold is not None:
             rivals.append(res.hold.job)
@@ -242,7 +244,7 @@ class Arbiter:
         res.queue[job.key] = since_s
 
     def _give_up(self, member: int, m: Member, now_s: float) -> list[Grant]:
-        """Neither wait nor hold."""
+        """Remove ``member`` from the queue and from the hold."""
         res = m.resource
         if m.waiting:
             m.waiting = False
@@ -273,7 +275,7 @@ class Arbiter:
             hold.charge(now_s, shared=res.shared)
         hold.contested = self._is_contested(res, hold)
         waiting = self._waiting_members(hold.job, res)
-        # Once somebody waits, each member holds once per fence; else ranks that take turns would never let go.
+        # While another job waits, admit each member once per fence: alternating ranks would never end the hold.
         admitted = waiting - hold.served if hold.contested else waiting
         grants = []
         for member in sorted(admitted):
@@ -293,7 +295,7 @@ class Arbiter:
         return Hold(job, fence, set(), start_s=now_s, found_free=found_free, charged_until_s=now_s)
 
     def _next(self, res: Resource, now_s: float, finds_free: bool) -> Job | None:
-        """None where nobody wants it, or where it is kept free for somebody."""
+        """The job to be granted ``res``; None if no job waits or the resource is kept free for another job."""
         ties = self._ties[res.name]
         if not res.queue:
             ties.stop(now_s)
@@ -303,7 +305,7 @@ class Arbiter:
 
     def _choose(self, res: Resource) -> Job:
         jobs = [self._jobs[key] for key in res.queue]
-        if len(jobs) == 1:  # the usual case, and in the way of a hand-off
+        if len(jobs) == 1:  # the usual case; a shortcut, because hand-offs wait for this method
             return jobs[0]
         first_role = min(job.role for job in jobs)
         jobs = [job for job in jobs if job.role is first_role]
@@ -314,8 +316,8 @@ class Arbiter:
         return min(together, key=lambda job: (job.key.name, job.key.uid))
 
     def _is_contested(self, res: Resource, hold: Hold) -> bool:
-        """Whether another job waits that may press the holder. A filler presses no peer: it waits for a gap."""
-        for key in res.queue:  # noqa: SIM110 - a generator is one more frame in the way of a hand-off
+        """Whether another job presses the holder. A waiting filler does not press a peer: it waits for a gap."""
+        for key in res.queue:  # noqa: SIM110 - any() would add a generator frame to every hand-off
             if key != hold.job.key and self._jobs[key].role <= hold.job.role:
                 return True
         return False

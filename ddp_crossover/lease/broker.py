@@ -1,7 +1,7 @@
-"""The broker: one process per host that passes resources around among the processes connected to it.
+"""The broker: one process per host that grants resources in turn to the processes connected to it.
 
-One thread and one epoll set. Whom to grant what is decided by :class:`.arbiter.Arbiter`; this file knows sockets,
-processes and the clock. Nothing that a client sends or fails to do may end it or keep others waiting.
+It runs one thread and one epoll set. :class:`.arbiter.Arbiter` decides who is granted what; this module handles
+sockets, processes and the clock. No client may stop the broker or delay other clients, whatever it sends or omits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .protocol import HELLO_BYTES, Kind, Message, ProtocolError, Refusal, decode
 
 logger = logging.getLogger("ddp_crossover.lease")
 
-_BEAT_S = 0.02  # while somebody waits; clients take 80 ms without a beat for a dead broker
+_BEAT_S = 0.02  # while any job waits; by default, a client gives the broker up after 80 ms without a beat
 _QUIET_S = 1.0
 _STOPPED_CHECK_S = 0.25
 _CONNECTIONS = 480
@@ -35,14 +35,15 @@ _CONNECTIONS = 480
 
 @dataclass(frozen=True)
 class BrokerSettings:
-    """What a broker allows.
+    """Access rules and limits of a broker.
 
     Attributes:
-        allowed_uids: users besides the broker's own.
-        group: name of the group whose members may reach the socket; None for the owner only.
-        idle_exit_s: exits after so long without a connection; ``inf`` for never.
-        hello_s: how long a connection may take to say who it is.
-        connections_per_uid, jobs_per_uid: limits for each user.
+        allowed_uids: users who may connect, besides the broker's own user.
+        group: name of the group whose members can reach the socket; None for the owner only.
+        idle_exit_s: seconds without a connection after which the broker exits; ``inf`` for never.
+        hello_s: seconds that a connection may take to send HELLO.
+        connections_per_uid: maximum number of connections of one user.
+        jobs_per_uid: maximum number of jobs of one user.
         limits: how long holds may last.
     """
 
@@ -62,7 +63,7 @@ class _Connection:
     pidfd: int | None
     member: int
     opened_s: float
-    resource: str | None = None  # from HELLO on
+    resource: str | None = None  # set by HELLO
     job: str = ""
 
     @property
@@ -71,9 +72,10 @@ class _Connection:
 
 
 class Broker:
-    """Takes the place of the broker, or is not :attr:`serving` because another one has it.
+    """The broker of a directory; :attr:`serving` is False if another broker already has the directory's lock.
 
-    Raises ``OSError`` and :class:`.places.PlaceError` where it can have no socket.
+    Raises:
+        OSError, PlaceError: the directory or its socket cannot be used.
     """
 
     def __init__(self, place: Place, settings: BrokerSettings | None = None) -> None:
@@ -86,9 +88,9 @@ class Broker:
             return
         self._listener, self._inode = place.listen(self._settings.group)
         self._page = PageWriter()
-        # Nanoseconds since boot: above every fence of a broker before this one.
+        # Start fences at the nanoseconds since boot, which is above every fence of an earlier broker.
         self._arbiter = Arbiter(time.monotonic_ns(), self._settings.limits)
-        self._connections: dict[int, _Connection] = {}  # by socket and by pidfd
+        self._connections: dict[int, _Connection] = {}  # keyed by socket fd and by pidfd
         self._members: dict[int, _Connection] = {}
         self._slots: dict[str, int] = {}
         self._figures: dict[str, ResourceFigures] = {}
@@ -100,11 +102,11 @@ class Broker:
         self._last_seen_s = self._quiet_check_s = self._stopped_check_s = time.monotonic()
 
     def serve_forever(self) -> None:
-        """Serve until idle for long enough, or until the socket has been replaced."""
+        """Serve until the broker has been idle for ``idle_exit_s`` or its socket was removed or replaced."""
         files = rlimits.getrlimit(rlimits.RLIMIT_NOFILE)[0]
         if files != rlimits.RLIM_INFINITY:
-            self._capacity = min(self._capacity, (files - 32) // 2)  # a socket and a pidfd each
-        gc.disable()  # there are no cycles, and a collection is a late grant
+            self._capacity = min(self._capacity, (files - 32) // 2)  # each needs a socket and a pidfd
+        gc.disable()  # the broker creates no reference cycles, and a collection would delay grants
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
         logger.info("pid %d serves %s", os.getpid(), self._place.socket)
@@ -114,7 +116,7 @@ class Broker:
                 for fd, _ in events:
                     self._on_event(fd)
                 self._tick(time.monotonic())
-                # Only now: a descriptor used anew would have taken the events of the one before it.
+                # Close last: a reused descriptor number would receive the remaining events of the old one.
                 for fd in self._to_close:
                     os.close(fd)
                 self._to_close.clear()
@@ -141,7 +143,7 @@ class Broker:
             self._drop(connection, "its process ended")
             return
         try:
-            # One byte more than any message, so that an oversized one does not pass for a whole one.
+            # Read one byte more than the largest message, so that a truncated oversized message is not accepted.
             data = connection.sock.recv(HELLO_BYTES + 1)
         except BlockingIOError:
             return
@@ -183,7 +185,7 @@ class Broker:
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
-            # Out of descriptors, or the client has gone already: the former would make this loop spin.
+            # The client has already gone, or descriptors ran out. Sleep, because the latter makes this loop spin.
             logger.warning("accept: %s", error)
             time.sleep(0.001)
             return
@@ -229,27 +231,27 @@ class Broker:
     # ---- consequences
 
     def _announce(self, resource: str, grants: list[Grant], now_s: float) -> None:
-        """Show the new state of a resource, then tell those that now hold it."""
+        """Write the new state of a resource to the state page, then send the grants to the new holders."""
         holder = self._arbiter.holding_job(resource)
-        # The page first: a client that has its grant must find its fence there.
+        # Write the page first: a client that receives a grant must find its fence there.
         tag = 0 if holder is None else tag_of(holder.name)
         self._page.show(self._slots[resource], *self._arbiter.view(resource), tag)
         self._grants += len(grants)
         for member, request, fence in grants:
-            # One that was dropped, because it could not be told of an earlier grant, has left the arbiter, too.
+            # A member is missing if sending an earlier grant to it failed; the arbiter has removed it as well.
             if (connection := self._members.get(member)) is not None:
                 self._send(connection, Message(Kind.GRANT, 0, request, fence).encode())
 
-        # Last: the grants are on their way. One that could not be sent may have ended the resource.
+        # Update figures last, off the grants' path. If a grant could not be sent, the resource may be gone.
         if resource in self._figures:
             self._figures[resource].change(now_s, self._arbiter.holding_job(resource), self._arbiter.queue(resource))
 
     def _send(self, connection: _Connection, data: bytes) -> None:
         if connection.member not in self._members:
-            return  # dropped meanwhile, and its grant with it
+            return  # dropped meanwhile; the arbiter has already taken its hold back
         try:
             connection.sock.send(data, socket.MSG_NOSIGNAL)
-        except OSError as error:  # also a receiver that does not read
+        except OSError as error:  # includes a full socket buffer: the client does not read
             self._drop(connection, f"cannot be told: {error}")
 
     def _refuse(self, connection: _Connection, refusal: Refusal, why: str) -> None:
@@ -300,7 +302,7 @@ class Broker:
             self._quiet_check_s = now_s
             if self._members:
                 self._last_seen_s = now_s
-            # Once somebody has cleaned up the directory, a new broker would not know of our clients.
+            # Stop once our socket was deleted or replaced: a second broker would not know of our clients' holds.
             self.serving = self._is_ours() and now_s - self._last_seen_s < self._settings.idle_exit_s
             for connection in list(self._members.values()):
                 if connection.resource is None and now_s - connection.opened_s > self._settings.hello_s:
@@ -312,16 +314,16 @@ class Broker:
         self._announce(resource, self._arbiter.evict(resource, now_s), now_s)
 
     def _is_ours(self) -> bool:
-        """Whether the socket that clients find is still this broker's."""
+        """Whether the socket at the known path still belongs to this broker."""
         try:
             return self._place.socket.stat().st_ino == self._inode
         except OSError:
             return False
 
-    # ---- what others may know
+    # ---- status
 
     def status(self) -> dict[str, Any]:
-        """What `lease status` shows."""
+        """Return the state that `lease status` shows, ready for JSON."""
         arbiter = self._arbiter
         resources = []
         for name in arbiter.resources():

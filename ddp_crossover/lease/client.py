@@ -1,4 +1,4 @@
-"""The lease as a job sees it."""
+"""The public interface of the lease, used by jobs."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ddp_crossover")
 
 _ROLES = {"peer": Role.PEER, "filler": Role.FILLER}
-_PEER_MAX_WAIT_S = 15.0  # longer than the 10 s after which the broker gives on what a holder does not release
+_PEER_MAX_WAIT_S = 15.0  # longer than the 10 s after which the broker evicts a holder
 
 
 @dataclass(frozen=True)
 class LeaseStats:
-    """Figures of one process since it made its lease.
+    """Counters of one process since it created its lease.
 
     Attributes:
         grants: how often the resource was granted.
-        unleased: for each reason, how often the job went on without.
-        lost: how often the broker ended a hold: it was too long, or the broker went away.
-        waited_s: time spent waiting for grants, also in vain.
+        unleased: for each reason, how often the job continued without the lease.
+        lost: how often a hold ended without a release, because it was too long or the broker went away.
+        waited_s: seconds spent waiting for grants, including waits that ended without a grant.
     """
 
     grants: int
@@ -48,28 +48,29 @@ class LeaseStats:
 
 
 class GpuLease:
-    """A share in a GPU that several jobs on this host use in turn: one computes while the others communicate.
+    """A lease on a GPU that several jobs on this host use in turn: one computes while the others communicate.
 
-    It affects speed only. Whatever happens to the broker, to this lease or to another job, nothing is raised here
-    and nothing waits for longer than it says: the job goes on unleased, which is counted in :meth:`stats` and logged
-    once for each reason. All methods are thread-safe. A forked child has no part in the lease: there it does nothing.
+    The lease affects speed only. If the broker, this lease or another job fails, no method raises or waits beyond the
+    limits below: the job continues unleased, which is counted in :meth:`stats` and logged once per reason. All methods
+    are thread-safe. In a forked child they do nothing.
 
     Args:
         resource: ``"GPU-<uuid>"`` or ``"cpu:<n>"``. None for the current CUDA device, or without CUDA for the first
             core that this process may run on.
-        job: a name that all ranks of the job share and no other job of this user has. Ranks of one job on one
+        job: a name that all ranks of the job share and that no other job of this user has. Ranks of one job on one
             resource hold it together.
         weight: share of the time relative to other jobs while they compete, 0.01 to 100.
-        role: ``"filler"`` for a job that gets only what no peer wants and is asked to yield as soon as one does.
-        max_wait_s: how long :meth:`acquire` waits for other jobs before it goes on unleased. None: 15 s for a peer; a
-            filler waits for as long as the broker lives.
-        max_stall_s: how long :meth:`acquire` waits for a broker that shows no sign of life, at least 0.1. More than the
-            default helps on a host whose cores are all busy.
-        directory: where the broker's socket is. See :class:`.places.Place`.
-        spawn_broker: start a broker where there is none.
+        role: ``"filler"`` for a job that is granted the resource only while no peer waits for it, and that is asked to
+            yield as soon as a peer does.
+        max_wait_s: seconds that :meth:`acquire` waits for other jobs before it continues unleased. None: 15 s for a
+            peer; a filler waits for as long as the broker lives.
+        max_stall_s: seconds that :meth:`acquire` waits for a broker that shows no sign of life, at least 0.1. A larger
+            value than the default helps on a host whose cores are all busy.
+        directory: directory of the broker's socket. See :class:`.places.Place`.
+        spawn_broker: start a broker if none is running.
 
     Raises:
-        ValueError: for a weight, name or role that cannot be.
+        ValueError: ``weight``, ``job``, ``resource``, ``role``, ``max_wait_s`` or ``max_stall_s`` is invalid.
 
     Example::
 
@@ -77,7 +78,7 @@ class GpuLease:
         for batch in loader:
             with lease.held():
                 loss = compute(batch)
-            communicate(loss)  # another job's turn
+            communicate(loss)  # another job may compute now
     """
 
     def __init__(
@@ -106,10 +107,10 @@ class GpuLease:
         if max_wait_s is None:
             max_wait_s = _PEER_MAX_WAIT_S if role == "peer" else math.inf
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # a signal handler may come in between
+        self._lock = threading.RLock()  # reentrant: a signal handler may call the lease while this thread holds it
         self._unleased: Counter[str] = Counter()
         itself = weakref.ref(self)
-        # Two looks without a beat; the broker beats every 20 ms while somebody waits.
+        # The broker is given up after two looks without a beat; it beats every 20 ms while any job waits.
         look_s = 0.4 * max_stall_s
         self._keeper = Keeper(Place(directory), hello, look_s, spawn_broker)
         self._turn = Turn(self._keeper, hello, max_wait_s)
@@ -119,15 +120,15 @@ class GpuLease:
     # ---- holding
 
     def acquire(self, *, eager: bool = False) -> bool:
-        """Wait for the resource, and tell whether it is held now; False means: go on unleased.
+        """Wait for the resource and return whether it is held; on False, continue unleased.
 
-        With ``eager``, where nobody holds it or waits, it counts as held as soon as it has been asked for: the answer
-        is only a matter of time, and to sleep until it comes takes longest where all cores are busy. If another job
-        was faster after all, :attr:`holding` turns False. Fillers always wait.
+        With ``eager``, a resource that is free and has no waiting jobs counts as held once the request is sent. The
+        grant will follow, and sleeping until it arrives takes longest on hosts whose cores are all busy. If another
+        job was granted the resource first, :attr:`holding` turns False. Fillers always wait.
 
-        Waits for other jobs for at most ``max_wait_s``, and for a broker that does not answer for at most
-        ``max_stall_s``. Never call it with a collective, a data loader or a checkpoint ahead that another job might be
-        needed for: acquire after the communication, release before it. Does nothing while it is held.
+        Waits at most ``max_wait_s`` for other jobs, and at most ``max_stall_s`` for a broker that does not answer.
+        Acquire after communication and release before it: do not hold the resource during a collective, a data loader
+        or a checkpoint that may need another job to progress. Does nothing if the resource is already held.
         """
         if os.getpid() != self._pid:
             return False
@@ -135,10 +136,11 @@ class GpuLease:
             return self.holding or (eager and self._turn.ask_if_free()) or self._ask(Kind.REQUEST)
 
     def release(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Give the resource up. If another job waits for it, not before ``stream`` (None: the current one) has done all
-        that was queued on it; with nobody there, that wait would protect nobody.
+        """Give up the resource; if another job waits for it, drain ``stream`` first.
 
-        On a CPU resource there is nothing to wait for. Does nothing where nothing is held.
+        Draining waits for all work queued on ``stream`` (None: the current stream). It is skipped while no other job
+        waits, because no other job's kernels would be disturbed. A CPU resource has nothing to drain. Does nothing if
+        the resource is neither held nor requested.
         """
         if os.getpid() != self._pid or not self._turn.is_asked_for:
             return
@@ -150,9 +152,10 @@ class GpuLease:
                 self._turn.end()
 
     def yield_turn(self, stream: torch.cuda.Stream | None = None) -> bool:
-        """Let whoever is behind in weighted time go first, then hold again: for jobs that have no gaps.
+        """Let a waiting job that is behind in weighted time go first, then hold again: for jobs without gaps.
 
-        Does nothing unless somebody waits. Returns and waits as :meth:`acquire`, and before it as :meth:`release`.
+        If the resource is held and another job waits, drains ``stream`` like :meth:`release`, then waits and returns
+        like :meth:`acquire`. If no other job waits, keeps the hold and returns True. If nothing is held, acquires.
         """
         if os.getpid() != self._pid:
             return False
@@ -165,7 +168,7 @@ class GpuLease:
 
     @contextmanager
     def held(self) -> Iterator[bool]:
-        """Hold it inside of a ``with``, which gives what :meth:`acquire` returned. Nested ones do nothing."""
+        """Hold the resource in a ``with`` block, which yields the result of :meth:`acquire`. Blocks may be nested."""
         outermost = not self.holding
         try:
             try:
@@ -175,7 +178,7 @@ class GpuLease:
                     self.release()
         except BaseException:
             if outermost:
-                self.release()  # an interrupt may have hit the first one
+                self.release()  # an interrupt may have cut the first release short
             raise
 
     def instrument(
@@ -186,26 +189,29 @@ class GpuLease:
         quantum_ms: float = 5.0,
         run_ahead_ms: float = 4.0,
     ) -> Instrument:
-        """Let ``model`` hold the lease while it computes: for jobs that train or infer on one GPU, in one thread.
+        """Make ``model`` hold the lease while it computes: for jobs that train or infer on one GPU, in one thread.
 
-        It is held from the beginning of a forward to its end or, where a backward follows as it did last time, to the
-        end of that; with ``optimizer``, to the end of the step that follows. Meanwhile it looks, at each module and
-        gradient, whether somebody waits. Then it is given up and asked for again: at once by a filler that is asked to
-        yield, else once it has been held for ``quantum_ms``. Where nobody waits, a look takes about a microsecond.
+        The lease is held from the beginning of a forward to its end. If a backward is expected, because one followed
+        last time, it is held to the end of that backward; with ``optimizer``, to the end of an expected step. Hooks at
+        each module and gradient check whether another job waits. If so, the lease is released and requested again: at
+        once for a filler that is asked to yield, otherwise after ``quantum_ms``. A check takes about a microsecond
+        while no job waits.
 
-        It changes no number. Compiled modules are looked at from outside only, and so are torch's
-        ``TransformerEncoderLayer``; CUDA graphs run no hooks. A copy of the model takes part in the lease, too.
+        Numerical results do not change. Compiled modules and torch's ``TransformerEncoderLayer`` are hooked from
+        outside only; CUDA graphs run no hooks. A copy of the model uses the lease as well.
 
         Args:
-            quantum_ms: how long the job holds it before it lets another one of equal rights go first.
-            run_ahead_ms: GPU time of kernels that a filler may have queued. The GPU is given back within that, or when
-                the module that is running is done.
+            model: the model to put hooks on.
+            optimizer: the optimizer whose steps belong to the turns; None to end turns with backward.
+            quantum_ms: milliseconds that the job holds the lease before it yields to another job of equal rights.
+            run_ahead_ms: milliseconds of GPU work that a filler may have queued. A filler gives the GPU back within
+                that time, or when the running module is done if that takes longer.
 
         Returns:
-            a handle: ``remove()``, or the end of a ``with`` block, takes the hooks down.
+            a handle whose ``remove()``, or end of a ``with`` block, removes the hooks.
 
         Raises:
-            ValueError: for a DDP model, one compiled by ``model.compile()``, or a time that is not positive.
+            ValueError: ``model`` is a DDP model or was compiled by ``model.compile()``, or a time is not positive.
 
         Example::
 
@@ -218,80 +224,80 @@ class GpuLease:
         for name, value in (("quantum_ms", quantum_ms), ("run_ahead_ms", run_ahead_ms)):
             if not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
-        # Here, since it needs torch, which the rest of the lease does without.
+        # Import here: this module needs torch, and the rest of the lease must load without it.
         from .instrument import Instrument, gpu_run_ahead
 
         queues = self.role == "filler" and is_gpu(self.resource)
         run_ahead = gpu_run_ahead(run_ahead_ms / 1e3) if queues else None
         return Instrument(self, model, optimizer, quantum_ms / 1e3, run_ahead)
 
-    # ---- looking
+    # ---- state
 
     @property
     def contended(self) -> bool:
-        """Whether another job waits for the resource. A read of shared memory, no system call."""
+        """Whether another job waits for the resource. Reads shared memory, without a system call."""
         connection = self._keeper.connection
         return connection is not None and connection.page.waiters > 0
 
     @property
     def pressed(self) -> bool:
-        """Whether another job waits that is entitled to a turn of its own. A filler is not, while a peer holds."""
+        """Whether a waiting job is entitled to a turn of its own. A filler is not entitled while a peer holds."""
         connection = self._keeper.connection
         return connection is not None and connection.page.pressed > 0
 
     @property
     def taken(self) -> bool:
-        """Whether another job holds the resource now. A read of shared memory, too."""
+        """Whether another job currently holds the resource. Reads shared memory, without a system call."""
         return self._turn.is_taken
 
     @property
     def holding(self) -> bool:
-        """Whether this process holds the resource now. The broker may have ended the hold meanwhile."""
+        """Whether this process currently holds the resource. False once the broker has ended the hold."""
         return self._turn.is_held
 
     @property
     def undisturbed(self) -> bool:
-        """Holding, and not pressed: the cheapest way to see that there is nothing to do."""
+        """Whether this process holds the resource and is not pressed: the cheapest check in the usual case."""
         return self._turn.is_undisturbed
 
     @property
     def asked_to_yield(self) -> bool:
-        """Whether this is a filler that holds what a peer waits for: release as soon as can be."""
+        """Whether this is a filler that holds while a peer waits: release as soon as possible."""
         return self._turn.is_asked_to_yield
 
     @property
     def fence(self) -> int:
-        """The number under which it is held, greater with every grant of this host; 0 if not, or not known yet."""
+        """Number of the current hold, which grows with every new hold on this host; 0 if not held or not yet known."""
         return self._turn.fence if self.holding else 0
 
     @property
     def connected(self) -> bool:
-        """Whether there is a broker now."""
+        """Whether a broker is connected now."""
         return self._keeper.connection is not None
 
     def wait_until_connected(self, timeout_s: float) -> bool:
-        """Wait for a broker. Training has no need to: it starts unleased."""
+        """Wait for a connection and return whether there is one. Training need not wait: it starts unleased."""
         return os.getpid() == self._pid and self._keeper.connected.wait(timeout_s)
 
     def stats(self) -> LeaseStats:
         turn = self._turn
         return LeaseStats(turn.grants, dict(self._unleased), turn.lost, turn.waited_s)
 
-    # ---- the end
+    # ---- closing
 
     def close(self) -> None:
-        """Leave for good. The job goes on unleased."""
+        """Disconnect permanently. The job continues unleased."""
         self._finalizer()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a GpuLease cannot be pickled: make one in each process that computes")
 
     def _forget_in_child(self) -> None:
-        # Not under the lock, which a thread of the parent may have held when it forked.
+        # Do not take the lock: another thread of the parent may have held it at the fork.
         self._turn.forget()
         self._keeper.forget_in_child()
 
-    # ---- inside
+    # ---- internals
 
     def _ask(self, kind: Kind) -> bool:
         reason = self._turn.ask(kind)

@@ -24,7 +24,7 @@ _STATUS_S = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verbs and their options."""
+    """Add the verbs and their options to ``parser``."""
     verbs = parser.add_subparsers(dest="verb", required=True)
     serve = verbs.add_parser("serve", help="run the broker here, for containers that share its directory")
     serve.add_argument("--allow-uid", type=int, action="append", default=[], help="another user who may connect")
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what ``args`` says; the exit status."""
+    """Run the verb in ``args`` and return the exit status."""
     place = Place(args.directory)
     try:
         if args.verb == "serve":
@@ -89,7 +89,7 @@ def _top(place: Place, args: argparse.Namespace) -> int:
             for status in statuses:
                 print(json.dumps(status), flush=True)
         else:
-            # Only now: rich is not there where the broker runs without site-packages.
+            # Import here: rich is missing if the broker runs without site-packages.
             from .top import show
 
             show(statuses)
@@ -97,7 +97,7 @@ def _top(place: Place, args: argparse.Namespace) -> int:
 
 
 def _intervals(place: Place, interval_s: float) -> Iterator[dict[str, Any]]:
-    """What each interval has shown, at its end."""
+    """Yield the status with shares at the end of each interval, forever."""
     before = _ask(place)
     while True:
         time.sleep(interval_s)

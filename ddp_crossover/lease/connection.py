@@ -1,4 +1,4 @@
-"""One connection of a client to its broker."""
+"""One connection from a client to its broker."""
 
 from __future__ import annotations
 
@@ -25,19 +25,25 @@ from .protocol import (
 
 
 class RefusedError(Exception):
-    """The broker turned this client away: says why."""
+    """The broker refused this client. The message gives the reason."""
 
 
 class BrokerConnection:
-    """A connection that has said HELLO and been welcomed. Closed with its last reference: before that, another thread
-    may be inside of a call.
+    """A connection after HELLO and WELCOME.
+
+    The socket is closed only with the last reference, because another thread may be in a call on it before that.
+
+    Args:
+        sock: the connected socket, which this object then owns.
+        page: the state page of the connection's resource.
+        look_s: time-out of each send and receive, in seconds.
     """
 
     def __init__(self, sock: socket.socket, page: PageReader, look_s: float) -> None:
         self._sock = sock
         self.page = page
         self._sock.setblocking(True)
-        # The kernel's time-out saves Python's own poll() before each receive.
+        # With the kernel's time-out, Python needs no poll() before each receive.
         look = struct.pack("ll", int(look_s), int(look_s % 1 * 1e6))
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, look)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, look)
@@ -46,11 +52,11 @@ class BrokerConnection:
         self._sock.close()
 
     def send(self, kind: Kind, *, request: int = 0, fence: int = 0) -> None:
-        """Raises ``OSError`` where the broker is gone or does not read."""
+        """Send a message. Raises ``OSError`` if the broker is gone or does not read."""
         self._sock.send(Message(kind, 0, request, fence).encode(), socket.MSG_NOSIGNAL)
 
     def receive(self) -> Message | None:
-        """The next message, or None if none came in ``look_s``. Raises ``OSError``, ``ProtocolError``."""
+        """Return the next message, or None after ``look_s`` without one. Raises ``OSError``, ``ProtocolError``."""
         try:
             data = self._sock.recv(MESSAGE_BYTES + 1)
         except BlockingIOError:
@@ -60,29 +66,29 @@ class BrokerConnection:
         return decode(data)
 
     def discard(self) -> None:
-        """Throw away what has come. Raises ``OSError`` where the broker is gone."""
+        """Drop all received messages without waiting. Raises ``OSError`` if the connection failed."""
         with contextlib.suppress(BlockingIOError):
             while self._sock.recv(MESSAGE_BYTES + 1, socket.MSG_DONTWAIT):
                 pass
 
     def wait_until_lost(self) -> None:
-        """Return when the broker has gone or this side has shut down. Reads nothing."""
+        """Block until the broker is gone or this side has shut down. Reads no messages."""
         poll = select.poll()
-        poll.register(self._sock, 0)  # hang-ups and errors are always reported
+        poll.register(self._sock, 0)  # POLLHUP and POLLERR are always reported
         poll.poll()
 
     def shut_down(self) -> None:
-        """End it for everybody, also for threads inside of it and forked processes that still have it open."""
-        with contextlib.suppress(OSError):  # the broker was first
+        """Shut the connection down, also for threads in a call on it and for forked processes that have it open."""
+        with contextlib.suppress(OSError):  # the broker closed it first
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close_in_child(self) -> None:
-        """Let go of the descriptor in a forked child, where no other thread runs. The parent's stays as it is."""
+        """Close the descriptor in a forked child, which has no other threads. The parent's connection stays open."""
         self._sock.close()
 
 
 def open_connection(place: Place, hello: Hello, timeout_s: float, look_s: float) -> BrokerConnection:
-    """Connect and say HELLO, within ``timeout_s`` for each answer.
+    """Connect and exchange HELLO and WELCOME. Each socket call may take ``timeout_s``.
 
     Raises ``OSError``, :class:`RefusedError`, :class:`.places.PlaceError`, :class:`.protocol.ProtocolError`.
     """
@@ -95,7 +101,7 @@ def open_connection(place: Place, hello: Hello, timeout_s: float, look_s: float)
 
 
 def ask_status(place: Place, timeout_s: float) -> bytes:
-    """The broker's state, as JSON. Raises as :func:`open_connection`."""
+    """Return the broker's state as JSON. Raises the errors of :func:`open_connection`."""
     with _connect(place, timeout_s) as sock:
         answer, _ = ask(sock, Message(Kind.STATUS).encode(), STATUS_BYTES)
         if answer[:1] != b"{":
@@ -118,10 +124,10 @@ def _connect(place: Place, timeout_s: float) -> socket.socket:
 
 
 def ask(sock: socket.socket, opening: bytes, answer_bytes: int) -> tuple[bytes, list[int]]:
-    """The broker's answer to our first message, and the descriptors that came with it.
+    """Send ``opening`` and return the broker's answer with the file descriptors that came with it.
 
-    It may have refused us before we said a word, or while we did. The kernel reports that first, as an error; after
-    that, why is there to be read.
+    The broker may refuse and close the connection before or during our send. The kernel then reports an error first;
+    the broker's message with the reason can still be read after that.
     """
     with contextlib.suppress(BrokenPipeError):
         sock.send(opening)
@@ -143,11 +149,11 @@ def _welcomed(data: bytes, fds: list[int]) -> PageReader:
             raise ProtocolError(Refusal.MALFORMED, str(error)) from None
     finally:
         for fd in fds:
-            os.close(fd)  # the mapping has its own
+            os.close(fd)  # the mapping keeps its own reference
 
 
 def _raise_refusal(data: bytes) -> Message:
-    """The message in ``data``, unless it is a refusal or the end of the connection."""
+    """Decode the message in ``data``. Raises for a refusal and for the end of the connection."""
     if not data:
         raise ConnectionResetError("the broker closed the connection")
     message = decode(data)

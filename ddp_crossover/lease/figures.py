@@ -1,8 +1,8 @@
-"""What becomes of a resource's time: who holds it, who waits, what fills gaps. Pure; times are passed in, in seconds.
+"""Accounts for a resource's time: holding, waiting and gaps of each job. Pure; callers pass the time in seconds.
 
-At any moment a job that is present on a resource is in one of three states. It *holds* it; it *waits* for it (and does
-not hold it, not even with another rank); or it is in a *gap*: it wants nothing, because it communicates, loads data or
-sleeps. A gap is *filled* while another job holds the resource.
+At any moment, a job that is connected to a resource is in one of three states. It *holds* the resource; it *waits* for
+the resource while none of its ranks holds it; or it is in a *gap*, in which it communicates, loads data or sleeps and
+does not request the resource. A gap is *filled* while another job holds the resource.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Job:
 
 
 class ResourceFigures:
-    """Of one resource, at its broker. Times and counts add up from when a job joined."""
+    """Figures of one resource, kept by the broker. A job's times and counts accumulate from when it joined."""
 
     def __init__(self, now_s: float) -> None:
         self.holder: JobKey | None = None
@@ -34,16 +34,16 @@ class ResourceFigures:
         self._jobs: dict[JobKey, _Job] = {}
 
     def join(self, key: JobKey, role: str, now_s: float) -> None:
-        """A job is there, if it was not."""
+        """Start accounting for a job, unless it is already known."""
         self.change(now_s, self.holder, self._waiting)
         self._jobs.setdefault(key, _Job(role))
 
     def leave(self, key: JobKey) -> None:
-        """A job is gone, if it was there."""
+        """Stop accounting for a job, if it is known."""
         self._jobs.pop(key, None)
 
     def change(self, now_s: float, holder: JobKey | None, waiting: Collection[JobKey]) -> None:
-        """From now on ``holder`` holds it and ``waiting`` wait. Costs less than a microsecond for each job."""
+        """Account for the time until now, then record the new state. Takes less than a microsecond per job."""
         passed_s = max(0.0, now_s - self._since_s)
         for key, job in self._jobs.items():
             if key == self.holder:
@@ -54,13 +54,13 @@ class ResourceFigures:
                 job.gap_s += passed_s
                 if self.holder is not None:
                     job.filled_s += passed_s
-        # Straight from one job to another: somebody has waited for it.
+        # Count a hand-off only if the resource passed directly between two jobs: then the new holder has waited.
         if holder is not None and self.holder is not None and holder != self.holder:
             self._jobs[holder].handoffs += 1
         self.holder, self._waiting, self._since_s = holder, waiting, self._since_s + passed_s
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """For JSON, one for each job, by name; complete up to the last :meth:`change`."""
+        """Figures for JSON, one dict per job, sorted by user and name; complete up to the last :meth:`change`."""
         return [
             {
                 "job": key.name,
@@ -77,10 +77,10 @@ class ResourceFigures:
 
 
 def with_shares(now: dict[str, Any], before: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The broker's status with, for each job, what its figures come to per second.
+    """Add to each job in the broker's status ``now`` its shares of time and its hand-offs per second.
 
-    Over the time since ``before``, an earlier status; since the job joined where there is none, or where the job or the
-    broker was another one then.
+    They cover the time since ``before``, an earlier status. Without ``before``, or if the job or the broker was
+    restarted since, they cover the time since the job joined. Modifies and returns ``now``.
     """
     earlier = {}
     if before is not None and before["pid"] == now["pid"]:

@@ -1,4 +1,4 @@
-"""What the arbiter remembers of jobs, members, resources and holds."""
+"""The arbiter's records of jobs, members, resources and holds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from .protocol import Role
 
-# What lasts longer is no gap between a job's turns, and must not set it back by hours once another one comes.
+# Limit on the uncontested time that one hold is charged for. A longer time alone does not fill another job's gap, and
+# charging for all of it could put the job hours behind when another job arrives.
 _LONGEST_GAP_S = 0.1
 
 
 class JobKey(NamedTuple):
-    """Two users' jobs of the same name are two jobs."""
+    """Identity of a job. Jobs of two users are distinct even if their names are equal."""
 
     uid: int
     name: str
@@ -21,23 +22,23 @@ class JobKey(NamedTuple):
 
 @dataclass(slots=True)
 class Job:
-    """A job, wherever it has members."""
+    """A job, on all resources that its members are connected to."""
 
     key: JobKey
     role: Role
     weight: float
     virtual_s: float = 0.0
     members: set[int] = field(default_factory=set)
-    shared_resources: int = 0  # those of its resources that other jobs are on, too
+    shared_resources: int = 0  # how many of its resources other jobs are connected to as well
 
     def charge(self, held_s: float) -> None:
-        """Its virtual time is the mean over its resources: a job on four GPUs is not four times as greedy."""
+        """Add held time. Virtual time is the mean over shared resources: four GPUs must not count fourfold."""
         self.virtual_s += held_s / (self.weight * max(1, self.shared_resources))
 
 
 @dataclass(slots=True)
 class Member:
-    """One connection: a process of a job, on one resource."""
+    """One connection of one process of a job, on one resource."""
 
     job: Job
     resource: Resource
@@ -53,19 +54,19 @@ class Hold:
     fence: int
     members: set[int]
     start_s: float = 0.0
-    found_free: bool = False  # nobody had it or waited for it when this job came
+    found_free: bool = False  # no job held or waited for the resource when this job requested it
     served: set[int] = field(default_factory=set)  # members that have held and released under this fence
     contested: bool = False
-    unwanted_s: float = 0.0  # charged for while nobody waited
+    unwanted_s: float = 0.0  # uncontested time that was charged
     charged_until_s: float = 0.0
     limit_s: float = math.inf
     ends_s: float = math.inf
 
     def charge(self, now_s: float, *, shared: bool) -> None:
-        """Bring the job's virtual time up to date.
+        """Charge the job for the time since the last charge.
 
-        Where other jobs are connected, time in which none of them waits counts as well, up to a limit: a job that fills
-        another one's gaps has had its turn when that one comes back.
+        If other jobs are connected (``shared``), uncontested time counts as well, up to a limit: a job that fills
+        another job's gaps must have used up its turn when the other job returns.
         """
         elapsed_s = now_s - self.charged_until_s
         self.charged_until_s = now_s
@@ -77,12 +78,12 @@ class Hold:
 
 @dataclass(slots=True)
 class Resource:
-    """A GPU: who wants it, who has it."""
+    """A GPU or core, with its waiting jobs and its current hold."""
 
     name: str
     members: set[int] = field(default_factory=set)
-    queue: dict[JobKey, float] = field(default_factory=dict)  # waiting jobs: since when
+    queue: dict[JobKey, float] = field(default_factory=dict)  # waiting jobs, and since when each waits
     hold: Hold | None = None
-    shared: bool = False  # by members of several jobs
-    # Virtual time at which a job of that role starts that was away.
+    shared: bool = False  # whether members of several jobs are connected
+    # Per role, the level of the active jobs' virtual time: a returning job starts at most arbiter.CREDIT_S below it.
     floors_s: dict[Role, float] = field(default_factory=lambda: dict.fromkeys(Role, 0.0))

@@ -1,13 +1,13 @@
-"""The lease in a job that gives no gaps away: hooks on its model take the lease and give it back.
+"""The lease in jobs without gaps: hooks on the model acquire and release the lease.
 
-The one room of the lease that knows torch and the package around it. It is loaded by
-:meth:`.client.GpuLease.instrument` when called, and by nothing else.
+This is the only module of the lease that imports torch and the parent package when it is loaded. Only
+:meth:`.client.GpuLease.instrument` imports it.
 
-What is hung up, and why just that: forward pre-hooks on modules; gradient hooks on parameters, which run as backward
-gets on; a gradient hook on what the model returned, which is first in backward; an engine callback for its end. None
-adds a node to the autograd graph or changes a tensor, so in-place operations, checkpointing and compiled modules work
-as without them. (``register_full_backward_hook`` puts an identity around a module, whose results are views that nobody
-may change in place.)
+The hooks are: forward pre-hooks on modules, a forward hook on the model, gradient hooks on parameters, which run as
+backward proceeds, gradient hooks on the model's outputs, which are the first to run in backward, an engine callback at
+the end of backward, and hooks around the optimizer's step. They add no node to the autograd graph and change no tensor,
+so in-place operations, checkpointing and compiled modules work as before. ``register_full_backward_hook`` is not used:
+it wraps a module in an identity, and the resulting views cannot be modified in place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .run_ahead import RunAhead
 
 
 class Holder(Protocol):
-    """The lease, as far as the hooks know it."""
+    """The part of the lease's interface that the hooks use."""
 
     @property
     def undisturbed(self) -> bool: ...
@@ -49,7 +49,7 @@ class Holder(Protocol):
 
 
 class Instrument:
-    """Hooks on one model, made by :meth:`.client.GpuLease.instrument`. At the end of a ``with`` they are removed."""
+    """Hooks on one model, made by :meth:`.client.GpuLease.instrument`. The end of a ``with`` block removes them."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Instrument:
         self._quantum_s = quantum_s
         self._quantum_ends_s = 0.0
         self._run_ahead = run_ahead
-        self._leased: bool | None = None  # whether this turn has the lease; None between turns
+        self._leased: bool | None = None  # whether the current turn got the lease; None between turns
         self._in_backward = False
         self._backward_follows = _Habit()
         self._step_follows = _Habit() if optimizer is not None else None
@@ -77,7 +77,7 @@ class Instrument:
         self._hang_up(model, optimizer)
 
     def remove(self) -> None:
-        """Take the hooks down, and release. Copies of the model leave the lease alone from now on, too."""
+        """Remove the hooks and release the lease. Copies of the model stop using the lease as well."""
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -90,7 +90,7 @@ class Instrument:
         self.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Instrument:
-        return self  # a copy of the model (an average of its weights, say) computes on the same GPU
+        return self  # a copy of the model, such as AveragedModel's, computes on the same GPU
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an instrumented model cannot be pickled: save its state_dict(), or remove() the hooks first")
@@ -111,13 +111,13 @@ class Instrument:
             handles.append(optimizer.register_step_post_hook(self._after_step))
         self._undo.extend(handle.remove for handle in handles)
 
-    # ---- what happens in the job
+    # ---- hooks
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
-            return  # within compiled code there is no time at which to look
-        if not is_in_backward():  # where checkpointing repeats a forward
-            self._in_backward = False  # after a backward that raised
+            return  # compiled code cannot check the lease while it runs
+        if not is_in_backward():  # in backward, this is checkpointing's recomputed forward
+            self._in_backward = False  # a backward that raised may have left it True
         self._begin_or_check(module)
 
     def _on_module(self, module: nn.Module, args: Any) -> None:
@@ -160,7 +160,7 @@ class Instrument:
     def _begin_or_check(self, point: Hashable) -> None:
         if self._leased is not None:
             self._check(point)
-        elif self._undo:  # not after remove(), in a copy of the model
+        elif self._undo:  # empty after remove(), when hooks on a copy of the model still run
             self._start(self._lease.acquire())
 
     def _start(self, leased: bool) -> None:
@@ -170,7 +170,7 @@ class Instrument:
             self._run_ahead.restart()
 
     def _check(self, point: Hashable) -> None:
-        """Between two pieces of work. A turn that has no lease goes on without: it has waited enough."""
+        """Yield if another job is due; request a lost turn again. An unleased turn stays so: it has waited enough."""
         if not self._leased:
             return
         if self._run_ahead is not None:
@@ -185,16 +185,16 @@ class Instrument:
         if self._leased is None:
             return
         if self._leased and self._run_ahead is not None:
-            self._run_ahead.mark(None)  # else the next turn would begin with what the last module has queued
+            self._run_ahead.mark(None)  # count the last module's work in this turn, not the next
         self._leased = None
         self._lease.release()
 
 
 class _Habit:
-    """How often something is done before something else follows: as often as last time.
+    """Predicts that one event follows another after as many repetitions as last time.
 
-    So the lease is kept from a forward to its backward, and from that to the optimizer's step, but not where a forward
-    stands alone or gradients are accumulated: there a data loader may come next.
+    The lease is thus kept from a forward to its backward, and from the backward to the optimizer's step. It is not kept
+    after a forward without backward or while gradients are accumulated, because a data loader may run next.
     """
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class _Habit:
         self._count = 0
 
     def comes_next(self) -> bool:
-        """It is done once more: whether the other is to follow now."""
+        """Count one more repetition and return whether the other event is expected next."""
         self._count += 1
         return self._count == self._usual
 
@@ -212,13 +212,15 @@ class _Habit:
 
 
 def gpu_run_ahead(limit_s: float) -> RunAhead:
-    """On the current stream of the current CUDA device. The events sleep: spinning would take a core."""
+    """A :class:`.run_ahead.RunAhead` on the current CUDA stream. Its events block: spinning would occupy a core."""
     return RunAhead(limit_s, lambda: torch.cuda.Event(enable_timing=True, blocking=True))
 
 
 def _hookable(module: nn.Module) -> list[nn.Module]:
-    """``module`` and what is inside of it, except for encoder layers of torch: a hook anywhere in one turns off its
-    fast path in eval mode, which computes other numbers."""
+    """``module`` and its submodules, each once, without any ``nn.TransformerEncoderLayer`` and its contents.
+
+    A hook in such a layer turns off its fast path in eval mode, and the slow path's results differ in the last bits.
+    """
     if isinstance(module, nn.TransformerEncoderLayer):
         return []
     return list(dict.fromkeys([module, *(inner for child in module.children() for inner in _hookable(child))]))

@@ -1,4 +1,4 @@
-"""Keeps a client connected, in a thread of its own: the one that trains never waits for a connection."""
+"""Keeps a client connected from a separate thread, so that the training thread never waits for a connection."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from .spawn import spawn_broker
 _HANDSHAKE_S = 0.5
 _FIRST_DELAY_S = 0.02
 _LAST_DELAY_S = 2.0
-_SLOW_DELAY_S = 1.0  # each look at a slow broker costs training up to 0.1 s
+_SLOW_DELAY_S = 1.0  # by default, each try at a slow broker stalls training for up to 0.1 s
 
 
 class Keeper:
-    """Holds the connection, if there is one now, and gets a new one when it is lost.
+    """Owns the current connection, if any, and reconnects after it is lost.
 
     Args:
-        look_s: how long a connection's ``receive`` waits.
-        spawn: start a broker where there is none.
+        place: directory of the broker.
+        hello: identity to send on each new connection.
+        look_s: seconds that a connection's ``receive`` waits.
+        spawn: start a broker if none is running.
     """
 
     def __init__(self, place: Place, hello: Hello, look_s: float, spawn: bool) -> None:
@@ -34,14 +36,14 @@ class Keeper:
         self._look_s = look_s
         self._spawn = spawn
         self._delay_s = _FIRST_DELAY_S
-        self._changing = threading.RLock()  # a signal handler may come in between
+        self._changing = threading.RLock()  # reentrant: a signal handler may need it while this thread holds it
         self._stopping = threading.Event()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._keep, name="ddp_crossover-lease", daemon=True)
         self._thread.start()
 
     def give_up(self, connection: BrokerConnection, slow: bool = False) -> None:
-        """End ``connection``, which failed. The broker takes that for a release."""
+        """Shut down a failed ``connection``, which the broker treats as a release; if ``slow``, delay the next try."""
         if slow:
             self._delay_s = _SLOW_DELAY_S
         with self._changing:
@@ -51,7 +53,7 @@ class Keeper:
         connection.shut_down()
 
     def stop(self) -> None:
-        """End connection and thread. Does nothing in a forked child."""
+        """End the connection and the thread. Does nothing in a forked child."""
         if os.getpid() != self._pid:
             return
         self._stopping.set()
@@ -61,7 +63,7 @@ class Keeper:
         self._thread.join(_HANDSHAKE_S)
 
     def forget_in_child(self) -> None:
-        """After a fork: the connection is the parent's."""
+        """Drop the connection in a forked child, since it belongs to the parent."""
         connection, self.connection = self.connection, None
         if connection is not None:
             connection.close_in_child()
@@ -70,7 +72,7 @@ class Keeper:
         while not self._stopping.is_set():
             try:
                 connection = self._connect()
-            except Exception as error:  # whatever it is, the job goes on without
+            except Exception as error:  # on any error, the job continues unleased
                 self.why_none = f"no lease: {error}"
                 self._stopping.wait(self._delay_s)
                 self._delay_s = min(2 * self._delay_s, _LAST_DELAY_S)
@@ -79,7 +81,7 @@ class Keeper:
             with self._changing:
                 self.connection = connection
                 self.connected.set()
-            if self._stopping.is_set():  # stop() may have looked before there was a connection
+            if self._stopping.is_set():  # stop() may have run before self.connection was set
                 self.give_up(connection)
             connection.wait_until_lost()
             self.give_up(connection)

@@ -1,9 +1,10 @@
-"""The state page: memory that the broker writes and every client reads without a system call.
+"""The state page: shared memory that the broker writes and every client reads without a system call.
 
-One cache line per resource: the fence that holds it (0: nobody), the fence that is asked to yield (0: none), how many
-jobs wait, whether one of them presses the holder, whether a job may have to stand back (see :mod:`.ties`), and a tag of
-the job that holds it. Word 0 beats while anybody waits. Each word is written and read whole, in one aligned 8-byte
-move; words may be read in between two writes, which costs speed only.
+There is one cache line per resource, with one word each for: the fence of the current hold (0: free), the fence that is
+asked to yield (0: none), the number of waiting jobs, whether a waiting job presses the holder, whether a job may have
+to stand back (see :mod:`.ties`), and a tag of the holding job. Word 0 of the page is a heartbeat that the broker
+increments while any job waits. Each word is read and written in one aligned 8-byte access. A client may read between
+two writes and see an inconsistent state, which affects speed only.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ import os
 import zlib
 
 RESOURCE_SLOTS = 63
-_WORDS = 8  # of 8 bytes: one cache line, so that two resources never share one
+_WORDS = 8  # 8 words of 8 bytes fill a cache line, so two resources never share one
 _FENCE, _YIELDING, _WAITERS, _PRESSED, _TIED, _HOLDER = range(6)
 _PAGE_BYTES = (RESOURCE_SLOTS + 1) * _WORDS * 8
 _F_SEAL_FUTURE_WRITE = 0x10  # not in Python's fcntl; Linux 5.1
 
 
 class PageWriter:
-    """The broker's side. ``fd`` is what clients get: they can neither write to it nor change its size."""
+    """The broker's side. Clients receive ``fd``, and can neither write to it nor change its size."""
 
     def __init__(self) -> None:
         # A memfd does not count against /dev/shm, which is small and often full in containers.
         self.fd = os.memfd_create("ddp_crossover-lease", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, _PAGE_BYTES)
         self._words = memoryview(mmap.mmap(self.fd, _PAGE_BYTES)).cast("Q")
-        # Our mapping stays writable, all later ones are not.
+        # Our mapping stays writable; all later mappings are read-only.
         seals = _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
 
@@ -49,12 +50,12 @@ class PageWriter:
 
 
 class PageReader:
-    """A client's side: one resource of the page behind ``fd``, which the caller closes."""
+    """A client's side: one resource's slot on the page behind ``fd``. The caller closes ``fd``."""
 
     def __init__(self, fd: int, slot: int) -> None:
         if not 0 <= slot < RESOURCE_SLOTS:
             raise ValueError(f"the state page has no slot {slot}")
-        # mmap of a file that is too short would end in SIGBUS at the first read.
+        # Reading a mapping beyond the end of the file would raise SIGBUS.
         if os.fstat(fd).st_size < _PAGE_BYTES:
             raise ValueError("the state page is too short")
         self._words = memoryview(mmap.mmap(fd, _PAGE_BYTES, prot=mmap.PROT_READ)).cast("Q")
@@ -85,7 +86,7 @@ class PageReader:
         return self._words[self._start + _WAITERS]
 
     def is_calm(self, fence: int) -> bool:
-        """Whether ``fence`` holds and nobody presses it."""
+        """Whether ``fence`` is the current hold and no waiting job presses it."""
         return self._words[self._start] == fence and not self._words[self._start + _PRESSED]
 
     @property
@@ -94,5 +95,5 @@ class PageReader:
 
 
 def tag_of(job: str) -> int:
-    """How the page names a job: not 0, and the same for all its ranks. For figures only, since two may share one."""
+    """Nonzero number that names a job on the page, equal on all its ranks. Collisions affect speed only."""
     return zlib.crc32(job.encode()) | 1 << 32

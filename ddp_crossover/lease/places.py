@@ -1,4 +1,4 @@
-"""Where broker and clients meet: one directory per user, and who may be trusted with it."""
+"""The directory in which broker and clients meet, one per user, and the checks that make it safe to use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DIRECTORY_VARIABLE = "DDP_CROSSOVER_LEASE_DIR"
 
 
 class PlaceError(Exception):
-    """The directory cannot be used: says why, and the way out."""
+    """The directory cannot be used. The message gives the reason and a remedy."""
 
 
 class Place:
@@ -21,8 +21,8 @@ class Place:
 
     Args:
         directory: None for ``$DDP_CROSSOVER_LEASE_DIR``, else ``$XDG_RUNTIME_DIR/ddp_crossover``, else
-            ``/tmp/ddp_crossover-<uid>``. The last two must belong to this user and be closed to all others; a directory
-            that was named may belong to another user, whose broker is trusted then.
+            ``/tmp/ddp_crossover-<uid>``. The last two must belong to this user and be closed to all others. A directory
+            given by argument or variable may belong to another user, whose broker is then trusted.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
@@ -34,9 +34,9 @@ class Place:
         self.log = self.directory / "broker.log"
 
     def make(self, group: str | None = None) -> None:
-        """Make the directory, if it is not there, and check it. Raises :class:`PlaceError` and ``OSError``.
+        """Create the directory if it is missing, and check it. Raises :class:`PlaceError` and ``OSError``.
 
-        With a group, its members may connect, and no more: whoever can write here could take the broker's place.
+        Members of ``group`` may connect but not write, because a user who can write here could replace the broker.
         """
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.owner() != os.geteuid():
@@ -46,7 +46,7 @@ class Place:
             self.directory.chmod(0o710)
 
     def owner(self) -> int:
-        """The user to whom the directory belongs, once it has been found safe. Raises like :meth:`make`."""
+        """Check that the directory is safe and return its owner's uid. Raises the errors of :meth:`make`."""
         status = self.directory.lstat()
         if not stat.S_ISDIR(status.st_mode):
             raise PlaceError(f"{self.directory} is no directory: remove it, or choose another")
@@ -60,9 +60,9 @@ class Place:
         return status.st_uid
 
     def listen(self, group: str | None = None) -> tuple[socket.socket, int]:
-        """The broker's socket, non-blocking, and its inode. Replaces that of a dead broker; the lock must be held."""
+        """Return a non-blocking listening socket and its inode. Replaces a dead broker's socket: needs the lock."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Bound elsewhere and renamed: a socket that clients can see is one that listens.
+        # Bind under another name and rename at the end, so that clients only ever find a listening socket.
         path = self.directory / f"broker.{os.getpid()}.sock"
         path.unlink(missing_ok=True)
         listener.bind(str(path))
@@ -76,9 +76,9 @@ class Place:
         return listener, self.socket.stat().st_ino
 
     def try_lock(self) -> int | None:
-        """The descriptor of the lock that makes its holder the only broker here; None while another one has it.
+        """Take the lock that admits one broker per directory; return its descriptor, or None if it is taken.
 
-        The file is never removed: a lock on a file that others no longer find would lock nothing.
+        The lock file is never removed: another broker would create and lock a new file, and both would run.
         """
         fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:

@@ -1,4 +1,4 @@
-"""What the kernel tells of the process at the other end of a socket. Linux."""
+"""What the kernel reports about the process at the other end of a socket. Linux only."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ _UCRED = struct.Struct("3i")
 
 
 class Peer(NamedTuple):
-    """Who connected. ``pid`` is 0 where it is not visible from here, as from another container."""
+    """A connected process. ``pid`` is 0 if it is not visible from here, for instance from another container."""
 
     pid: int
     uid: int
 
 
 def peer_of(sock: socket.socket) -> Peer:
-    """The process that connected ``sock``; on the connecting side, the one that listens."""
+    """The process at the other end of ``sock``: the client, or on the client's side the listening broker."""
     pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return Peer(pid, uid)
 
 
 def open_pidfd(sock: socket.socket, pid: int) -> int | None:
-    """A descriptor that becomes readable when the process at the other end ends, or None where there is none.
+    """A descriptor that becomes readable when the process at the other end exits, or None if unavailable.
 
-    The end of the connection says the same, but late if a child of that process holds it open. On kernels before 6.5
-    the pid may have been reused by now: the descriptor then names a wrong process, and the end of the connection is
-    what is left.
+    The connection's end shows the exit as well, but late if a child of that process keeps the connection open. On
+    kernels before 6.5, ``pid`` may already have been reused. The descriptor then refers to the wrong process, and only
+    the connection's end is reliable.
     """
     try:
         return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError as error:
         if error.errno != errno.ENOPROTOOPT:
-            return None  # it has ended already
+            return None  # the process has already exited
     try:
         return os.pidfd_open(pid) if pid > 0 else None
     except OSError:
@@ -45,10 +45,10 @@ def open_pidfd(sock: socket.socket, pid: int) -> int | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the process has been stopped by a signal or a debugger. False where that cannot be known."""
+    """Whether the process is stopped by a signal or a debugger. False if that cannot be determined."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return False
-    # "pid (name) state ...", where the name may hold anything, also brackets.
+    # The format is "pid (name) state ...", and the name may contain parentheses.
     return stat.rpartition(b")")[2].split()[0] in (b"T", b"t")

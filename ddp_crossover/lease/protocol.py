@@ -1,8 +1,8 @@
-"""What broker and clients say to each other: fixed-size messages over a Unix ``SOCK_SEQPACKET`` socket.
+"""Messages between broker and clients: fixed-size packets over a Unix ``SOCK_SEQPACKET`` socket.
 
-The kernel keeps the boundaries of messages, so a message either has exactly one of the sizes below or is refused. All
-numbers are little-endian. A *request* number grows with every request of a connection, a *fence* with every grant
-of a host: whatever is late or comes twice names an old one, and is ignored.
+The kernel preserves message boundaries, so a message has exactly one of the sizes below or is refused. All numbers are
+little-endian. The *request* number grows with every request of a connection, the *fence* with every new hold on a host.
+Late and duplicate messages carry an old number and are ignored.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ STATUS_BYTES = 1 << 18
 
 
 class Kind(IntEnum):
-    """What a message is. A client opens with HELLO or STATUS; after that it sends the other three."""
+    """The type of a message. Clients open with HELLO or STATUS; after HELLO they send REQUEST, RELEASE and CANCEL."""
 
-    HELLO = 1  # client: job, resource, role and weight of this connection
-    WELCOME = 2  # broker: value = slot in the state page, which comes along as a file descriptor
-    REFUSED = 3  # broker: value = Refusal; the connection ends
-    REQUEST = 4  # client: wants the resource
-    GRANT = 5  # broker: answers that request, with the fence to hold under
-    RELEASE = 6  # client: gives up that fence; a request other than 0 queues again in the same breath
-    CANCEL = 7  # client: wants nothing of what it has asked for up to that request, granted or not
-    STATUS = 8  # client: wants the state as JSON
+    HELLO = 1  # client: the connection's job, resource, role and weight
+    WELCOME = 2  # broker: value = slot on the state page, whose file descriptor comes with this message
+    REFUSED = 3  # broker: value = Refusal; the broker then closes the connection
+    REQUEST = 4  # client: requests the resource
+    GRANT = 5  # broker: grants the request, with the fence to hold under
+    RELEASE = 6  # client: ends the hold under the fence; a nonzero request number also queues a new request
+    CANCEL = 7  # client: withdraws its requests up to this number, whether granted or not
+    STATUS = 8  # client: asks for the broker's state, which is sent as JSON
 
 
-_KINDS = {int(kind): kind for kind in Kind}  # calling Kind costs a microsecond of every hand-off
+_KINDS = {int(kind): kind for kind in Kind}  # calling Kind() would add a microsecond to every hand-off
 
 
 class Role(IntEnum):
-    """Who goes first: a filler gets what no peer wants, and is asked to yield when one does."""
+    """Priority of a job: a filler is granted only what no peer waits for, and is asked to yield once a peer waits."""
 
     PEER = 0
     FILLER = 1
 
 
 class Refusal(IntEnum):
-    """Why a connection was turned away."""
+    """Why the broker refused a connection."""
 
     MALFORMED = 1
     VERSION = 2
@@ -69,7 +69,7 @@ REFUSALS: dict[int, str] = {
 
 
 class ProtocolError(Exception):
-    """A message that is not one. Ends its connection."""
+    """An invalid or refused message, which ends its connection."""
 
     def __init__(self, refusal: Refusal, what: str) -> None:
         super().__init__(what)
@@ -77,7 +77,7 @@ class ProtocolError(Exception):
 
 
 class Message(NamedTuple):
-    """Every message, or the head of HELLO."""
+    """A fixed-size message, or the header of HELLO."""
 
     kind: Kind
     value: int = 0
@@ -89,7 +89,7 @@ class Message(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """Who a connection is. Names are at most 96 bytes of printable text."""
+    """Identity of a connection. Names are 1 to 96 bytes of printable text; the weight is 0.01 to 100."""
 
     job: str
     resource: str
@@ -102,7 +102,7 @@ class Hello(NamedTuple):
 
 
 def decode(data: bytes) -> Message:
-    """The message in ``data``, or the head of it if it is HELLO. Raises :class:`ProtocolError`."""
+    """Decode ``data``; of HELLO only the header. Raises :class:`ProtocolError`."""
     if len(data) not in (MESSAGE_BYTES, HELLO_BYTES):
         raise ProtocolError(Refusal.MALFORMED, f"{len(data)} bytes are no message")
     magic, version, kind, value, request, fence = _HEADER.unpack_from(data)
@@ -119,7 +119,7 @@ def decode(data: bytes) -> Message:
 
 
 def decode_hello(data: bytes) -> Hello:
-    """The HELLO in ``data``, which :func:`decode` has called one. Raises :class:`ProtocolError`."""
+    """Decode ``data``, which :func:`decode` has identified as HELLO. Raises :class:`ProtocolError`."""
     role, weight, job, resource = _HELLO.unpack_from(data, _HEADER.size)
     try:
         hello = Hello(job.rstrip(b"\0").decode(), resource.rstrip(b"\0").decode(), Role(role), weight)

@@ -1,4 +1,4 @@
-"""What a lease is about: a GPU, or a core that stands in for one."""
+"""The resources of leases: a GPU, or a CPU core in place of a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GPU = "GPU-"
 
 def default_resource() -> str:
     """The current CUDA device as ``GPU-<uuid>``, or the first core that this process may run on as ``cpu:<n>``."""
-    import torch  # here, because the broker loads this package and needs no torch
+    import torch  # import here: the broker loads this package without torch
 
     if torch.cuda.is_available():
         return f"{_GPU}{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
@@ -22,23 +22,23 @@ def default_resource() -> str:
 
 
 def is_gpu(resource: str) -> bool:
-    """Whether work is queued there, to be done later."""
+    """Whether ``resource`` is a GPU, on which work is queued and runs later."""
     return resource.startswith(_GPU)
 
 
 def drain(resource: str, stream: torch.cuda.Stream | None) -> None:
-    """Wait until ``stream`` (None: the current one) has done all that was queued on it. Other threads run on.
+    """Wait, without the GIL, for all work queued on ``stream`` (None: the current CUDA stream).
 
-    Protects the next holder: kernels still queued would run beside its own. An error of an earlier kernel is not
-    raised here; CUDA raises it again in the job's own next call.
+    Otherwise kernels that are still queued would run concurrently with those of the next holder. An error of an earlier
+    kernel is not raised here: CUDA raises it again in the job's own next call. Does nothing on a CPU resource.
     """
-    # Nothing has been queued by a process that has not even loaded torch.
+    # A process that has not imported torch cannot have queued work.
     torch = sys.modules.get("torch")
     if torch is None or not is_gpu(resource) or not torch.cuda.is_initialized():
         return
     try:
-        event = torch.cuda.Event(blocking=True)  # sleeps; spinning would take a core from the data loader
+        event = torch.cuda.Event(blocking=True)  # sleeps: spinning would occupy a core of the data loader
         event.record(stream)
-        event.synchronize()  # without the GIL
+        event.synchronize()  # releases the GIL
     except RuntimeError:
         return

@@ -1,6 +1,6 @@
-"""How far a filler's host may run ahead of its GPU: no further than it may take to give the GPU back.
+"""Limits how far a filler's host runs ahead of its GPU, so that the filler can give the GPU back soon.
 
-Pure: it is given the events, and so knows neither torch nor a GPU.
+Pure: callers pass in the events, so this module needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _BETWEEN_TURNS = object()
 
 
 class _Segment(NamedTuple):
-    """What was queued between two hooks."""
+    """The device work queued between two hooks."""
 
     point: Hashable
     end: Event
@@ -24,15 +24,15 @@ class _Segment(NamedTuple):
 
 
 class RunAhead:
-    """Bounds the device time that is queued at hooks.
+    """Bounds the device time that is queued when a hook returns.
 
-    How long the work between two hooks takes is known from the last time. What has not been measured counts as the
-    limit, so a first pass goes one segment at a time. A segment that takes longer than the limit is waited for: work
-    cannot be taken back, so the bound is the limit or the longest segment, whichever is more.
+    The work between two hooks (a segment) is expected to take as long as last time. An unmeasured segment counts as the
+    limit, so the first pass runs one segment at a time. If a segment takes longer than the limit, the host waits for
+    it. Queued work cannot be withdrawn, so the bound is the limit or the longest segment, whichever is longer.
 
     Args:
-        limit_s: device time that may be queued when :meth:`mark` returns.
-        new_event: makes an event, which must measure time, and wait without the GIL.
+        limit_s: seconds of device time that may be queued when :meth:`mark` returns.
+        new_event: creates an event, which must measure time and must release the GIL while the host waits for it.
     """
 
     def __init__(self, limit_s: float, new_event: Callable[[], Event]) -> None:
@@ -41,14 +41,14 @@ class RunAhead:
         self._took_s: dict[Hashable, float] = {}
         self._queued: deque[_Segment] = deque()
         self._queued_s = 0.0
-        self._start: Event | None = None  # where the oldest of them began
+        self._start: Event | None = None  # start of the oldest queued segment
 
     def restart(self) -> None:
-        """Measure from here: what the device does before, until it gets here, is another job's or nothing."""
+        """Start measuring here: earlier device time belonged to another job or was idle."""
         self._queue(_BETWEEN_TURNS, 0.0)
 
     def mark(self, point: Hashable) -> None:
-        """At the hook ``point``: wait until what is queued may be queued."""
+        """End a segment at the hook ``point``, and wait until the expected queued time fits the limit."""
         self._queue(point, self._took_s.get(point, self._limit_s))
 
     def _queue(self, point: Hashable, expected_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Start a broker that outlives the process that asked for it."""
+"""Starts a broker that outlives the process that starts it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from pathlib import Path
 from .broker import Broker, BrokerSettings, logger
 from .places import Place
 
-# Without site-packages, and with the standard library first: `lease` is then a package of its own. See __init__.
+# Run without site-packages and with the standard library first on the path. `lease` is then a top-level package, whose
+# import does not load torch. See __init__.
 _PROGRAM = "import sys; sys.path.append(sys.argv[1]); from lease.spawn import main; main(sys.argv[2])"
 _START_S = 10.0
 
 
 def spawn_broker(place: Place) -> None:
-    """Start one, unless there is one, and return when it listens. Takes about 0.1 s. Raises ``OSError``,
-    ``subprocess.SubprocessError``.
+    """Start a broker unless one is running, and return once it listens, after about 0.1 s.
+
+    Raises ``OSError``, ``subprocess.SubprocessError``.
     """
     package = Path(__file__).resolve().parent.parent
     process = subprocess.Popen(
@@ -40,12 +42,12 @@ def spawn_broker(place: Place) -> None:
 
 
 def main(directory: str) -> None:
-    """The spawned process: listens, then goes on in a child that nobody waits for."""
+    """Entry point of the spawned process: listen, then serve in a forked child while the parent exits."""
     place = Place(directory)
     broker = Broker(place, BrokerSettings())
     if not broker.serving or os.fork():
         os._exit(0)
-    # The one who asked may be pinned to a core, which is then the one that its training needs.
+    # Undo the starter's CPU affinity: it may be pinned to one core, which its training needs.
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     os.umask(0o077)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -53,13 +55,13 @@ def main(directory: str) -> None:
     try:
         broker.serve_forever()
     except Exception:
-        logger.exception("the broker fails")  # nobody sees its stderr
+        logger.exception("the broker fails")  # stderr goes to /dev/null
         raise
 
 
 def log_to_file(place: Place) -> None:
     """Send the broker's log to its directory, in two files of at most 64 KiB."""
-    logging.raiseExceptions = False  # a full disk is no reason to end
+    logging.raiseExceptions = False  # ignore logging errors, such as a full disk
     handler = RotatingFileHandler(place.log, maxBytes=1 << 16, backupCount=1)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)

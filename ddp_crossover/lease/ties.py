@@ -1,14 +1,14 @@
-"""One order on all hosts, though no broker knows of another: jobs that come together go by name. Pure.
+"""Gives jobs the same order on all hosts, although brokers do not communicate: ties are settled by name. Pure.
 
-Two jobs on two hosts must take turns in the same order on both; else both compute, then both communicate, and nothing
-is won. That state shows on each host by itself: the ranks of a job leave an exchange together, so both jobs come back
-to a free GPU at nearly the same time, which is a *tie*. Once the order is the same everywhere, they come a turn apart,
-and there are no ties any more.
+Two jobs on two hosts must take turns in the same order on both. Otherwise both jobs compute at the same time, then both
+communicate, and sharing the GPUs gains nothing. Each host can detect that state on its own: the ranks of a job leave an
+exchange together, so both jobs return to a free GPU at nearly the same time, which is a *tie*. Once the order is the
+same on all hosts, the jobs arrive a turn apart and ties no longer occur.
 
-A host cannot know who went first elsewhere. But wherever it was the job whose name sorts last, that job *stands back*
-when it next finds the GPU free: the GPU is kept for the other, for as long as a tie may last. What this may cost is
-bounded by a part of the last hold, and by credit that grows slowly. A job stands back only after a turn in which it
-went first, so that it loses no turn.
+A host cannot know which job went first on other hosts. Therefore, on each host where the job whose name sorts last went
+first, that job *stands back* when it next finds the GPU free: the GPU is kept free for the other job, for as long as a
+tie may last. The cost is bounded by a fraction of the last hold, and by a credit that grows slowly. A job stands back
+only after a turn in which it went first, so it loses no turn.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CREDIT_RATE = 0.002
 
 
 class StandBack(NamedTuple):
-    """``job`` could have the resource, which is kept for ``other`` until then."""
+    """``job`` stands back: the resource is kept free for ``other`` from ``since_s`` to ``until_s``."""
 
     job: JobKey
     other: JobKey
@@ -39,32 +39,35 @@ class StandBack(NamedTuple):
 
 
 class Ties:
-    """What one resource remembers of them."""
+    """The ties on one resource."""
 
     def __init__(self) -> None:
         self.standing_back: StandBack | None = None
-        self._led: dict[JobKey, tuple[JobKey, float]] = {}  # by whoever led in a tie: the other, and how long to wait
+        self._led: dict[JobKey, tuple[JobKey, float]] = {}  # leader of a tie: the other job, seconds to wait for it
         self._credit_s = CREDIT_S
         self._credited_at_s = -math.inf
 
     @property
     def tied(self) -> bool:
-        """Whether some job may have to stand back when it next finds the resource free."""
+        """Whether any job may have to stand back when it next finds the resource free."""
         return bool(self._led)
 
     def note_hold(self, job: JobKey, rivals: Mapping[JobKey, float], start_s: float, end_s: float) -> None:
-        """A hold ends that had found the resource free; its ``rivals`` have waited since the times given."""
+        """Record the end of a hold that began on a free resource. ``rivals`` maps waiting jobs to their start times."""
         window_s = min(TIE * (end_s - start_s), LONGEST_S)
         tied = [key for key, since_s in rivals.items() if since_s <= start_s + window_s and _order(key) < _order(job)]
         if tied:
             self._led[job] = (min(tied, key=_order), window_s)
 
     def choose(self, first: JobKey, queue: Mapping[JobKey, float], finds_free: bool, now_s: float) -> JobKey | None:
-        """Who gets the resource that would be ``first``'s, or None to keep it free.
+        """Return the job to be granted the resource, or None to keep it free for now.
 
         Args:
-            queue: jobs that want it, since when. It is kept free from one only, never from two.
-            finds_free: ``first`` has come just now, and nobody else was there.
+            first: the job that would be granted the resource without ties.
+            queue: waiting jobs, with the times since when they wait. The resource is kept free only while a single
+                job waits.
+            finds_free: whether ``first`` has just requested a free resource for which no other job was waiting.
+            now_s: the current time.
         """
         if finds_free:
             self._stand_back(first, now_s)
@@ -76,17 +79,17 @@ class Ties:
             elif len(queue) == 1 and now_s < waits.until_s:
                 return None
             self.stop(now_s)
-        self._led.pop(chosen, None)  # stale, unless it is the next turn that begins like the last
+        self._led.pop(chosen, None)  # a tie counts only for the leader's very next turn
         return chosen
 
     def stop(self, now_s: float) -> None:
-        """Keep the resource for nobody."""
+        """Stop keeping the resource free, and charge the time to the credit."""
         if self.standing_back is not None:
             self._credit_s -= now_s - self.standing_back.since_s
             self.standing_back = None
 
     def forget(self, job: JobKey, now_s: float) -> None:
-        """``job`` leaves the resource."""
+        """Remove ``job``, which has left the resource."""
         self._led = {leader: led for leader, led in self._led.items() if job not in (leader, led[0])}
         if self.standing_back is not None and self.standing_back.other == job:
             self.stop(now_s)

@@ -1,4 +1,4 @@
-"""``lease top``: the figures of a broker as a table that follows them."""
+"""``lease top``: shows a broker's figures as a table that is updated live."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEGEND = (
 
 
 def as_table(status: dict[str, Any]) -> RenderableType:
-    """``status`` with shares (:func:`.figures.with_shares`), a table for each resource."""
+    """Render ``status``, which has shares (:func:`.figures.with_shares`), as one table per resource."""
     parts: list[RenderableType] = []
     for resource in sorted(status["resources"], key=lambda r: r["resource"]):
         parts += [_headline(resource), _jobs(resource), Text()]
@@ -52,7 +52,7 @@ def _jobs(resource: dict[str, Any]) -> Table:
 
 
 def show(statuses: Iterable[dict[str, Any]]) -> None:
-    """Show one after the other: in one place on a terminal, else below each other. Raises what getting one raises."""
+    """Show ``statuses``: updated in place on a terminal, else one below the other. Errors of the iterable propagate."""
     console = Console()
     if not console.is_terminal:
         for status in statuses:

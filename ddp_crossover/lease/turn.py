@@ -1,4 +1,4 @@
-"""One process' turns on a resource, as it agrees on them with the broker."""
+"""One process' turns on a resource, as negotiated with the broker."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from .keeper import Keeper
 from .page import tag_of
 from .protocol import Hello, Kind, ProtocolError, Role
 
-_NOT_KNOWN_YET = -1  # the fence of a hold that was asked for and not waited for
+_NOT_KNOWN_YET = -1  # fence of a hold that was requested without waiting for the grant
 
 
 class Turn:
-    """The turn that is on, if any. Whoever changes it holds the lease's lock; to look takes none.
+    """The current turn of this process, if any. Callers hold the lease's lock to change it, not to read it.
 
     Attributes:
         grants: how often the resource was granted.
-        lost: how often the broker ended a hold.
-        waited_s: time spent waiting for grants, also in vain.
+        lost: how often a hold ended without a release by this process.
+        waited_s: seconds spent waiting for grants, including waits that ended without a grant.
 
     Args:
-        keeper: of the connection.
-        hello: who asks.
-        max_wait_s: how long to wait for other jobs.
+        keeper: keeps the connection to the broker.
+        hello: this process' job, resource and role.
+        max_wait_s: seconds to wait for other jobs.
     """
 
     def __init__(self, keeper: Keeper, hello: Hello, max_wait_s: float) -> None:
@@ -38,21 +38,21 @@ class Turn:
         self._fence = 0
         self._held_on: BrokerConnection | None = None
 
-    # ---- looking
+    # ---- reading
 
     @property
     def fence(self) -> int:
-        """The number of the turn that was on last; 0 if none, or not known yet."""
+        """The fence of the current turn, even if the broker has ended it; 0 if none or not yet known."""
         return max(self._fence, 0)
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether there is something to end, be it held or not."""
+        """Whether there is a request or a hold to end, even if the broker has already ended it."""
         return self._fence != 0
 
     @property
     def is_held(self) -> bool:
-        """Whether the hold is valid. The broker may have ended it meanwhile."""
+        """Whether there is a hold and the broker has not ended it."""
         held_on = self._held_on
         if held_on is None or held_on is not self._keeper.connection:
             return False
@@ -62,13 +62,13 @@ class Turn:
 
     @property
     def is_undisturbed(self) -> bool:
-        """Whether it is held, and nobody presses."""
+        """Whether the hold is valid and no waiting job presses it."""
         held_on = self._held_on
         return held_on is not None and held_on is self._keeper.connection and held_on.page.is_calm(self._fence)
 
     @property
     def is_asked_to_yield(self) -> bool:
-        """Whether a peer waits for what this filler holds."""
+        """Whether this filler holds the resource while a peer waits for it."""
         held_on = self._held_on
         return held_on is not None and held_on.page.yielding == self._fence != 0
 
@@ -81,15 +81,15 @@ class Turn:
     # ---- changing
 
     def ask_if_free(self) -> bool:
-        """Ask where nobody is in the way, and do not wait for the answer."""
+        """Request a free resource without waiting for the grant; return whether that was possible."""
         connection = self._keeper.connection
         if connection is None or self._is_filler:
             return False
-        # Where it may be kept free for another job, the answer counts.
+        # While the resource is tied, the broker may keep it free for another job: its answer must be awaited.
         if connection.page.fence or connection.page.waiters or connection.page.tied:
             return False
         try:
-            connection.discard()  # earlier answers that nobody has waited for
+            connection.discard()  # grants of earlier requests that were not waited for
             self._request += 1
             self._held_on, self._fence = connection, _NOT_KNOWN_YET
             connection.send(Kind.REQUEST, request=self._request)
@@ -101,13 +101,13 @@ class Turn:
         return True
 
     def ask(self, kind: Kind) -> str | None:
-        """Send REQUEST, or RELEASE with a request in it, and wait for the grant.
+        """Send REQUEST, or RELEASE that carries a new request, and wait for the grant.
 
-        Returns why there is none; None with the grant in hand.
+        Returns None once granted, otherwise the reason why not.
         """
         held_on = self._checked_hold()
         if self._fence == _NOT_KNOWN_YET and self._held_on is not None:
-            self._send_end(self._held_on)  # there is no fence yet to be sent along
+            self._send_end(self._held_on)  # cancels: RELEASE needs a fence, which is not yet known
             held_on = None
         fence = self._fence if held_on is not None else 0
         connection = self._keeper.connection
@@ -126,7 +126,7 @@ class Turn:
             self._keeper.give_up(connection)
             return f"lost the broker: {error}"
         except BaseException:
-            # An interrupt, perhaps just after the grant, or before the broker was told of a release.
+            # An interrupt, perhaps just after the grant arrived or before RELEASE was sent: cancel covers both.
             self.forget()
             self._send_cancel(connection)
             raise
@@ -135,23 +135,23 @@ class Turn:
         return outcome
 
     def end(self) -> None:
-        """Give up what is held, or was asked for."""
+        """Release the hold, or cancel the request."""
         held_on = self._checked_hold()
         if self._fence == _NOT_KNOWN_YET:
-            held_on = self._held_on  # also where another job was faster: its turn must not come later
+            held_on = self._held_on  # cancel even if another job came first: our turn must not come later
         if held_on is not None:
             self._send_end(held_on)
-        # Last, so that an interrupt in between leaves a hold that can still be ended.
+        # Forget last: after an interrupt in between, the hold can still be ended.
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is held, as far as this process is concerned."""
+        """Drop this process' record of its hold or request, without telling the broker."""
         self._held_on, self._fence = None, 0
 
-    # ---- inside
+    # ---- internals
 
     def _await_grant(self, connection: BrokerConnection, beats: int, start_s: float) -> str | None:
-        """None with the grant in hand, or why there is none."""
+        """Return None once granted, otherwise the reason why not."""
         missed_beats = 0
         while True:
             message = connection.receive()
@@ -166,7 +166,7 @@ class Turn:
                 if connection.page.fence == message.fence:
                     self._fence, self._held_on = message.fence, connection
                     return None
-                # This process was stopped, and the grant has been given on by now.
+                # This process was stopped, and the broker has ended this hold since. Request again.
                 self.lost += 1
                 self._request += 1
                 connection.send(Kind.REQUEST, request=self._request)
@@ -190,7 +190,7 @@ class Turn:
             self._keeper.give_up(connection)
 
     def _checked_hold(self) -> BrokerConnection | None:
-        """The connection on which it is held, or None, and then counted if it once was."""
+        """The connection of a valid hold, else None; counts a hold that the broker has ended."""
         if self.is_held:
             return self._held_on
         self.lost += self._fence != 0

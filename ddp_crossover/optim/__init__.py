@@ -1,1 +1,1 @@
-"""Optimizers: which updates can wait, and how they are made later."""
+"""Optimizers: which updates can be deferred, and how deferred updates are applied."""

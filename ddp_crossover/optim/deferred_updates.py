@@ -1,10 +1,10 @@
 """Deferred optimizer updates.
 
-``optimizer.step()`` runs as always, with its hooks, its closure and its return value, but without the parameters whose
-gradients are still on the wire. What it would have done with them is noted: the optimizer and its hyperparameters as
-they are now (schedulers change them right after). When somebody touches one of these parameters, the same ``step`` runs
-on just the parameters of its fusion group. Works for optimizers whose update of one parameter does not depend on the
-others; ``separability`` finds out.
+``optimizer.step()`` runs as always, with its hooks, its closure and its return value, but it leaves out the parameters
+whose gradients are still on the wire. For those it takes a snapshot of the optimizer and its hyperparameters, because
+schedulers change them right after ``step()``. The first touch of such a parameter runs the same ``step`` on just the
+parameters of its fusion group. This works for optimizers that update each parameter independently of the others;
+``separability`` tests that.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _KEPT = (
 
 
 class _Update(NamedTuple):
-    """What is still to be done with a parameter.
+    """The deferred update of a parameter.
 
     Attributes:
-        snapshot: the optimizer as it was.
+        snapshot: the optimizer as it was when ``step()`` was called.
         group: index of the parameter's param group.
-        edits_gradient: whether the update changes the gradient, too.
+        edits_gradient: whether the update also changes the gradient in place.
     """
 
     snapshot: OptimizerSnapshot
@@ -59,13 +59,13 @@ class _Update(NamedTuple):
 
 
 class _Step:
-    """One ``optimizer.step()`` under way.
+    """One call of ``optimizer.step()`` that is running.
 
     Attributes:
-        optimizer: whose.
-        stand_in: what really runs.
-        later: parameters that it leaves alone, for each param group.
-        snapshot: what to do with them.
+        optimizer: the optimizer that the user called.
+        stand_in: the stand-in that runs in its place.
+        later: for each param group, the parameters whose updates are deferred.
+        snapshot: the optimizer as it is now, for the deferred updates.
     """
 
     def __init__(self, optimizer: Optimizer, stand_in: StandIn) -> None:
@@ -81,9 +81,9 @@ class DeferredUpdates:
     Args:
         optimizers: the optimizers.
         params: the parameters that DDP manages.
-        looks: told where somebody needs all updates at once.
-        fallbacks: told when a step could not be deferred.
-        strict: parameters that wait for an update hold NaN until then.
+        looks: records which line of the script forces pending updates or gradients early.
+        fallbacks: records why a step or a parameter was not deferred.
+        strict: fill pending parameters with NaN until they are updated.
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class DeferredUpdates:
         self._strict = strict
         self._under_way: _Step | None = None
         self._broken = ""
-        self._applied_in = 0  # the iteration of which some update is in memory
+        self._applied_in = 0  # the latest iteration of which any update has been written
         self._is_plain = True
         self._reasons = {optimizer: why_not_separable(optimizer) for optimizer in optimizers}
         self._settings: dict[Optimizer, list[Any]] = {}
         self.deferred_steps = 0
         params.bring_up_to_date = self.bring_up_to_date
         self._stepped_in = -1
-        # For all optimizers of the process, for which it must not keep this model.
+        # This hook is global to the process, so a strong reference would keep the model alive.
         after_any = weakref.WeakMethod(self._after_any_step)
         self._handles: list[RemovableHandle] = [
             register_optimizer_step_post_hook(lambda other, *_: (call := after_any()) and call(other))
@@ -138,7 +138,12 @@ class DeferredUpdates:
             handle.remove()
 
     def use(self, pipeline: Pipeline, *, is_plain: bool) -> None:
-        """Defer the updates of this pipeline's parameters from now on, unless it stands by while all is plain."""
+        """Defer the updates of this pipeline's parameters from now on.
+
+        Args:
+            pipeline: the pipeline that carries the gradients.
+            is_plain: gradients are still sent by plain all-reduces, so no update is deferred yet.
+        """
         self.pipeline = pipeline
         self._applied_in = 0
         self._is_plain = is_plain
@@ -147,7 +152,7 @@ class DeferredUpdates:
         self._params.join = pipeline.order.join if pipeline.link.current_stream() is not None else None
 
     def bring_up_to_date(self, lazies: Iterable[LazyParam]) -> None:
-        """Apply what these parameters wait for, because somebody is about to see them."""
+        """Apply the pending updates of these parameters, whose values are about to be used."""
         pipeline = self.pipeline
         if pipeline is None or not pipeline.updates:
             return
@@ -159,7 +164,7 @@ class DeferredUpdates:
             pipeline.catch_up(slots)
             return
         try:
-            # A checkpoint is of one step: all that it is going to ask for arrives, or nothing is updated.
+            # A checkpoint must not mix two steps: apply all pending updates, or none if a leg fails.
             pipeline.catch_up(list(pipeline.updates) if is_saving() else slots)
         except LegError as error:
             if self._applied_in == pipeline.iteration:
@@ -167,7 +172,7 @@ class DeferredUpdates:
             self._take_back(pipeline, error)
 
     def _take_back(self, pipeline: Pipeline, error: LegError) -> None:
-        """Nothing of the last ``step()`` is in memory yet, and it cannot be completed: the state before it is whole."""
+        """Drop the updates of the last ``step()``, of which none is written and some cannot be completed."""
         with unrecorded():
             for slot in pipeline.updates:
                 lazy = self._params.all[slot.index]
@@ -182,7 +187,7 @@ class DeferredUpdates:
         )
 
     def flush(self) -> None:
-        """Apply everything that has been asked for; all parameters are plain after it."""
+        """Apply all pending updates and make all parameters plain."""
         self._params.use_all()
 
     def _flush_if_pending(self) -> None:
@@ -198,7 +203,7 @@ class DeferredUpdates:
             pipeline.catch_up([slot])
 
     def _why_not_separable(self, optimizer: Optimizer) -> str | None:
-        """Tried once more whenever a hyperparameter has been set that was not, or the other way round."""
+        """Why its updates must not be deferred, or None. Tests again when ``_settings`` change."""
         settings = _settings(optimizer)
         if self._settings.setdefault(optimizer, settings) != settings:
             self._settings[optimizer] = settings
@@ -210,17 +215,21 @@ class DeferredUpdates:
         self._fallbacks.note(f"{type(optimizer).__name__}.step() waits for all gradients: {reason}")
 
     def refuse_to_go_on(self) -> None:
-        """Raise if some parameters have been updated, and others never will be."""
+        """Raise if the last ``step()`` was taken back, or if an update failed midway.
+
+        Raises:
+            StaleParameterError: training must restart from a checkpoint.
+        """
         if self._broken:
             raise StaleParameterError(f"{self._broken}: go on from a checkpoint that was saved before")
 
     @property
     def pending(self) -> bool:
-        """Whether any parameter waits for its update."""
+        """Whether any parameter is pending."""
         return self.pipeline is not None and bool(self.pipeline.updates)
 
     def is_deferred(self, optimizer: Optimizer) -> bool:
-        """Whether ``step()`` would only note updates, as far as its first parameter tells."""
+        """Whether ``step()`` would defer its updates, judged by the first parameter that has a gradient."""
         pipeline = self.pipeline
         if pipeline is None or not self.enabled or self._reasons[optimizer] is not None:
             return False
@@ -228,10 +237,10 @@ class DeferredUpdates:
         slot = next((slot for slot in slots if slot is not None and slot.parameter.grad is not None), None)
         return slot is not None and pipeline.phase is Phase.REDUCED and pipeline.is_pending(slot)
 
-    # The life of one `optimizer.step()`.
+    # One call of `optimizer.step()`.
 
     def _after_any_step(self, optimizer: Optimizer) -> None:
-        """Note one that nobody has attached, unless it has had the step done by one that is."""
+        """Report an optimizer that was not attached, unless an attached one has stepped in this iteration."""
         pipeline = self.pipeline
         if pipeline is None or pipeline.phase is not Phase.REDUCED or pipeline.iteration == self._stepped_in:
             return
@@ -245,7 +254,7 @@ class DeferredUpdates:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._under_way = None  # a step that raised has left it
+        self._under_way = None  # left over if the last step raised
         self.refuse_to_go_on()
         pipeline = self.pipeline
         if pipeline is None:
@@ -257,7 +266,7 @@ class DeferredUpdates:
                 "summed over ranks. Skip this step, set the gradients to None, and restart from a checkpoint"
             )
         if pipeline.updates:
-            # Whosever update it is: two optimizers may share a parameter.
+            # Also updates of other optimizers: two optimizers may share a parameter.
             slots = [pipeline.slot_of.get(parameter) for parameter in optimizer_parameters(optimizer)]
             pipeline.catch_up([slot for slot in slots if slot is not None])
         reason = self._why_not_separable(optimizer)
@@ -272,7 +281,7 @@ class DeferredUpdates:
         if reason is not None or not self.enabled or self._is_plain:
             self._applied_in = pipeline.iteration
             if pipeline.phase is Phase.REDUCED:
-                pipeline.unwrap_gradients()  # it may hand them to a compiled function
+                pipeline.unwrap_gradients()  # step() may pass them to a compiled function
             make_state_plain(optimizer)
             return None
         make_state_lazy(optimizer)
@@ -280,8 +289,8 @@ class DeferredUpdates:
         step = self._under_way = _Step(optimizer, StandIn(args[0], _is_ours))
 
         def closure() -> Any:
-            # Runs inside the step, after every pre-hook and, as in Lightning, after the user's own
-            # forward and backward: the last moment before the optimizer looks at the gradients.
+            # This is the last moment before the optimizer reads the gradients: after all pre-hooks, and after a
+            # forward and backward in the user's closure, as in Lightning.
             loss = user_closure() if user_closure is not None else None
             self._divide(step)
             return loss
@@ -289,7 +298,7 @@ class DeferredUpdates:
         return (step.stand_in.optimizer,), {"closure": closure}
 
     def _divide(self, step: _Step) -> None:
-        """Decide which parameters this step updates, and which later."""
+        """Decide which parameters this step updates now, and which are deferred."""
         pipeline = self.pipeline
         assert pipeline is not None
         groups: list[list[Tensor]] = [group["params"] for group in step.stand_in.original.param_groups]
@@ -302,7 +311,7 @@ class DeferredUpdates:
         step.stand_in.take(groups)
 
     def _lazy(self, pipeline: Pipeline, parameters: Sequence[Tensor]) -> list[LazyParam]:
-        """Those whose updates can wait."""
+        """The parameters whose updates can be deferred."""
         read_early = 0
         candidates = []
         never: dict[LazyParam, str] = {}
@@ -310,7 +319,7 @@ class DeferredUpdates:
             grad = parameter.grad
             if grad is None or (lazy := self._params.of_id.get(id(parameter))) is None:
                 continue
-            if not parameter.requires_grad:  # frozen since backward: the optimizer may look
+            if not parameter.requires_grad:  # frozen since backward; the optimizer may check that
                 continue
             slot = pipeline.slots[lazy.index]
             if slot.is_kept:
@@ -350,10 +359,10 @@ class DeferredUpdates:
         make_state_lazy(optimizer).before_look = self._flush_if_pending
         self.deferred_steps += 1
         with self._params.lock:
-            # Not before the step: it may have taken hold of a parameter's memory.
+            # Checked after the step, which may itself have created references to a parameter's memory.
             why_not = self._params.why_not_lazy([lazy for lazies in step.later for lazy in lazies])
             for index, lazies in enumerate(step.later):
-                # A fused optimizer unscales the gradients that it is given.
+                # With `grad_scale` a fused optimizer unscales gradients in place.
                 edits_gradient = getattr(optimizer, "grad_scale", None) is not None
                 update = _Update(step.snapshot, index, edits_gradient)
 
@@ -371,14 +380,14 @@ class DeferredUpdates:
             pipeline.catch_up([pipeline.slots[lazy.index] for lazy in why_not])
             self._note_not_deferred(why_not)
 
-    # Later, group by group.
+    # Applying deferred updates, group by group.
 
     def apply(self, slots: list[Slot]) -> None:
-        """Run the noted updates of these parameters, whose reduced gradients are complete."""
+        """Run the deferred updates of these parameters, whose reduced gradients are complete."""
         pipeline = self.pipeline
         assert pipeline is not None
         self._applied_in = pipeline.iteration
-        slots.sort(key=lambda slot: slot.index)  # two that have come to share memory are updated in the usual order
+        slots.sort(key=lambda slot: slot.index)  # the usual order, which matters for parameters that share memory
         params = self._params
         lazies = [params.all[slot.index] for slot in slots]
         claimed: dict[Slot, _Update] = {}
@@ -388,20 +397,20 @@ class DeferredUpdates:
         before, params.updating = params.updating, params.updating.union(lazies)
         try:
             for slot, lazy in zip(slots, lazies, strict=True):
-                # Before the step: one that raises must not be tried again on half of its parameters.
+                # Clear first: a retry after a partial failure would update twice.
                 if (update := pipeline.updates.pop(slot, None)) is not None:
                     assert isinstance(update, _Update)
                     claimed[slot] = update
                 lazy.is_waiting = False
             self._step(claimed, pipeline.reduced(claimed))
         except BaseException as error:
-            # As in the middle of a plain step(): what there is can be looked at and saved, but not trained on.
+            # As after a plain step() that raised: values can be read and saved, but training must not go on.
             self._broken = f"an update of {slots[0].name} and others broke off ({type(error).__name__}: {error})"
             raise
         finally:
             params.updating = before
             for lazy in lazies:
-                lazy.memory.grad = None  # what was cast back for it would stay until the next update
+                lazy.memory.grad = None  # frees a copy that was cast back from the wire dtype
 
     def _step(self, claimed: dict[Slot, _Update], gradients: dict[Slot, Tensor]) -> None:
         members: dict[_Update, list[ToUpdate]] = {}
@@ -418,7 +427,11 @@ class DeferredUpdates:
 
 
 def _show_value(lazy: LazyParam) -> None:
-    """Put the value back that ``strict`` has hidden, and raise if anybody has written meanwhile."""
+    """Restore the value hidden by ``strict``, and raise if the memory was written to while the update was pending.
+
+    Raises:
+        StaleParameterError: code that torch cannot observe wrote to the parameter.
+    """
     memory, shadow = lazy.memory, lazy.shadow
     is_written = lazy.is_written
     if shadow is not None:
@@ -443,7 +456,7 @@ def _without(parameters: list[Tensor], lazies: Sequence[LazyParam]) -> list[Tens
 
 @contextlib.contextmanager
 def _as_if_called_by_the_user() -> Iterator[None]:
-    """A parameter may be touched inside autocast or inference mode; an optimizer step never does."""
+    """Leave autocast, inference mode and grad mode: a touch may happen inside them, but ``step()`` runs outside."""
     with contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
@@ -455,7 +468,7 @@ def _as_if_called_by_the_user() -> Iterator[None]:
 
 
 def pipeline_of(optimizer: Optimizer) -> Pipeline | None:
-    """The pipeline that this optimizer's gradients travel through, if any yet."""
+    """The pipeline that carries this optimizer's gradients; None if it has none yet or is not attached."""
     for hook in step_pre_hooks(optimizer):
         if _is_ours(hook):
             owner: DeferredUpdates = hook.__self__
@@ -464,7 +477,10 @@ def pipeline_of(optimizer: Optimizer) -> Pipeline | None:
 
 
 def _settings(optimizer: Optimizer) -> list[Any]:
-    """Which hyperparameters are set: none of a learning rate, which goes to zero and back."""
+    """Which hyperparameters are on: the value of a bool, else the type and whether it is zero.
+
+    Leaves out ``lr``, which schedulers move to zero and back.
+    """
     return [
         {
             key: value if isinstance(value, bool) else (type(value), isinstance(value, (int, float)) and not value)

@@ -1,4 +1,4 @@
-"""A loss scaler that looks at shards instead of waiting for gathered gradients."""
+"""A loss scaler that checks shards instead of waiting for gathered gradients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class GradScaler(torch.amp.GradScaler):
     """Drop-in ``torch.amp.GradScaler`` that keeps the overlap of ``dear_hook``.
 
     Each rank checks its own shards, all ranks get the same ``found_inf``, and gradients that are still on the wire are
-    unscaled when they have been gathered and are used. Everything else is torch's. The stock scaler gives the same
-    parameters, it only waits for all gradients first.
+    unscaled when they are used, after they have been gathered. All else is inherited from torch. The stock scaler
+    results in the same parameters, but waits for all gradients first.
 
     Example::
 

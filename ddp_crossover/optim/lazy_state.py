@@ -1,4 +1,4 @@
-"""The state of an optimizer whose updates may be pending: whoever looks at it has them applied first."""
+"""The state of an optimizer with deferred updates: reading or changing it applies pending updates first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class LazyState(defaultdict[Any, Any]):
     """``optimizer.state`` while its optimizer is attached.
 
     Attributes:
-        before_look: applies what is pending; None while the optimizer itself steps.
+        before_look: applies pending updates; None while the optimizer itself steps.
     """
 
     before_look: Callable[[], None] | None = None
@@ -43,7 +43,7 @@ for _name in (
 
 
 def make_state_lazy(optimizer: Optimizer) -> LazyState:
-    """The state of the optimizer, lazy from now on; ``load_state_dict`` and users replace it."""
+    """Make the optimizer's state lazy and return it. Needed at each step: ``load_state_dict`` and users replace it."""
     if not isinstance(optimizer.state, LazyState):
         optimizer.state = LazyState(getattr(optimizer.state, "default_factory", dict), optimizer.state)
     optimizer.state.before_look = None
@@ -51,6 +51,6 @@ def make_state_lazy(optimizer: Optimizer) -> LazyState:
 
 
 def make_state_plain(optimizer: Optimizer) -> None:
-    """Give the optimizer an ordinary state."""
+    """Replace a lazy state of the optimizer by an ordinary ``defaultdict``."""
     if isinstance(optimizer.state, LazyState):
         optimizer.state = defaultdict(optimizer.state.default_factory, optimizer.state)

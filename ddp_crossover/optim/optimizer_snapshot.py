@@ -1,8 +1,8 @@
 """Stand-ins for an optimizer: the same class and settings, over some of its parameters.
 
-``optimizer.step()`` runs on one that has only those parameters whose update cannot wait; each deferred update runs on
-one that is as the optimizer was when ``step()`` was called. So the optimizer that users hold is never half-changed:
-whoever looks at it, from another thread or in a signal handler, finds all its param groups and its whole state.
+``optimizer.step()`` runs on a stand-in that has only the parameters whose updates cannot be deferred. Each deferred
+update runs on a stand-in with the settings that the optimizer had when ``step()`` was called. So the user's optimizer
+is never half-changed: other threads and signal handlers see all its param groups and its whole state at any time.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals import STEP_HOOKS, raw_step
 
-# A learning-rate scheduler wraps `step` on the instance, to count the calls.
+# Includes `step`, because a learning-rate scheduler wraps it on the instance, to count the calls.
 _NOT_TAKEN_OVER = frozenset(("param_groups", "state", "step", *STEP_HOOKS))
 _IMMUTABLE = frozenset((NoneType, bool, int, float, str))
 
 
 class ToUpdate(NamedTuple):
-    """A parameter, and the tensor of the same memory that a deferred step updates; its ``.grad`` is the gradient."""
+    """A parameter, and a second tensor of its memory, with the gradient in ``.grad``, for a deferred step to update."""
 
     parameter: Tensor
     memory: Tensor
@@ -35,12 +35,13 @@ class StandIn:
     """Runs ``step()`` in place of an optimizer.
 
     Attributes:
-        original: the optimizer; where it trains two models, maybe the other one's stand-in.
-        optimizer: an object of the same class, with no parameters yet and the same state.
+        original: the optimizer; if it trains two models, this may be the stand-in of the other model.
+        optimizer: the stand-in, an object of the same class. It shares the state and has no parameters yet.
 
     Args:
         original: the optimizer.
-        is_ours: tells our own step hooks; the others run where a subclass calls the decorated ``super().step()``.
+        is_ours: whether a step hook is ours, to be left out. The stand-in keeps the others, which run if a subclass
+            calls the decorated ``super().step()``.
     """
 
     def __init__(self, original: Optimizer, is_ours: Callable[[Any], bool]) -> None:
@@ -57,14 +58,14 @@ class StandIn:
         return lambda _, args, kwargs: hook(self.original, args, kwargs)
 
     def take(self, parameters: Sequence[list[Tensor]]) -> None:
-        """Step on these parameters, given for each param group."""
+        """Set the parameters to step on, given for each param group."""
         self._groups = [dict(group) for group in self.original.param_groups]
         self.optimizer.param_groups = [
             {**group, "params": own} for group, own in zip(self._groups, parameters, strict=True)
         ]
 
     def give_back(self) -> None:
-        """After the step: what it has set goes to the original, and who got hold of this object sees that one's."""
+        """Copy what the step has set to the original, and show the original's groups to holders of the stand-in."""
         _give_back(vars(self.optimizer), vars(self.original), self.original)
         for mine, before, theirs in zip(
             self.optimizer.param_groups, self._groups, self.original.param_groups, strict=False
@@ -74,11 +75,11 @@ class StandIn:
 
 
 class OptimizerSnapshot:
-    """What ``step()`` would do to some parameters, to be done later.
+    """An optimizer as it is now, to update some of its parameters later.
 
     Args:
-        optimizer: the optimizer; its attributes and hyperparameters are copied, and what users have set on its
-            parameters; its state is shared.
+        optimizer: the optimizer. Its attributes, its hyperparameters and the attributes that users have set on its
+            parameters are copied; its state is shared.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -93,14 +94,14 @@ class OptimizerSnapshot:
             self._of_parameters = {p: _copied(vars(p)) for p in optimizer_parameters(optimizer) if vars(p)}
 
     def step(self, group: int, updates: Sequence[ToUpdate]) -> None:
-        """Update these parameters, which are in the param group with this index."""
+        """Update these parameters, all of the param group with index ``group``."""
         stand_in = _object_like(self.optimizer, self._attributes)
         for name in STEP_HOOKS:
             setattr(stand_in, name, OrderedDict())
-        # All groups: some optimizers read the settings of the first one for all of them.
+        # Includes all groups, because some optimizers read settings of the first group for all groups.
         stand_in.param_groups = [{**settings, "params": []} for settings in self._groups]
         stand_in.param_groups[group]["params"] = [memory for _, memory in updates]
-        # Past what a LazyState does for others.
+        # `dict.get`, because the methods of a LazyState would apply pending updates.
         states = [dict.get(self._state, parameter) for parameter, _ in updates]
         stand_in.state = defaultdict(
             dict, ((memory, own) for (_, memory), own in zip(updates, states, strict=True) if own is not None)
@@ -122,12 +123,12 @@ def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group without its parameters, safe from later changes."""
+    """A copy of a param group without its parameters and their names."""
     return {key: _copied(value) for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def reads_attributes(optimizer: Optimizer) -> bool:
-    """Whether it may read what users have set on parameters (``p.scale = ...``); none of torch's own does."""
+    """Whether it may read attributes that users set on parameters (``p.scale = ...``); torch's optimizers do not."""
     return not type(optimizer).__module__.startswith("torch.optim.")
 
 
@@ -135,7 +136,7 @@ def reads_attributes(optimizer: Optimizer) -> bool:
 def _attributes_of_then(
     updates: Sequence[ToUpdate], attributes: Mapping[Tensor, dict[str, Any]] | None
 ) -> Iterator[None]:
-    """Let the memory have what users had set on the parameters; what the step sets there goes to the parameters."""
+    """Show a step the attributes that parameters had at ``step()``, and copy those that it sets to the parameters."""
     if attributes is None:
         yield
         return
@@ -157,7 +158,7 @@ def _object_like(optimizer: Optimizer, attributes: Mapping[str, Any]) -> Optimiz
 
 
 def _give_back(attributes: Mapping[str, Any], before: dict[str, Any], optimizer: Optimizer) -> None:
-    """Attributes that a step has set, such as that it has checked something once."""
+    """Copy attributes that a step has set to the optimizer, such as a flag that something was checked once."""
     for name, value in attributes.items():
         if name not in _NOT_TAKEN_OVER and value is not before.get(name):
             before[name] = value
@@ -165,7 +166,7 @@ def _give_back(attributes: Mapping[str, Any], before: dict[str, Any], optimizer:
 
 
 def _copied(value: Any) -> Any:
-    if type(value) in _IMMUTABLE:  # nearly all: most optimizers have a dozen of them for each group
+    if type(value) in _IMMUTABLE:  # the common case: most optimizers have a dozen in each group
         return value
     if isinstance(value, Tensor):
         return value.detach().clone()

@@ -1,14 +1,15 @@
-"""What a ``step()`` reads from elsewhere than its optimizer and parameters, and what a script may change.
+"""Searches the code of an optimizer's ``step()`` for settings outside of the optimizer that a script may change.
 
-A deferred update would see what such a variable is by then, not what it was at ``step()``. So the code of ``step()``,
-and all that it may call, is searched for globals, variables of enclosing functions, attributes of classes, modules and
-functions, imports and the environment. Which object an attribute is read of is not followed: any class, module or
-function that the code comes across may be that object, and any string in the code may be the name of an attribute.
+A deferred update would read such a setting when it is applied, not as it was at ``step()``. So the bytecode of
+``step()``, and of everything that it may call, is searched for globals, variables of enclosing functions, attributes of
+classes, modules and functions, imports and the environment. The search does not track which object an attribute is read
+from: it assumes any class, module or function that the code refers to, and treats any string in the code as a possible
+attribute name.
 
-Code of torch, NumPy and the standard library is taken to read none, and what a module keeps for itself (a leading
-underscore) to be set by its own functions only. Not found is what is looked up by a computed name, what a script puts
-in a module of torch, a class attribute that one of the optimizer hides, and a number among a module's globals in whose
-place another module puts a new one.
+It assumes that code of torch, NumPy and the standard library reads no such settings, and that a module's private
+variables (leading underscore) are set only by functions of that module. It does not find names that are computed at run
+time, objects that a script puts into a module of torch, class attributes hidden by an attribute of the optimizer, and a
+number in a module's globals that another module replaces.
 """
 
 from __future__ import annotations
@@ -43,38 +44,38 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-# `os` has the environment, which is a setting like any other.
+# Not `os`: environment variables are settings, too.
 _TRUSTED = (sys.stdlib_module_names | {"numpy", "torch", "triton", "typing_extensions"}) - {"os"}
 _CONSTANTS = (Number, str, bytes, NoneType, enum.Enum, torch.dtype, torch.device, torch.layout, TypeVar, UnionType)
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
-_AT_BIRTH = ("__init__", "__new__", "__init_subclass__")  # of an optimizer or its class, not in its `step()`
+_AT_BIRTH = ("__init__", "__new__", "__init_subclass__")  # run when an optimizer or its class is made, not in `step()`
 _UNKNOWN = object()
-_IS_MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE; all others are static types of C
+_IS_MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE; other types are static, defined in C
 
 
 def changeable_setting(optimizer: Optimizer) -> str | None:
-    """Something outside of the optimizer that its ``step()`` reads and that may change, in words, or None."""
+    """Describe a setting outside of the optimizer that its ``step()`` reads and that may change; None without any."""
     return _Search(optimizer).first()
 
 
 class _Search:
-    """Goes through all code that a step may run, and through all that this reads."""
+    """Searches all code that ``step()`` may run, and all values that this code reads."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._own_classes = (*type(optimizer).__mro__, *type(type(optimizer)).__mro__)
-        # What the optimizer itself has under some name hides what its class has.
+        # Attributes of the instance hide class attributes of the same name.
         self._hidden = vars(optimizer).keys() - {"step"}
-        # Chains of calls may be longer than Python's stack is deep, so nothing here calls itself.
+        # A queue instead of recursion: chains of calls may be longer than Python's recursion limit.
         self._todo: deque[tuple[Any, str, bool]] = deque([(type(optimizer), "", False)])
-        self._names = {"step": None}  # a dict, which keeps the order: all ranks should name the same reason
+        self._names = {"step": None}  # a dict keeps its order, so that all ranks name the same reason
         self._holders: dict[int, Any] = {}
         self._functions: set[FunctionType] = set()
         self._private: list[tuple[str, dict[str, Any]]] = []
         self._modules: dict[int, _Module] = {}
 
     def first(self) -> str | None:
-        """What is found first."""
+        """The first changeable setting that is found, or None."""
         while self._todo:
             value, what, may_be_rebound = self._todo.popleft()
             if isinstance(value, FunctionType):
@@ -96,7 +97,7 @@ class _Search:
         self._todo += [(value, what, may_be_rebound) for value in values]
 
     def _read(self, name: str) -> None:
-        """Some object's attribute is read: it may be one of any class, module or function that was met."""
+        """Note that the code reads an attribute of this name, and look it up in all that was met so far."""
         if name not in self._names:
             self._names[name] = None
             for holder in self._holders.values():
@@ -115,11 +116,11 @@ class _Search:
         value, what = vars(holder)[name], f"the {kind} {holder.__name__}.{name}"
         is_own = holder in self._own_classes
         if isinstance(holder, type) and _is_trusted_class(holder):
-            # Only functions are of interest, which others may have put in the place of its own.
+            # Look at functions only: a script may have replaced a method of a trusted class.
             if isinstance(value, FunctionType):
                 self._add(what, value)
         elif name.startswith("__"):
-            # Python calls these without naming them.
+            # Python calls special methods without naming them in the bytecode.
             if (callable(value) or isinstance(value, classmethod)) and not (is_own and name in _AT_BIRTH):
                 self._add(what, value)
         elif name in self._names and not (is_own and name in self._hidden):
@@ -129,7 +130,7 @@ class _Search:
         if function in self._functions:
             return
         self._functions.add(function)
-        # Not `__module__`, which `functools.wraps` copies.
+        # Not by `__module__`, which `functools.wraps` copies.
         if _is_trusted(function.__globals__.get("__name__")):
             self._add(f"what {function.__name__}() calls", *_wrapped(function))
             return
@@ -165,7 +166,7 @@ class _Search:
             self._add(what, value, may_be_rebound=module.may_rebind_all)
 
     def _shared_private_variables(self) -> Iterator[str]:
-        """Private variables of a module which other functions of it know, too."""
+        """Private variables that are also used by functions of their module which ``step()`` does not run."""
         reached = {code for function in self._functions for code in _with_inner(function.__code__)}
         for name, variables in self._private:
             others = set(chain.from_iterable(self._module(variables).codes)) - reached
@@ -173,7 +174,7 @@ class _Search:
                 yield f"the global variable {name}"
 
     def _is_argument(self, function: FunctionType, name: str) -> bool:
-        """Whether a variable of an enclosing function is an argument to which nothing else is ever assigned."""
+        """Whether a variable of an enclosing function is an argument that is never assigned to."""
         return any(
             function.__code__ in codes[1:]
             and any(name in code.co_cellvars for code in codes)
@@ -188,21 +189,21 @@ class _Search:
 
 
 class _Module:
-    """What the functions of a module, which have these globals, may do to them."""
+    """How the functions of a module may change its globals."""
 
     def __init__(self, variables: dict[str, Any]) -> None:
-        # `type()`: `isinstance()` would wake what loads itself when it is asked.
+        # `type()`, because `isinstance()` would trigger objects that are loaded lazily.
         functions = [each for each in gc.get_referrers(variables) if type(each) is FunctionType]
-        # Of each function its code, and after it that of the functions which are made in it.
+        # For each function its code, followed by the code of functions defined inside of it.
         self.codes = [list(_with_inner(function.__code__)) for function in functions]
         codes = list(chain.from_iterable(self.codes))
         self.rebound = _stored(codes, "STORE_GLOBAL")
-        # Neither `globals()[name] = ...` nor the lines of a script that are in no function tell what they rebind.
+        # The globals rebound by `globals()[name] = ...`, or by top-level lines of a script, cannot be determined.
         self.may_rebind_all = _is_script(variables) or any("globals" in code.co_names for code in codes)
 
 
 def _is_script(variables: dict[str, Any]) -> bool:
-    """Whether lines of this module that are in no function are still to be run."""
+    """Whether top-level lines of this module may still run."""
     frames: Iterable[FrameType | None] = sys._current_frames().values()
     while frames := [frame for frame in frames if frame is not None]:
         if any(frame.f_globals is variables and frame.f_code.co_name == "<module>" for frame in frames):
@@ -216,7 +217,10 @@ def _is_trusted(module: str | None) -> bool:
 
 
 def _is_trusted_class(kind: type) -> bool:
-    """Whether it is of a trusted module, whose name `exec()` and `types.new_class()` give to classes of others, too."""
+    """Whether a trusted module defines this class.
+
+    ``__module__`` is not enough: ``exec()`` and ``types.new_class()`` may give it a trusted name for a user's class.
+    """
     return _is_trusted(kind.__module__) and (
         not kind.__flags__ & _IS_MADE_AT_RUN_TIME
         or getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
@@ -232,7 +236,7 @@ def _texts(constants: Iterable[Any]) -> Iterator[str]:
 
 
 def _parts(value: Any, *, may_be_rebound: bool) -> Iterable[Any] | None:
-    """What else is read with a value, or None if the value itself, or what bears its name, may change."""
+    """Other values that using this value may read; None if it may change, or its name may be rebound."""
     if isinstance(value, (ModuleType, logging.Logger)):
         return ()
     if isinstance(value, (staticmethod, classmethod)):
@@ -255,10 +259,10 @@ def _parts(value: Any, *, may_be_rebound: bool) -> Iterable[Any] | None:
 
 
 def _wrapped(value: Any) -> Iterator[Any]:
-    """The functions that a decorator of a trusted module has made another one of."""
+    """The functions that a decorator of a trusted module has wrapped."""
     attributes = getattr(value, "__dict__", {})
     yield attributes.get("__wrapped__")
-    # `functools.singledispatch` chooses from these.
+    # `functools.singledispatch` dispatches to these.
     if isinstance(implementations := attributes.get("registry"), MappingProxyType):
         yield from implementations.values()
 
@@ -266,7 +270,7 @@ def _wrapped(value: Any) -> Iterator[Any]:
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not set yet
+    except ValueError:  # not assigned yet
         return _UNKNOWN
 
 

@@ -1,8 +1,8 @@
-"""Can an optimizer's step be split over its parameters? Found out by trying, on a small clone.
+"""Tests on a small clone whether an optimizer's step can be split over its parameters.
 
-An update may be deferred per fusion group only if stepping some parameters now and others later gives the same bits as
-stepping all at once, and if a step in which gradients are missing leaves no trace. Elementwise and per-parameter
-optimizers pass; those that couple parameters (a global norm, a shared counter in ``param_groups``) do not.
+Updates may be deferred per fusion group only if stepping some parameters now and others later gives the same bits as
+stepping all at once, and if a step without gradients changes nothing. Elementwise and per-parameter optimizers pass;
+optimizers that couple parameters (by a global norm, or a shared counter in ``param_groups``) do not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ddp_crossover.optim.optimizer_snapshot import (
 from ddp_crossover.optim.outside_settings import changeable_setting
 from ddp_crossover.torch_internals import has_hooks, has_raw_step, raw_step
 
-# Enough for counters that act every few steps, and gradients on both sides of a threshold on their size.
+# Enough steps for counters that act every few steps, and magnitudes on both sides of a threshold on gradients.
 _STEPS = 12
 _MAGNITUDES = (1.0, 1e-4, 1e4)
 _SAMPLES_PER_KIND = 2
@@ -39,10 +39,10 @@ _SAMPLE_EDGE = 3
 
 
 def why_not_separable(optimizer: Optimizer) -> str | None:
-    """The reason for which this optimizer's updates must not be deferred, or None.
+    """Why this optimizer's updates must not be deferred; None if they may be.
 
-    Works on a clone with a few tiny parameters; the optimizer, its parameters and the global random states of torch,
-    NumPy and Python stay untouched.
+    Steps a clone with a few tiny parameters. Does not change the optimizer, its parameters, or the global random states
+    of torch, NumPy and Python.
     """
     name = _unknown_attribute(optimizer)
     if name is not None and isinstance(inner := getattr(optimizer, name), Optimizer):
@@ -64,7 +64,7 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
             if key not in ("params", "param_names") and isinstance(value, list) and len(value) == len(group["params"]):
                 return f"its {key!r} may have an entry for each parameter"
     failure = ""
-    # Fresh state first. Some optimizers (Adagrad up to torch 2.11) make theirs when they are built.
+    # Empty state first. Some optimizers (Adagrad up to torch 2.11) create state in `__init__`, and fail without it.
     for with_state in (False, True):
         try:
             with _random_states_kept(optimizer):
@@ -132,14 +132,14 @@ class _Clone:
         self.parameters: list[Tensor] = [p for group in groups for p in group["params"]]
 
     def set_gradients(self, step: int) -> list[Tensor]:
-        """Give each parameter a gradient; returns copies of them."""
+        """Give each parameter a gradient that depends on ``step`` only; returns copies of the gradients."""
         for index, parameter in enumerate(self.parameters):
             noise = _noise(parameter, seed=1000 * (step + 1) + index)
             parameter.grad = noise * _MAGNITUDES[step % len(_MAGNITUDES)]
         return [parameter.grad.clone() for parameter in self.parameters if parameter.grad is not None]
 
     def step_one_by_one(self) -> Any:
-        """As ``deferred_updates`` does it: a step without parameters, then one step per parameter."""
+        """Step as ``deferred_updates`` does: once without parameters, then once for each parameter."""
         gradients = {parameter: parameter.grad for parameter in self.parameters}
         snapshots: list[OptimizerSnapshot] = []
         stand_in = StandIn(self.optimizer, lambda _: False)
@@ -160,7 +160,7 @@ class _Clone:
         return result
 
     def everything(self) -> list[Any]:
-        """All that a step may have changed."""
+        """Everything that a step may have changed."""
         optimizer = self.optimizer
         return [
             self.parameters,
@@ -171,7 +171,7 @@ class _Clone:
 
 
 def _samples(parameters: list[Tensor], seed: int, originals: dict[Tensor, Tensor]) -> list[Tensor]:
-    """Tiny stand-ins, a few for each kind of parameter (dimensions, dtype, device); notes whom they stand for."""
+    """A few tiny parameters per number of dimensions, dtype and device; ``originals`` maps them to the real ones."""
     kinds: dict[tuple[Any, ...], int] = {}
     samples: list[Tensor] = []
     for parameter in parameters:
@@ -202,7 +202,7 @@ def _noise(like: Tensor, seed: int) -> Tensor:
 
 
 def _unknown_attribute(optimizer: Optimizer) -> str | None:
-    """An attribute that could hold other parameters, another optimizer, or anything that a clone would share."""
+    """Name of an attribute that may hold parameters, an optimizer, or anything that a clone would share; or None."""
     usual = vars(torch.optim.SGD([torch.zeros(1)])).keys() | {"step"}
     for name, value in vars(optimizer).items():
         if name not in usual and not _is_plain(value):
@@ -211,7 +211,7 @@ def _unknown_attribute(optimizer: Optimizer) -> str | None:
 
 
 def _why_settings_may_change(optimizer: Optimizer) -> str | None:
-    """Settings that a deferred update would see as they are by then, because a snapshot holds no copy of them."""
+    """Describe a setting that a snapshot cannot copy, so that a deferred update would read its later value; or None."""
     for group in optimizer.param_groups:
         for key, value in hyperparameters(group).items():
             if not _is_plain(value, Tensor):
@@ -225,14 +225,14 @@ def _why_settings_may_change(optimizer: Optimizer) -> str | None:
 
 
 def _knows_parameters_by_id(optimizer: Optimizer) -> bool:
-    """Deferred updates are made on other tensors of the same memory, which it would not know."""
+    """Whether it stores ids of parameters; deferred updates use other tensors of that memory, with other ids."""
     ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     own = [value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")]
     return not ids.isdisjoint(_integers((own, [hyperparameters(group) for group in optimizer.param_groups])))
 
 
 def _integers(value: Any) -> Iterator[int]:
-    """All integers in nested containers, keys of dicts among them."""
+    """All integers in nested containers, including keys of dicts."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -243,7 +243,7 @@ def _integers(value: Any) -> Iterator[int]:
 
 
 def _is_plain(value: Any, *also: type) -> bool:
-    """Whether it is made of numbers and the like, and of what is an instance of ``also``."""
+    """Whether a value consists of numbers, strings, enums, dtypes, devices, None and instances of ``also`` only."""
     if isinstance(value, (list, tuple, set, frozenset)):
         return all(_is_plain(each, *also) for each in value)
     if isinstance(value, dict):
@@ -252,12 +252,12 @@ def _is_plain(value: Any, *also: type) -> bool:
 
 
 def _awake(group: dict[str, Any]) -> dict[str, Any]:
-    """A learning rate of 0, as at the start of a warm-up, would make all optimizers look alike."""
+    """Replace a learning rate of 0, as at the start of a warm-up: with it every optimizer would pass."""
     return {**group, "lr": 1e-3} if "lr" in group and not float(group["lr"]) else group
 
 
 def _private_copy(value: Any) -> Any:
-    # Step and state_dict hooks stay with the original.
+    # An OrderedDict holds step or state_dict hooks, which the clone must not run.
     return OrderedDict() if isinstance(value, OrderedDict) else copy.deepcopy(value)
 
 

@@ -1,11 +1,11 @@
-"""Norms and overflow checks on shards: each rank looks at its own slice, then all know the result.
+"""Norms and overflow checks on shards: each rank computes on its own slice, then ranks exchange the results.
 
 After the scatter leg a shard holds the reduced gradients of 1/world_size of a fusion buffer, so clipping and loss
-scaling need no gathered gradient. What they find is a factor, applied when the gathered gradients are used.
+scaling need no gathered gradients. They result in a factor, which is applied when the gathered gradients are used.
 
-A rank may have looked at gradients that are still on the wire elsewhere (a logger on rank 0). So every rank answers
-for the same elements, its slices, wherever their values are: on the wire, or in a ``.grad`` that somebody has read,
-edited or replaced. Nothing is decided by what other ranks did, so nothing has to be agreed on first.
+One rank may have read gradients that are still on the wire on other ranks, as a logger on rank 0 does. So every rank
+computes on its own slices, wherever their values are: on the wire, or in a ``.grad`` that was read, edited or replaced.
+The result does not depend on what other ranks have read, so ranks need not agree on anything first.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Gradients(NamedTuple):
     """Gradients, by where their values are on this rank.
 
     Attributes:
-        on_the_wire: nobody has looked: in the shards, to be multiplied by ``slot.scales`` yet.
-        in_memory: all others, with what their ``.grad`` holds now.
+        on_the_wire: unread gradients; their values are in the shards, not yet multiplied by ``slot.scales``.
+        in_memory: all other gradients, with the tensor that ``.grad`` holds now.
     """
 
     on_the_wire: list[Slot]
@@ -35,7 +35,7 @@ class Gradients(NamedTuple):
 
 
 def gradients_of(pipeline: Pipeline, parameters: Iterable[Tensor]) -> Gradients | None:
-    """The gradients of these parameters; None if one belongs to a parameter that DDP was told to ignore."""
+    """The gradients of these parameters; None if DDP was told to ignore one of the parameters."""
     gradients = Gradients([], {})
     for parameter in parameters:
         grad = parameter.grad
@@ -47,25 +47,25 @@ def gradients_of(pipeline: Pipeline, parameters: Iterable[Tensor]) -> Gradients 
         if pipeline.is_pending(slot) and slot not in pipeline.updates:
             gradients.on_the_wire.append(slot)
         else:
-            # After step() the wire belongs to the update: what is done to `.grad` now must not reach it.
+            # After step() the fusion buffer belongs to the update: later changes to `.grad` must not reach it.
             gradients.in_memory[slot] = grad.resolve() if isinstance(grad, PendingGrad) else grad
     return gradients
 
 
 @torch.no_grad()
 def total_norm(pipeline: Pipeline, gradients: Gradients, norm_type: float) -> Tensor:
-    """Norm over all of these gradients, the same bits on every rank.
+    """Total norm of these gradients, with the same bits on every rank.
 
-    Computed in fp32 (fp64 if any gradient is fp64), summed over ranks in rank order. Every rank must call it. The host
-    does not wait on CUDA.
+    Computed in fp32 (fp64 if any parameter is fp64) and combined over ranks in rank order. Every rank must call it. On
+    CUDA the host does not wait.
 
     Args:
-        pipeline: whose gradients.
+        pipeline: the pipeline that carries the gradients.
         gradients: the gradients.
         norm_type: p of the p-norm, greater than 0, may be ``inf``.
 
     Returns:
-        A 0-dim tensor on the device of the gradients.
+        A 0-dim tensor on the device of the gradients, fp32 or fp64.
     """
     pipeline.order.join()
     device, dtype = pipeline.slots[0].view.device, _accumulation_dtype(pipeline)
@@ -87,14 +87,14 @@ def total_norm(pipeline: Pipeline, gradients: Gradients, norm_type: float) -> Te
 
 
 def found_inf(pipeline: Pipeline, gradients: Gradients) -> Tensor:
-    """1.0 if any of these gradients is NaN or infinite on any rank, else 0.0; 0-dim, fp32. Every rank must call it."""
-    # The largest element of all is NaN or infinite exactly when one of them is.
+    """1.0 if any gradient is NaN or infinite on any rank, else 0.0; 0-dim, fp32. Every rank must call it."""
+    # The maximum norm is NaN or infinite exactly when an element is.
     return (~total_norm(pipeline, gradients, float("inf")).isfinite()).float()
 
 
 @torch.no_grad()
 def scale(gradients: Gradients, factor: Tensor) -> None:
-    """Multiply these gradients by a 0-dim ``factor``: at once in memory, on the wire once they are complete."""
+    """Multiply gradients by a 0-dim ``factor``: those in memory now, those on the wire when they are complete."""
     for slot in gradients.on_the_wire:
         slot.scales = (*slot.scales, factor)
     if gradients.in_memory:
@@ -102,7 +102,7 @@ def scale(gradients: Gradients, factor: Tensor) -> None:
 
 
 def _own_pieces(pipeline: Pipeline, gradients: Gradients) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
-    """This rank's elements of these gradients, each piece with the factors that it lacks yet."""
+    """This rank's slices of these gradients as flat pieces, each with the factors still to be applied to it."""
     on_the_wire = set(gradients.on_the_wire)
     flat = {slot: _in_memory_order(slot, grad) for slot, grad in gradients.in_memory.items()}
     for group in pipeline.groups:
@@ -132,13 +132,13 @@ def _reduced_shard(pipeline: Pipeline, group: GroupInFlight, low: int, high: int
         return group.buffer[low:high]
     assert group.scatter is not None
     with pipeline.waiting(f"scatter {group.spec.index}") as meanwhile:
-        # Protects the norm from sums that are not complete.
+        # Protects the norm from incomplete sums.
         group.scatter.wait(meanwhile)
     return group.scatter.shard()
 
 
 def _in_memory_order(slot: Slot, grad: Tensor) -> Tensor:
-    """The gradient as a flat tensor, its elements in the order in which they travel."""
+    """The gradient as a flat tensor, with its elements in the order of the fusion buffer."""
     like = slot.view
     if grad.stride() != like.stride():
         grad = torch.empty_strided(like.shape, like.stride(), dtype=grad.dtype, device=like.device).copy_(grad)

@@ -1,1 +1,1 @@
-"""Parameters and gradients that are not there yet, and what brings them up to date when somebody looks."""
+"""Pending parameters and gradients, which are brought up to date when their values are used."""

@@ -1,16 +1,16 @@
-"""Whether somebody may be reading parameters at this very moment, or come in between two lines of this thread."""
+"""Finds other threads and signal handlers that may read parameters while this thread makes them pending."""
 
 from __future__ import annotations
 
 import signal
 import threading
 
-# Threads of ours, of data loaders (`multiprocessing` and pinning), and of those who count or log. Those of rich call
-# functions of users.
+# Threads that read no parameters: ours, those of data loaders (`multiprocessing` and pinning), progress bars and
+# loggers. Not rich, whose threads call functions of users.
 _NAMES = ("ddp_crossover-", "QueueFeederThread")
 _TARGETS = ("(_pin_memory_loop)",)
 _LIBRARIES = ("tqdm", "tensorboard")
-# What clusters, launchers and timers send. Python's own handler of Ctrl-C and torch's of SIGCHLD read nothing.
+# Signals sent by clusters, launchers and timers. Python's handler of Ctrl-C and torch's of SIGCHLD read no parameters.
 _SIGNAL_NAMES = (
     *("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGXCPU"),
     *("SIGCONT", "SIGCHLD", "SIGRTMIN", "SIGRTMAX"),
@@ -19,7 +19,7 @@ _SIGNALS = [getattr(signal, name) for name in _SIGNAL_NAMES if hasattr(signal, n
 
 
 def may_look() -> bool:
-    """Whether the process has a thread, besides this one, or a signal handler that may read parameters."""
+    """Whether the process has another thread, or a signal handler, that may read parameters."""
     this = threading.current_thread()
     if any(thread is not this and not _minds_its_own_business(thread) for thread in threading.enumerate()):
         return True

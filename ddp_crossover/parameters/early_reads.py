@@ -1,4 +1,4 @@
-"""Who makes a step wait: the line of the user's script that needs all updates, or all gradients, at once."""
+"""Finds the line of the user's script that makes a step wait, because it needs updates or gradients early."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _OURS = os.path.dirname(os.path.dirname(__file__))
 _TORCH = os.path.dirname(torch.__file__)
 _LIBRARIES = (os.sep + "site-packages" + os.sep, os.path.dirname(os.__file__) + os.sep)
 
-# Of modules, optimizers and parameters, and of what users and frameworks put around them.
+# Methods that read the whole state, of modules, optimizers, parameters, and of wrappers around them.
 _SAVING = ("state_dict", "__reduce_ex__", "__deepcopy__")
 
 
 class Looks:
-    """Names the first look of each step.
+    """Records the first line of each step that needs an update or a gradient early.
 
     Attributes:
         counts: in how many steps each line was the first.
-        is_inside_forward: the model's forward is running, which is where updates are needed.
-        is_explained: this step waits for a reason that is known.
+        is_inside_forward: whether the model's forward is running, where updates are needed anyway.
+        is_explained: whether it is already known why this step waits.
     """
 
     def __init__(self) -> None:
@@ -32,16 +32,16 @@ class Looks:
         self.is_explained = False
 
     def next_step(self) -> None:
-        """The gradients of another step have been computed."""
+        """Start the record of the next step, whose gradients have been computed."""
         self.is_explained = False
 
     def at_parameters(self) -> None:
-        """Somebody needs an update."""
+        """Note that an update is needed now."""
         if not self.is_inside_forward:
             self._note("reads or writes parameters between optimizer.step() and the next forward")
 
     def at_gradients(self) -> None:
-        """Somebody needs a gradient that is on the wire."""
+        """Note that a gradient is needed that is still on the wire."""
         self._note("reads gradients")
 
     def _note(self, what: str) -> None:
@@ -51,7 +51,7 @@ class Looks:
 
 
 def is_saving() -> bool:
-    """Whether the caller's caller is about to read the whole state: for a checkpoint, a copy, a pickle."""
+    """Whether a function on the stack is reading the whole state, for a checkpoint, a copy or a pickle."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name in _SAVING:
@@ -61,7 +61,7 @@ def is_saving() -> bool:
 
 
 def caller() -> str:
-    """File and line of the nearest caller that is not a library."""
+    """File name and line of the nearest caller outside of libraries, or ``"a library"``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename

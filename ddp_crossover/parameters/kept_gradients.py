@@ -1,7 +1,8 @@
-"""Which gradients lie in memory that a script keeps: their tensor object, a view of it, a buffer around it.
+"""Finds gradients whose memory a script keeps: by their tensor object, a view of it, or a buffer around it.
 
-At the end of backward plain DDP leaves the reduced gradient in that memory, and nothing tells when a script reads it.
-So it cannot wait. Found by counting references: what C++ and DDP hold of a gradient that nobody keeps is known.
+At the end of backward plain DDP leaves the reduced gradient in that memory, and a later read by the script cannot be
+observed. So such a gradient must be delivered at the end of backward. They are found by counting references: C++ and
+DDP hold a known number of them to a gradient that no script keeps.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from ddp_crossover.torch_internals import references_to_bucket_view, references_
 
 
 class KeptGradients:
-    """Counts references."""
+    """Finds kept gradients by counting references to their memory."""
 
     def __init__(self) -> None:
-        self._of_ddp: dict[int, int] = {}  # references that DDP has, by address of a bucket's storage
-        # References to gradients that nobody keeps, as this version of torch counts them.
+        self._of_ddp: dict[int, int] = {}  # DDP's references, by address of a bucket's storage
+        # References to a gradient that no script keeps. Measured, because they differ between versions of torch.
         self._alone = self._alone_in_pending = 0
         parameter = Parameter(torch.zeros(1))
         parameter.grad = torch.zeros(1)
@@ -34,10 +35,10 @@ class KeptGradients:
         self._alone_in_pending = self.excess(pending)
 
     def excess(self, grad: Tensor) -> int:
-        """How many references to this memory there are besides those that a gradient always has.
+        """Number of references to this memory beyond those that every gradient has.
 
         Args:
-            grad: what ``param.grad`` is; it must have exactly one name of the caller's.
+            grad: the tensor in ``param.grad``; the caller must hold exactly one reference to it.
         """
         if type(grad) is PendingGrad:
             excess = references_to_memory(grad.own_value()) - self._alone_in_pending
@@ -46,20 +47,24 @@ class KeptGradients:
         return excess and excess - self._of_ddp.get(_storage_of(grad), 0)
 
     def forget_buckets(self) -> None:
-        """Gradients are going to be views of others."""
+        """Forget DDP's buckets at the beginning of backward, which may use other ones."""
         self._of_ddp.clear()
 
     def note_bucket(self, buffer: Tensor, gradients: int) -> None:
-        """So many gradients may be views of this bucket."""
+        """Note that up to ``gradients`` gradients are views of this bucket."""
         self._of_ddp[_storage_of(buffer)] = references_to_bucket_view(gradients)
 
     def is_in_bucket(self, memory: Tensor) -> bool:
-        """Whether it is a part of one of DDP's buckets."""
+        """Whether ``memory`` is a part of one of DDP's buckets."""
         return _storage_of(memory) in self._of_ddp
 
     def kept(self, parameters: Sequence[Parameter]) -> list[bool]:
-        """Whether somebody keeps its gradient, for each of these: all that have an excess of references."""
-        # Several gradients may be parts of one tensor, as those of weights that forward concatenates.
+        """For each parameter, whether a script keeps its gradient.
+
+        Args:
+            parameters: all parameters whose gradients have an excess of references.
+        """
+        # Several gradients may be views of one tensor, such as those of weights that forward concatenates.
         in_storage = Counter(_storage_of(parameter.grad) for parameter in parameters)
         return [self._is_kept(parameter, in_storage) for parameter in parameters]
 

@@ -1,19 +1,20 @@
-"""The parameters of one model, each with what stands between it and its value.
+"""The parameters of one model, and the state of each parameter's pending update.
 
-States of a parameter, and who may see what:
+States of a parameter:
 
-* *plain*: an ``nn.Parameter``; its memory is right.
-* *pending*: a ``PendingParameter``; ``step()`` has asked for an update. Whoever touches it, from any thread, has the
-  update applied first. A group of parameters is updated together.
-* *updating*: the update is being written. Still a ``PendingParameter``: other threads wait for the lock. A signal
-  handler that has interrupted the update sees the memory as it is, as it would in the middle of a plain ``step()``.
-* *untouched*: a ``PendingParameter`` whose memory is right, because its group was updated, and that nobody has touched
-  since ``step()``. The first touch makes it plain.
+* *plain*: an ``nn.Parameter`` with an up-to-date value.
+* *pending*: a ``PendingParameter`` whose update was deferred by ``step()``. A touch, from any thread, applies the
+  update first, together with those of the other parameters in its fusion group.
+* *updating*: the update is being written. The class is still ``PendingParameter``, and other threads wait for the lock.
+  A signal handler that interrupts the update sees the memory half updated, as it would during a plain ``step()``.
+* *untouched*: a ``PendingParameter`` whose value is up to date, because its group was updated, but that has not been
+  touched since ``step()``. The first touch makes it plain.
 
     plain, untouched --step()--> pending --touch, or its group's--> updating --> untouched --touch--> plain
 
-A parameter that is pending or untouched after a forward and gets a gradient all the same was read past everything.
-Updates are written through a second tensor of the same memory, so they touch no parameter themselves.
+If a parameter gets a gradient although no forward has touched it, some code has read it without asking for its
+``__torch_function__``, and may have used the old value. Updates are written through a second tensor of the same memory,
+so that they do not touch the parameters themselves.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from ddp_crossover.torch_internals import cover_of, is_in_backward, set_data, st
 
 
 class StaleParameterError(RuntimeError):
-    """A parameter was read or written past everything while its update was pending."""
+    """A parameter was read or written while its update was pending, by code that bypasses ``__torch_function__``."""
 
 
 class LazyParam:
-    """One parameter.
+    """One parameter, its memory, and whether its update is pending.
 
     Attributes:
         index: position among the parameters that DDP manages.
@@ -47,11 +48,11 @@ class LazyParam:
         parameter: the parameter.
         memory: an ``nn.Parameter`` over the same memory, for the optimizer to update.
         is_waiting: whether the parameter is pending.
-        version: autograd's version of the memory since ``step()``: another one means a write past everything.
-        shadow: the value, where ``strict`` has put NaN.
-        is_covered: whether who uses the parameter without asking it gets an error.
-        was_covered: whether that was so from ``step()`` until its update was applied.
-        why_never_lazy: the reason for which each of its updates is written in ``step()`` itself, or None.
+        version: autograd's version counter of the memory after ``step()``; a change means an unobserved write.
+        shadow: a copy of the value while ``strict`` fills the memory with NaN, else None.
+        is_covered: whether the parameter points to its cover, so that unobserved reads and writes raise.
+        was_covered: whether it was covered from ``step()`` until its update was applied.
+        why_never_lazy: why its updates are never deferred, or None.
     """
 
     __slots__ = (
@@ -84,7 +85,7 @@ class LazyParam:
         self.follow_memory()
 
     def follow_memory(self) -> None:
-        """The parameter has got other memory, as by ``parameter.data = ...``."""
+        """Use the parameter's new memory, after ``parameter.data = ...`` for instance."""
         self.memory = Parameter(self.parameter.detach(), self.parameter.requires_grad)
         # Optimizers look at attributes that users have set on a parameter.
         self.memory.__dict__ = self.parameter.__dict__
@@ -97,22 +98,22 @@ class LazyParam:
         )
 
     def cover(self) -> None:
-        """Nobody is to use the value without asking, while it waits for its update. Call it :func:`unrecorded`."""
+        """Make reads and writes that bypass the class raise while the update is pending. Call in :func:`unrecorded`."""
         if self._cover is not None:
             self.is_covered = self.was_covered = True
             set_data(self.parameter, self._cover)
-            if not self.is_waiting:  # a signal handler has had the update applied in between
+            if not self.is_waiting:  # a signal handler applied the update meanwhile
                 self.is_covered = True
                 self.uncover()
 
     def uncover(self) -> None:
-        """The update is going to be written. Call it :func:`unrecorded`."""
+        """Remove the cover before the update is written. Call in :func:`unrecorded`."""
         if self.is_covered:
             set_data(self.parameter, self.memory)
             self.is_covered = False
 
     def use(self) -> None:
-        """Somebody is about to see the value."""
+        """Apply the update if it is pending, and make the parameter plain, because its value is about to be used."""
         params = self._params
         refuse_to_wait()
         with params.lock:
@@ -127,11 +128,11 @@ class LazyParam:
                 disarm(self.parameter)
 
     def use_all(self) -> None:
-        """Somebody may be about to see any value."""
+        """Apply all pending updates of the model, because any of its values may be about to be used."""
         self._params.use_all()
 
     def why_not_lazy_now(self, references_alone: tuple[int, int]) -> str | None:
-        """The reason for which its update must be written now, though its gradient was not read; or None."""
+        """Why this update cannot be deferred although the gradient was not read; None if it can be."""
         extra = len(self.neighbours) - 1
         covered = sum(lazy.is_covered for lazy in self.neighbours) if extra else 0
         tensors, variables = references_alone
@@ -143,11 +144,14 @@ class LazyParam:
 
     @property
     def is_written(self) -> bool:
-        """Whether C++ has written to the memory since ``step()``; views of one tensor share a version, and hide it."""
+        """Whether C++ wrote to the memory since ``step()``.
+
+        Always False for parameters in a common storage: they share a version counter, which every update raises.
+        """
         return len(self.neighbours) == 1 and self.memory._version != self.version
 
     def span(self) -> tuple[int, int]:
-        """Addresses of its memory: [low, high)."""
+        """Address range [low, high) of its memory, in bytes."""
         memory, low = self.memory, self.memory.data_ptr()
         if not memory.numel():
             return low, low
@@ -159,15 +163,15 @@ class LazyParams:
     """All parameters that DDP manages.
 
     Args:
-        named: the parameters.
+        named: names and parameters, in DDP's order.
 
     Attributes:
-        updating: those whose updates are being written.
-        lock: held while updates are noted, applied or looked at. A signal handler may take it again.
-        bring_up_to_date: called under the lock with parameters that somebody is about to see.
-        join: on CUDA, lets the current stream wait for updates that were written on another one.
-        why_none_is_lazy: the reason for which all updates must be written in ``step()`` itself, or None.
-        on_use: told of each first touch since the parameter was armed.
+        updating: the parameters whose updates are being written.
+        lock: held while updates are deferred, applied or checked. Re-entrant, because signal handlers take it too.
+        bring_up_to_date: applies the pending updates of the parameters that it is given; called under the lock.
+        join: on CUDA, makes the current stream wait for updates that were written on another stream.
+        why_none_is_lazy: why no update may be deferred, or None.
+        on_use: called at the first touch of a parameter after it was armed.
     """
 
     def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
@@ -177,28 +181,28 @@ class LazyParams:
         self.why_none_is_lazy: str | None = None
         self.bring_up_to_date: Callable[[Iterable[LazyParam]], None] = lambda _: None
         self.on_use: Callable[[LazyParam], None] = lambda _: None
-        # References to a storage that belongs to one parameter alone, as this version of torch counts them.
+        # Reference counts of a storage without aliases. Measured, because they differ between versions of torch.
         self._references_alone = _references(LazyParam(self, 0, "", Parameter(torch.zeros(1))).storage)
         self.all = [LazyParam(self, index, name, parameter) for index, (name, parameter) in enumerate(named)]
         self.of_id = {id(lazy.parameter): lazy for lazy in self.all}
         self._find_neighbours()
 
     def let_go(self) -> None:
-        """Of all parameters and their memory, without waiting for the collector of garbage."""
+        """Drop all parameters and their memory now, without waiting for garbage collection."""
         for lazy in self.all:
             del lazy.parameter, lazy.memory, lazy.storage
         self.all.clear()
         self.of_id.clear()
 
     def arm_all(self) -> None:
-        """Learn who touches which parameter, though nothing is pending."""
+        """Arm all plain parameters, to observe their first touches although no update is pending."""
         with self.lock:
             for lazy in self.all:
                 if type(lazy.parameter) is Parameter:
                     arm(lazy.parameter, lazy)
 
     def use_all(self) -> None:
-        """Bring all parameters up to date, and make them plain."""
+        """Apply all pending updates, and make all parameters plain."""
         refuse_to_wait()
         with self.lock:
             self.bring_up_to_date(self.all)
@@ -207,23 +211,23 @@ class LazyParams:
                     disarm(lazy.parameter)
 
     def armed(self) -> list[LazyParam]:
-        """Those that nobody has touched since they were armed."""
+        """The parameters that have not been touched since they were armed."""
         return [lazy for lazy in self.all if is_armed(lazy.parameter)]
 
     def make_lazy(
         self, lazies: Sequence[LazyParam], note_update: Callable[[LazyParam], None], *, hide_values: bool
     ) -> None:
-        """Let them wait for their updates, from now on. Call it under the lock.
+        """Make these parameters pending. Call it under the lock.
 
         Args:
             lazies: the parameters.
-            note_update: notes what is to be done for one of them.
-            hide_values: put NaN into their memory meanwhile, instead of covering it.
+            note_update: records the deferred update of one of them.
+            hide_values: fill their memory with NaN until the update, instead of covering it.
         """
-        # As the update would: a backward of an older graph must fail.
+        # The update would raise the version, too, so that a backward of an older graph fails.
         torch.autograd.graph.increment_version([lazy.memory for lazy in lazies])
-        # A thread that has asked its parameter a moment ago would get the error when it reads; so would a signal
-        # handler inside of the end of a profiler's range, where torch asks no class.
+        # A cover would break two valid readers: another thread that has looked up `__torch_function__` and not yet
+        # run its kernel, and a signal handler at the end of a profiler range, where torch skips that look-up.
         covers = not hide_values and not may_look()
         with unrecorded():
             for lazy in lazies:
@@ -232,13 +236,13 @@ class LazyParams:
                     lazy.memory.data.fill_(float("nan"))
                 lazy.version = lazy.memory._version
                 lazy.is_waiting, lazy.was_covered = True, False
-                note_update(lazy)  # from here on a signal handler may apply it
+                note_update(lazy)  # a signal handler may apply the update from here on
                 arm(lazy.parameter, lazy)
                 if covers:
                     lazy.cover()
 
     def why_not_lazy(self, candidates: Sequence[LazyParam]) -> dict[LazyParam, str]:
-        """Those whose updates must be written at the end of ``step()``, with the reason."""
+        """The candidates whose updates must be applied at the end of ``step()``, each with the reason."""
         if self.why_none_is_lazy is not None:
             return dict.fromkeys(candidates, self.why_none_is_lazy)
         moved = []
@@ -247,7 +251,7 @@ class LazyParams:
                 if not lazy.parameter.is_set_to(lazy.memory):
                     moved.append(lazy)
             elif not is_armed_by(lazy.parameter, lazy):
-                touch(lazy.parameter)  # another model trains it, too
+                touch(lazy.parameter)  # armed by another model that trains it, too
         for lazy in moved:
             lazy.follow_memory()
         if moved:
@@ -257,7 +261,7 @@ class LazyParams:
         return {lazy: reason for lazy, reason in why_not.items() if reason is not None}
 
     def _find_neighbours(self) -> None:
-        """Parameters in one storage; side by side, as in flattened RNN weights, they do not disturb each other."""
+        """Find parameters that share a storage, such as flattened RNN weights; those that overlap are never lazy."""
         in_storage: dict[int, list[LazyParam]] = {}
         for lazy in self.all:
             lazy.neighbours = in_storage.setdefault(lazy.storage._cdata, [])
@@ -269,7 +273,7 @@ class LazyParams:
 
 
 def _references(storage: torch.UntypedStorage) -> tuple[int, int]:
-    """How many tensors and how many Python variables refer to this memory, each plus a constant."""
+    """Numbers of tensors and of Python variables that refer to this storage, each plus a constant."""
     return storage_use_count(storage), sys.getrefcount(storage)
 
 
@@ -281,7 +285,9 @@ def _overlap(left: LazyParam, right: LazyParam) -> bool:
 
 
 class StaleReadGuard:
-    """After a forward: what nobody has touched gets no gradient, else somebody has read it past everything.
+    """Detects parameters that get a gradient although no forward has touched them.
+
+    Such a parameter was read by code that bypasses ``__torch_function__``, maybe before its update.
 
     Args:
         params: the parameters.
@@ -295,7 +301,7 @@ class StaleReadGuard:
         self._handles: list[RemovableHandle] = []
 
     def end_forward(self) -> None:
-        """Watch what has not been touched, though it could be read."""
+        """Hook the gradients of parameters that are untouched, and that were readable because they were not covered."""
         self.remove()
         self._touched_in_backward.clear()
         self._handles = [
@@ -305,17 +311,17 @@ class StaleReadGuard:
         ]
 
     def note_touch(self, lazy: LazyParam) -> None:
-        """A parameter was touched outside of a forward."""
+        """Note a touch outside of forward. In backward it comes too late to explain the parameter's gradient."""
         if self._handles and is_in_backward():
             self._touched_in_backward.add(lazy)
 
     def gradient_arrives(self, lazy: LazyParam) -> None:
-        """Of a parameter that the forward has not touched; a penalty in the loss may have."""
+        """Report a parameter that was not touched before backward; a penalty in the loss may have touched it."""
         if is_armed(lazy.parameter) or lazy in self._touched_in_backward:
             self._on_stale_read(lazy)
 
     def remove(self) -> None:
-        """Take the hooks down."""
+        """Remove the gradient hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

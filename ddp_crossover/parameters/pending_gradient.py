@@ -1,8 +1,8 @@
-"""PendingGrad: the ``param.grad`` of a gradient that is still on the wire.
+"""PendingGrad: the tensor in ``param.grad`` while the gradient is still on the wire.
 
-Backward ends before the gradients have been summed over ranks. Until somebody looks, ``param.grad`` is a
-:class:`PendingGrad`; the first operation that touches it waits for the legs of its fusion groups and from then on it
-*is* the reduced gradient. Knows nothing of groups or legs: it is given a function that delivers the value.
+Backward ends before the gradients have been summed over ranks, and leaves a :class:`PendingGrad` in ``param.grad``. The
+first operation that needs its value waits for the legs of its fusion groups; from then on it behaves as the reduced
+gradient. This module knows no groups or legs: it is given a function that delivers the value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from ddp_crossover.own_threads import refuse_to_wait
 from ddp_crossover.torch_internals import use_count
 
-# What can be told without the value. Everything else waits.
+# Attributes and methods that need no value. All others wait for it.
 _METADATA_NAMES = (
     "shape",
     "dtype",
@@ -69,8 +69,8 @@ _ZERO_IN_PLACE = (Tensor.zero_, torch.zero_, torch._foreach_zero_)
 class PendingGrad(Tensor):
     """A gradient that waits for its communication on first use.
 
-    Same shape, dtype, device and strides as the gradient. Any torch function, in-place or not, works on the
-    reduced value; ``type(param.grad)`` is the only difference that a reader sees.
+    It has the shape, dtype, device and strides of the gradient. Every torch function, in-place or not, works on the
+    reduced value; ``type(param.grad)`` is the only visible difference.
     """
 
     _lock: threading.RLock
@@ -91,30 +91,34 @@ class PendingGrad(Tensor):
     def arm(
         self, deliver: Callable[[Tensor], Tensor], memory: Tensor, wait_until_unread: Callable[[], None] = lambda: None
     ) -> None:
-        """Make it pending again.
+        """Make this object stand for a new gradient that is on the wire.
 
         Args:
-            deliver: waits, then returns the reduced gradient, in the memory that it is given or, where that belongs to
-                the next gradient already, in memory of its own.
+            deliver: waits for the legs and returns the reduced gradient. It uses the memory that it is given, or new
+                memory where the given memory belongs to the next gradient already.
             memory: where plain DDP would leave the reduced gradient.
-            wait_until_unread: waits until nobody reads this rank's own gradient from ``memory`` any more.
+            wait_until_unread: waits until this rank's own gradient has been copied out of ``memory``.
         """
         self._wait_until_unread = wait_until_unread
         self._value = None
         self._memory = memory
-        self._deliver = deliver  # last: a signal handler may look in between
+        self._deliver = deliver  # last, because a signal handler may resolve it in between
 
     @property
     def resolved(self) -> bool:
-        """Whether the reduced gradient has been delivered already."""
+        """Whether there is nothing left to wait for."""
         return self._deliver is None
 
     def resolve(self) -> Tensor:
-        """Wait for the reduced gradient and return it as a plain tensor."""
+        """Wait for the reduced gradient and return it as a plain tensor.
+
+        Raises:
+            RuntimeError: in a thread on which legs depend.
+        """
         if self._deliver is not None:
             refuse_to_wait()
             with self._lock:
-                if self._deliver is not None:  # no other thread was faster
+                if self._deliver is not None:  # another thread may have delivered it meanwhile
                     assert self._memory is not None
                     self._value = self._deliver(self._memory)
                     self._deliver = None
@@ -122,7 +126,7 @@ class PendingGrad(Tensor):
         return self._value
 
     def own_value(self) -> Tensor:
-        """As :meth:`resolve`; after it this object refers to the value once, whatever it has been through."""
+        """As :meth:`resolve`, and drop ``_memory``, so that this object holds exactly one reference to the value."""
         if self._deliver is not None:
             self.resolve()
         self._memory = None
@@ -131,16 +135,16 @@ class PendingGrad(Tensor):
 
     @property
     def is_free(self) -> bool:
-        """Whether it has no gradient, to come or delivered."""
+        """Whether it holds no gradient, neither pending nor delivered."""
         return self._deliver is None and self._value is None
 
     def disarm(self) -> None:
-        """Forget the gradient: nobody can ask for it any more."""
+        """Drop the gradient, which can no longer be read because only the pool refers to this object."""
         self._deliver = None
         self._value = self._memory = None
 
     def overwrite_with_zeros(self) -> None:
-        """What ``zero_grad(set_to_none=False)`` asks for needs no value, so it does not wait."""
+        """Set it to zero, as ``zero_grad(set_to_none=False)`` does, without waiting for the reduced gradient."""
         with self._lock:
             if self._deliver is None:
                 assert self._value is not None
@@ -172,7 +176,7 @@ class PendingGrad(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Reached from C++ only: AccumulateGrad adds to it, DDP's reducer copies it and into it.
+        # Called from C++ only: AccumulateGrad adds to the gradient, DDP's reducer copies from and to it.
         plain_args, plain_kwargs = tree_map_only(PendingGrad, PendingGrad.resolve, (args, kwargs or {}))
         out = func(*plain_args, **plain_kwargs)
         in_place = bool(args) and isinstance(args[0], PendingGrad) and out is plain_args[0]
@@ -180,9 +184,9 @@ class PendingGrad(Tensor):
 
 
 class PendingGradPool:
-    """Makes one parameter's PendingGrads, one object for all steps where nobody else holds it.
+    """Makes the PendingGrads of one parameter, and reuses one object across steps while only the pool refers to it.
 
-    Making one costs microseconds a parameter; reusing it costs a tenth of that.
+    Making one takes microseconds per parameter; reusing one takes a tenth of that.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype, lock: threading.RLock) -> None:
@@ -193,21 +197,21 @@ class PendingGradPool:
         self._unshared_references = sys.getrefcount(self._object)
 
     def take(self, grad: Tensor) -> PendingGrad:
-        """The object to put into ``param.grad``, whose present value is ``grad``; it forgets any other gradient."""
+        """The object for ``param.grad``, which now holds ``grad``. Drops any other gradient from that object."""
         pending = self._object
         if grad is pending:
             return pending
         if type(grad) is PendingGrad and grad.stride() == self._like.stride():
-            self._object = grad  # of the plan before: whoever holds it sees what becomes of `param.grad`
+            self._object = grad  # made under the last plan; its holders expect it to follow `param.grad`
         elif not pending.is_free:
-            del pending  # would count
+            del pending  # this name would count as a reference
             if self.held_elsewhere():
                 self._object = PendingGrad(self._like, self._dtype, self._lock)
             self._object.disarm()
         return self._object
 
     def is_current(self, grad: Tensor) -> bool:
-        """Whether ``grad`` is the object that was taken last, and nobody has looked at it."""
+        """Whether ``grad`` is the object that was taken last and is still unread."""
         return grad is self._object and self._object._deliver is not None
 
     @property
@@ -216,5 +220,5 @@ class PendingGradPool:
         return self._object
 
     def held_elsewhere(self) -> bool:
-        """Whether anybody but this pool refers to the object, in Python or in C++."""
+        """Whether anything but this pool refers to the object, in Python or in C++."""
         return sys.getrefcount(self._object) > self._unshared_references or (use_count(self._object) > 1)

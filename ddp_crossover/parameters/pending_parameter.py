@@ -1,11 +1,11 @@
-"""PendingParameter: a parameter whose update has been asked for and is applied when somebody touches its value.
+"""PendingParameter: a parameter whose deferred update is applied when its value is first used.
 
 While an update is pending, the class of the parameter object is :class:`PendingParameter` instead of ``nn.Parameter``.
-Every operator, and everything else in torch that looks at a tensor, first asks the tensor whether it wants to handle
-the call itself: it looks up ``__torch_function__``. A pending parameter takes this look as the moment to be brought up
-to date. It turns back into an ``nn.Parameter`` and answers "no", and the operator goes on with the right value.
+Torch looks up ``__torch_function__`` on the arguments of every operator, to see whether one of them overrides it. A
+pending parameter uses this look-up to apply its update: it turns back into an ``nn.Parameter`` and reports that it
+overrides nothing, and the operator continues with the updated value.
 
-This module knows nothing of optimizers or communication: it is given an object to call for each pending parameter.
+This module knows no optimizers and no communication: it is given a keeper object to call for each pending parameter.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ _NOT_OVERRIDDEN = torch._C._disabled_torch_function_impl
 
 
 class Keeper(Protocol):
-    """Knows what one parameter waits for."""
+    """Applies the pending update of one parameter."""
 
     def use(self) -> None:
-        """Bring the parameter up to date and call :func:`disarm`; or leave it, if this thread is updating it now."""
+        """Apply the update and call :func:`disarm`. Does nothing if this thread is already updating it."""
 
     def use_all(self) -> None:
-        """The same for all parameters of the model."""
+        """Do the same for all parameters of the model."""
 
 
-# By the parameter's id. The keeper holds the parameter, so an id means the same object while it is here. Not an
-# attribute of the parameter, because copying and pickling would take it along.
+# By id of the parameter. The keeper holds the parameter, so the id is not reused while it is a key here. An attribute
+# of the parameter would be copied and pickled with it.
 _keepers: dict[int, Keeper] = {}
-# By thread: what went wrong when a parameter was asked, until an operator has raised it.
+# By thread: the exception of a failed update, until an operator raises it.
 _failures: dict[int, BaseException] = {}
 
 
 def arm(parameter: Tensor, keeper: Keeper) -> None:
-    """Call ``keeper.use()`` before anybody sees the value of this parameter. Takes 0.2 us."""
+    """Have ``keeper.use()`` called before the value of this parameter is used. Takes 0.2 us."""
     _keepers[id(parameter)] = keeper
     parameter.__class__ = PendingParameter
 
 
 def disarm(parameter: Tensor) -> None:
-    """The value is right from now on."""
+    """Make the parameter a plain ``nn.Parameter`` again, now that its value is up to date."""
     parameter.__class__ = Parameter
     _keepers.pop(id(parameter), None)
 
 
 def is_armed(parameter: Tensor) -> bool:
-    """Whether nobody has touched the value since :func:`arm`."""
+    """Whether the parameter has not been touched since :func:`arm`."""
     return type(parameter) is PendingParameter
 
 
@@ -60,28 +60,31 @@ def is_armed_by(parameter: Tensor, keeper: Keeper) -> bool:
 
 
 def touch(parameter: Tensor) -> None:
-    """Bring the parameter up to date, if it is pending."""
+    """Apply the parameter's update, if it is pending, and make it plain."""
     if type(parameter) is PendingParameter:
         keeper = _keepers.get(id(parameter))
         keeper.use() if keeper is not None else _use_unknown(parameter)
 
 
 def _use_unknown(parameter: Tensor) -> None:
-    """Another thread has just made it plain, or ``torch.utils.swap_tensors`` has given this object what was pending."""
+    """Handle a pending parameter without a keeper.
+
+    Either another thread has just disarmed it, or ``torch.utils.swap_tensors`` moved a pending class into this object.
+    """
     if type(parameter) is PendingParameter:
         use_everything()
         disarm(parameter)
 
 
 def use_everything() -> None:
-    """Bring all pending parameters up to date, of all models."""
+    """Apply all pending updates of all models."""
     for key, keeper in list(_keepers.items()):
-        if key in _keepers:  # else another parameter's keeper has done it for the whole model
+        if key in _keepers:  # otherwise another keeper of the same model has done it
             keeper.use_all()
 
 
 class _RaiseFailure:
-    """What an operator calls instead of working with a parameter that could not be brought up to date."""
+    """Called by torch in place of an operator when a parameter's update has failed."""
 
     def __call__(self, *args: object, **kwargs: object) -> None:
         raise _failures.pop(threading.get_ident())
@@ -91,10 +94,10 @@ _raise_failure = _RaiseFailure()
 
 
 class _UseBeforeAnswering:
-    """The ``__torch_function__`` of a pending parameter: looking it up brings the parameter up to date.
+    """The ``__torch_function__`` of a pending parameter: looking it up applies the update.
 
-    Torch swallows exceptions of this look-up and would go on with the old value. So an exception is kept, and the
-    answer is a function that raises it.
+    Torch swallows exceptions raised by the look-up and would continue with the old value. So the exception is stored,
+    and the look-up returns a function that raises it.
     """
 
     def __get__(self, parameter: Tensor | None, kind: type) -> Any:
@@ -104,8 +107,9 @@ class _UseBeforeAnswering:
             if parameter is not None:
                 touch(parameter)
             elif not torch._C._is_torch_function_mode_enabled():
-                # The class is asked where another argument wants to handle the call, and that one may hide this
-                # parameter from us. A mode does not: it calls the function again, which asks the parameter itself.
+                # Torch looks it up on the class when another argument overrides the call, and the override may then use
+                # the parameter without another look-up. The parameter is unknown here, so apply all updates. Function
+                # modes need none of this: they call the function again, with a look-up on the parameter itself.
                 use_everything()
         except BaseException as error:
             _failures[threading.get_ident()] = error
@@ -114,8 +118,8 @@ class _UseBeforeAnswering:
 
 
 def _needs_no_value(name: str) -> Any:
-    """An attribute or a method of ``Tensor`` that works without bringing the parameter up to date."""
-    # As `with torch._C.DisableTorchFunctionSubclass()`, but no signal handler comes in between, where it would not ask.
+    """An attribute or a method of ``Tensor`` that works without applying the update."""
+    # Not `with torch._C.DisableTorchFunctionSubclass()`: a signal handler that runs inside would read old values.
     original, past_classes = getattr(Tensor, name), _NOT_OVERRIDDEN
     if not hasattr(original, "__set__"):
         return lambda self, *args, **kwargs: past_classes(original, (), (self, *args), kwargs)
@@ -126,16 +130,16 @@ def _needs_no_value(name: str) -> Any:
 
 
 class PendingParameter(Parameter):
-    """An ``nn.Parameter`` with a pending update. Made by :func:`arm` only, out of an existing parameter.
+    """An ``nn.Parameter`` with a pending update. Only :func:`arm` makes one, out of an existing parameter.
 
-    What training loops ask parameters for between two steps without looking at the value does not apply the update:
-    ``grad``, ``requires_grad``, ``shape``, ``dtype``, ``device``, the number of elements, gradient hooks.
+    Some things that training loops use between two steps need no value and do not apply the update: ``grad``,
+    ``requires_grad``, ``shape``, ``dtype``, ``device``, the number of elements, gradient hooks.
     """
 
     __torch_function__ = _UseBeforeAnswering()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Parameter:  # type: ignore[misc]
-        # `type(parameter)(data)`, as in `Parameter.__deepcopy__`, wants a parameter of its own.
+        # `type(parameter)(data)`, as in `Parameter.__deepcopy__`, must return a new plain parameter.
         return Parameter(*args, **kwargs)
 
     for _name in (

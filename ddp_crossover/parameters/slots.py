@@ -1,4 +1,4 @@
-"""What is known of each parameter and each fusion group while an iteration is under way."""
+"""State of each parameter and each fusion group during an iteration."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ class Slot:
         name: full name, for messages.
         parameter: the parameter.
         view: its gradient inside the fusion buffers, in the wire dtype.
-        is_cast: whether the wire dtype is not the parameter's.
+        is_cast: whether the wire dtype differs from the parameter's dtype.
         groups: the fusion groups that carry a piece of it.
         pending: makes its ``PendingGrad``.
-        deliver: what its ``PendingGrad`` calls to get the value.
-        scales: factors (0-dim tensors) that the gradient is multiplied by once it is complete, in the parameter's
-            dtype.
+        deliver: called by its ``PendingGrad`` to get the value.
+        scales: factors (0-dim tensors) by which the complete gradient is multiplied, in the parameter's dtype.
         is_kept: whether a script keeps the memory of its gradient, so that it was delivered at the end of backward.
-        version_before: version of ``.grad`` when its bucket arrived, to see whether DDP wrote to it.
+        version_before: version counter of ``.grad`` when its bucket arrived, to tell whether DDP wrote to it since.
     """
 
     __slots__ = (
@@ -60,7 +59,7 @@ class Slot:
 
 
 class GroupInFlight:
-    """A fusion group, its buffer, and its legs in the present iteration."""
+    """A fusion group, its buffer, and its legs in the current iteration."""
 
     def __init__(self, spec: FusionGroup, buffer: Tensor, slots: list[Slot]) -> None:
         self.spec = spec

@@ -1,1 +1,1 @@
-"""Which gradients travel together, and when: measured, simulated, tried."""
+"""Plans which gradients travel together, and when, from measurements, a simulator and trials."""

@@ -1,8 +1,8 @@
-"""Measures the compute times of a training step in training, for the planner.
+"""Measures the compute times of a training step during training, for the planner.
 
-Everything is read from one stopwatch that stands still while compute waits for communication: when each parameter is
-first used, when each gradient arrives, and where forward and backward end. On CUDA it runs on events of the compute
-stream, because the host's clock shows only when work was enqueued.
+One stopwatch, which stops while compute waits for communication, gives all times: when each parameter is first used,
+when each gradient arrives, and when forward and backward end. On CUDA it uses events of the compute stream, because
+the host's clock shows only when work was enqueued.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import torch
 from ddp_crossover.planning.cost_model import ComputeProfile
 from ddp_crossover.tracing.trace import Moment
 
-# The first step under a plan runs with cold buffers.
+# The first step under a plan runs with cold buffers, so it is not counted.
 _WARMUP_STEPS = 1
 _MEASURED_STEPS = 4
 
 
 class Stopwatch:
-    """Marks moments of compute. Their times are read later, because on CUDA they are in the future.
+    """Marks moments of compute. Their times are read later, because on CUDA they are still in the future.
 
-    There it is for the stream that is current on ``device`` at each mark. The thread's own may be another, since nobody
-    has to call ``torch.cuda.set_device``; that of autograd's is this one.
+    On CUDA a mark is an event on the stream that is current on ``device``. The device is explicit because the training
+    thread's current device may be another one (``torch.cuda.set_device`` is optional); in autograd's threads it is
+    this one.
 
     Args:
-        device: where compute is.
+        device: device that computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,7 +39,7 @@ class Stopwatch:
         self._waits: list[tuple[Moment, Moment]] = []
 
     def now(self) -> Moment:
-        """This moment of the host or, on CUDA, of the stream."""
+        """The current moment: host time or, on CUDA, an event on the current stream."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -46,14 +47,14 @@ class Stopwatch:
         return event
 
     def mark(self) -> Any:
-        """This moment, and what has been waited for until then; opaque."""
+        """Mark the current moment; the result is opaque and goes to :meth:`seconds`."""
         return self.now(), len(self._waits)
 
     def seconds(self, marks: Sequence[Any], *, waits: bool) -> list[float]:
-        """Times of marks in seconds, from the first of them; with or without the time spent waiting."""
+        """Times of marks in seconds since the first one; ``waits`` says whether to include time spent waiting."""
         last, last_wait = marks[-1]
         if not isinstance(last, float):
-            last.synchronize()  # only when a plan is about to be made
+            last.synchronize()  # acceptable: called only when a plan is about to be made
         first, first_wait = marks[0]
         waited_s = [0.0]
         for begin, end in self._waits[first_wait:last_wait]:
@@ -62,7 +63,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Compute waits for communication within."""
+        """Context manager for code in which compute waits for communication; its time is not compute."""
         begin = self.now()
         try:
             yield
@@ -75,7 +76,7 @@ def _between_s(begin: Any, end: Any) -> float:
 
 
 class _Step:
-    """Marks of one training step, from its first forward to the next step's."""
+    """Marks of one training step, which lasts until the next step's first forward."""
 
     def __init__(self, begin: Any) -> None:
         self.begin = begin
@@ -87,10 +88,10 @@ class _Step:
 
 
 class ComputeProfiler:
-    """Follows a few training steps.
+    """Measures a few training steps.
 
     Args:
-        stopwatch: what to measure with.
+        stopwatch: measures the times.
         parameters: number of parameters.
     """
 
@@ -102,15 +103,15 @@ class ComputeProfiler:
 
     @property
     def done(self) -> bool:
-        """Whether enough steps have been seen."""
+        """Whether enough steps have been measured."""
         return len(self._steps) >= _WARMUP_STEPS + _MEASURED_STEPS
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Compute waits for communication within."""
+        """Context manager for code in which compute waits for communication; its time is not compute."""
         return self._stopwatch.waiting()
 
     def forward_begins(self) -> None:
-        """A forward of the model. The first one after a backward begins the step."""
+        """Note the start of a forward. The first forward after a backward begins a new step."""
         now = self._stopwatch.mark()
         if self._step is not None and self._step.backward_end is not None:
             self._step.end = now
@@ -120,30 +121,30 @@ class ComputeProfiler:
             self._step = _Step(now)
 
     def used(self, parameters: Iterable[int]) -> None:
-        """A module is about to use these parameters."""
+        """Note that forward is about to use these parameters; only the first use counts."""
         if self._step is not None:
             now = self._stopwatch.mark()
             for index in parameters:
                 self._step.used.setdefault(index, now)
 
     def forward_ends(self) -> None:
-        """A forward of the model. What follows the last one counts as backward."""
+        """Note the end of a forward. The time after the last one counts as backward."""
         if self._step is not None:
             self._step.forward_end = self._stopwatch.mark()
 
     def arrived(self, parameters: Iterable[int]) -> None:
-        """The gradients of these parameters have been computed."""
+        """Note that the gradients of these parameters have been computed."""
         if self._step is not None:
             now = self._stopwatch.mark()
             self._step.arrived.update((index, now) for index in parameters)
 
     def backward_ends(self) -> None:
-        """All gradients have arrived."""
+        """Note that all gradients have arrived."""
         if self._step is not None:
             self._step.backward_end = self._stopwatch.mark()
 
     def profile(self) -> ComputeProfile:
-        """Medians over the steps seen, each parameter's for itself."""
+        """Medians over the measured steps, taken for each time separately."""
         rows = [self._times(step) for step in self._steps[_WARMUP_STEPS:] if step.forward_end is not None]
         medians = [max(median(column), 0.0) for column in zip(*rows, strict=True)]
         count = self._parameters
@@ -157,9 +158,10 @@ class ComputeProfiler:
         )
 
     def _times(self, step: _Step) -> list[float]:
-        """Uses, arrivals, and the lengths of forward, backward and rest."""
+        """Times of uses, times of arrivals, and the lengths of forward, backward and rest, all in seconds."""
         indices = range(self._parameters)
-        # Used in a way that no module shows: at the beginning. No gradient: it is not waited for.
+        # A parameter whose first use was not noticed counts as used at the beginning of the forward. One that got no
+        # gradient counts as arriving at the end of backward.
         used = [step.used.get(index, step.begin) for index in indices]
         arrived = [step.arrived.get(index, step.backward_end) for index in indices]
         marks = [step.begin, *used, *arrived, step.forward_end, step.backward_end, step.end]

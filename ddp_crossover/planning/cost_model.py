@@ -1,6 +1,6 @@
-"""What a step costs: the link's time per leg, and the compute times of one model.
+"""The cost model of a step: the link's time per leg, and the compute times of one model.
 
-Pure numbers, measured elsewhere. ``schedule_simulator`` turns them into the time of a step.
+Pure numbers that other modules measure. ``schedule_simulator`` predicts the time of a step from them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-# What TCP carries of a line rate: 1448 bytes of payload in a frame that takes 1538 on the wire (Ethernet, MTU 1500).
+# TCP's share of the line rate: 1448 bytes of payload per frame of 1538 bytes on the wire (Ethernet, MTU 1500).
 _TCP_PAYLOAD = 1448 / 1538
 # Line rate in bit/s, latency in s. The latencies are round figures for a data centre, not measurements.
 _PRESETS = {"10g": (10e9, 60e-6), "25g": (25e9, 40e-6), "100g": (100e9, 20e-6)}
@@ -28,9 +28,9 @@ class LinkModel:
     """The alpha-beta model of one rank's link, with two kinds of alpha.
 
     Attributes:
-        latency_s: from the last byte of a leg sent until its result can be used; the link is free meanwhile.
-        per_leg_s: time for which a leg occupies the link besides its bytes.
-        s_per_byte: time for which each byte that a rank sends occupies its link.
+        latency_s: seconds from sending the last byte of a leg until its result can be used; the link is free meanwhile.
+        per_leg_s: seconds for which a leg occupies the link in addition to its bytes.
+        s_per_byte: seconds for which each byte that a rank sends occupies its link.
     """
 
     latency_s: float
@@ -51,14 +51,14 @@ class LinkModel:
 
         Args:
             world_size: number of ranks to predict, at least 2.
-            measured_at: number of ranks that this model was measured with, at least 2.
-            exchange: ``"peer"``: every rank sends each peer its slice directly, as our gloo legs do. A result is one
-                message away whatever the number of ranks, but a leg is ``world_size - 1`` messages, so ``per_leg_s``
-                grows with it. ``"ring"``: slices go round in ``world_size - 1`` hops, as in NCCL's ring, so
-                ``latency_s`` grows with it. Congestion inside the network is left out in both.
+            measured_at: number of ranks with which this model was measured, at least 2.
+            exchange: ``"peer"``: every rank sends each peer its slice directly, as our gloo legs do. A leg then takes
+                ``world_size - 1`` messages, so ``per_leg_s`` grows with it; the latency does not, since each slice
+                takes one message. ``"ring"``: slices travel ``world_size - 1`` hops, as in NCCL's ring, so
+                ``latency_s`` grows with it. Neither models congestion inside the network.
 
         Raises:
-            ValueError: if there is no link, because one of the sizes is below 2.
+            ValueError: if ``world_size`` or ``measured_at`` is below 2.
         """
         if world_size < 2 or measured_at < 2:
             raise ValueError(f"a link needs 2 ranks or more, got {world_size} and measured_at={measured_at}")
@@ -69,25 +69,25 @@ class LinkModel:
 
     @classmethod
     def preset(cls, name: str) -> LinkModel:
-        """``"10g"``, ``"25g"`` or ``"100g"`` Ethernet between two ranks: TCP at line rate, latencies assumed."""
+        """``"10g"``, ``"25g"`` or ``"100g"`` Ethernet between two ranks: TCP at line rate, with assumed latencies."""
         bit_per_s, latency_s = _PRESETS[name]
         return cls(latency_s, _PRESET_PER_LEG_S, 8 / (bit_per_s * _TCP_PAYLOAD))
 
     @classmethod
     def fit(cls, lone: Sequence[tuple[int, float]], bursts: Sequence[tuple[int, int, float]]) -> LinkModel:
-        """Least squares of relative errors, with results that are not negative.
+        """Fit a model to measurements: non-negative least squares of relative errors.
 
         Args:
-            lone: legs with nothing else on the link: (bytes that a rank sent, seconds until the result was there).
+            lone: legs with nothing else on the link: (bytes that a rank sent, seconds until the result was available).
             bursts: several legs at once: (legs, bytes that a rank sent in each, seconds until the last result).
-                They tell ``per_leg_s`` from ``latency_s``: a burst pays the latency once.
+                They separate ``per_leg_s`` from ``latency_s``, because a burst pays the latency once.
 
         Raises:
-            ValueError: if the measurements cannot tell the three numbers apart.
+            ValueError: if the measurements do not determine all three numbers.
         """
         measured = [(1, sent_bytes, seconds) for sent_bytes, seconds in lone] + list(bursts)
-        # Each row over its time, so that all count by their relative error, and each column over its
-        # norm: bytes and legs differ by six orders of magnitude.
+        # Divide each row by its time, so that relative errors count, and each column by its norm, because bytes and
+        # legs differ by six orders of magnitude.
         terms = np.array([(1.0, legs, legs * sent_bytes) for legs, sent_bytes, _ in measured]).reshape(-1, 3)
         terms /= np.array([seconds for _, _, seconds in measured]).reshape(-1, 1)
         norms = np.maximum(np.linalg.norm(terms, axis=0), np.finfo(float).tiny)
@@ -97,17 +97,17 @@ class LinkModel:
         return cls(float(latency_s), float(per_leg_s), float(s_per_byte))
 
     def to_json(self) -> dict[str, Any]:
-        """For ``json.dump``; :meth:`from_json` reads it."""
+        """A dict for ``json.dump``; :meth:`from_json` reads it."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LinkModel:
-        """The opposite of :meth:`to_json`."""
+        """The inverse of :meth:`to_json`."""
         return cls(float(data["latency_s"]), float(data["per_leg_s"]), float(data["s_per_byte"]))
 
 
 def _non_negative_least_squares(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The x >= 0 for which ``matrix @ x`` is nearest to 1, by trying which unknowns are zero: there are only three."""
+    """The x >= 0 that minimizes ``|matrix @ x - 1|``; tries every set of zero unknowns, as there are only three."""
     target = np.ones(len(matrix))
     best, best_error = np.zeros(3), math.inf
     for size in (1, 2, 3):
@@ -122,14 +122,14 @@ def _non_negative_least_squares(matrix: NDArray[np.float64]) -> NDArray[np.float
 
 @dataclass(frozen=True)
 class ComputeProfile:
-    """Compute times of one training step in seconds, waits for communication subtracted.
+    """Compute times of one training step in seconds, without waits for communication.
 
     Attributes:
-        use_s: per parameter, from the start of the forward until its first use.
-        arrival_s: per parameter, from the start of the backward until its gradient is staged.
+        use_s: per parameter, time from the start of the forward until its first use.
+        arrival_s: per parameter, time from the start of the backward until its gradient is staged.
         forward_s: length of the forward.
         backward_s: length of the backward.
-        rest_s: from the end of the backward until the next forward begins: optimizer call, data.
+        rest_s: time from the end of the backward until the next forward begins: optimizer call, data loading.
     """
 
     use_s: tuple[float, ...]
@@ -147,16 +147,16 @@ class ComputeProfile:
 
     @property
     def compute_s(self) -> float:
-        """Length of a step in which no communication is waited for."""
+        """Length in seconds of a step that never waits for communication."""
         return self.forward_s + self.backward_s + self.rest_s
 
     def to_json(self) -> dict[str, Any]:
-        """For ``json.dump``; :meth:`from_json` reads it."""
+        """A dict for ``json.dump``; :meth:`from_json` reads it."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ComputeProfile:
-        """The opposite of :meth:`to_json`."""
+        """The inverse of :meth:`to_json`."""
         return cls(
             use_s=tuple(map(float, data["use_s"])),
             arrival_s=tuple(map(float, data["arrival_s"])),

@@ -1,4 +1,4 @@
-"""Measures the link before the first plan: a few legs by themselves, and bursts of legs."""
+"""Measures the link before the first plan, with single legs and with bursts of legs."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _BURST_LEGS = 8
 
 
 def probe_link(link: Link, model_bytes: int, device: torch.device) -> LinkModel:
-    """Time legs of different sizes while nothing else is on the link. Every rank must call it.
+    """Time legs of different sizes while nothing else is on the link. All ranks must call it.
 
-    Takes about as long as to send 80 MiB, less where the model has less than 16.
+    Takes about as long as sending 80 MiB; less if the model has less than 16 MiB.
 
     Args:
-        link: the link; its figures are left as they were.
-        model_bytes: bytes of all gradients: larger legs than the model has are not worth a look.
-        device: where the gradients are.
+        link: the link to measure; its ``sent_bytes`` and ``clock`` do not change.
+        model_bytes: bytes of all gradients, which limit the sizes of the probed legs.
+        device: device of the gradients.
 
     Returns:
-        What this rank has measured.
+        The link model that this rank has measured.
     """
     if link.world_size == 1:
         return LinkModel(0.0, 0.0, 0.0)
     large_bytes = max(min(_LARGEST_BYTES, model_bytes // 4), 4 * _SMALL_BYTES)
     with link.unrecorded():
-        _time_legs(link, device, 1, _SMALL_BYTES)  # connections, memory
+        _time_legs(link, device, 1, _SMALL_BYTES)  # warm-up: connections, memory
         lone = [(_sent(link, size), _best_s(link, device, 1, size)) for size in (_SMALL_BYTES, large_bytes)]
-        # No tiny legs in bursts: what a leg costs the host is hidden where the link is busy for longer than that.
+        # Bursts use no tiny legs: a leg's host cost is hidden only if the link is busy for longer than that.
         bursts = [
             (_BURST_LEGS, _sent(link, size), _best_s(link, device, _BURST_LEGS, size))
             for size in (large_bytes // 4, large_bytes // 2)
@@ -45,7 +45,7 @@ def probe_link(link: Link, model_bytes: int, device: torch.device) -> LinkModel:
 
 
 def _best_s(link: Link, device: torch.device, legs: int, buffer_bytes: int) -> float:
-    """The shortest of several times: whatever disturbs a link makes it slower."""
+    """The shortest of several times, in seconds: disturbances only make a link slower."""
     return min(_time_legs(link, device, legs, buffer_bytes) for _ in range(_REPEATS))
 
 
@@ -54,14 +54,14 @@ def _sent(link: Link, buffer_bytes: int) -> int:
 
 
 def _time_legs(link: Link, device: torch.device, legs: int, buffer_bytes: int) -> float:
-    """Seconds from the first of several scatter legs until the last is done, on a link that was busy until then.
+    """Seconds from the start of several scatter legs until the last is done, on a link that was busy just before.
 
-    A link that was idle lets a burst through that no long run gets.
+    An idle link sends a first burst faster than it can send continuously, so one leg goes ahead untimed.
     """
     sizes = [max(buffer_bytes, _PRIMING_BYTES), *[buffer_bytes] * legs]
     buffers = [torch.zeros(size // 4 // link.world_size * link.world_size, device=device) for size in sizes]
     link.next_iteration()
-    link.all_gather_small(torch.zeros(1, device=device))  # all begin together
+    link.all_gather_small(torch.zeros(1, device=device))  # a barrier, so that all ranks begin together
     scatters: list[ScatterLeg] = [link.reduce_scatter(0, buffers[0])]
     scatters[0].wait()
     _wait_for_device(device)
@@ -71,7 +71,7 @@ def _time_legs(link: Link, device: torch.device, legs: int, buffer_bytes: int) -
         scatter.wait()
     _wait_for_device(device)
     seconds = time.perf_counter() - start_s
-    # Protects the buffers, which are dropped here, from peers that still receive from them.
+    # Peers may still receive from the buffers, which are freed on return: finish both legs of each.
     for gather in [link.all_gather(scatter) for scatter in scatters]:
         gather.wait()
     _wait_for_device(device)

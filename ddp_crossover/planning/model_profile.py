@@ -1,4 +1,4 @@
-"""The profile of a model as a file: what the planner and the simulator need, from a run or made up.
+"""The profile of a model as a file: the input of planner and simulator, measured in a run or synthetic.
 
 The JSON document::
 
@@ -7,8 +7,8 @@ The JSON document::
      "link": {"latency_s": 1e-4, "per_leg_s": 3e-5, "s_per_byte": 8.5e-10},
      "world_size": 2}
 
-``link`` may be missing, ``world_size`` is the number of ranks that it was measured with (2 if missing), and so may be a
-parameter's ``arena``, which is what it must share with others to travel with them: dtype and device.
+``link`` is optional. ``world_size`` is the number of ranks with which the link was measured (2 if missing). The
+optional ``arena`` of a parameter names dtype and device; only parameters of the same arena travel together.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """One model on one machine.
+    """Sizes and times of one model on one machine.
 
     Attributes:
-        specs: its parameters.
+        specs: gradients of the model's parameters.
         compute: compute times of a step, one entry per parameter in the order of ``specs``.
-        link: the link it was measured on, if it was.
-        world_size: ranks that the link was measured with.
+        link: the measured link, or None.
+        world_size: number of ranks with which the link was measured.
     """
 
     specs: tuple[GradientSpec, ...]
@@ -61,7 +61,7 @@ class ModelProfile:
 
         Raises:
             OSError: if the file cannot be read.
-            ValueError: if it is no profile.
+            ValueError: if the file is not a valid profile.
         """
         try:
             return _model_profile(json.loads(path.read_text()))

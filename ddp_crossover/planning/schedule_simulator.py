@@ -1,8 +1,8 @@
-"""The schedule simulator: fusion groups, compute times and a link in, the time of one training step out.
+"""The schedule simulator: predicts the time of one training step from fusion groups, compute times and a link.
 
-One rank stands for all. One leg at a time is on the link, and a leg that has begun goes on to its end. The simulated
-period goes from the start of one backward to the start of the next. A forward waits for every group, at the latest
-at its own end, so the link is empty whenever a backward begins: one period is the periodic steady state.
+One rank stands for all. The link carries one leg at a time and never interrupts it. The simulated period goes from the
+start of one backward to the start of the next. A forward waits for every group, at the latest at its own end, so the
+link is empty whenever a backward begins, and one period is the periodic steady state.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 Schedule = Literal["auto", "dear", "allreduce"]
 LegKind = Literal["scatter", "gather", "all_reduce"]
 
-# Times nearer than this are one moment: where legs and arrivals keep in step, rounding must not decide who goes first.
+# Times closer than this count as equal, so that rounding does not decide which of two simultaneous events goes first.
 _MOMENT_S = 1e-9
 
 
 class TimedGroup(NamedTuple):
-    """What the simulator knows of one fusion group.
+    """Size and times of one fusion group.
 
     Attributes:
-        buffer_bytes: size of its fusion buffer in the wire dtype.
-        arrival_s: from the start of the backward until its last gradient is staged.
-        use_s: from the start of the forward until the first use of one of its parameters.
-        split: whether it travels as a scatter and a gather leg; else as one all-reduce with twice the bytes.
+        buffer_bytes: size of its fusion buffer in the wire dtype, in bytes.
+        arrival_s: seconds from the start of the backward until its last gradient is staged.
+        use_s: seconds from the start of the forward until the first use of one of its parameters.
+        split: whether it travels as a scatter and a gather leg; else it is one all-reduce with twice the bytes.
     """
 
     buffer_bytes: int
@@ -50,9 +50,9 @@ class SimulatedStep(NamedTuple):
     """One period of the steady state.
 
     Attributes:
-        step_s: length of a step.
-        exposed_s: part of it in which compute waits for communication.
-        legs: all legs in the order in which they go on the link.
+        step_s: length of a step in seconds.
+        exposed_s: seconds of the step in which compute waits for communication.
+        legs: all legs in the order in which the link sends them.
     """
 
     step_s: float
@@ -61,7 +61,7 @@ class SimulatedStep(NamedTuple):
 
     @property
     def launch_order(self) -> tuple[tuple[str, int], ...]:
-        """(kind, group) of all legs in the order in which they left: for links that need one order on all ranks."""
+        """(kind, group) of all legs in the order of sending, for links that need the same order on all ranks."""
         return tuple((leg.kind, leg.group) for leg in self.legs)
 
 
@@ -71,15 +71,16 @@ def simulate(
     """Predict the step time of a schedule.
 
     Args:
-        groups: the fusion groups; legs name them by their place in this sequence.
-        profile: lengths of forward, backward and the rest; its times per parameter are in ``groups`` already.
+        groups: the fusion groups; legs refer to them by index into this sequence.
+        profile: lengths of forward, backward and the rest. Its times per parameter are not used: ``groups`` holds them.
         link: the link of each rank.
-        world_size: ranks that share each group.
-        schedule: ``"allreduce"``: both legs of a group back to back as it arrives, the backward ends when all are
-            over; plain DDP, if the groups are its buckets. ``"dear"``: scatter legs as groups arrive, gather legs once
-            the backward has ended and all scatter legs are out, in use order (DeAR, Zhang et al. 2023, section 3).
-            ``"auto"``: a scatter leg that is ready goes first, else the ready gather leg whose group is used first.
-            In both of these the forward waits for each group where it uses it.
+        world_size: number of ranks that share each group.
+        schedule: ``"allreduce"``: both legs of a group are sent back to back when it arrives, and the backward ends
+            when all legs have ended; this is plain DDP if the groups are its buckets. ``"dear"``: scatter legs are
+            sent as groups arrive, gather legs in use order after the backward has ended and all scatter legs are sent
+            (DeAR, Zhang et al. 2023, section 3). ``"auto"``: a ready scatter leg goes first, else the ready gather
+            leg whose group is used first. With ``"dear"`` and ``"auto"`` the forward waits for each group at its
+            first use.
     """
     if schedule == "allreduce":
         legs, done_s = _all_reduces(groups, link, world_size)
@@ -101,12 +102,12 @@ def _by_arrival(groups: Sequence[TimedGroup]) -> list[int]:
 
 
 def _by_use(groups: Sequence[TimedGroup]) -> list[int]:
-    # Among groups that are needed at the same time the last to arrive comes first, as in the plan's use order.
+    # Of groups that are needed at the same time, the last to arrive comes first, as in the plan's use order.
     return sorted(range(len(groups)), key=lambda index: (groups[index].use_s, -index))
 
 
 class _Channel:
-    """One leg at a time. ``now_s`` is when the link is free again."""
+    """A link that carries one leg at a time. ``now_s`` is the time at which it is free again."""
 
     def __init__(self, groups: Sequence[TimedGroup], link: LinkModel, world_size: int) -> None:
         self._groups = groups
@@ -117,11 +118,11 @@ class _Channel:
         self.done_s = [0.0] * len(groups)
 
     def send(self, kind: LegKind, group: int) -> None:
-        """Occupy the link; note when the group's result, as far as this leg brings it, can be used."""
+        """Occupy the link with one leg, and note when the result of this leg can be used."""
         copies = 2 if kind == "all_reduce" else 1
         end_s = self.now_s + self._link.leg_s(copies * self._groups[group].buffer_bytes, self._world_size)
         self.legs.append(SimulatedLeg(kind, group, self.now_s, end_s))
-        # Within an all-reduce the second half waits for the first, while other legs use the link.
+        # The second half of an all-reduce waits for the first half; meanwhile other legs use the link.
         self.done_s[group] = end_s + copies * self._link.latency_s
         self.now_s = end_s
 
@@ -135,7 +136,7 @@ def _all_reduces(
         if groups[index].split:
             channel.send("scatter", index)
             channel.send("gather", index)
-            channel.done_s[index] += link.latency_s  # of the scatter leg, which the gather leg waits for
+            channel.done_s[index] += link.latency_s  # latency of the scatter leg, for which the gather leg waits
         else:
             channel.send("all_reduce", index)
     return channel.legs, channel.done_s
@@ -144,11 +145,14 @@ def _all_reduces(
 def _split_legs(
     groups: Sequence[TimedGroup], link: LinkModel, world_size: int, gathers_from_s: float | None
 ) -> tuple[list[SimulatedLeg], list[float]]:
-    """Scatter legs first; gather legs in between, or behind all of them and not before ``gathers_from_s``."""
+    """Send scatter legs first, and gather legs when no scatter leg is ready.
+
+    If ``gathers_from_s`` is given, gather legs start at that time, and only after all scatter legs.
+    """
     channel = _Channel(groups, link, world_size)
     use_rank = {index: rank for rank, index in enumerate(_by_use(groups))}
     arriving = deque(_by_arrival(groups))
-    reduced: deque[int] = deque()  # scatter leg out, result not there yet; in the order of done_s
+    reduced: deque[int] = deque()  # scatter leg sent, result not ready yet; in the order of done_s
     ready: list[tuple[int, int]] = []  # heap by use order
     while arriving or reduced or ready:
         soon_s = channel.now_s + _MOMENT_S
@@ -172,10 +176,10 @@ def _split_legs(
 
 
 def _forward_end_s(groups: Sequence[TimedGroup], done_s: Sequence[float], start_s: float, forward_s: float) -> float:
-    """Walk the forward from use to use; at each it waits for the group."""
+    """When the forward ends if it waits for each group at its first use."""
     now_s, offset_s = start_s, 0.0
     for index in _by_use(groups):
-        use_s = min(groups[index].use_s, forward_s)  # a parameter that no forward uses: at its end
+        use_s = min(groups[index].use_s, forward_s)  # parameters unused in forward wait at its end
         now_s = max(now_s + use_s - offset_s, done_s[index])
         offset_s = use_s
     return now_s + forward_s - offset_s

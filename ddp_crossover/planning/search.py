@@ -1,6 +1,6 @@
-"""The planner's search: simulate candidate plans, take the fastest.
+"""The planner's search: simulates candidate plans and takes the fastest.
 
-Pure, like what it searches with: the same input gives the same plan on every rank.
+Pure, like the simulator: the same input gives the same plan on every rank.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from ddp_crossover.planning.schedule_simulator import Schedule, SimulatedStep, T
 # 0.25 to 64 MiB, two sizes an octave.
 CANDIDATES_MB = tuple(2 ** (step / 2) for step in range(-4, 13))
 
-# Predictions nearer than this are equal: the model is not that exact, and larger groups cost the host less.
+# Predictions that differ by less than this fraction count as equal, and the larger group size wins: the model is not
+# that exact, and larger groups cost the host less.
 _TIE = 0.002
-# What one more group costs the host, which the simulator knows nothing of: its legs are handed over and waited for, its
-# parameters updated by themselves. 0.25 to 0.5 ms were measured on one core of an Intel Xeon.
+# Host time per group, which the simulator does not model: handing over its legs, waiting for them, and a separate
+# update of its parameters. Measured: 0.25 to 0.5 ms on one core of an Intel Xeon.
 _HOST_S = 3e-4
-# Bounds the search for very large models, whose small groups would lose anyway.
+# Limits the search for very large models, for which small groups would not win anyway.
 _MAX_GROUPS = 1000
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """The best plan of a search, and what the others would take.
+    """The best plan of a search, and the predicted step times of the alternatives.
 
     Attributes:
-        plan: the plan with the shortest predicted step, schedule ``"auto"``.
-        step_s: its predicted step in seconds.
-        candidates_s: predicted step per group size in MiB, schedule ``"auto"``.
-        allreduce_s: predicted step of plain all-reduces, at their best group size.
+        plan: the best plan with schedule ``"auto"``, host costs of groups included.
+        step_s: its predicted step time in seconds.
+        candidates_s: predicted step time in seconds per group size in MiB, schedule ``"auto"``.
+        allreduce_s: predicted step time in seconds of plain all-reduces, at their best group size.
         prefers_allreduce: whether plain all-reduces are predicted to be at least as good, within 0.2%.
     """
 
@@ -55,15 +56,15 @@ def choose_plan(
     fused_all_reduce: bool = True,
     candidates_mb: Sequence[float] = CANDIDATES_MB,
 ) -> PlannedStep:
-    """Search the group size.
+    """Search for the best group size.
 
     Args:
         specs, arrival_order, use_rank, world_size: as for :func:`~ddp_crossover.fusion.plan_fusion`.
         profile: measured compute times, one entry per parameter in the order of ``specs``.
-        link: measured link between this number of ranks.
-        fused_all_reduce: whether an all-reduce pays ``per_leg_s`` once, as one operation does on NCCL. If not, it is
-            a scatter and a gather leg back to back, as ours on gloo.
-        candidates_mb: group sizes to try, in MiB; each with tapered groups and without.
+        link: measured link between ``world_size`` ranks.
+        fused_all_reduce: whether an all-reduce is one operation that pays ``per_leg_s`` once, as on NCCL. If not, it
+            is a scatter and a gather leg back to back, as on our gloo link.
+        candidates_mb: group sizes to try, in MiB; ``"auto"`` tries each with and without tapered groups.
     """
     problem = _Problem(specs, arrival_order, use_rank, profile, link, world_size, fused_all_reduce)
     auto = _try_sizes(problem, "auto", candidates_mb)
@@ -88,7 +89,7 @@ def best_of_sizes(
     fused_all_reduce: bool = True,
     candidates_mb: Sequence[float] = CANDIDATES_MB,
 ) -> tuple[float, SimulatedStep]:
-    """The best group size of a schedule in MiB and its predicted step, with orders taken from the profile's times."""
+    """The best group size of a schedule in MiB and its predicted step; the profile's times give the two orders."""
     parameters = range(len(specs))
     arrival_order = sorted(parameters, key=lambda index: profile.arrival_s[index])
     by_use = sorted(parameters, key=lambda index: profile.use_s[index])
@@ -114,7 +115,7 @@ class _Candidate(NamedTuple):
 
 
 def _try_sizes(problem: _Problem, schedule: Schedule, candidates_mb: Sequence[float]) -> dict[float, _Candidate]:
-    """Plan and simulate each group size, but for those that cut the model into too many groups."""
+    """Plan and simulate each group size, except for those that cut the model into too many groups."""
     specs = problem.specs
     tapers = (True, False) if schedule == "auto" else (False,)
     total_mb = sum(spec.numel * spec.itemsize_bytes for spec in specs) / MB
@@ -150,7 +151,7 @@ def _best(candidates: dict[float, _Candidate]) -> tuple[float, _Candidate]:
 def predict_step(
     plan: FusionPlan, specs: Sequence[GradientSpec], profile: ComputeProfile, link: LinkModel, schedule: Schedule
 ) -> SimulatedStep:
-    """Simulate one plan. ``specs`` gives the bytes per element on the wire."""
+    """Simulate one plan. ``specs`` supplies the bytes per element on the wire."""
     groups = [_timed(group, specs, profile) for group in plan.groups]
     return simulate(groups, profile, link, plan.world_size, schedule)
 

@@ -1,7 +1,7 @@
-"""Which plan is in force: a first one, the one that the measured times ask for, and those that the tuner tries.
+"""Chooses the plan in force: a first plan, then the one planned from measured times, then those that the tuner tries.
 
-Decisions are made by rank 0, or from numbers that all ranks have exchanged, at the beginning of a backward pass: no
-update is pending then, and nothing is on the wire. What the ranks are about to run is compared before they run it.
+Decisions are made by rank 0, or from numbers that all ranks have exchanged, at the beginning of a backward pass, when
+no update is pending and nothing is on the wire. Ranks compare their plans before they run them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ddp_crossover.planning.tuner import TRIAL_STEPS, Tuner, TuningResult
 
 logger = logging.getLogger("ddp_crossover")
 
-# Where nothing has been measured yet.
+# The plan before any measurement: the number of groups to aim for, and bounds of the group size in MiB.
 _FIRST_GROUPS = 16
 _FIRST_MB = (0.25, 8.0)
-# Of those in which another job was in the way; a job that never leaves must not keep the tuner from its end.
+# Trials that another job disturbed are repeated, but not for ever: the tuner must end next to a job that never leaves.
 _MAX_REPEATED_TRIALS = 5
 
 
@@ -48,7 +48,12 @@ class Stage(enum.Enum):
 
 
 class Orders(NamedTuple):
-    """What two backward passes and two forwards have shown; the same on all ranks, since rank 0's is used."""
+    """Arrival order and use order, as observed in two forwards and two backward passes. All ranks use rank 0's.
+
+    Attributes:
+        arrival: parameter indices in the order in which their gradients arrive.
+        use_rank: per parameter, its place in the order of first use.
+    """
 
     arrival: list[int]
     use_rank: list[int]
@@ -59,7 +64,7 @@ class Choice(NamedTuple):
 
     Attributes:
         plan: the fusion plan.
-        is_plain: nothing is deferred: DDP's buckets are all-reduced in the hook. The plan waits for its turn.
+        is_plain: all-reduce DDP's buckets in the hook and defer nothing; meanwhile no gradient travels by ``plan``.
     """
 
     plan: FusionPlan
@@ -67,7 +72,7 @@ class Choice(NamedTuple):
 
 
 class PlanSettings(NamedTuple):
-    """What the user has asked for.
+    """The user's settings.
 
     Attributes:
         schedule: ``"auto"`` or ``"dear"``.
@@ -83,15 +88,16 @@ class PlanSettings(NamedTuple):
 
 
 class Planning:
-    """Makes the plans of one model. Every method is called by all ranks in the same iteration.
+    """Makes the plans of one model. All ranks must call each method in the same iteration.
 
     Args:
-        named: the parameters that DDP manages.
-        settings: what the user has asked for.
-        link: the ranks.
-        backend: of the process group, such as ``"gloo"``.
-        wire_dtype: what wider gradients are cast to on the wire, or None.
-        turns: on the device, which are given up while ranks talk, and whose disturbances make a trial worthless.
+        named: names and parameters that DDP manages.
+        settings: the user's settings.
+        link: link between the ranks.
+        backend: backend of the process group, such as ``"gloo"``.
+        wire_dtype: dtype to which wider gradients are cast on the wire, or None.
+        turns: turns on the device. The lease is released while ranks exchange messages, and a trial that another job
+            disturbed is repeated.
     """
 
     def __init__(
@@ -131,14 +137,14 @@ class Planning:
         self.profiler: ComputeProfiler | None = None
 
     def begin(self, orders: Orders) -> Choice:
-        """The first plan, once DDP's buckets have settled.
+        """Make the first plan, once DDP's buckets have settled.
 
         Args:
-            orders: this rank's; rank 0's count.
+            orders: orders that this rank observed; those of rank 0 are used.
 
         Raises:
             DisagreementError: if gradients arrive in another order than on rank 0.
-            ValueError: if the plan has more groups than messages can be told apart.
+            ValueError: if the plan has more fusion groups than the link can number.
         """
         proposals = self._exchange({"arrival": orders.arrival, "use": orders.use_rank})
         require_equal("arrival order", {"arrival order": orders.arrival}, self._link.process_group, self._device)
@@ -156,11 +162,11 @@ class Planning:
 
     @property
     def settled(self) -> bool:
-        """Whether the plan stays."""
+        """Whether the plan is final."""
         return self.stage is Stage.SETTLED
 
     def at_step_boundary(self) -> Choice | None:
-        """What to switch to now, if anything."""
+        """Advance planning by one step; returns the choice to switch to now, or None to stay."""
         if self.stage is Stage.PROFILING and self.profiler is not None and self.profiler.done:
             with self._turns.away():
                 return self._leave_profiling()
@@ -172,21 +178,24 @@ class Planning:
         return None
 
     def model_profile(self) -> ModelProfile | None:
-        """What has been measured, for the simulator; None before that."""
+        """The measured profile, for the simulator; None until compute times have been measured."""
         if self.compute is None:
             return None
         return ModelProfile(tuple(self.specs), self.compute, self.link_model, self._link.world_size)
 
     def progress(self) -> str:
-        """One line for logs."""
+        """The state of planning in one line, for logs."""
         if self.stage is Stage.TUNING and self._tuner is not None:
             return self._tuner.progress()
         return self.result.describe() if self.result is not None else self.stage.value
 
-    # The stages.
+    # Transitions between the stages.
 
     def measure_link(self) -> None:
-        """For the plans to come. Call it at attach: a probe takes memory, and a backward has none to spare."""
+        """Measure the link for later plans, and set the link's pace.
+
+        Call it at attach: a probe allocates memory, and a backward pass has none to spare.
+        """
         if self._settings.schedule != "auto":
             return
         measured = probe_link(self._link, self._model_bytes, self._device)
@@ -221,11 +230,11 @@ class Planning:
         assert self._tuner is not None
         times_s = self._stopwatch.seconds(self._step_marks, waits=True)
         steps_s = [later - earlier for earlier, later in itertools.pairwise(times_s)]
-        # Ranks wait for each other, so that a step takes as long as on the slowest.
+        # Ranks wait for each other, so a step takes as long as on the slowest rank.
         mine = {"steps_s": steps_s, "disturbed": self._turns.disturbances > self._disturbances}
         answers = self._exchange(mine)
         if self._repeats_left and any(answer["disturbed"] for answer in answers):
-            # Steps have taken as long as another job's turns.
+            # The step times include another job's turns, so repeat the trial.
             self._repeats_left -= 1
             self._begin_trial()
             return None
@@ -249,18 +258,18 @@ class Planning:
             self._save_tuned(result)
 
     def _save_tuned(self, result: TuningResult) -> None:
-        """What cannot be kept costs the next run its trials, and this one nothing."""
+        """Save the result; failures are only logged, since they cost the next run its trials and this run nothing."""
         if self._settings.tuned_file is None:
             return
         key, model = self._tuned_key
         try:
             save_tuned(self._settings.tuned_file, key, model, result)
         except (TunedFileError, OSError) as error:
-            # Its words only: a handler that keeps records would keep frames, and what they refer to.
+            # Log only the message: a handler that stores records would keep the exception's frames and locals alive.
             logger.warning("ddp_crossover: what was tuned could not be kept: %s", str(error))
 
     def load_tuned(self) -> None:
-        """Look into the tuned file, on rank 0 for all. Call it early, where an error is cheap.
+        """Read the tuned file on rank 0, for all ranks. Call it early, before training time could be lost to an error.
 
         Raises:
             TunedFileError: on every rank, if rank 0 cannot use the file.
@@ -279,7 +288,7 @@ class Planning:
             raise TunedFileError(answer["error"])
         self._known = Candidate(*answer["found"]) if "found" in answer else None
 
-    # Plans.
+    # Making plans.
 
     def _choice(self, candidate: Candidate) -> Choice:
         assert self.compute is not None
@@ -313,7 +322,10 @@ class Planning:
         return max(min(self._model_bytes / MB / _FIRST_GROUPS, high_mb), low_mb, self._lowest_mb())
 
     def _lowest_mb(self) -> float:
-        """Half of the messages that can be told apart: a gradient of its own dtype may need one more group."""
+        """Smallest group size in MiB that the link can number.
+
+        The factor 2 uses half of the numbers: a gradient of another dtype may need one more group.
+        """
         return max(2 * self._model_bytes / MB / MAX_GROUPS, 2**-10)
 
     def _checked(self, choice: Choice) -> Choice:

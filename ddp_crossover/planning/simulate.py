@@ -33,15 +33,15 @@ LINKS = ("10g", "25g", "100g")
 SYNTHETIC = ("uniform", "heavy-end")
 WORLD_SIZES = tuple(2**power for power in range(1, 11))
 
-# The synthetic models: as many parameters as ResNet-50, compute times of a round number.
+# The synthetic models have as many parameters as ResNet-50, and round compute times.
 _NUMEL = 25_600_000
 _LAYERS = 64
 _FORWARD_S, _BACKWARD_S = 0.05, 0.1
-_GROWTH = 1.06  # of "heavy-end" from layer to layer: the last quarter holds 60% of the parameters
+_GROWTH = 1.06  # factor from layer to layer in "heavy-end": the last quarter holds 60% of the parameters
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
+    """Declare the options of ``simulate``."""
     parser.add_argument(
         "--profile",
         default="heavy-end",
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Predict, print; returns the exit status."""
+    """Predict step times and print them; returns the exit status."""
     profile, synthetic = _profile(args.profile)
     link, measured_at = profile.link, profile.world_size
     if args.link is not None or link is None:
@@ -166,7 +166,7 @@ def _rate(s_per_byte: float) -> str:
 
 
 def _profile(name: str) -> tuple[ModelProfile, bool]:
-    """The profile, and whether it is made up."""
+    """The named profile, and whether it is synthetic."""
     if name not in SYNTHETIC:
         return ModelProfile.load(Path(name)), False
     weights = [1.0 if name == "uniform" else _GROWTH**layer for layer in range(_LAYERS)]

@@ -1,7 +1,7 @@
-"""What the tuner has measured, and what may be concluded from it: noise, drift of the machine, who is faster.
+"""The tuner's measurements and their statistics: noise, drift of the machine, which candidate is faster.
 
-Pure: numbers in, numbers out, and no arithmetic but Python's own, so ranks that were fed the same times conclude the
-same. Knows nothing of budgets or of what to try next.
+Pure: uses only Python's own arithmetic, so ranks that are given the same times draw the same conclusions. It does not
+know the tuner's budget or its next candidate.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from statistics import median
 
 AUTO, ALLREDUCE = "auto", "allreduce"
 
-# Faster by less than this is not faster: nobody would notice, and every change of plan is a risk.
+# A candidate that is faster by less than this does not count as faster: not worth the risk of a change of plan.
 MIN_GAIN = 0.01
-# The standard deviation of normal noise from its median absolute deviation, and that of a median from that of its
-# samples (the median's asymptotic variance is pi / 2 times the mean's). Samples are few, so both are rough.
+# Ratio of standard deviation to median absolute deviation for normal noise, and of the standard deviation of a median
+# to that of a mean (asymptotically, the median's variance is pi / 2 times the mean's). Rough, as samples are few.
 STD_PER_MAD = 1.4826
 STD_OF_MEDIAN = math.sqrt(math.pi / 2)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to reduce gradients that can be tried.
+    """One way to reduce gradients, which the tuner can try.
 
     Attributes:
-        fusion_mb: target size of a fusion group in MiB; means nothing to plain all-reduce.
+        fusion_mb: target size of a fusion group in MiB; plain all-reduce ignores it.
         schedule: ``"auto"`` or ``"allreduce"``.
     """
 
@@ -48,8 +48,8 @@ class Trial:
     """Consecutive training steps under one candidate.
 
     Attributes:
-        candidate: what they ran under.
-        steps_s: how long each took, in seconds, warm-up left out. Never empty.
+        candidate: the candidate under which the steps ran.
+        steps_s: length of each step in seconds, without warm-up steps. Never empty.
     """
 
     candidate: Candidate
@@ -61,29 +61,29 @@ class Trial:
 
 
 class TrialLog:
-    """All trials so far. Times of different trials are compared as if all had run on the machine as it is now.
+    """All trials so far. Times are corrected as if all trials had run on the machine in its current state.
 
-    A shared machine or link gets slower and faster while it is being measured. Whatever was measured twice shows by how
-    much, and all trials are corrected by a steady drift.
+    A shared machine or link gets slower and faster during the measurements. Candidates that were tried more than once
+    show by how much; a steady drift is estimated from them and removed from all trials.
 
     Attributes:
-        trials: in the order in which they ran.
+        trials: all trials in the order in which they ran.
     """
 
     def __init__(self) -> None:
         self.trials: list[Trial] = []
 
     def count(self, candidate: Candidate) -> int:
-        """How often it was tried."""
+        """Number of trials of this candidate."""
         return sum(trial.candidate == candidate for trial in self.trials)
 
     def candidates(self, schedule: str) -> list[Candidate]:
-        """Those tried, in the order of their first trial."""
+        """The candidates of this schedule that were tried, in the order of their first trials."""
         tried = dict.fromkeys(trial.candidate for trial in self.trials)
         return [candidate for candidate in tried if candidate.schedule == schedule]
 
     def time_s(self, candidate: Candidate) -> float:
-        """Its median step time in seconds, as the machine is now."""
+        """The candidate's median step time in seconds, corrected to the current state of the machine."""
         drift, last = self._drift(), len(self.trials) - 1
         return median(
             step_s * math.exp(drift * (last - index))
@@ -98,7 +98,7 @@ class TrialLog:
         return math.log(self.time_s(other) / self.time_s(one)) > margin
 
     def fastest(self) -> Candidate:
-        """The first ``"auto"`` candidate that no later one was faster than."""
+        """The fastest ``"auto"`` candidate; an earlier one is kept unless a later one is clearly faster."""
         best, *others = self.candidates(AUTO)
         for other in others:
             if self.faster(other, best):
@@ -106,7 +106,7 @@ class TrialLog:
         return best
 
     def winner(self) -> Candidate:
-        """The fastest, or plain all-reduce unless the fastest beats it."""
+        """The fastest ``"auto"`` candidate if it is clearly faster than plain all-reduce, else plain all-reduce."""
         fastest = self.fastest()
         beaten = all(self.faster(fastest, plain) for plain in self.candidates(ALLREDUCE))
         return fastest if beaten else self.candidates(ALLREDUCE)[0]
@@ -117,14 +117,14 @@ class TrialLog:
         return self._step_noise() * STD_OF_MEDIAN / math.sqrt(steps)
 
     def _step_noise(self) -> float:
-        """Relative standard deviation of one step within its trial."""
+        """Relative standard deviation of one step time in a trial."""
         deviations = [abs(step_s / trial.median_s - 1) for trial in self.trials for step_s in trial.steps_s]
         return STD_PER_MAD * median(deviations)
 
     def _drift(self) -> float:
-        """By how much the machine gets slower from one trial to the next, as a natural logarithm; 0 if not known.
+        """Natural logarithm of the slow-down of the machine from one trial to the next; 0 if not known.
 
-        A straight line through what the trials of one candidate, from the earlier to the later, have become slower by.
+        The slope of a straight line through the slow-downs between repeated trials of the same candidate.
         """
         pairs = itertools.combinations(enumerate(self.trials), 2)
         alike = [(j - i, early, late) for (i, early), (j, late) in pairs if early.candidate == late.candidate]

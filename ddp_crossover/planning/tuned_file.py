@@ -1,8 +1,8 @@
-"""``tuned.json``: what the tuner found, kept for the next run of the same model on the same world.
+"""``tuned.json``: keeps the tuner's results for the next run of the same model on the same world.
 
-One readable file for many models and jobs, an entry per key of :func:`describe_model`. A save reads the file, replaces
-its own entry and puts the new file in the old one's place in one step, under a lock, so jobs that save at once keep
-each other's entries and a crash leaves the old file. A file that cannot be understood is never ignored and never
+One human-readable file serves many models and jobs, with an entry per key of :func:`describe_model`. A save reads the
+file, replaces its own entry and replaces the file atomically, all under a lock. So jobs that save at the same time keep
+each other's entries, and a crash leaves the old file. A file that cannot be understood is an error; it is never
 overwritten.
 """
 
@@ -28,28 +28,29 @@ from ddp_crossover.planning.tuner import TuningResult
 
 FORMAT = "ddp_crossover tuned"
 VERSION = 1
-# A save takes milliseconds. Whoever holds the lock for longer is stopped or hangs on its file system.
+# A save takes milliseconds. A process that holds the lock for longer is stopped or hangs on its file system.
 LOCK_TIMEOUT_S = 10.0
 
 
 class TunedFileError(ValueError):
-    """The file is broken or not ours: names it and the way out."""
+    """The file is broken or not ours. The message names the file and a remedy."""
 
 
 def describe_model(
     named: Iterable[tuple[str, Tensor]], *, world_size: int, backend: str, device_type: str, wire_dtype: str | None
 ) -> tuple[str, dict[str, Any]]:
-    """The key of a model on a world, and what to show of it to people.
+    """The key of a model on a world, and a human-readable description of both.
 
     Args:
-        named: full parameter names and parameters, in DDP's order. Values are not looked at.
+        named: full parameter names and parameters, in DDP's order. Their values do not matter.
         world_size: number of ranks.
-        backend: of the process group, such as ``"gloo"``.
-        device_type: such as ``"cuda"``.
-        wire_dtype: such as ``"torch.bfloat16"``, or None for the parameters' own.
+        backend: backend of the process group, such as ``"gloo"``.
+        device_type: device type of the parameters, such as ``"cuda"``.
+        wire_dtype: dtype of gradients on the wire, such as ``"torch.bfloat16"``, or None for the parameters' own.
 
     Returns:
-        a SHA-256 in hex over all of it, equal on all ranks and in every run, and the part that people can read.
+        The key, a SHA-256 in hex over the arguments (names, shapes and dtypes of parameters), which is equal on all
+        ranks and in every run; and the description, ready for JSON.
     """
     parameters = list(named)
     world = {"world_size": world_size, "backend": backend, "device_type": device_type, "wire_dtype": wire_dtype}
@@ -61,11 +62,11 @@ def describe_model(
 
 
 def load_tuned(path: str | os.PathLike[str], key: str) -> Candidate | None:
-    """What was best for ``key``, or None where it has no entry, or there is no file yet.
+    """The best candidate saved under ``key``; None if the file or the entry does not exist.
 
     Raises:
-        TunedFileError: if there is a file and it cannot be understood.
-        OSError: if it cannot be read.
+        TunedFileError: if the file exists and cannot be understood.
+        OSError: if the file cannot be read.
     """
     path = Path(path).resolve()
     entries = _read_entries(path)
@@ -78,16 +79,16 @@ def load_tuned(path: str | os.PathLike[str], key: str) -> Candidate | None:
 
 
 def save_tuned(path: str | os.PathLike[str], key: str, model: Mapping[str, Any], result: TuningResult) -> None:
-    """Put ``result`` into the file under ``key``; all other entries stay. Makes the file (mode 0600) if there is none.
+    """Save ``result`` under ``key``; all other entries stay. Creates the file (mode 0600) if it does not exist.
 
-    The lock is ``<path>.lock``, which stays: removing it would let two jobs hold two different locks.
+    The lock file ``<path>.lock`` is never removed: otherwise two jobs could hold two different locks.
 
     Raises:
-        TunedFileError: if there is a file and it cannot be understood; it is left as it is.
-        TimeoutError: if another job holds the lock for longer than any save takes.
-        OSError: if it cannot be written; the old file stays.
+        TunedFileError: if the file exists and cannot be understood; the file is not changed.
+        TimeoutError: if another job holds the lock for more than ``LOCK_TIMEOUT_S`` (10 s).
+        OSError: if the file cannot be written; the old file stays.
     """
-    path = Path(path).resolve()  # a link stays a link
+    path = Path(path).resolve()  # so that replacing the file does not replace a symbolic link
     date = f"{datetime.now(UTC):%Y-%m-%d}"
     entry = {"summary": result.describe(), "model": model, "result": asdict(result), "date": date}
     with _locked(path.with_name(path.name + ".lock")):
@@ -96,7 +97,7 @@ def save_tuned(path: str | os.PathLike[str], key: str, model: Mapping[str, Any],
 
 
 def _read_entries(path: Path) -> dict[str, Any]:
-    """Entries as they stand in the file; none if there is no file."""
+    """The entries of the file; empty if the file does not exist."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -135,19 +136,19 @@ def _locked(lock: Path) -> Iterator[None]:
                 time.sleep(0.01)
         yield
     finally:
-        os.close(fd)  # and with it the lock
+        os.close(fd)  # also releases the lock
 
 
 def _replace(path: Path, text: str) -> None:
-    """Either the old content or the new is in the file, whatever happens. Only under the lock."""
+    """Replace the file atomically: after a crash it holds the old or the new text. Call it under the lock."""
     draft = path.with_name(path.name + ".tmp")
-    draft.unlink(missing_ok=True)  # of a job that was killed while it held the lock
+    draft.unlink(missing_ok=True)  # left by a job that was killed while it held the lock
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            # Before the rename: else a power cut may leave the new name on an empty file.
+            # Sync before the rename: otherwise a power cut may leave an empty file under the final name.
             os.fsync(file.fileno())
         os.replace(draft, path)
     except BaseException:

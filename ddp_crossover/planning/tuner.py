@@ -1,22 +1,24 @@
 """The online tuner: tries group sizes on real training steps and keeps the fastest.
 
-Pure: step times in, candidates out; no clock, no torch.distributed. A deterministic state machine, so ranks that are
-fed the same times (agree on them first, for example on the slowest rank's) switch together without another word.
+Pure: takes step times and returns candidates; uses no clock and no torch.distributed. The tuner is a deterministic
+state machine: ranks that feed it the same times switch together without further communication. They must agree on
+the times first, for example on those of the slowest rank.
 
-What to try next depends on nothing but what has been measured, so a conclusion that a later trial overturns is simply
-drawn anew. In this order:
+The next candidate depends only on the measurements so far, so a conclusion that a later trial overturns is simply
+replaced. Candidates are tried in this order:
 
-1. The start, which is the model's best, and plain all-reduce.
-2. The incumbent's neighbours on the log2 grid. When one is faster it is the incumbent, so this walks downhill.
-3. A golden section of the way to a measured neighbour, when the curve is known to rise on a side at least.
+1. The start, which is the best according to the cost model, and plain all-reduce.
+2. The neighbours of the fastest size so far on the log2 grid. A faster neighbour takes its place, so this walks
+   downhill.
+3. A golden section of the way to a measured neighbour, if step times are known to rise on at least one side.
 4. The winner and plain all-reduce again, if they were measured only once: the lowest of several noisy times is too low
-   on average, and the choice between these two should not hang on how the machine was at the start. When trials run
-   out, these two come before 2 and 3.
+   on average, and the choice between these two should not depend on the state of the machine at the start. When trials
+   run out, this comes before 2 and 3.
 
-How near it comes, simulated on 80 curves of each kind, from starts within two octaves of the best. Without noise it
-ends within 3%, but for one that ended at 3.1%. With 3% of noise in every step and a drift of up to 15%, 99% of smooth
-curves do (worst 4.4%), and 94% of those with a kink at the best (worst 7.6%). After a sudden jump of 10%, 96% and 69%
-(worst 9.0%).
+Accuracy, simulated on 80 curves of each kind from starts within two octaves of the best size: without noise the result
+is within 3% of the best time, except for one curve with 3.1%. With 3% noise in every step and a drift of up to 15%, the
+result is within 3% for 99% of smooth curves (worst 4.4%) and for 94% of curves with a kink at the best size (worst
+7.6%). After a sudden jump of 10%, it is for 96% and 69% (worst 9.0%).
 """
 
 from __future__ import annotations
@@ -27,16 +29,16 @@ from dataclasses import dataclass
 from ddp_crossover.fusion import MB
 from ddp_crossover.planning.trials import ALLREDUCE, AUTO, Candidate, Trial, TrialLog
 
-# The first step after a switch runs without the old plan's gather legs and with new buffers. A median of five
-# bears two more steps that are out of the ordinary.
+# The first step after a switch is not typical: the old plan's gather legs are missing and the buffers are new. The
+# median of five steps tolerates two more outliers.
 WARMUP_STEPS = 1
 MEASURED_STEPS = 5
 TRIAL_STEPS = WARMUP_STEPS + MEASURED_STEPS
 
 GOLDEN = (3 - math.sqrt(5)) / 2
-# The largest group size to try.
+# The largest group size to try, in MiB.
 HIGH_MB = 64.0
-# Sizes nearer to each other than this, in octaves, are not worth a trial between them.
+# In octaves: sizes closer to each other than this are not worth a trial between them.
 MIN_GAP = 0.45
 
 
@@ -45,14 +47,14 @@ class TuningResult:
     """What the tuner found.
 
     Attributes:
-        best: what to train with from now on.
-        best_s: its step time in seconds, as the machine was at the end (see :class:`TrialLog`).
-        fastest: the fastest ``"auto"`` candidate; ``best``, unless that is plain all-reduce.
-        fastest_s: its step time, likewise.
-        plain_s: the step time of plain all-reduce, likewise.
-        trials: all trials in the order in which they ran, as measured.
-        steps: training steps used, warm-up included.
-        reason: why it stopped.
+        best: candidate to train with from now on.
+        best_s: its step time in seconds, corrected to the state of the machine at the end (see :class:`TrialLog`).
+        fastest: the fastest ``"auto"`` candidate; equals ``best`` unless that is plain all-reduce.
+        fastest_s: step time of ``fastest`` in seconds, corrected likewise.
+        plain_s: step time of plain all-reduce in seconds, corrected likewise.
+        trials: all trials in the order in which they ran, uncorrected.
+        steps: number of training steps used, warm-up included.
+        reason: why the tuner stopped.
     """
 
     best: Candidate
@@ -65,7 +67,7 @@ class TuningResult:
     reason: str
 
     def describe(self) -> str:
-        """One line for logs."""
+        """The result in one line, for logs."""
         if self.best.schedule == ALLREDUCE:
             found = f"plain all-reduce, {_ms(self.plain_s)} a step ({self.fastest} groups {_ms(self.fastest_s)})"
         else:
@@ -74,18 +76,18 @@ class TuningResult:
 
 
 class Tuner:
-    """Proposes candidates, is fed step times, ends with a :class:`TuningResult`.
+    """Proposes candidates, takes their step times, and ends with a :class:`TuningResult`.
 
     Args:
-        start: what to begin with: the model's best. With ``schedule="allreduce"`` plain all-reduce goes first and its
-            ``fusion_mb`` is where the search for a better size begins.
+        start: first candidate, the best according to the cost model. With ``schedule="allreduce"`` plain all-reduce is
+            tried first, and the search for a better size begins at ``fusion_mb``.
         model_bytes: bytes of all gradients; groups are never larger.
-        max_trials: at most so many trials of 6 training steps, repeats included; two at least.
+        max_trials: maximum number of trials, each 6 training steps, repeats included; at least 2.
         low_mb: smallest group size to try, in MiB.
 
     Attributes:
-        candidate: what the next step must run under.
-        result: what was found, or None while it runs.
+        candidate: candidate under which the next step must run.
+        result: the result, or None while the tuner runs.
 
     Example::
 
@@ -117,10 +119,10 @@ class Tuner:
         self.result: TuningResult | None = None
 
     def observe(self, step_s: float) -> Candidate | None:
-        """Take the time of one training step, in seconds, that ran under ``candidate``.
+        """Record the time in seconds of one training step that ran under ``candidate``.
 
-        Returns the candidate to switch to before the next step, or None to stay. Once there is a result, times
-        change nothing.
+        Returns the candidate to switch to before the next step, or None to stay. Times that arrive after the result
+        is known are ignored.
         """
         if self.result is not None:
             return None
@@ -134,12 +136,12 @@ class Tuner:
             self.result = self._conclude(choice)
             choice = self.result.best
         self.candidate = choice
-        # A candidate that is tried twice in a row is warm, but its trial is as long as any other: simpler to count.
+        # A candidate tried twice in a row needs no warm-up, but trials of equal length are simpler to count.
         self._steps_s = []
         return choice if choice != previous else None
 
     def progress(self) -> str:
-        """One line for logs: which trial runs, and what is best so far."""
+        """The current trial and the best candidate so far in one line, for logs."""
         if self.result is not None:
             return self.result.describe()
         measured = self._steps_s[WARMUP_STEPS:]
@@ -165,7 +167,7 @@ class Tuner:
         )
 
     def _next(self) -> Candidate | str:
-        """What to try next, or why to stop."""
+        """The next candidate to try, or the reason to stop."""
         trials = len(self._log.trials)
         if trials == self._max_trials:
             return f"the budget of {self._max_trials} trials is spent"
@@ -181,7 +183,7 @@ class Tuner:
         return probe or (unconfirmed[0] if unconfirmed else f"no neighbour of {fastest} was faster")
 
     def _neighbour(self, best: Candidate) -> Candidate | None:
-        """One octave away, on a side where nothing has been tried."""
+        """A candidate one octave away, on a side where nothing has been tried; None if there is none."""
         for side in (-1, 1):
             probe = self._at(_octave(best) + side)
             if not self._beside(best, side) and abs(_octave(probe) - _octave(best)) >= MIN_GAP:
@@ -189,7 +191,10 @@ class Tuner:
         return None
 
     def _between(self, best: Candidate) -> Candidate | None:
-        """A golden section of the way to the faster neighbour, unless the curve is flat on all sides."""
+        """A golden section of the way to the faster neighbour that is at least ``MIN_GAP`` away.
+
+        None if there is none, or if step times rise on neither side.
+        """
         ends = [beside[0] for side in (-1, 1) if (beside := self._beside(best, side))]
         if not any(self._log.faster(best, end) for end in ends):
             return None
@@ -200,12 +205,12 @@ class Tuner:
         return None
 
     def _beside(self, best: Candidate, side: int) -> list[Candidate]:
-        """What was tried on this side of ``best`` (-1 is smaller), the nearest first."""
+        """Candidates tried on this side of ``best`` (-1: smaller sizes, 1: larger), nearest first."""
         found = [c for c in self._log.candidates(AUTO) if (_octave(c) - _octave(best)) * side > 0]
         return sorted(found, key=lambda c: abs(_octave(c) - _octave(best)))
 
     def _at(self, octave: float) -> Candidate:
-        """The candidate of this size, within bounds, with three digits: more would only be hard to read."""
+        """The candidate of ``2**octave`` MiB, clamped to the bounds and rounded to three digits for readability."""
         return Candidate(min(max(float(f"{2**octave:.3g}"), self._low_mb), self._high_mb))
 
 

@@ -1,1 +1,1 @@
-"""When things happened: clocks, spans, traces, pictures."""
+"""Records when legs, waits and compute happened: clocks, spans, traces, pictures."""

@@ -1,4 +1,4 @@
-"""When legs and waits begin and end: sums that are always kept, and spans while somebody traces."""
+"""Measures when legs and waits begin and end: always as sums, and as spans while a trace is taken."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class LegTimes:
-    """One leg under way: when it was handed to the link, and when it was posted to the network (NaN before)."""
+    """Host times of one leg: when it was handed to the link, and when it was posted to the network (NaN before)."""
 
     __slots__ = ("group", "kind", "posted_s", "started_s")
 
@@ -26,7 +26,14 @@ class LegTimes:
 
 
 class CommSums(NamedTuple):
-    """Seconds since the clock was made, see :class:`CommClock`."""
+    """Sums in seconds since the clock was made, see :class:`CommClock`.
+
+    Attributes:
+        communication_s: at least one leg under way.
+        exposed_s: the training thread waited for a leg.
+        gather_s: at least one gather leg under way.
+        gather_exposed_s: the training thread waited for a gather leg.
+    """
 
     communication_s: float
     exposed_s: float
@@ -35,7 +42,7 @@ class CommSums(NamedTuple):
 
 
 class _UnderWay(NamedTuple):
-    """Time in which at least one of some legs is under way."""
+    """Sums up the time in which at least one leg is under way. Immutable, so readers need no lock."""
 
     legs: int = 0
     since_s: float = 0.0
@@ -54,18 +61,18 @@ class _UnderWay(NamedTuple):
 
 
 class CommClock:
-    """Time in which at least one leg is under way, and time in which compute waited for one; gather legs also apart.
+    """Sums up the time in which legs are under way, and in which compute waits for them; gather legs also separately.
 
-    Host time; on CUDA streams waits do not block the host and are not counted.
+    All times are host time. Waits on CUDA streams do not block the host and are not counted.
 
     Attributes:
-        trace: where to note spans; None, and then nothing is noted, while nobody traces.
+        trace: the trace that records spans; None while no trace is taken.
     """
 
     def __init__(self) -> None:
         self.trace: Trace | None = None
-        # Among the threads of the link. The training thread reads without it: a signal handler may interrupt it there
-        # and wait for a leg, so for a thread that needs the lock.
+        # For the link's threads only. The training thread reads without the lock: if it held it, a signal handler could
+        # interrupt it and wait for a leg, which needs a thread that needs the lock.
         self._lock = threading.Lock()
         self._legs = self._gather_legs = _UnderWay()
         self._exposed_s = 0.0
@@ -74,11 +81,11 @@ class CommClock:
     # Legs and waits in host time.
 
     def leg_started(self, kind: str, group: int) -> LegTimes:
-        """A leg (``scatter``, ``gather`` or ``all_reduce``) is handed to the link."""
+        """Note that a leg (``scatter``, ``gather`` or ``all_reduce``) is handed to the link."""
         return LegTimes(kind, group)
 
     def leg_posted(self, leg: LegTimes) -> None:
-        """The first bytes may leave from now on: the leg is under way."""
+        """Note that the leg is under way: its first bytes may leave from now on."""
         leg.posted_s = time.perf_counter()
         with self._lock:
             self._legs = self._legs.with_one_more(leg.posted_s)
@@ -86,9 +93,9 @@ class CommClock:
                 self._gather_legs = self._gather_legs.with_one_more(leg.posted_s)
 
     def leg_ended(self, leg: LegTimes) -> None:
-        """Its result is there, or it has failed."""
+        """Note that the leg has ended: its result is available, or it has failed."""
         now_s = time.perf_counter()
-        if leg.posted_s == leg.posted_s:  # not NaN: it did not fail before it was posted
+        if leg.posted_s == leg.posted_s:  # not NaN: the leg was posted before it ended
             with self._lock:
                 self._legs = self._legs.with_one_less(now_s)
                 if leg.kind == "gather":
@@ -97,7 +104,10 @@ class CommClock:
             self.trace.add(leg.kind, leg.started_s, now_s, leg.group, leg.posted_s)
 
     def all_reduce_started(self, group: int, device: torch.device) -> Callable[[], None]:
-        """The backend's own all-reduce begins; call what is returned when it is done, on CUDA on a stream behind it."""
+        """Note that the backend's own all-reduce begins; returns a function to call when it is done.
+
+        On CUDA, call that function on a stream that waits for the all-reduce.
+        """
         if device.type == "cuda":
             begin = self.mark()
             return lambda: self.span("all_reduce", begin, group=group)
@@ -106,7 +116,7 @@ class CommClock:
         return lambda: self.leg_ended(leg)
 
     def waited(self, since_s: float, what: str, group: int = -1, *, for_gather: bool = False) -> None:
-        """The training thread has waited since ``since_s`` until now; ``what`` for, such as a leg's label."""
+        """Note that the training thread waited from ``since_s`` until now for ``what``, such as a leg's label."""
         now_s = time.perf_counter()
         self._exposed_s += now_s - since_s
         if for_gather:
@@ -115,14 +125,14 @@ class CommClock:
             self.trace.add("wait", since_s, now_s, group, detail=what)
 
     def sums(self) -> CommSums:
-        """Sums up to now, with what is under way."""
+        """Sums up to now, including legs under way."""
         legs, gather_legs, now_s = self._legs, self._gather_legs, time.perf_counter()
         return CommSums(legs.sum_s(now_s), self._exposed_s, gather_legs.sum_s(now_s), self._gather_exposed_s)
 
-    # Anything else, and everything on CUDA: only while somebody traces.
+    # All other spans, and all spans on CUDA, are recorded only while a trace is taken.
 
     def mark(self, stream: torch.cuda.Stream | None = None) -> Moment | None:
-        """The beginning of a span on ``stream`` (by default the current one); None while nobody traces."""
+        """The beginning of a span on ``stream`` (by default the current one); None while no trace is taken."""
         return self.trace.now(stream) if self.trace is not None else None
 
     def span(
@@ -134,6 +144,6 @@ class CommClock:
         group: int = -1,
         what: str = "",
     ) -> None:
-        """The end of a span whose beginning :meth:`mark` gave."""
+        """Record a span that ends now and whose ``begin`` comes from :meth:`mark`; does nothing if that is None."""
         if begin is not None and (trace := self.trace) is not None:
             trace.add(kind, begin, trace.now(stream), group, detail=what)

@@ -1,4 +1,4 @@
-"""Spans as a file of trace events, which ui.perfetto.dev and Chrome show.
+"""Reads and writes spans as a file of trace events, which ui.perfetto.dev and Chrome can show.
 
 Source: "Trace Event Format" of the Chromium project.
 """
@@ -16,12 +16,12 @@ _FORMAT = "ddp_crossover trace 2"
 
 
 def write(path: Path, about: Mapping[str, Any], spans: list[Span]) -> None:
-    """One process for the rank, one thread for each lane; times in microseconds since 1970."""
+    """Write the file: one process for the rank, one thread for each lane; times in microseconds since 1970."""
     rank = about["rank"]
     lanes: dict[str, int] = {}
     events = []
     for span, lane in _in_lanes(spans):
-        # Whole nanoseconds, so that what is nested stays nested.
+        # Round to whole nanoseconds, so that nested spans stay nested.
         begin_ns, end_ns = (round((moment_s + about["wall_offset_s"]) * 1e9) for moment_s in span.interval)
         events.append(
             {
@@ -49,11 +49,11 @@ def write(path: Path, about: Mapping[str, Any], spans: list[Span]) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Span]]:
-    """The reverse of :func:`write`.
+    """Read a file written by :func:`write`; returns ``about`` and the spans.
 
     Raises:
-        OSError: if there is no such file.
-        ValueError: if something else wrote it.
+        OSError: if the file cannot be read.
+        ValueError: if the file was not written by this version of ddp_crossover.
     """
     try:
         document = json.loads(path.read_text())
@@ -67,7 +67,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[Span]]:
 
 
 def _in_lanes(spans: list[Span]) -> Iterator[tuple[Span, str]]:
-    """Legs of one kind overlap, which a viewer can show only in lanes of their own."""
+    """Pairs of span and lane. Overlapping legs of one kind get separate lanes, as viewers require."""
     busy_until_s: dict[str, list[float]] = {}
     for span in sorted(spans, key=lambda span: (KINDS.index(span.kind), span.begin_s)):
         if span.kind == "step":
@@ -91,7 +91,7 @@ def _name(span: Span) -> str:
 
 def _arguments(span: Span) -> dict[str, Any]:
     arguments: dict[str, Any] = {"group": span.group, "detail": span.detail}
-    if span.posted_s == span.posted_s:  # not NaN, which JSON does not know
+    if span.posted_s == span.posted_s:  # not NaN, which JSON cannot express
         arguments["posted_after_us"] = (span.posted_s - span.begin_s) * 1e6
     return arguments
 

@@ -1,6 +1,6 @@
-"""Hooks that note forward, backward and ``optimizer.step()`` of a DDP model, while a trace is taken.
+"""Hooks that record forward, backward and ``optimizer.step()`` of a DDP model while a trace is taken.
 
-They work on any DDP model, with our hook or without, and are there only as long as the trace.
+They work on any DDP model, with or without our communication hook, and are removed when the trace ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from ddp_crossover.torch_internals import call_after_backward, has_hooks, tensor
 from ddp_crossover.tracing.clock import CommClock
 from ddp_crossover.tracing.trace import Moment, Trace
 
-# Behind whatever DDP and its communication hook have queued, each once or twice.
+# How often in a row the end-of-backward callback is queued, so that it runs after the callbacks of DDP and of its
+# communication hook, which are queued once or twice each.
 _LAST_CALLBACK = 3
 
 
@@ -27,11 +28,11 @@ _LAST_CALLBACK = 3
 def recording(
     trace: Trace, clock: CommClock, ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]
 ) -> Iterator[Trace]:
-    """Within it everything is noted in ``trace``.
+    """Context manager that records everything inside its block in ``trace``.
 
     Raises:
         RuntimeError: if another trace is being taken.
-        TypeError: if nothing can be hooked to the ``step()`` of an optimizer.
+        TypeError: if an optimizer does not support step hooks.
     """
     for optimizer in optimizers:
         if not has_hooks(optimizer):
@@ -60,7 +61,7 @@ def recording(
 
 
 class _Recorder(Hook):
-    """What happens between forward, backward and step of one model on one rank."""
+    """Hooks that turn forward, backward and step of one model on one rank into spans."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -72,7 +73,7 @@ class _Recorder(Hook):
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         self._forward = now = self._trace.now()
-        self._backward = None  # one that raised has not ended
+        self._backward = None  # drop a backward that raised and so never ended
         if torch.is_grad_enabled() and self._step_is_over:
             if self._step is not None:
                 self._trace.add("step", self._step, now)

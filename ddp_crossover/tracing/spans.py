@@ -1,4 +1,4 @@
-"""What a trace is made of, and what follows from it by arithmetic of intervals. Pure."""
+"""Spans, of which a trace consists, and the figures computed from them by interval arithmetic. Pure."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ KINDS = ("step", *COMPUTE_KINDS, "wait", *LEG_KINDS, *LEASE_KINDS)
 
 
 class Span(NamedTuple):
-    """One thing that was done.
+    """One recorded activity and its time.
 
     Attributes:
         kind: ``step``, ``forward``, ``backward``, ``update``, ``wait``, ``scatter``, ``gather`` or ``all_reduce``. A
             step goes from the first forward after an ``optimizer.step()`` to the next such forward. With a lease also
             ``held``, ``gap`` (a wait in which another job had its turn) and ``lease_wait``.
-        begin_s: host time (``time.perf_counter``). A leg begins when it is handed to the link.
-        end_s: likewise.
-        group: fusion group of a leg (with plain all-reduce the bucket), or of the leg that is waited for; else -1.
-        posted_s: when a leg was given to the network; NaN where that is not known, or for what is no leg.
-        detail: for a wait, what is waited for; for the lease, the job.
+        begin_s: host time in seconds (``time.perf_counter``). A leg begins when it is handed to the link.
+        end_s: host time in seconds, likewise.
+        group: fusion group of a leg (with plain all-reduce the bucket), or of the awaited leg for a wait; else -1.
+        posted_s: host time at which a leg was posted to the network; NaN if not known, and for spans that are not legs.
+        detail: for a wait, the label of what is awaited; for the lease, the job.
     """
 
     kind: str
@@ -37,25 +37,25 @@ class Span(NamedTuple):
 
     @property
     def interval(self) -> Interval:
-        """Begin and end."""
+        """The pair (begin, end)."""
         return self.begin_s, self.end_s
 
     @property
     def under_way(self) -> Interval:
-        """A leg from when it was posted, where that is known: before, it waited for its turn and used no link."""
+        """From when a leg was posted, if known, to its end: until then it was queued and did not use the link."""
         return (self.posted_s if self.posted_s == self.posted_s else self.begin_s, self.end_s)
 
 
 class Figures(NamedTuple):
-    """Where the time of one step, or of a whole trace, went; all in seconds.
+    """How the time of one step, or of a whole trace, was spent; all in seconds.
 
     Attributes:
-        begin_s: host time (``time.perf_counter``).
-        end_s: likewise.
-        compute_s: forward, backward and updates, without waits.
-        communication_s: at least one leg under way.
-        exposed_s: at least one leg under way and no compute.
-        wait_s: the training thread waited for a leg.
+        begin_s: host time (``time.perf_counter``) at the beginning.
+        end_s: host time at the end.
+        compute_s: time of forward, backward and updates, without waits.
+        communication_s: time in which at least one leg was under way.
+        exposed_s: time in which at least one leg was under way and nothing was computed.
+        wait_s: time in which the training thread waited for a leg.
     """
 
     begin_s: float
@@ -67,7 +67,7 @@ class Figures(NamedTuple):
 
     @property
     def duration_s(self) -> float:
-        """From begin to end."""
+        """Seconds from begin to end."""
         return self.end_s - self.begin_s
 
 
@@ -82,11 +82,11 @@ def computing(spans: list[Span]) -> list[Interval]:
 
 
 def when(spans: list[Span], kinds: Iterable[str]) -> list[Interval]:
-    """When something of these kinds was going on, as a disjoint list."""
+    """When at least one span of these kinds was under way, as a disjoint list."""
     return union(span.under_way for span in spans if span.kind in kinds)
 
 
 def figures(spans: list[Span], windows: list[Interval]) -> list[Figures]:
-    """The figures of each window of time."""
+    """The figures for each time window."""
     parts = (computing(spans), when(spans, LEG_KINDS), exposed(spans), when(spans, ("wait",)))
     return [Figures(*window, *(total(clip(part, window)) for part in parts)) for window in windows]

@@ -31,12 +31,12 @@ _LEASE_COLORS = {"held": "#2f4b6e", "gap": "#eeca3b", "lease_wait": "0.7"}
 _LEASE_NAMES = {"held": "lease held", "gap": "gap given to another job", "lease_wait": "waiting for the lease"}
 _EDGE_COLOR = "0.35"
 _ROW_NAMES = {"scatter": "reduce-scatter", "gather": "all-gather", "all_reduce": "all-reduce"}
-_BAR_HEIGHT = 0.74  # of a row
+_BAR_HEIGHT = 0.74  # as a fraction of the row height
 _QUEUED_ALPHA = 0.35
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of this subcommand."""
+    """Declare the options of ``timeline``."""
     parser.description = (
         "Draw traces that Trace.save() wrote, such as one of plain DDP and one of DeAR: a row each for forward, "
         "backward, reduce-scatter, all-gather and update, and for the lease where there is one; exposed communication "
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw, and say what."""
+    """Draw the traces and print a summary; returns the exit status."""
     traces = [Trace.load(name) for name in args.traces]
     draw(traces, args.output, steps=args.steps)
     print(f"{args.output}: " + "; ".join(_headline(trace) for trace in traces))
@@ -58,13 +58,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def draw(traces: Sequence[Trace], path: Path, *, steps: int = 2) -> None:
-    """Write a picture of some steps of each trace; zero is where the first step shown begins.
+    """Write a picture of ``steps`` consecutive steps of each trace; time zero is the start of the first step shown.
 
-    Of each trace those steps in a row are shown whose time is the median.
+    Of all runs of ``steps`` consecutive steps in a trace, the one with the median duration is shown.
 
     Raises:
-        ImportError: without matplotlib.
-        ValueError: if a trace has fewer complete steps than ``steps``, or ``path`` has an ending that is no picture's.
+        ImportError: if matplotlib is not installed.
+        ValueError: if a trace has fewer complete steps than ``steps``, or matplotlib does not know the suffix of
+            ``path``.
     """
     try:
         from matplotlib.figure import Figure
@@ -91,14 +92,14 @@ def draw(traces: Sequence[Trace], path: Path, *, steps: int = 2) -> None:
 
 
 class _Panel(NamedTuple):
-    """What is shown of one trace."""
+    """The part of one trace that is shown."""
 
     headline: str
     rows: list[str]
     spans: list[Span]
     window: Interval
     edges_s: list[float]  # where steps begin or end
-    lease: str  # name of the row of the job's lease; empty without
+    lease: str  # name of the row of the job's lease; empty without a lease
 
     @classmethod
     def of(cls, trace: Trace, steps: int) -> _Panel:
@@ -121,7 +122,7 @@ class _Panel(NamedTuple):
 
 
 def _typical(steps: list[Figures], count: int) -> list[Figures]:
-    """Those ``count`` steps in a row that take the median time of all such."""
+    """The run of ``count`` consecutive steps whose duration is the median of all such runs."""
     runs = [steps[first : first + count] for first in range(len(steps) - count + 1)]
     runs.sort(key=lambda run: run[-1].end_s - run[0].begin_s)
     return runs[(len(runs) - 1) // 2]
@@ -166,7 +167,7 @@ def _draw_panel(axes: Axes, panel: _Panel) -> None:
 
 
 def _alone(spans: list[Span], kind: str) -> list[Interval]:
-    """When this was computed; without the waits and updates inside of it."""
+    """When this kind was computed, without the waits and updates during it."""
     inside = WAIT_KINDS if kind == "update" else (*WAIT_KINDS, "update")
     return difference(when(spans, [kind]), when(spans, inside))
 
@@ -177,6 +178,6 @@ def _draw_bars(axes: Axes, panel: _Panel, row: int, intervals: list[Interval], c
 
 
 def _bars(panel: _Panel, intervals: list[Interval]) -> list[tuple[float, float]]:
-    """Begin and length in milliseconds from the left edge."""
+    """(begin, length) of each visible interval in milliseconds; begin counts from the left edge of the panel."""
     shown = clip(intervals, panel.window)
     return [((begin - panel.window[0]) * 1e3, (end - begin) * 1e3) for begin, end in shown]

@@ -1,7 +1,7 @@
-"""A trace of one rank: what it did and when.
+"""A trace of one rank: which spans of work it did, and when.
 
-Whoever records appends a tuple to a bounded list, and nothing else happens until the trace is read. A moment is
-host time, or on a GPU a CUDA event, which becomes host time then (see :class:`DeviceClock`).
+Recording a span only appends a tuple to a bounded deque; everything else happens when the trace is read. A moment is
+host time or, on a GPU, a CUDA event, which is converted to host time on reading (see :class:`DeviceClock`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ddp_crossover.tracing import perfetto
 from ddp_crossover.tracing.spans import Figures, Span, figures
 
 MAX_SPANS = 200_000
-# What a file says of a trace besides its spans.
+# Attributes that a file stores besides the spans.
 _ABOUT = ("rank", "title", "wall_offset_s", "began_s", "ended_s")
 
 Moment = float | torch.cuda.Event
 
 
 class DeviceClock:
-    """Turns CUDA events into host time: one event and one look at the host's clock, taken together.
+    """Converts CUDA events to host time, by a reference event and the host time at which it happened.
 
-    CUDA counts the time between events in fp32 milliseconds, so that after a minute it resolves 4 us.
+    CUDA reports the time between events in fp32 milliseconds, so the resolution after one minute is 4 us.
 
     Args:
         device: the CUDA device of all events.
@@ -34,37 +34,37 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # Else the event would be as late as the work that is queued before it.
+        # Otherwise the event would happen only after the work that is queued before it.
         torch.cuda.synchronize(device)
         self._reference = self.now()
         self._reference_s = time.perf_counter()
 
     def now(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
-        """An event on ``stream``, by default the current one."""
+        """Record an event on ``stream`` (by default the current one)."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream or torch.cuda.current_stream(self.device))
         return event
 
     def host_s(self, event: torch.cuda.Event) -> float:
-        """When the event happened. Waits for it."""
+        """Host time in seconds at which the event happened. Waits for the event."""
         event.synchronize()
         return self._reference_s + float(self._reference.elapsed_time(event)) * 1e-3
 
 
 class Trace:
-    """What one rank did, as :meth:`DearState.trace` records it.
+    """The spans of one rank, as :meth:`DearState.trace` records them.
 
     Args:
-        rank: of this process.
-        title: what was traced, for pictures.
-        device: of the gradients; on CUDA moments are events.
-        max_spans: only the latest ones are kept, so that a trace that was forgotten does not fill the memory.
+        rank: rank of this process.
+        title: title for pictures.
+        device: device of the gradients; on CUDA, moments are events.
+        max_spans: maximum number of spans; older ones are dropped, so that a forgotten trace does not fill the memory.
 
     Attributes:
-        wall_offset_s: what to add to host times to get seconds since 1970. It brings ranks to a common axis, as
-            well as their machines' clocks agree.
+        wall_offset_s: seconds to add to host times to get seconds since 1970. It puts all ranks on a common axis, as
+            accurately as their machines' clocks agree.
         began_s: host time at which recording began.
-        ended_s: host time at which it ended; infinite before.
+        ended_s: host time at which recording ended; infinite while it goes on.
 
     Example::
 
@@ -88,7 +88,7 @@ class Trace:
     # Recording.
 
     def now(self, stream: torch.cuda.Stream | None = None) -> Moment:
-        """This moment; on CUDA, when ``stream`` (by default the current one) gets here."""
+        """The current moment; on CUDA, the moment at which ``stream`` (by default the current one) gets here."""
         return time.perf_counter() if self._device_clock is None else self._device_clock.now(stream)
 
     def add(
@@ -100,17 +100,17 @@ class Trace:
         posted_s: float = float("nan"),
         detail: str = "",
     ) -> None:
-        """Note one span, in the order of :class:`Span`. Any thread may call it."""
+        """Record one span; the arguments are those of :class:`Span`. Any thread may call it."""
         self._recorded.append((kind, begin, end, group, posted_s, detail))
 
     def stop(self) -> None:
-        """Nothing comes after this. On CUDA it waits for the current stream."""
+        """End the recording. On CUDA this waits for the current stream."""
         self.ended_s = self._host_s(self.now())
 
     # Reading.
 
     def spans(self, *kinds: str) -> list[Span]:
-        """All spans, or those of some kinds, by begin. On CUDA it waits for the work that is traced."""
+        """All spans, or those of ``kinds``, sorted by begin. On CUDA this waits for the traced work."""
         found = (
             Span(kind, self._host_s(begin), self._host_s(end), group, posted_s, detail)
             for kind, begin, end, group, posted_s, detail in list(self._recorded)
@@ -125,16 +125,16 @@ class Trace:
         return self._device_clock.host_s(moment)
 
     def exposed_s(self) -> float:
-        """Time in which at least one leg was under way and nothing was computed."""
+        """Seconds in which at least one leg was under way and nothing was computed."""
         return self.figures().exposed_s
 
     def figures(self) -> Figures:
-        """Sums over all that was traced."""
-        # A leg may have begun before there was anybody to note the compute that hid it.
+        """Sums over the whole trace."""
+        # Not before began_s: a leg may have begun earlier, and the compute that hid it then was not recorded.
         return figures(self.spans(), [(self.began_s, self._last_s())])[0]
 
     def steps(self) -> list[Figures]:
-        """Sums for each step that is complete: the last one ends only when another begins."""
+        """Sums for each complete step. The last step is complete only when another one begins."""
         spans = self.spans()
         return figures(spans, [span.interval for span in spans if span.kind == "step"])
 
@@ -146,18 +146,18 @@ class Trace:
     def save(self, path: str | Path) -> None:
         """Write trace-event JSON: open it in ui.perfetto.dev, read it with :meth:`load`, draw it with ``timeline``.
 
-        A process stands for the rank, a thread for a lane. Times are microseconds since 1970.
+        The rank is shown as a process, each lane as a thread. Times are in microseconds since 1970.
         """
         about = {name: getattr(self, name) for name in _ABOUT} | {"ended_s": self._last_s()}
         perfetto.write(Path(path), about, self.spans())
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Read what :meth:`save` wrote. Times come back to within a microsecond.
+        """Read a file written by :meth:`save`. Times are exact to within a microsecond.
 
         Raises:
-            OSError: if there is no such file.
-            ValueError: if something else wrote it.
+            OSError: if the file cannot be read.
+            ValueError: if the file was not written by this version of ddp_crossover.
         """
         about, spans = perfetto.read(Path(path))
         trace = cls(max_spans=len(spans))
