@@ -123,9 +123,9 @@ class Access(NamedTuple):
 
 
 class AllReduce(NamedTuple):
-    """One all-reduce, when and where it ran. It keeps the memory, which would else be used twice by chance."""
+    """One all-reduce: the address of its memory, when and where it ran."""
 
-    buffer: torch.Tensor
+    address: int
     stream: FakeStream
     time: int
 
@@ -141,6 +141,7 @@ class Gpu(TorchDispatchMode):
         self.races: Counter[tuple[str, str]] = Counter()
         self.seen = 0
         self.all_reduces: list[AllReduce] = []
+        self.kept: list[torch.Tensor] = []
         self._accesses: list[Access] = []
 
     @contextmanager
@@ -186,13 +187,16 @@ class Gpu(TorchDispatchMode):
 
 
 @contextmanager
-def fake_gpu(*, gather_writes: bool = True, ddp_waits: bool = True) -> Iterator[Gpu]:
+def fake_gpu(*, gather_writes: bool = True, ddp_waits: bool = True, keeps_reduced: bool = False) -> Iterator[Gpu]:
     """Within it a CPU model trains over `NcclLink` on fake streams. Call it on gloo groups.
 
     DDP waits for the futures of our hooks at the end of backward; `ddp_waits=False` takes these waits out.
 
     `gather_writes=False`: an all-gather leaves this rank's own shard alone, which at world size 1 is everything.
     Else it counts as writing all, as it does on other ranks, so that nobody may read early.
+
+    `keeps_reduced`: the memory of all-reduces is kept, so that no address stands for two of them. Gradients that are
+    views of it count as kept by the script.
     """
     gpu = Gpu()
     reduce_scatter, all_gather, all_reduce = nccl_link._reduce_scatter, nccl_link._all_gather, dist.all_reduce
@@ -216,7 +220,9 @@ def fake_gpu(*, gather_writes: bool = True, ddp_waits: bool = True) -> Iterator[
         gpu.watch(buffer)
         with gpu.on(backend if async_op else gpu.current):
             gpu.access(buffer, writes=True, what="all_reduce")
-            gpu.all_reduces.append(AllReduce(buffer, gpu.current, gpu.current.tick()))
+            gpu.all_reduces.append(AllReduce(buffer.untyped_storage().data_ptr(), gpu.current, gpu.current.tick()))
+        if keeps_reduced:
+            gpu.kept.append(buffer)
         all_reduce(buffer, group=group)
         return FakeWork(gpu, backend, [buffer]) if async_op else None
 
