@@ -14,8 +14,8 @@ import torch
 from equivalence import Case, Run, is_finite, plain_loop, snapshot
 from invisible_models import LateScriptNet
 from models import DeepNet, OddNet
+from torch_features import HAS_COVERS
 
-HAS_COVERS = hasattr(torch._C, "_set_storage_data_ptr_access_error_msg")  # a torch that is not for CPUs only
 LATE = 10  # long after the first forwards
 WORLD_SIZES = (1, 2)
 

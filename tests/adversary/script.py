@@ -24,13 +24,12 @@ import torch.distributed as dist
 from reference import rank_order_hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch_features import HAS_COVERS
 
 from adversary.compare import first_difference, snapshot
 
 # Reasons to fall back that the documents tell of.
 GRADIENTS_READ = "gradients were read or replaced before optimizer.step"
-# What torch refuses in place of us, where it was not built for CPUs only.
-HAS_COVERS = hasattr(torch._C, "_set_storage_data_ptr_access_error_msg")
 PAST_EVERYTHING = "RuntimeError: .* in a way that torch does not tell of"
 KEPT = "has a gradient in memory that something else refers to"
 ALIASED = "has memory that something else refers to"
