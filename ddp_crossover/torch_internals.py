@@ -293,7 +293,7 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
 def references_to_memory(tensor: torch.Tensor) -> int:
     """Number of references in C++ and Python to a tensor and to its storage, plus a constant."""
     storage = tensor.untyped_storage()
-    of_storage = torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
+    of_storage = storage_use_count(storage) + sys.getrefcount(storage)
     return of_storage + tensor._use_count() + sys.getrefcount(tensor)
 
 

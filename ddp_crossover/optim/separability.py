@@ -151,12 +151,13 @@ class _Clone:
 
         result = raw_step(stand_in.optimizer)(stand_in.optimizer, closure=closure)
         stand_in.give_back()
+        if not snapshots:  # the step has not called the closure
+            return result
         for index, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
                 memory = torch.nn.Parameter(parameter.detach())
                 memory.grad = gradients[parameter]
-                for snapshot in snapshots[-1:]:
-                    snapshot.step(index, [ToUpdate(parameter, memory)])
+                snapshots[-1].step(index, [ToUpdate(parameter, memory)])
         return result
 
     def everything(self) -> list[Any]:
