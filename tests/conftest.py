@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
 from harness import RankPool
 from script_server import ScriptServer
 

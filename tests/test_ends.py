@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from script_server import Ended, ScriptServer
 
 GROUP_TIMEOUT_S = 10.0

@@ -16,12 +16,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from equivalence import SGD, Case, Run, check_case, snapshot
-from harness import Outcome, run_faulty_ranks, run_ranks
-from models import DeepNet
 
 from ddp_crossover.collectives.gloo_legs import GlooScatterLeg
 from ddp_crossover.collectives.gloo_link import GlooLink
+from equivalence import SGD, Case, Run, check_case, snapshot
+from harness import Outcome, run_faulty_ranks, run_ranks
+from models import DeepNet
 
 GROUP_TIMEOUT_S = 4.0
 # From the peer's end, or from the group's timeout, until this process has left.

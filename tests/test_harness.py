@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+
 from harness import RankFailure, run_faulty_ranks, run_ranks
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+import ddp_crossover as dx
 from bystanders import Child, evaluate
 from equivalence import Case, Run, check_case, plain_loop
 from models import DeepNet
-
-import ddp_crossover as dx
 
 
 def _trained_run(with_dear: bool) -> Run:

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from script_server import ScriptServer
 
 _SWEEP = """

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence import Case, Run
-from models import DeepNet
 
 from ddp_crossover.stats import StepLog
 from ddp_crossover.tracing.clock import CommClock, CommSums
+from equivalence import Case, Run
+from models import DeepNet
 
 
 def _log(exposed_s: list[float], looked_at: list[bool], gather_s: float) -> StepLog:

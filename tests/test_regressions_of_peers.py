@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
+import torch
+from torch import nn
+
 import forward_loops
 import loops
 import models
-import pytest
 import resume_loops
-import torch
 import wirings
 from equivalence import ADAMW, SGD, Case, Run, check_case, optimizer, plain_loop
 from optimizers import grouped_sgd
-from torch import nn
 
 
 def test_several_forwards_per_step_update_once(on_ranks) -> None:

@@ -19,14 +19,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from equivalence import assert_same
-from harness import run_faulty_ranks, run_ranks
-from models import DeepNet
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
+from equivalence import assert_same
+from harness import run_faulty_ranks, run_ranks
+from models import DeepNet
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_STEPS, ALL_STEPS = 8, 14

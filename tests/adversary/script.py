@@ -21,12 +21,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from reference import rank_order_hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_features import HAS_COVERS
 
 from adversary.compare import first_difference, snapshot
+from reference import rank_order_hook
+from torch_features import HAS_COVERS
 
 # Reasons to fall back that the documents tell of.
 GRADIENTS_READ = "gradients were read or replaced before optimizer.step"

@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from lease_processes import HERE, PACKAGE, TIMEOUT_S, LeaseProcesses, eventually
 
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.lease.page import PageReader
 from ddp_crossover.lease.places import DIRECTORY_VARIABLE, Place, PlaceError
 from ddp_crossover.lease.protocol import HELLO_BYTES, Hello, Role
+from lease_processes import HERE, PACKAGE, TIMEOUT_S, LeaseProcesses, eventually
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 STRANGER = 54321

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lease_processes import LeaseProcesses, eventually
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_crossover.lease.client import GpuLease
+from lease_processes import LeaseProcesses, eventually
 
 
 def test_a_forked_child_has_no_part_in_it(processes: LeaseProcesses) -> None:

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from lease_processes import PACKAGE, LeaseProcesses
 
 from ddp_crossover.lease import command
+from lease_processes import PACKAGE, LeaseProcesses
 
 SERVE = f"""
 import argparse, signal, sys

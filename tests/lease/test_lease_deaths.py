@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from lease_processes import Actor, LeaseProcesses, eventually
 
 

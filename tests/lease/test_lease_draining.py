@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from lease_processes import Actor, LeaseProcesses, eventually
 
 from ddp_crossover.lease.client import GpuLease
+from lease_processes import Actor, LeaseProcesses, eventually
 
 GPU = "GPU-00000000-0000-0000-0000-000000000000"
 

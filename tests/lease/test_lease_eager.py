@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lease_processes import LeaseProcesses, eventually
 
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.lease.protocol import Kind
+from lease_processes import LeaseProcesses, eventually
 
 
 @pytest.fixture

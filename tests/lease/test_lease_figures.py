@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lease_processes import PACKAGE, TIMEOUT_S, LeaseProcesses, eventually
 
 from ddp_crossover.lease.figures import ResourceFigures, with_shares
 from ddp_crossover.lease.holds import JobKey
+from lease_processes import PACKAGE, TIMEOUT_S, LeaseProcesses, eventually
 
 A, B, F = JobKey(0, "a"), JobKey(0, "b"), JobKey(0, "filler")
 

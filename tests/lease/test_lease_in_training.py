@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lease_processes import Actor, LeaseProcesses
-from lease_training import Job, make_lease, same, train
-from models import DeepNet
-from plans import judged_plans
 from torch import nn
 
 import ddp_crossover as dx
 from ddp_crossover.planning.tuner import TRIAL_STEPS
 from ddp_crossover.tracing.spans import LEASE_KINDS
+from lease_processes import Actor, LeaseProcesses
+from lease_training import Job, make_lease, same, train
+from models import DeepNet
+from plans import judged_plans
 
 STEPS = 25
 LATE_S = 0.02

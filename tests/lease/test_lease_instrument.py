@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lease_processes import Actor, LeaseProcesses, eventually
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_crossover.lease.client import GpuLease
+from lease_processes import Actor, LeaseProcesses, eventually
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
 

@@ -7,9 +7,9 @@ import time
 from itertools import pairwise
 
 import pytest
-from lease_processes import Actor, LeaseProcesses, RawClient, eventually
 
 from ddp_crossover.lease.protocol import Kind
+from lease_processes import Actor, LeaseProcesses, RawClient, eventually
 
 
 def _start_waiting(actor: Actor, holder: Actor, kind: str = "acquire") -> None:

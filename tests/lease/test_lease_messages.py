@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lease_processes import LeaseProcesses, RawClient, eventually
 
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.lease.connection import ask
@@ -32,6 +31,7 @@ from ddp_crossover.lease.protocol import (
     decode,
     decode_hello,
 )
+from lease_processes import LeaseProcesses, RawClient, eventually
 
 HELLO = Hello("job", "cpu:0", Role.PEER, 1.0).encode()
 REQUEST = Message(Kind.REQUEST, request=1).encode()

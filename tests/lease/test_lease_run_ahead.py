@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from lease_processes import LeaseProcesses
 from torch import Tensor, nn
 
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.lease.instrument import Instrument
 from ddp_crossover.lease.run_ahead import RunAhead
+from lease_processes import LeaseProcesses
 
 LIMIT_S = 0.004
 KERNEL_S = 0.001

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from lease_cluster import Cluster, plain_steps
 
 from bench_two_hosts import Case, run
+from lease_cluster import Cluster, plain_steps
 
 
 def simulated(compute_s: float, link_s: float, late_s: float, opposite: bool, hosts: int, seed: int) -> Cluster:

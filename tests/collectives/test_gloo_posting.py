@@ -1,0 +1,222 @@
+"""What the posting thread does next, against real connections whose reader stops reading."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+from ddp_crossover.collectives import gloo_posting
+from ddp_crossover.collectives.gloo_legs import GlooGatherLeg, GlooScatterLeg
+from ddp_crossover.collectives.gloo_posting import Pace, PostQueue
+from ddp_crossover.collectives.socket_backlog import SocketBacklog
+from tcp import drain, fill, tcp_pair
+
+SOON_S = 10.0
+# Longer than the queue naps, so that a leg which is not there by then is held back.
+NOT_YET_S = 0.2
+LINK: Any = SimpleNamespace(iteration=0, rank=0, world_size=1, leg_is_over=lambda _: None)
+
+
+def scatter(done: bool = True) -> GlooScatterLeg:
+    leg = GlooScatterLeg(LINK, 0, None)  # type: ignore[arg-type]
+    if done:
+        leg.finish()
+    return leg
+
+
+def gather(urgency: int | None, *, done: bool = True, paced: bool = False) -> GlooGatherLeg:
+    return GlooGatherLeg(LINK, scatter(done), urgency, paced=paced)
+
+
+class Posting(NamedTuple):
+    """A queue, its connection, and what a thread has taken from the queue."""
+
+    queue: PostQueue
+    backlog: SocketBacklog
+    writer: socket.socket
+    reader: socket.socket
+    taken: queue.SimpleQueue[Any]
+
+    def start(self) -> None:
+        """The posting thread, which posts nothing."""
+
+        def take_forever() -> None:
+            while (task := self.queue.next()) is not None:
+                self.taken.put(task)
+
+        threading.Thread(target=take_forever, daemon=True).start()
+
+    def next_taken(self) -> Any:
+        """What the thread has taken next; fails rather than hangs."""
+        return self.taken.get(timeout=SOON_S)
+
+    def nothing_taken(self) -> bool:
+        """Whether the thread waits."""
+        with contextlib.suppress(queue.Empty):
+            self.taken.put(self.taken.get(timeout=NOT_YET_S))
+            return False
+        return True
+
+
+@pytest.fixture
+def posting(monkeypatch) -> Iterator[Posting]:
+    # Else a leg that is never let go would be handed out all the same, and a slow test would see it go too early.
+    monkeypatch.setattr(gloo_posting, "_LONGEST_HOLD_S", math.inf)
+    with tcp_pair() as (writer, reader):
+        backlog = SocketBacklog([writer.fileno()])
+        jobs = PostQueue(Pace(backlog))
+        jobs.pace.s_per_byte = 8e-8  # 25 KB in 2 ms; a full socket holds far more
+        yield Posting(jobs, backlog, writer, reader, queue.SimpleQueue())
+        jobs.close()
+
+
+def _job(number: int) -> Any:
+    return lambda: number
+
+
+def test_norms_go_first_then_jobs_in_order_then_gather_legs(posting) -> None:
+    legs = [gather(0), gather(None)]
+    for leg in legs:
+        posting.queue.put_gather(leg)
+    jobs = [_job(number) for number in range(3)]
+    posting.queue.put(jobs[1])
+    posting.queue.put(jobs[2])
+    posting.queue.put_urgent(jobs[0])
+    posting.start()
+    assert [posting.next_taken() for _ in range(5)] == [*jobs, legs[1], legs[0]]
+
+
+def test_a_job_overtakes_gather_legs_that_wait_for_the_link(posting) -> None:
+    written = fill(posting.writer)
+    leg = gather(0, paced=True)
+    posting.queue.put_gather(leg)
+    posting.start()
+    assert posting.nothing_taken()
+    job = _job(0)
+    posting.queue.put(job)
+    assert posting.next_taken() is job
+    assert posting.nothing_taken()
+    drain(posting.reader, written)
+    assert posting.next_taken() is leg
+
+
+def test_the_most_urgent_gather_leg_that_is_ready_goes_first(posting) -> None:
+    legs = {urgency: gather(urgency, done=urgency != 1) for urgency in (5, 1, 3, 0)}
+    for leg in legs.values():
+        posting.queue.put_gather(leg)
+    posting.start()
+    assert [posting.next_taken() for _ in range(3)] == [legs[0], legs[3], legs[5]]
+    assert posting.nothing_taken()
+    legs[1].scatter.finish()
+    posting.queue.look_again()
+    assert posting.next_taken() is legs[1]
+
+
+def test_one_that_becomes_ready_while_the_link_is_busy_is_chosen_if_it_is_more_urgent(posting) -> None:
+    written = fill(posting.writer)
+    late, early = gather(1, paced=True), gather(0, paced=True, done=False)
+    posting.queue.put_gather(late)
+    posting.queue.put_gather(early)
+    posting.start()
+    assert posting.nothing_taken()
+    early.scatter.finish()
+    posting.queue.look_again()
+    assert posting.nothing_taken()
+    drain(posting.reader, written)
+    assert [posting.next_taken() for _ in range(2)] == [early, late]
+
+
+@pytest.mark.parametrize("s_per_byte", [8e-8, 0.0], ids=["speed_known", "speed_unknown"])
+def test_a_paced_leg_waits_for_the_link_and_an_unpaced_one_does_not(posting, s_per_byte) -> None:
+    posting.queue.pace.s_per_byte = s_per_byte
+    written = fill(posting.writer)
+    unpaced, paced = gather(0), gather(1, paced=True)
+    posting.queue.put_gather(paced)
+    posting.queue.put_gather(unpaced)
+    posting.start()
+    assert posting.next_taken() is unpaced
+    assert posting.nothing_taken()
+    drain(posting.reader, written)
+    assert posting.next_taken() is paced
+
+
+def test_a_paced_leg_goes_earlier_where_no_scatter_leg_can_follow(posting) -> None:
+    fill(posting.writer)
+    time.sleep(NOT_YET_S)  # until the reader's side is full as well
+    pace = posting.queue.pace
+    pace.s_per_byte = 5e-3 / posting.backlog.unacknowledged_bytes()
+    leg = gather(0, paced=True)
+    posting.queue.put_gather(leg)
+    posting.start()
+    assert posting.nothing_taken()
+    pace.is_relaxed = True
+    assert posting.next_taken() is leg
+
+
+def test_no_leg_goes_earlier_while_a_more_urgent_one_is_on_its_way(posting) -> None:
+    fill(posting.writer)
+    time.sleep(NOT_YET_S)
+    pace = posting.queue.pace
+    pace.s_per_byte = 5e-3 / posting.backlog.unacknowledged_bytes()
+    pace.is_relaxed = True
+    urgent, other = gather(0, paced=True, done=False), gather(1, paced=True)
+    posting.queue.put_gather(other)
+    posting.queue.put_gather(urgent)
+    posting.start()
+    assert posting.nothing_taken()
+    urgent.scatter.finish()
+    posting.queue.look_again()
+    assert [posting.next_taken() for _ in range(2)] == [urgent, other]
+
+
+def test_a_backlog_that_never_drains_holds_a_leg_back_for_a_while_only(posting, monkeypatch) -> None:
+    fill(posting.writer)
+    leg = gather(0, paced=True)
+    posting.queue.put_gather(leg)
+    posting.start()
+    assert posting.nothing_taken()
+    monkeypatch.setattr(gloo_posting, "_LONGEST_HOLD_S", 0.05)
+    assert posting.next_taken() is leg
+
+
+def test_after_a_failure_nothing_is_held_back(posting) -> None:
+    fill(posting.writer)
+    legs = [gather(urgency, paced=True) for urgency in range(2)]
+    for leg in legs:
+        posting.queue.put_gather(leg)
+    posting.start()
+    assert posting.nothing_taken()
+    posting.queue.stop_pacing()
+    assert [posting.next_taken() for _ in range(2)] == legs
+
+
+def test_gather_legs_without_urgency_keep_their_order(posting) -> None:
+    written = fill(posting.writer)  # they do not ask how busy the link is
+    legs = [gather(None, done=done) for done in (True, False, True)]
+    for leg in legs:
+        posting.queue.put_gather(leg)
+    posting.start()
+    assert posting.next_taken() is legs[0]
+    assert posting.nothing_taken()
+    legs[1].scatter.finish()
+    posting.queue.look_again()
+    assert [posting.next_taken() for _ in range(2)] == legs[1:]
+    assert written
+
+
+def test_close_ends_the_thread_even_if_legs_are_left(posting) -> None:
+    posting.queue.put_gather(gather(0, done=False))
+    thread = threading.Thread(target=posting.queue.next, daemon=True)
+    thread.start()
+    posting.queue.close()
+    thread.join(SOON_S)
+    assert not thread.is_alive()

@@ -1,0 +1,102 @@
+"""Ranks that are ahead of others: they send before they are asked, and no order of events changes a bit."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_crossover.collectives.gloo_link import GlooLink
+from ddp_crossover.collectives.rank_order_sum import ScratchPool
+from equivalence import Case, Run, check_case, plain_loop
+from models import DeepNet
+
+SLOW_S = 0.05
+STEPS = 12
+SMALL_BUCKETS = {"bucket_cap_mb": 1e-4}  # so that gradients arrive one by one
+
+
+def _slow_in_backward(run: Run, seconds: Any) -> None:
+    """Sleep `seconds()` in the middle of each backward."""
+
+    def sleep(gradient: torch.Tensor) -> None:
+        time.sleep(seconds())
+
+    run.model.module[6].weight.register_hook(sleep)
+
+
+def _arrived_early() -> list[bool]:
+    """On the slow rank: whether the fast one's part of the next group was there before this rank had its own."""
+    run = Run(Case(model=DeepNet, steps=STEPS, ddp=SMALL_BUCKETS), with_dear=True)
+    run.attach()
+    is_slow = run.rank == 1
+    woken = False
+    seen: list[bool] = []
+
+    def seconds() -> float:
+        nonlocal woken
+        woken = True
+        return SLOW_S
+
+    if is_slow:
+        _slow_in_backward(run, seconds)
+    take, start = ScratchPool.take, GlooLink.reduce_scatter
+
+    def take_empty(pool: ScratchPool, like: torch.Tensor) -> torch.Tensor:
+        return take(pool, like).fill_(float("nan"))
+
+    def look(link: GlooLink, group: int, buffer: torch.Tensor) -> Any:
+        nonlocal woken
+        if woken and run.state.plan is not None:
+            woken = False
+            leg = link._expected.get(group)
+            seen.append(leg is not None and bool(leg.incoming) and not any(t.isnan().any() for t in leg.incoming))
+        return start(link, group, buffer)
+
+    with mock.patch.object(ScratchPool, "take", take_empty), mock.patch.object(GlooLink, "reduce_scatter", look):
+        for _ in plain_loop(run):
+            pass
+    run.detach()
+    return seen
+
+
+def test_a_rank_that_is_ahead_does_not_wait_with_its_scatter_legs(on_ranks) -> None:
+    fast, slow = on_ranks(_arrived_early, 2)
+    assert fast == []
+    assert len(slow) > STEPS // 2
+    assert sum(slow) > len(slow) // 2
+
+
+def _in_random_order(run: Run, seed: int) -> Iterator[Any]:
+    """Every rank posts its gather legs when it likes, and comes late to backward when it likes."""
+    draw = random.Random(1000 * seed + run.rank)
+    posted: list[int] = []
+    post = GlooLink._post_gather
+
+    def post_later(link: GlooLink, leg: Any) -> None:
+        time.sleep(draw.choice((0, 0, 2e-3)))  # meanwhile more become ready, of which the most urgent goes first
+        posted.append(leg.group)
+        post(link, leg)
+
+    with mock.patch.object(GlooLink, "_post_gather", post_later):
+        run.attach()
+        _slow_in_backward(run, lambda: draw.choice((0, 0, 0, 5e-3)))
+        yield from plain_loop(run)
+        run.synchronize()
+    if run.with_dear:
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, posted)
+        assert any(other != posted for other in of_ranks), "all ranks have chosen the same order: this shows nothing"
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_that_send_in_different_orders_are_exact(on_ranks, world_size) -> None:
+    loop = partial(_in_random_order, seed=world_size)
+    check_case(Case(loop, model=DeepNet, world_size=world_size, ddp=SMALL_BUCKETS), on_ranks)

@@ -1,0 +1,109 @@
+"""Gradients cost no more on the wire than an optimal all-reduce: 2 (n - 1) / n of their size per
+rank.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from equivalence import Case, Run
+from models import INPUTS, OUTPUTS
+from wire import tcp_bytes_sent
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's TCP_INFO")
+
+STEPS = 8
+TOLERANCE = 0.02
+
+
+class WideNet(nn.Module):
+    """3 MB of fp32: enough for the headers of messages not to count."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.first = nn.Linear(INPUTS, 499, dtype=dtype)
+        self.middle = nn.ModuleList([nn.Linear(499, 499, dtype=dtype) for _ in range(3)])
+        self.head = nn.Linear(499, OUTPUTS, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x.to(self.dtype))
+        for layer in self.middle:
+            x = torch.tanh(layer(x))
+        return self.head(x).float()
+
+
+def _sent_in_steady_state(case: Case, with_dear: bool) -> tuple[float, float]:
+    """Bytes per step over the last steps, as the kernel counts and as `stats()` says."""
+    gc.collect()  # connections of earlier tests close now, not between two readings
+    run = Run(case, with_dear)
+    counted: list[int] = []
+    claimed: list[int] = []
+    for x, y in run.batches():
+        run.optimizer.zero_grad()
+        run.loss(run.model(x), y).backward()
+        run.optimizer.step()
+        run.synchronize()
+        dist.barrier()
+        counted.append(tcp_bytes_sent())
+        claimed.append(run.state.stats().sent_bytes if run.state is not None else 0)
+    run.detach()
+    # The first half is left out: it holds the agreement on the plan.
+    first = case.steps - STEPS - 1
+    return (counted[-1] - counted[first]) / STEPS, (claimed[-1] - claimed[first]) / STEPS
+
+
+def _send_a_megabyte() -> int:
+    message = torch.zeros(250_000)
+    dist.barrier()
+    before = tcp_bytes_sent()
+    if dist.get_rank() == 0:
+        dist.send(message, 1)
+    else:
+        dist.recv(message, 0)
+    dist.barrier()  # a send ends when the socket has the bytes, the count goes up when they leave
+    return tcp_bytes_sent() - before
+
+
+def test_the_meter_counts_what_gloo_sends(on_ranks) -> None:
+    sender, receiver = on_ranks(_send_a_megabyte, 2)
+    assert sender == pytest.approx(1_000_000, rel=0.01)
+    assert receiver < 10_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_bytes_on_the_wire_are_optimal_and_what_stats_say(on_ranks, world_size, dtype) -> None:
+    case = Case(
+        model=partial(WideNet, dtype),
+        world_size=world_size,
+        steps=2 * STEPS,
+        dear={"fusion_mb": 0.5},
+        strict=False,
+    )
+    size = sum(p.numel() * p.element_size() for p in WideNet(dtype).parameters())
+    optimum = 2 * (world_size - 1) / world_size * size
+    for counted, claimed in on_ranks(_sent_in_steady_state, world_size, case, True):
+        assert counted == pytest.approx(optimum, rel=TOLERANCE)
+        assert claimed == pytest.approx(counted, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("schedule", ["dear", "allreduce"])
+def test_a_16_bit_wire_halves_them(on_ranks, schedule) -> None:
+    case = Case(
+        model=partial(WideNet, torch.float32),
+        steps=2 * STEPS,
+        dear={"fusion_mb": 0.5, "wire_dtype": torch.bfloat16, "schedule": schedule},
+        strict=False,
+    )
+    optimum = sum(p.numel() * torch.bfloat16.itemsize for p in WideNet(torch.float32).parameters())
+    for counted, claimed in on_ranks(_sent_in_steady_state, 2, case, True):
+        assert counted == pytest.approx(optimum, rel=TOLERANCE)
+        assert claimed == pytest.approx(counted, rel=TOLERANCE)

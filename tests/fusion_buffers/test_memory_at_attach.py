@@ -1,0 +1,138 @@
+"""Attach makes what the first legs need: memory of all plans, the probe's, communicators. A backward, where plans come
+and change, makes none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_crossover as dx
+from ddp_crossover import dear
+from ddp_crossover.collectives import nccl_link
+from ddp_crossover.dear import Pipeline
+from ddp_crossover.planning import session as planning
+from fake_streams import fake_gpu
+from models import INPUTS, DeepNet, MixedDtypeNet, OddNet
+from plans import random_plans
+
+STEPS = 20
+
+
+def _storages(tensors: Any) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _refuse(*args: Any, **options: Any) -> None:
+    raise AssertionError("memory was allocated in a backward")
+
+
+def _train(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        ddp(torch.randn(3, INPUTS)).float().square().mean().backward()
+        optimizer.step()
+
+
+def storages_of_plans(make: Callable[[], nn.Module], options: dict[str, Any]) -> tuple[set[int], list[set[int]]]:
+    """Where memory lies after attach, and where each of many random plans has its fusion buffers."""
+    used: list[set[int]] = []
+    make_pipeline = Pipeline.__init__
+
+    def no_allocation(pipeline: Pipeline, *args: Any, **more: Any) -> None:
+        with mock.patch.object(dear.torch, "zeros", _refuse):
+            make_pipeline(pipeline, *args, **more)
+        used.append(_storages(pipeline._arenas.values()))
+
+    with random_plans(11), mock.patch.object(Pipeline, "__init__", no_allocation):
+        ddp = DistributedDataParallel(make())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        state = dx.attach(ddp, optimizer, **options)
+        made = _storages(state._reducer._memory.values())
+        _train(ddp, optimizer, STEPS)
+        state.detach()
+    return made, used
+
+
+@pytest.mark.parametrize("options", [{}, {"wire_dtype": torch.bfloat16}], ids=["as_they_are", "bf16"])
+@pytest.mark.parametrize(
+    "make", [DeepNet, OddNet, partial(MixedDtypeNet, torch.bfloat16)], ids=["deep", "odd", "mixed"]
+)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_plan_uses_the_memory_of_attach(on_ranks, world_size, make, options) -> None:
+    for made, used in on_ranks(storages_of_plans, world_size, make, options):
+        assert len(used) > 4
+        assert all(storages == made for storages in used)
+
+
+def probes(options: dict[str, Any]) -> tuple[int, int, int]:
+    """Probes of the link in attach, and later; elements that were allocated."""
+    probe = planning.probe_link
+    with mock.patch.object(planning, "probe_link", side_effect=probe) as probed:
+        # Its buckets change once more after they have settled.
+        ddp = DistributedDataParallel(DeepNet(), static_graph=True)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        state = dx.attach(ddp, optimizer, **options)
+        at_attach = probed.call_count
+        _train(ddp, optimizer, STEPS)
+        allocated = sum(arena.numel() for arena in state._reducer._memory.values())
+        state.detach()
+    return at_attach, probed.call_count - at_attach, allocated
+
+
+@pytest.mark.parametrize(
+    ("options", "expected", "has_memory"),
+    [
+        ({}, 1, True),
+        ({"fusion_mb": 0.01}, 1, True),
+        ({"schedule": "dear"}, 0, True),
+        ({"schedule": "allreduce"}, 0, False),
+    ],
+    ids=str,
+)
+def test_the_link_is_measured_at_attach_only(on_ranks, options, expected, has_memory) -> None:
+    for at_attach, later, allocated in on_ranks(probes, 2, options):
+        assert (at_attach, later) == (expected, 0)
+        assert (allocated > 0) == has_memory
+
+
+def first_uses(schedule: str) -> tuple[set[str], set[str]]:
+    """The link's groups, and which of them have run something when attach returns."""
+    used: set[dist.ProcessGroup] = set()
+
+    def noting(name: str) -> Any:
+        call = getattr(nccl_link, name)
+
+        def note(*args: Any, group: dist.ProcessGroup) -> Any:
+            used.add(group)
+            return call(*args, group=group)
+
+        return mock.patch.object(nccl_link, name, note)
+
+    with ExitStack() as stack:
+        stack.enter_context(fake_gpu())
+        for name in ("_reduce_scatter", "_all_gather"):
+            stack.enter_context(noting(name))
+        ddp = DistributedDataParallel(DeepNet())
+        state = dx.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), schedule=schedule)
+        link: Any = state._link
+        assert link.sent_bytes == 0  # of no step
+        groups = {"legs": link.process_group, "norms": link._small_group}
+        state.detach()
+    return set(groups), {name for name, group in groups.items() if group in used}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("schedule", ["auto", "dear"])
+def test_communicators_exist_after_attach(on_ranks, world_size, schedule) -> None:
+    for groups, used in on_ranks(first_uses, world_size, schedule):
+        assert used == groups

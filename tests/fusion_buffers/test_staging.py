@@ -1,0 +1,46 @@
+"""Staging on the posting thread, when it is late: DDP's buckets belong to the next backward as soon as that begins."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from ddp_crossover.dear import Pipeline
+from equivalence import SGD, Case, Run, check_case
+from models import DeepNet
+
+LATE_S = 0.1
+HOLDS_AT = (8, 11)
+
+
+def _held_gradients(run: Run) -> Iterator[Any]:
+    """Gradients that are put aside unread, without a step, while another batch is on its way."""
+    copy, is_late = Pipeline._copy, False
+
+    def late_copy(self: Pipeline, *args: Any) -> None:
+        if is_late and threading.current_thread() is not threading.main_thread():
+            time.sleep(LATE_S)
+        copy(self, *args)
+
+    with mock.patch.object(Pipeline, "_copy", late_copy):
+        for index, (x, y) in enumerate(run.batches()):
+            run.optimizer.zero_grad()
+            is_late = index in HOLDS_AT
+            loss = run.loss(run.model(x), y)
+            loss.backward()
+            if is_late:
+                held = [p.grad for p in run.model.parameters()]
+                run.optimizer.zero_grad()
+                other_x, other_y = run.batch(100 + index)
+                (100 * run.loss(run.model(other_x), other_y)).backward()
+                yield held
+                continue
+            run.optimizer.step()
+            yield loss
+
+
+def test_late_staging_ends_before_the_next_backward_writes_into_the_buckets(on_ranks) -> None:
+    check_case(Case(_held_gradients, DeepNet, SGD, steps=14, ddp={"gradient_as_bucket_view": False}), on_ranks)

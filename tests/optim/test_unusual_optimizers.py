@@ -1,0 +1,176 @@
+"""Optimizers and steps that are not textbook: shared parameters, arguments, subclasses, exceptions, coupling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from equivalence import Case, Run, check_case, plain_loop
+from loops import every_optimizer_steps
+from models import DeepNet
+
+
+def _two_over_the_same(model: nn.Module) -> list[Optimizer]:
+    return [SGD(model.parameters(), lr=0.1), SGD(list(model.parameters())[:3], lr=0.05, momentum=0.9)]
+
+
+def test_two_optimizers_may_share_a_parameter(on_ranks) -> None:
+    check_case(Case(every_optimizer_steps, model=DeepNet, optimizer=_two_over_the_same, pipelined=False), on_ranks)
+
+
+class ScaledSGD(SGD):
+    """Takes an argument of its own in `step`."""
+
+    def step(self, closure: Callable[[], Any] | None = None, scale: float = 1.0) -> Any:
+        before = [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["lr"] *= scale
+        try:
+            return super().step(closure)
+        finally:
+            for group, lr in zip(self.param_groups, before, strict=True):
+                group["lr"] = lr
+
+
+def _scaled(model: nn.Module) -> Optimizer:
+    return ScaledSGD(model.parameters(), lr=0.1)
+
+
+def _step_with_an_argument(run: Run) -> Iterator[Any]:
+    for index, (x, y) in enumerate(run.batches()):
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        run.optimizer.step(scale=0.5 if index % 2 else 1.5)
+        yield loss
+
+
+def test_arguments_of_step_reach_the_update(on_ranks) -> None:
+    check_case(Case(_step_with_an_argument, model=DeepNet, optimizer=_scaled, pipelined=False), on_ranks)
+
+
+class DecayAfterwards(SGD):
+    """Goes on after `super().step()`, which has hooks of its own once any SGD was made."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mul_(0.99).sub_(p.grad, alpha=0.01)
+        return loss
+
+
+def _decaying(model: nn.Module) -> Optimizer:
+    SGD([torch.zeros(1)], lr=0.1)
+    return DecayAfterwards(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
+def test_a_subclass_that_works_after_super_step_is_one_step(on_ranks, strict) -> None:
+    check_case(Case(model=DeepNet, optimizer=_decaying, strict=strict), on_ranks)
+
+
+class Interrupted(SGD):
+    """Its step can be made to raise right after the closure."""
+
+    fail = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
+        if self.fail:
+            raise KeyboardInterrupt
+        return loss
+
+
+def _interrupted(model: nn.Module) -> Optimizer:
+    return Interrupted(model.parameters(), lr=0.0)
+
+
+def _interrupt_a_step(run: Run) -> Iterator[Any]:
+    """The interrupted step has lr 0, so that it does not matter how far it came."""
+    for index, (x, y) in enumerate(run.batches()):
+        run.optimizer.param_groups[0]["lr"] = 0.0 if index == 8 else 0.1
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        run.optimizer.fail = index == 8
+        with suppress(KeyboardInterrupt):
+            run.optimizer.step()
+        run.optimizer.fail = False
+        yield loss
+
+
+def test_a_step_that_was_interrupted_leaves_nothing_behind(on_ranks) -> None:
+    check_case(Case(_interrupt_a_step, model=DeepNet, optimizer=_interrupted, pipelined=False), on_ranks)
+
+
+class ClippingSGD(Optimizer):
+    """Couples parameters, but only above a threshold on the norm of all gradients."""
+
+    def __init__(self, params: Any, lr: float, max_norm: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.max_norm = max_norm
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        used = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if used:
+            norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in used]))
+            factor = min(self.max_norm / (float(norm) + 1e-6), 1.0)
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.sub_(p.grad, alpha=group["lr"] * factor)
+        return loss
+
+
+class Wrapper(Optimizer):
+    """Steps an optimizer that it holds."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        params = list(params)
+        super().__init__(params, {"lr": lr})
+        self.inner = SGD(params, lr=lr, momentum=0.9)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self.inner.step(closure)
+
+
+def _why_waits(make: Callable[[nn.Module], Optimizer]) -> dict[str, int]:
+    run = Run(Case(model=DeepNet, optimizer=make), with_dear=True)
+    for _ in plain_loop(run):
+        pass
+    run.detach()
+    return dict(run.state.stats().fallbacks)
+
+
+def _coupled_far_away(model: nn.Module) -> Optimizer:
+    return ClippingSGD(model.parameters(), lr=0.1, max_norm=100.0)
+
+
+def _coupled_asleep(model: nn.Module) -> Optimizer:
+    return ClippingSGD(model.parameters(), lr=0.0, max_norm=0.1)
+
+
+def _wrapped(model: nn.Module) -> Optimizer:
+    return Wrapper(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("make", [_coupled_far_away, _coupled_asleep, _wrapped])
+def test_coupling_is_found_where_it_hides(on_ranks, make) -> None:
+    """Behind a threshold, behind a learning rate of 0, behind an optimizer inside of an optimizer."""
+    [fallbacks] = on_ranks(_why_waits, 1, make)
+    assert any("waits for all gradients" in reason for reason in fallbacks), fallbacks
+    check_case(Case(model=DeepNet, optimizer=make, pipelined=False), on_ranks)

@@ -1,0 +1,391 @@
+"""Steps that do more than update parameters, and what becomes of them; each of these was once wrong, slow or hung."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+
+from equivalence import SMALL_GROUPS_MB, Case, Factory, Run, check_case, optimizer, plain_loop, snapshot
+from harness import run_ranks
+from models import DeepNet
+from stale_loops import train_step
+
+
+def _train(ddp: nn.Module, optimizer: Optimizer, steps: int) -> None:
+    for index in range(steps):
+        optimizer.zero_grad()
+        ddp(torch.ones(2, 7) * index).sum().backward()
+        optimizer.step()
+
+
+# 1. An update that raises is lost, and nothing says so afterwards.
+
+
+def _steps_after_an_update_ran_out_of_memory() -> set[float] | str:
+    import ddp_crossover as dx
+
+    ddp = DistributedDataParallel(DeepNet())
+    adam = AdamW(ddp.parameters(), lr=1e-2)
+    state = dx.attach(ddp, adam, fusion_mb=SMALL_GROUPS_MB)
+    _train(ddp, adam, 8)
+    from torch.optim import adam as module
+
+    real, calls = module._single_tensor_adam, [0]
+
+    def fails_once(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return real(*args, **kwargs)
+
+    module._single_tensor_adam = fails_once
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            ddp(torch.ones(2, 7))  # the script skips this batch, as fairseq does
+    finally:
+        module._single_tensor_adam = real
+    try:
+        _train(ddp, adam, 1)
+        state.synchronize()
+        return {float(of_one["step"]) for of_one in adam.state.values()}
+    except RuntimeError as error:
+        return f"raised, which is fine: {error}"
+    finally:
+        state.detach()
+
+
+def test_an_update_that_raised_is_not_lost_in_silence(on_ranks) -> None:
+    for seen in on_ranks(_steps_after_an_update_ran_out_of_memory, 2):
+        assert isinstance(seen, str) or len(seen) == 1, f"some parameters have made {seen} steps"
+
+
+# 2. A dropped model whose garbage is collected on its own posting thread.
+
+
+def _collect_on_the_posting_thread() -> bool:
+    import ddp_crossover as dx
+
+    net = DeepNet()
+    ddp = DistributedDataParallel(net)
+    adam = AdamW(net.parameters(), lr=1e-2)
+    state = dx.attach(ddp, adam, fusion_mb=SMALL_GROUPS_MB)
+    _train(ddp, adam, 8)
+    gc.disable()
+    ddp.__dict__["owner"] = [ddp, state]  # a cycle, as a trainer makes it
+    posting, collected = state._link._queue, threading.Event()
+    del ddp, state
+    posting.put(lambda: (gc.collect(), collected.set()))
+    return collected.wait(10)
+
+
+def test_garbage_collected_on_the_posting_thread_does_not_hang() -> None:
+    assert all(run_ranks(_collect_on_the_posting_thread, 2, timeout_s=30))
+
+
+# 3. The state of the optimizer is one step late, and what is written to it comes before the update.
+
+
+def _clear_state(run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        yield train_step(run, x, y)
+        run.optimizer.state.clear()
+
+
+def _replace_state(run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        yield train_step(run, x, y)
+        run.optimizer.state = defaultdict(dict)
+
+
+def _zero_momentum(run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        yield train_step(run, x, y)
+        for of_one in run.optimizer.state.values():
+            of_one["exp_avg"].zero_()
+
+
+def _read_state(run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        yield train_step(run, x, y), [float(of_one["step"]) for of_one in run.optimizer.state.values()]
+
+
+@pytest.mark.parametrize("loop", [_clear_state, _replace_state, _zero_momentum, _read_state])
+def test_state_of_the_optimizer_is_that_after_the_step(on_ranks, loop) -> None:
+    check_case(Case(loop, strict=False, pipelined=False), on_ranks)
+
+
+# 4. What a step does to gradients.
+
+
+class _Custom(Optimizer):
+    """Plain SGD; subclasses do something more."""
+
+    def __init__(self, params: Any, lr: float = 0.05, **defaults: Any) -> None:
+        super().__init__(params, {"lr": lr, **defaults})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            self.update(group, [p for p in group["params"] if p.grad is not None])
+
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        for p in parameters:
+            p.add_(p.grad, alpha=-group["lr"])
+
+
+class ZeroesGradients(_Custom):
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        super().update(group, parameters)
+        for p in parameters:
+            p.grad = None
+
+
+class DecaysGradients(_Custom):
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        for p in parameters:
+            p.grad.add_(p, alpha=0.1)
+        super().update(group, parameters)
+
+
+def _no_zero_grad(run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        run.optimizer.step()
+        yield loss
+
+
+def _log_norms_after_step(run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        yield train_step(run, x, y), [p.grad.norm() for p in run.model.parameters()]
+
+
+def _log_norms_after_fused_step(run: Run) -> Iterator[Any]:
+    scaler = run.grad_scaler(own=True, init_scale=2.0**10)
+    for x, y in run.batches():
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+        yield loss, [p.grad.norm() for p in run.model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("loop", "make"),
+    [
+        (_no_zero_grad, optimizer(ZeroesGradients)),
+        (_log_norms_after_step, optimizer(DecaysGradients)),
+        (_log_norms_after_fused_step, optimizer(AdamW, lr=0.01, fused=True)),
+    ],
+)
+def test_what_a_step_does_to_gradients_is_seen(on_ranks, loop, make: Factory) -> None:
+    check_case(Case(loop, model=DeepNet, optimizer=make, strict=False, pipelined=False), on_ranks)
+
+
+# 5. Optimizers that the trial on a clone takes for separable.
+
+
+class LrOfFirstGroup(_Custom):
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        super().update({"lr": self.param_groups[0]["lr"]}, parameters)
+
+
+class RateForEach(_Custom):
+    """A list in the group, in the order of its parameters (layer-wise rates)."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params, rates=[1.0] * 5 + [0.1] * (len(params) - 5))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            for p, rate in zip(group["params"], group["rates"], strict=False):
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * rate)
+
+
+class ClipsAll(_Custom):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, max_norm=None)
+
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        factor: Any = 1.0
+        if group["max_norm"] is not None and parameters:
+            factor = group["max_norm"] / torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            p.sub_(p.grad * factor * group["lr"])
+
+
+class CountsParameters(_Custom):
+    count = 0
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.seen: list[int] = []
+        super().step(closure)
+        return len(self.seen)
+
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        self.seen += [p.numel() for p in parameters]
+        super().update(group, parameters)
+
+
+class OnlyTrainable(_Custom):
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        super().update(group, [p for p in parameters if p.requires_grad])
+
+
+class LooksAtTypes(_Custom):
+    """As torch's `_default_to_fused_or_foreach`, which on CUDA chooses between two roundings by it."""
+
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        from torch.optim.optimizer import _foreach_supported_types
+
+        usual = all(type(p) in _foreach_supported_types for p in parameters)
+        super().update({"lr": group["lr"] * (1 if usual else 2)}, parameters)
+
+
+def _two_groups(model: nn.Module) -> Optimizer:
+    parameters = list(model.parameters())
+    return LrOfFirstGroup([{"params": parameters[:3]}, {"params": parameters[3:]}])
+
+
+def _edit_first_lr(run: Run) -> Iterator[Any]:
+    for index, (x, y) in enumerate(run.batches()):
+        run.optimizer.param_groups[0]["lr"] = 0.1 / (index + 1)
+        yield train_step(run, x, y)
+
+
+def _clip_later(run: Run) -> Iterator[Any]:
+    for index, (x, y) in enumerate(run.batches()):
+        run.optimizer.param_groups[0]["max_norm"] = 0.1 if index >= 8 else None
+        yield train_step(run, x, y)
+
+
+def _look_at_return_value(run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        yield loss, run.optimizer.step()
+
+
+def _freeze_before_step(run: Run) -> Iterator[Any]:
+    frozen = list(run.model.parameters())[:4]
+    for x, y in run.batches():
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        for p in frozen:
+            p.requires_grad_(False)
+        run.optimizer.step()
+        for p in frozen:
+            p.requires_grad_(True)
+        yield loss
+
+
+def _step_again_with_read_gradients(run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        loss = train_step(run, x, y)
+        yield loss, [p.grad.sum() for p in run.model.parameters()]
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("loop", "make"),
+    [
+        (_edit_first_lr, _two_groups),
+        (plain_loop, optimizer(RateForEach)),
+        (_clip_later, optimizer(ClipsAll)),
+        (_look_at_return_value, optimizer(CountsParameters)),
+        (_freeze_before_step, optimizer(OnlyTrainable)),
+        (_step_again_with_read_gradients, optimizer(LooksAtTypes)),
+    ],
+)
+def test_what_looks_separable(on_ranks, loop, make: Factory) -> None:
+    check_case(Case(loop, model=DeepNet, optimizer=make, strict=False, pipelined=False), on_ranks)
+
+
+# 6. Between the decision to defer and the arming somebody takes hold of the memory.
+
+
+TAKEN: dict[str, list[Any]] = {"from": [], "data": []}
+
+
+class KeepsData(SGD):
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
+        taken = globals()["TAKEN"]  # by a computed name: a global that is in sight is a reason not to defer
+        if taken["from"]:
+            taken["data"] = [p.data for p in taken["from"]]
+            taken["from"] = []
+        return loss
+
+
+def _kept_in_step(run: Run) -> Iterator[Any]:
+    TAKEN["from"] = []
+    for index, (x, y) in enumerate(run.batches()):
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        if index == 8:
+            TAKEN["from"] = list(run.model.parameters())
+        run.optimizer.step()
+        yield loss, snapshot(TAKEN["data"])
+    TAKEN["data"] = []
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_memory_that_is_taken_hold_of_inside_step(on_ranks, strict: bool) -> None:
+    made = optimizer(KeepsData, lr=0.05)
+    check_case(Case(_kept_in_step, model=DeepNet, optimizer=made, strict=strict, pipelined=False), on_ranks)
+
+
+# 7. Quadratic cost.
+
+
+class _Subclass(torch.Tensor):
+    """As the images of fastai, which keep their class through every operator."""
+
+
+def _forward_seconds(layers: int) -> tuple[float, float]:
+    import ddp_crossover as dx
+
+    ddp = DistributedDataParallel(nn.Sequential(*(nn.LayerNorm(4) for _ in range(layers))))
+    sgd = SGD(ddp.parameters(), lr=1e-6)
+    state = dx.attach(ddp, sgd, fusion_mb=1.0)
+    best: dict[type, float] = {}
+    for index in range(16):
+        kind = torch.Tensor if index < 11 else _Subclass
+        x = torch.ones(2, 4).as_subclass(kind)
+        begin = time.perf_counter()
+        out = ddp(x)
+        if index > 6:
+            best[kind] = min(best.get(kind, 1e9), time.perf_counter() - begin)
+        sgd.zero_grad()
+        out.as_subclass(torch.Tensor).sum().backward()
+        sgd.step()
+    state.detach()
+    return best[torch.Tensor], best[_Subclass]
+
+
+def test_an_input_of_another_class_costs_no_quadratic_time(on_ranks) -> None:
+    [(plain, subclass)] = on_ranks(_forward_seconds, 1, 900)
+    assert subclass < 4 * plain, f"{1e3 * plain:.0f} ms with a Tensor, {1e3 * subclass:.0f} ms with a subclass"

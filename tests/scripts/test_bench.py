@@ -1,0 +1,250 @@
+"""`scripts/bench.py`: a whole run, as small as can be, over loopback; what it makes of its figures; paced layers."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bench
+import lab
+from bench_lab import launch, options, paced
+from bench_lab.settings import CaseSettings
+from bench_lab.summary import summarize
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN_TIMEOUT_S = 150
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, bytes]:
+    """The record, what was printed and the chart of a run with four small layers."""
+    directory = tmp_path_factory.mktemp("bench")
+    json_file, plot_file = directory / "new" / "bench.json", directory / "new" / "bench.png"
+    small = "--parameters 400000 --blocks 2 --weights-per-block 2 --ratios 0.05 --rounds 2 --steps-per-round 1"
+    arms = "--arms noop,ddp,dear,allreduce,fsdp2 --buckets 25,1"
+    job = subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts" / "bench.py"), "--no-lab", *small.split(), *arms.split(),
+         "--json", str(json_file), "--plot", str(plot_file)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        output, _ = job.communicate(timeout=RUN_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        job.terminate()  # it ends its ranks
+        output, _ = job.communicate()
+        pytest.fail(f"no end within {RUN_TIMEOUT_S} s:\n{output}")
+    assert job.returncode == 0, output
+    return json.loads(json_file.read_text()), output, plot_file.read_bytes()
+
+
+def test_every_arm_is_measured_in_every_round(tiny_run: tuple[dict[str, Any], str, bytes]) -> None:
+    record, _, _ = tiny_run
+    (case,) = record["cases"]
+    assert [arm["arm"] for arm in case["arms"]] == ["noop", "ddp@25", "ddp@1", "dear", "allreduce", "fsdp2"]
+    for arm in case["arms"]:
+        assert arm["refused"] is None
+        assert len(arm["rounds_s"]) == 2 and all(seconds > 0 for seconds in arm["rounds_s"])
+        assert arm["step_s"].keys() == arm["over_bound"].keys() == {"low", "median", "high"}
+    assert case["bound_s"] == max(case["compute_s"], case["all_reduce_best_s"])
+    assert case["gradient_bytes"] == 4 * 400000 and case["tensors"] == 4
+    assert case["best_ddp"] in ("ddp@25", "ddp@1")
+
+
+def test_ours_is_measured_as_a_pipeline(tiny_run: tuple[dict[str, Any], str, bytes]) -> None:
+    arms = {arm["arm"]: arm for arm in tiny_run[0]["cases"][0]["arms"]}
+    assert arms["dear"]["plan"].startswith("FusionPlan") and not arms["dear"]["fallbacks"]
+    assert arms["allreduce"]["plan"] is None
+
+
+def test_the_pace_makes_up_for_what_is_not_sleep(tiny_run: tuple[dict[str, Any], str, bytes]) -> None:
+    (case,) = tiny_run[0]["cases"]
+    sleeps_s = case["tensors"] * 3 * case["paced_forward_s_per_layer"]
+    assert 0 < sleeps_s < case["all_reduce_at_start_s"] / case["settings"]["ratio"]
+    assert sleeps_s <= case["compute_s"]
+
+
+def test_loopback_is_never_taken_for_a_network(tiny_run: tuple[dict[str, Any], str, bytes]) -> None:
+    record, output, _ = tiny_run
+    assert record["configuration"]["is_network_measurement"] is False
+    assert "NOT a measurement" in record["configuration"]["network"]
+    heading = next(line for line in output.splitlines() if line.startswith("paced, uniform, A/C 0.05"))
+    assert "NOT a measurement of a network" in heading
+
+
+def test_table_and_chart(tiny_run: tuple[dict[str, Any], str, bytes]) -> None:
+    record, output, chart = tiny_run
+    for arm in record["cases"][0]["arms"]:
+        row = next(line.split() for line in output.splitlines() if line.split()[:1] == [arm["arm"]])
+        assert row[1] == f"{1e3 * arm['step_s']['median']:.1f}" and row[3] == f"{arm['over_bound']['median']:.3f}"
+    assert chart.startswith(PNG_SIGNATURE)
+
+
+def test_without_a_lab_it_says_why_and_exits_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert bench.main(["--quick"]) == 2
+    assert "`ip`" in (error := capsys.readouterr().err) and "--no-lab" in error
+
+
+@pytest.mark.skipif(lab.why_no_lab() is not None, reason="needs the rights to build a lab")
+def test_ranks_run_on_the_hosts_of_a_lab() -> None:
+    lines: list[str] = []
+    say_rank = ["-c", "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['SAY'])"]
+    with lab.Lab(2) as hosts:
+        run_ranks = launch.on_hosts(hosts)
+        run_ranks(say_rank, {"SAY": "so"}, lines.append)
+        assert sorted(line.strip() for line in lines) == ["0 2 so", "1 2 so"]
+        with pytest.raises(launch.CaseFailed, match="out of paper"):
+            run_ranks(["-c", "raise SystemExit('out of paper')"], {}, lines.append)
+
+
+MEASURED: dict[str, Any] = {
+    "parameters": 10, "tensors": 2, "gradient_bytes": 40, "threads": 1, "forward_s": 0.1, "calibration_s": 1.0,
+    "all_reduces_s": [1.2, 1.0, 1.1],
+    "rounds_s": {
+        "noop": [0.8, 0.8, 0.9], "ddp@25": [2.0, 2.0, 8.0], "ddp@1": [1.5, 1.5, 6.0], "auto": [1.0, 1.2, 4.0],
+    },
+    "refused": {"ddp-bf16": "refused"},
+    "warm_up_steps": {"noop": 6, "ddp@25": 6, "ddp@1": 6, "auto": 8},
+    "facts": {"noop": {}, "ddp@25": {}, "ddp@1": {}, "auto": {}},
+}  # fmt: skip
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    settings = CaseSettings("paced", ("noop", "ddp@25", "ddp@1", "ddp-bf16", "auto"), rounds=3, steps=1, ratio=1.0)
+    case = summarize(settings, MEASURED)
+    *_, refused, auto = case["arms"]
+    assert case["best_ddp"] == "ddp@1"
+    # The slow third round is slow for both. The ratio of the medians would be 1.25.
+    assert auto["speedup_over_best_ddp"]["median"] == pytest.approx(1.5)
+    assert auto["speedup_over_default_ddp"]["median"] == pytest.approx(2.0)
+    assert refused == {"arm": "ddp-bf16", "refused": "refused"}
+
+
+def test_the_bound_is_the_longer_of_compute_and_the_best_all_reduce() -> None:
+    settings = CaseSettings("paced", ("noop", "auto"), rounds=3, steps=1, ratio=1.0)
+    case = summarize(settings, MEASURED)
+    assert case["bound_s"] == 1.0 and case["ratio_measured"] == pytest.approx(1.25)
+    assert case["arms"][-1]["over_bound"]["median"] == pytest.approx(1.2)
+    slow_compute = MEASURED | {"rounds_s": MEASURED["rounds_s"] | {"noop": [2.0, 2.0, 2.0]}}
+    assert summarize(settings, slow_compute)["bound_s"] == 2.0
+
+
+class RecordingPace(paced.Pace):
+    """Tells when a layer begins to sleep."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    @property
+    def forward_s(self) -> float:  # type: ignore[override]
+        self._events.append("sleep")
+        return 0.0
+
+
+def test_a_gradient_comes_after_the_sleep_of_its_backward() -> None:
+    events: list[str] = []
+    network = paced.paced_network([1000, 1000], 1, RecordingPace(events))
+    for name, parameter in network.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+    network(torch.ones(1)).sum().backward()
+    assert events == ["sleep", "sleep", "sleep", "0.1.weight", "sleep", "0.0.weight"]
+
+
+def test_a_weight_is_read_before_the_sleep_of_its_forward() -> None:
+    events: list[str] = []
+
+    class Overwrite(RecordingPace):
+        @property
+        def forward_s(self) -> float:  # type: ignore[override]
+            network[0][0].weight.data.fill_(7.0)
+            return 0.0
+
+    network = paced.paced_network([1000], 1, Overwrite(events))
+    assert network(torch.ones(1)).item() == 1.0  # the weight was zero
+    assert network(torch.ones(1)).item() == 8.0
+
+
+def test_backward_takes_twice_as_long_as_forward() -> None:
+    network = paced.paced_network([1000] * 4, 2, paced.Pace(0.005))
+    start = time.perf_counter()
+    result = network(torch.ones(1))
+    between = time.perf_counter()
+    result.sum().backward()
+    # Sleeps are never shorter than asked for; how much longer, the machine's load decides.
+    assert between - start >= 4 * 0.005 and time.perf_counter() - between >= 4 * 2 * 0.005
+
+
+@pytest.mark.parametrize("profile", paced.GROWTH)
+@pytest.mark.parametrize(("parameters", "layers"), [(10_000_000, 32), (10_000_000, 8), (600_000, 12)])
+def test_sizes_of_layers(profile: str, parameters: int, layers: int) -> None:
+    sizes = paced.layer_sizes(parameters, layers, profile)
+    assert len(sizes) == layers and sum(sizes) == parameters
+    if profile == "uniform":
+        assert max(sizes) - min(sizes) <= paced.COLUMNS
+    else:
+        assert all(a <= b for a, b in itertools.pairwise(sizes))
+        assert sum(sizes[-layers // 4 :]) == pytest.approx(0.70 * parameters, rel=0.02)
+
+
+def test_gradients_are_written_out_in_full() -> None:
+    network = paced.paced_network([1000, 1500], 2, paced.Pace(0.0))
+    network(torch.ones(1)).sum().backward()
+    for parameter in network.parameters():
+        assert parameter.dim() == 2 and parameter.grad is not None and parameter.grad.is_contiguous()
+        assert parameter.grad.eq(1).all()
+
+
+def test_arms_are_written_out_and_noop_always_takes_part() -> None:
+    args = options.parse_args("", ["--arms", "ddp,auto@1,auto@25,dear,auto", "--buckets", "25,0.5"])
+    assert args.arms == ["noop", "ddp@25", "ddp@0.5", "auto@1", "auto", "dear"]
+
+
+def test_one_case_for_each_profile_and_ratio() -> None:
+    given = "--workloads paced,transformer --profile uniform,heavy-end --ratios 0.5,2 --tokens 64"
+    cases = options.make_cases(options.parse_args("", given.split()))
+    assert [(case.profile, case.ratio) for case in cases[:-1]] == [
+        ("uniform", 0.5), ("uniform", 2.0), ("heavy-end", 0.5), ("heavy-end", 2.0),
+    ]  # fmt: skip
+    assert cases[-1].name == "transformer, 64 tokens"
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("--arms auto,fast", "'fast'"),
+        ("--arms ddp@0", "ddp@0"),
+        ("--workloads resnet5", "resnet5"),
+        ("--ratios 1,-1", "1,-1"),
+        ("--tokens 33 --workloads transformer", "--tokens 33"),
+        ("--parameters 1000", "1000 parameters"),
+        ("--rounds 0", "--rounds"),
+    ],
+)
+def test_bad_input_is_refused_by_name(given: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_of:
+        options.parse_args("", given.split())
+    assert exit_of.value.code == 2 and named in capsys.readouterr().err
+
+
+def test_the_cost_of_a_pending_parameter_is_named_part_by_part(tmp_path: Path) -> None:
+    record = tmp_path / "touch.json"
+    command = [sys.executable, str(ROOT / "scripts" / "bench_touch.py"), "--parameters", "20", "--rounds", "3"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    printed = subprocess.run(
+        [*command, "--json", str(record)], env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S
+    )
+    assert printed.returncode == 0, printed.stderr
+    costs_us = json.loads(record.read_text())["us"]
+    assert costs_us["first touch, by an operator (LazyParam.use)"] > 0
+    assert all(name in printed.stdout for name in costs_us)

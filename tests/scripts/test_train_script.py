@@ -1,0 +1,196 @@
+"""`scripts/train.py` as users start it: DeAR against DDP, resuming after a crash, bad input.
+
+Each job is a real torchrun of two ranks on gloo, as small as it can be and still have BatchNorm,
+dropout and several buckets. Bad input is checked in this process where no rank is needed to see it.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import train
+from training import checkpoint, data, options
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB_TIMEOUT_S = 60
+SMALL = (
+    "--device", "cpu", "--model", "mobilenet_v3_small", "--epochs", "3",
+    "--limit-samples", "128", "--batch-size", "8", "--accumulate", "2",
+)  # fmt: skip
+
+
+class Run(NamedTuple):
+    """What a job left behind."""
+
+    record: dict[str, Any]
+    params: dict[str, torch.Tensor]
+    output: str
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """Start a job of two ranks in the background."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    }
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    script = str(ROOT / "scripts" / "train.py")
+    return subprocess.Popen(
+        [sys.executable, *torchrun, script, *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(job: subprocess.Popen[str]) -> str:
+    """Wait for a job and return what it printed. One that hangs is ended, with all its ranks."""
+    try:
+        output, _ = job.communicate(timeout=JOB_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        job.terminate()
+        output, _ = job.communicate()
+        pytest.fail(f"no end within {JOB_TIMEOUT_S} s:\n{output}")
+    return output
+
+
+def run(stem: Path, *arguments: str) -> Run:
+    """Run a job to its end, which must be a good one."""
+    files = ("--json", f"{stem}.json", "--save-params", f"{stem}.pt")
+    job = start(*SMALL, *arguments, *files)
+    output = finish(job)
+    assert job.returncode == 0, output
+    record = json.loads(Path(f"{stem}.json").read_text())
+    return Run(record, torch.load(f"{stem}.pt", weights_only=True), output)
+
+
+def ranks_of(job: subprocess.Popen[str]) -> list[int]:
+    """The process ids of the ranks that torchrun has started (Linux)."""
+    return [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
+
+
+def assert_bit_identical(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    different = [name for name in left if not torch.equal(left[name], right[name])]
+    assert not different, f"{len(different)} of {len(left)} tensors differ, first {different[0]}"
+
+
+@pytest.fixture(scope="module")
+def dear_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of DeAR that nothing disturbs. One for all tests: a job takes ten seconds to start."""
+    return run(tmp_path_factory.mktemp("dear") / "whole", "--hook", "dear")
+
+
+@pytest.mark.timeout(2 * JOB_TIMEOUT_S)
+def test_dear_trains_to_the_bits_of_ddp(dear_run: Run, tmp_path: Path) -> None:
+    ddp_run = run(tmp_path / "none", "--hook", "none")
+
+    assert_bit_identical(ddp_run.params, dear_run.params)
+    ddp, dear = ddp_run.record, dear_run.record
+    assert len({*ddp["parameters_sha256"], *dear["parameters_sha256"]}) == 1
+    for key in ("loss", "accuracy", "learning_rate"):
+        assert [e[key] for e in ddp["epochs"]] == [e[key] for e in dear["epochs"]]
+    for record in (ddp, dear):
+        assert record["samples_per_s"] > 0
+        assert record["exposed_s_per_step"] >= 0
+
+
+@pytest.mark.timeout(3 * JOB_TIMEOUT_S)
+def test_a_killed_run_resumes_to_the_bits_of_one_that_was_not(dear_run: Run, tmp_path: Path) -> None:
+    saved = tmp_path / "job.ckpt"
+    job = start(*SMALL, "--hook", "dear", "--checkpoint", str(saved))
+    give_up_at = time.monotonic() + JOB_TIMEOUT_S
+    while not saved.exists() and job.poll() is None and time.monotonic() < give_up_at:
+        time.sleep(0.01)
+    if job.poll() is None:
+        os.kill(ranks_of(job)[-1], signal.SIGKILL)
+    output = finish(job)
+    assert saved.exists(), output
+    assert job.returncode != 0, output
+
+    resumed = run(tmp_path / "resumed", "--hook", "dear", "--checkpoint", str(saved), "--resume")
+    assert "resumed from" in resumed.output
+    assert_bit_identical(dear_run.params, resumed.params)
+    losses = [[e["loss"] for e in r.record["epochs"]] for r in (dear_run, resumed)]
+    assert losses[0] == losses[1]
+
+
+@pytest.fixture
+def as_if_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+@pytest.mark.usefixtures("as_if_under_torchrun")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch-size", "0"], "--batch-size must be greater than 0, not 0"),
+        (["--lr", "nan"], "--lr must be greater than 0, not nan"),
+        (["--warmup-epochs", "-1"], "--warmup-epochs must be 0 or more, not -1.0"),
+        (
+            ["--model", "resnet81"],
+            "--model resnet81 is none of torchvision's classifiers",
+        ),
+        (["--hook", "deer"], "argument --hook: invalid choice: 'deer'"),
+        (["--resume"], "--resume needs --checkpoint FILE"),
+        (["--checkpoint", "no.ckpt", "--resume"], "no.ckpt is not there; --resume auto"),
+    ],
+)
+def test_bad_options_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        options.parse_args("", arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_torchrun_the_way_to_start_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit):
+        options.parse_args("", [])
+    assert "start it with: torchrun" in capsys.readouterr().err
+
+
+def test_a_folder_without_its_two_parts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    with pytest.raises(ValueError, match="has no folder val"):
+        data.load_image_folder(tmp_path, 32)
+    (tmp_path / "val").mkdir()
+    with pytest.raises(ValueError, match="Couldn't find any class folder"):
+        data.load_image_folder(tmp_path, 32)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [("alexnet", "Give another --image-size"), ("googlenet", "auxiliary outputs")],
+)
+@pytest.mark.filterwarnings("ignore:The default weight initialization:FutureWarning")
+def test_a_model_that_images_do_not_fit_is_refused(model: str, message: str) -> None:
+    size = 32 if model == "alexnet" else 64
+    with pytest.raises(ValueError, match=message):
+        train.build_model(model, classes=10, image_size=size)
+
+
+@pytest.mark.usefixtures("as_if_under_torchrun")
+def test_a_checkpoint_of_another_run_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "job.ckpt"
+    config = vars(options.parse_args("", []))
+    checkpoint.save(path, {"history": []}, config)
+    assert checkpoint.load(path, config)["history"] == []
+    with pytest.raises(ValueError, match="made with seed 0, and this run has 1"):
+        checkpoint.load(path, config | {"seed": 1})
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="cannot be read: it is damaged"):
+        checkpoint.load(path, config)

@@ -1,0 +1,248 @@
+"""Training loops that read, clip, scale or edit gradients between backward and step, or after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from equivalence import Run
+
+# The tests' losses have gradients of norm 0.3 to 3, so one of these always clips and one never.
+ACTIVE_NORM = 0.1
+INACTIVE_NORM = 1e4
+
+
+def clip_norm(
+    run: Run, max_norm: float = ACTIVE_NORM, norm_type: float = 2.0, foreach: bool | None = None
+) -> Iterator[Any]:
+    """The stock function."""
+    for loss in _backward(run):
+        norm = clip_grad_norm_(run.model.parameters(), max_norm, norm_type, foreach=foreach)
+        run.optimizer.step()
+        yield loss, norm
+
+
+def clip_norm_of_one_layer(run: Run) -> Iterator[Any]:
+    """Touches some gradients and leaves the others in flight."""
+    for loss in _backward(run):
+        norm = clip_grad_norm_(run.model.module.second.parameters(), ACTIVE_NORM)
+        run.optimizer.step()
+        yield loss, norm
+
+
+def clip_value(run: Run) -> Iterator[Any]:
+    """The stock function."""
+    for loss in _backward(run):
+        clip_grad_value_(run.model.parameters(), 0.01)
+        run.optimizer.step()
+        yield loss
+
+
+def clip_norm_on_shards(run: Run, max_norm: float = ACTIVE_NORM, norm_type: float = 2.0) -> Iterator[Any]:
+    """Our own, which adds up the norm in another order than the stock one."""
+    for loss in _backward(run):
+        norm = run.clip_grad_norm_(max_norm, norm_type)
+        run.optimizer.step()
+        yield loss, norm
+
+
+def clip_norm_on_shards_inactive(run: Run) -> Iterator[Any]:
+    """Our own, with nothing to clip: the coefficient is exactly 1, so no parameter may change."""
+    for loss in _backward(run):
+        run.clip_grad_norm_(INACTIVE_NORM)
+        run.optimizer.step()
+        yield loss
+
+
+def clip_accumulated(run: Run) -> Iterator[Any]:
+    """Clipping after accumulation: the norm is that of the sum."""
+    for index, (x, y) in enumerate(run.batches(per_step=2)):
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        if index % 2:
+            norm = clip_grad_norm_(run.model.parameters(), ACTIVE_NORM)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            yield loss, norm
+
+
+def log_norms_before_step(run: Run) -> Iterator[Any]:
+    """A logger that reads every gradient."""
+    for loss in _backward(run):
+        norms = [p.grad.norm() for p in run.model.parameters()]
+        run.optimizer.step()
+        yield loss, norms
+
+
+def log_one_gradient_sometimes(run: Run) -> Iterator[Any]:
+    """A logger that reads one gradient every few steps, and only on rank 0."""
+    for index, loss in enumerate(_backward(run)):
+        seen = None
+        if index % 4 == 0 and run.rank == 0:
+            seen = run.model.module.second.weight.grad.abs().max().item()
+        run.optimizer.step()
+        yield loss, seen
+
+
+def log_gradients_after_step(run: Run) -> Iterator[Any]:
+    """Reads them when their updates are pending."""
+    for loss in _backward(run):
+        run.optimizer.step()
+        yield loss, [p.grad.clone() for p in run.model.parameters()]
+
+
+def scale_gradients_in_place(run: Run) -> Iterator[Any]:
+    """Every gradient, before the step."""
+    for loss in _backward(run):
+        for p in run.model.parameters():
+            p.grad.mul_(0.5)
+        run.optimizer.step()
+        yield loss
+
+
+def scale_one_gradient_in_place(run: Run) -> Iterator[Any]:
+    """One gradient, through `.data`, before the step."""
+    for loss in _backward(run):
+        run.model.module.second.bias.grad.data.mul_(3.0)
+        run.optimizer.step()
+        yield loss
+
+
+def replace_gradients(run: Run) -> Iterator[Any]:
+    """`p.grad = another tensor`, before the step."""
+    for loss in _backward(run):
+        run.model.module.first.weight.grad = torch.full_like(run.model.module.first.weight, 0.01)
+        run.model.module.second.bias.grad = run.model.module.second.bias.grad.sign()
+        run.optimizer.step()
+        yield loss
+
+
+def drop_a_gradient(run: Run) -> Iterator[Any]:
+    """`p.grad = None` before the step: this parameter is not updated, nor does it decay."""
+    for index, loss in enumerate(_backward(run)):
+        if index % 2:
+            run.model.module.first.weight.grad = None
+        run.optimizer.step()
+        yield loss
+
+
+def spoil_gradients_after_step(run: Run) -> Iterator[Any]:
+    """The step has been asked for: what happens to `.grad` now is too late to matter."""
+    for index, loss in enumerate(_backward(run)):
+        run.optimizer.step()
+        for p in run.model.parameters():
+            if index % 2:
+                p.grad.fill_(float("nan"))
+            else:
+                p.grad = None
+        yield loss
+
+
+def hold_on_to_gradients(run: Run) -> Iterator[Any]:
+    """Tensors taken from `.grad` keep their values while later steps reuse the buffers."""
+    held: list[list[torch.Tensor]] = []
+    for loss in _backward(run):
+        held.append([p.grad.detach().clone() for p in run.model.parameters()])
+        run.optimizer.step()
+        yield loss, held[max(0, len(held) - 3)]
+
+
+def scale_in_tensor_hooks(run: Run) -> Iterator[Any]:
+    """Hooks of autograd on a parameter see and change the local gradient, before it travels."""
+    seen: list[torch.Tensor] = []
+    run.model.module.second.weight.register_hook(lambda gradient: seen.append(gradient.sum()))
+    run.model.module.first.weight.register_hook(lambda gradient: gradient * 0.5)
+    for loss in _backward(run):
+        run.optimizer.step()
+        yield loss, seen[-1], len(seen)
+
+
+def inject_inf(run: Run, index: int, loss: torch.Tensor) -> torch.Tensor:
+    """Spoil two steps' losses, each on one rank only: all ranks have to skip them."""
+    spoiled = index in (11, 16) and run.rank == run.case.world_size - 1
+    return loss * float("inf") if spoiled else loss
+
+
+def scaler(run: Run, own: bool = False, clip: bool = False) -> Iterator[Any]:
+    """A GradScaler, stock or ours, over steps of which some overflow and are skipped."""
+    grad_scaler = run.grad_scaler(own, init_scale=2.0**10, growth_interval=5)
+    for index, (x, y) in enumerate(run.batches()):
+        for each in run.optimizers:
+            each.zero_grad()
+        loss = inject_inf(run, index, run.loss(run.model(x), y))
+        grad_scaler.scale(loss).backward()
+        if clip:
+            for each in run.optimizers:
+                grad_scaler.unscale_(each)
+            if own:
+                run.clip_grad_norm_(INACTIVE_NORM)
+            else:
+                clip_grad_norm_(run.model.parameters(), ACTIVE_NORM)
+        for each in run.optimizers:
+            grad_scaler.step(each)
+        grad_scaler.update()
+        yield loss, grad_scaler.get_scale()
+
+
+def scaler_with_autocast(run: Run, own: bool = False) -> Iterator[Any]:
+    """The recipe of PyTorch's documentation for fp16."""
+    grad_scaler = run.grad_scaler(own, init_scale=2.0**6, growth_interval=5)
+    for x, y in run.batches():
+        run.optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = run.loss(run.model(x).float(), y)
+        grad_scaler.scale(loss).backward()
+        grad_scaler.step(run.optimizer)
+        grad_scaler.update()
+        yield loss, grad_scaler.get_scale()
+
+
+def autocast(run: Run) -> Iterator[Any]:
+    """bf16 autocast: the casts of the weights are cached, and must be of the updated weights."""
+    for x, y in run.batches():
+        run.optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = run.loss(run.model(x).float(), y)
+        loss.backward()
+        run.optimizer.step()
+        yield loss
+
+
+def nan_in_one_rank(run: Run) -> Iterator[Any]:
+    """Without a scaler NaN and inf go where plain DDP sends them: everywhere."""
+    for index, (x, y) in enumerate(run.batches()):
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(x), y)
+        if index == run.case.steps - 3 and run.rank == run.case.world_size - 1:
+            loss = loss * float("nan")
+        loss.backward()
+        run.optimizer.step()
+        yield loss
+
+
+def inf_in_one_parameter(run: Run) -> Iterator[Any]:
+    """An infinite gradient of one parameter on one rank, of which only that parameter suffers."""
+    weight = run.model.module.second.weight
+    steps_seen: list[int] = []
+
+    def overflow_once(gradient: torch.Tensor) -> torch.Tensor:
+        steps_seen.append(0)
+        late = len(steps_seen) == run.case.steps
+        return gradient * float("inf") if late and run.rank == 0 else gradient
+
+    weight.register_hook(overflow_once)
+    for loss in _backward(run):
+        run.optimizer.step()
+        yield loss
+
+
+def _backward(run: Run) -> Iterator[torch.Tensor]:
+    """The part of the loop up to the step."""
+    for x, y in run.batches():
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        yield loss

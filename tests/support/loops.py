@@ -1,0 +1,241 @@
+"""Training loops as people write them: each yields, step by step, what its author would look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+
+from equivalence import Run
+
+
+def zero_grad_keeping_memory(run: Run) -> Iterator[Any]:
+    """`set_to_none=False`: zeroes in place what DDP's buckets may alias."""
+    for x, y in run.batches():
+        run.optimizer.zero_grad(set_to_none=False)
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        run.optimizer.step()
+        yield loss
+
+
+def zero_grad_of_the_model(run: Run) -> Iterator[Any]:
+    """Through the module instead of the optimizer, and once more than needed."""
+    for x, y in run.batches():
+        run.model.zero_grad()
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        run.optimizer.step()
+        yield loss
+
+
+def zero_grad_after_step(run: Run) -> Iterator[Any]:
+    """The other usual place: the gradients are gone before the update has been applied."""
+    for x, y in run.batches():
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        yield loss
+
+
+def zero_grad_in_place_after_step(run: Run) -> Iterator[Any]:
+    """Zeroes the memory of gradients whose update has not been applied."""
+    for x, y in run.batches():
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=False)
+        yield loss
+
+
+def zero_grad_between_forward_and_backward(run: Run) -> Iterator[Any]:
+    """The third place."""
+    for x, y in run.batches():
+        loss = run.loss(run.model(x), y)
+        run.optimizer.zero_grad()
+        loss.backward()
+        run.optimizer.step()
+        yield loss
+
+
+def never_zero_grad(run: Run) -> Iterator[Any]:
+    """Forgotten: each step accumulates on the averaged gradient of the one before."""
+    for x, y in run.batches():
+        loss = run.loss(run.model(x), y) * 0.1
+        loss.backward()
+        run.optimizer.step()
+        yield loss
+
+
+def accumulate_with_no_sync(run: Run) -> Iterator[Any]:
+    """Three micro-batches a step, of which only the last communicates."""
+    batches = run.batches(per_step=3)
+    for index, (x, y) in enumerate(batches):
+        last = index % 3 == 2
+        with nullcontext() if last else run.model.no_sync():
+            loss = run.loss(run.model(x), y) / 3
+            loss.backward()
+        if last:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        yield loss
+
+
+def accumulate_without_no_sync(run: Run) -> Iterator[Any]:
+    """Three micro-batches a step, each of which communicates."""
+    for index, (x, y) in enumerate(run.batches(per_step=3)):
+        loss = run.loss(run.model(x), y) / 3
+        loss.backward()
+        if index % 3 == 2:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        yield loss
+
+
+def scheduler_made_before_attach(run: Run) -> Iterator[Any]:
+    """The scheduler wraps `optimizer.step` before we do."""
+    schedulers = [LambdaLR(each, _decay) for each in run.optimizers]
+    yield from _scheduled(run, schedulers)
+
+
+def scheduler_made_after_attach(run: Run) -> Iterator[Any]:
+    """The scheduler wraps `optimizer.step` after we did."""
+    run.attach()
+    schedulers = [LambdaLR(each, _decay) for each in run.optimizers]
+    yield from _scheduled(run, schedulers)
+
+
+def one_cycle(run: Run) -> Iterator[Any]:
+    """A scheduler that changes the momentum or the betas as well."""
+    run.attach()
+    cycle = OneCycleLR(run.optimizer, max_lr=0.05, total_steps=run.case.steps + 1)
+    yield from _scheduled(run, [cycle])
+
+
+def _decay(step: int) -> float:
+    return 1.0 / (1.0 + step)
+
+
+def _scheduled(run: Run, schedulers: list[Any]) -> Iterator[Any]:
+    for x, y in run.batches():
+        for each in run.optimizers:
+            each.zero_grad()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        for each in run.optimizers:
+            each.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        yield loss, [scheduler.get_last_lr() for scheduler in schedulers]
+
+
+def edit_hyperparameters_after_step(run: Run) -> Iterator[Any]:
+    """By hand, and absurdly: an update that saw the edited values would be far off."""
+    for index, (x, y) in enumerate(run.batches()):
+        for group in run.optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 0.01 / (1 + index), 0.01
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        run.optimizer.step()
+        for group in run.optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 1e3, 1e3
+        yield loss
+
+
+def every_optimizer_steps(run: Run) -> Iterator[Any]:
+    """The plain loop with several optimizers."""
+    for x, y in run.batches():
+        for each in run.optimizers:
+            each.zero_grad()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        for each in run.optimizers:
+            each.step()
+        yield loss
+
+
+def optimizers_take_turns(run: Run) -> Iterator[Any]:
+    """Only one of several optimizers steps; the others' gradients are thrown away."""
+    for index, (x, y) in enumerate(run.batches()):
+        for each in run.optimizers:
+            each.zero_grad()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        run.optimizers[index % len(run.optimizers)].step()
+        yield loss
+
+
+def count_step_hooks(run: Run) -> Iterator[Any]:
+    """Hooks around `step` run once a step, and see the hyperparameters of that step."""
+    calls = {"before": 0, "after": 0}
+
+    def count(name: str) -> Any:
+        def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+            calls[name] += 1
+
+        return hook
+
+    run.optimizer.register_step_pre_hook(count("before"))
+    run.attach()
+    run.optimizer.register_step_post_hook(count("after"))
+    for x, y in run.batches():
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        run.optimizer.step()
+        yield loss, dict(calls)
+
+
+def backward_inside_closure(run: Run) -> Iterator[Any]:
+    """As Lightning does it: `step` calls the closure, which calls backward, and returns the loss."""
+    for x, y in run.batches():
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            run.optimizer.zero_grad()
+            loss = run.loss(run.model(x), y)
+            loss.backward()
+            return loss
+
+        yield run.optimizer.step(closure)
+
+
+def sometimes_no_step(run: Run) -> Iterator[Any]:
+    """Steps left out, on all ranks alike: what was reduced must not be applied later."""
+    for index, (x, y) in enumerate(run.batches()):
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        if index % 3 != 1:
+            run.optimizer.step()
+        yield loss
+
+
+def two_steps_per_backward(run: Run) -> Iterator[Any]:
+    """The same gradients are applied twice."""
+    for x, y in run.batches():
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        run.optimizer.step()
+        run.optimizer.step()
+        yield loss
+
+
+def add_a_param_group(run: Run) -> Iterator[Any]:
+    """Gradual unfreezing: parameters get an optimizer in the middle of the run."""
+    known = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
+    rest = [p for p in run.model.parameters() if id(p) not in known]
+    for index, (x, y) in enumerate(run.batches()):
+        if index == run.case.steps // 2:
+            run.optimizer.add_param_group({"params": rest, "lr": 0.02})
+        run.optimizer.zero_grad(set_to_none=True)
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        run.optimizer.step()
+        yield loss

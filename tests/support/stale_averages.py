@@ -1,0 +1,227 @@
+"""Averages, target networks and optimizers around the optimizer: each keeps a list of parameters of its
+own and reads or writes them right after `step()`.
+
+The averages of other packages are those that their users install.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import loralib
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from equivalence import Run, snapshot
+from models import HIDDEN, INPUTS, OUTPUTS
+from stale_loops import train_step
+
+DECAY = 0.9
+
+
+def average_over_an_own_list(run: Run) -> Iterator[Any]:
+    """The exponential moving average that everybody writes once."""
+    parameters = list(run.model.parameters())
+    shadow = [p.detach().clone() for p in parameters]
+    for x, y in run.batches():
+        loss = train_step(run, x, y)
+        for mean, p in zip(shadow, parameters, strict=True):
+            mean.mul_(DECAY).add_(p.data, alpha=1 - DECAY)
+        yield loss, snapshot(shadow)
+
+
+def average_by_lerp(run: Run) -> Iterator[Any]:
+    """The same by the fused list operator."""
+    parameters = [p for p in run.model.parameters() if p.numel()]
+    shadow = [p.detach().clone() for p in parameters]
+    for x, y in run.batches():
+        loss = train_step(run, x, y)
+        with torch.no_grad():
+            torch._foreach_lerp_(shadow, parameters, 1 - DECAY)
+        yield loss, snapshot(shadow)
+
+
+def average_of_torch_ema(run: Run) -> Iterator[Any]:
+    """Holds weak references to the parameters; evaluates with the averages in their place."""
+    from torch_ema import ExponentialMovingAverage  # takes a while, and few tests need it
+
+    average = ExponentialMovingAverage(run.model.parameters(), decay=DECAY)
+    x_eval, _ = run.batch(10_000)
+    for index, (x, y) in enumerate(run.batches()):
+        loss = train_step(run, x, y)
+        average.update()
+        output = None
+        if index % 4 == 3:
+            with average.average_parameters(), torch.no_grad():
+                output = run.model(x_eval)
+        yield loss, output, snapshot(average.shadow_params)
+
+
+def average_of_ema_pytorch(run: Run) -> Iterator[Any]:
+    """A module that holds the trained module."""
+    from ema_pytorch import EMA
+
+    average = EMA(run.model.module, beta=DECAY, update_after_step=2, update_every=1)
+    for x, y in run.batches():
+        loss = train_step(run, x, y)
+        average.update()
+        yield loss, snapshot(average.ema_model.state_dict())
+
+
+def average_of_timm(run: Run, version: int) -> Iterator[Any]:
+    """Pairs the values of two state dicts."""
+    from timm.utils import ModelEmaV2, ModelEmaV3
+
+    average = (ModelEmaV2 if version == 2 else ModelEmaV3)(run.model.module, decay=DECAY)
+    for x, y in run.batches():
+        loss = train_step(run, x, y)
+        average.update(run.model.module)
+        yield loss, snapshot(average.module.state_dict())
+
+
+def average_of_torch(run: Run) -> Iterator[Any]:
+    """PyTorch's own."""
+    average = AveragedModel(run.model.module, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    for x, y in run.batches():
+        loss = train_step(run, x, y)
+        average.update_parameters(run.model.module)
+        yield loss, snapshot(average.state_dict())
+
+
+class LoraNet(nn.Module):
+    """loralib's layers: `eval()` adds the product of two trained matrices to a frozen weight, `train()`
+    subtracts it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = loralib.Linear(INPUTS, HIDDEN, r=2)
+        self.second = loralib.Linear(HIDDEN, OUTPUTS, r=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def evaluate_every_third_step(run: Run) -> Iterator[Any]:
+    """`eval()` right after the step, which merges weights in `LoraNet`."""
+    x_eval, _ = run.batch(10_000)
+    for index, (x, y) in enumerate(run.batches()):
+        loss = train_step(run, x, y)
+        output = None
+        if index % 3 == 2:
+            run.model.eval()
+            with torch.no_grad():
+                output = run.model(x_eval)
+            run.model.train()
+        yield loss, output
+
+
+class _Lookahead:
+    """Zhang et al., 2019: slow weights follow the fast ones every few steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, every: int = 3, rate: float = 0.5) -> None:
+        self.optimizer = optimizer
+        self.every, self.rate = every, rate
+        self.steps = 0
+        self.fast = [p for group in optimizer.param_groups for p in group["params"]]
+        self.slow = [p.detach().clone() for p in self.fast]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.optimizer.step()
+        self.steps += 1
+        if self.steps % self.every == 0:
+            for fast, slow in zip(self.fast, self.slow, strict=True):
+                slow.add_(fast - slow, alpha=self.rate)
+                fast.copy_(slow)
+
+
+def lookahead(run: Run) -> Iterator[Any]:
+    """An optimizer around the attached one."""
+    around = _Lookahead(run.optimizer)
+    for x, y in run.batches():
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        around.step()
+        yield loss, snapshot(around.slow)
+
+
+def sharpness_aware(run: Run, replaces_data: bool) -> Iterator[Any]:
+    """SAM: the gradient at perturbed weights is applied to the weights as they were. Two implementations
+    are in use: one subtracts the perturbation, one puts the old tensor back with `p.data = old`.
+    """
+    parameters = list(run.model.parameters())
+    for x, y in run.batches():
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        perturbations = _perturbations(parameters)
+        before = [p.data.clone() for p in parameters]
+        with torch.no_grad():
+            for p, perturbation in zip(parameters, perturbations, strict=True):
+                p.add_(perturbation)
+        run.optimizer.zero_grad()
+        run.loss(run.model(x), y).backward()
+        with torch.no_grad():
+            for p, perturbation, old in zip(parameters, perturbations, before, strict=True):
+                if replaces_data:
+                    p.data = old
+                else:
+                    p.sub_(perturbation)
+        run.optimizer.step()
+        yield loss, snapshot(parameters)
+
+
+def _perturbations(parameters: Sequence[nn.Parameter], radius: float = 0.05) -> list[torch.Tensor]:
+    gradients = [p.grad for p in parameters]
+    norm = torch.stack([g.norm() for g in gradients]).norm()
+    return [g * (radius / norm) for g in gradients]
+
+
+class MomentumEncoderNet(nn.Module):
+    """MoCo: at the start of each forward a second encoder follows the trained one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUTPUTS))
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+        self.pairs = list(zip(self.query.parameters(), self.key.parameters(), strict=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for query, key in self.pairs:
+                key.data = key.data * DECAY + query.data * (1 - DECAY)
+            keys = self.key(x)
+        return self.query(x) - 0.1 * keys
+
+
+def target_network(run: Run) -> Iterator[Any]:
+    """BYOL, and every off-policy agent: a target outside of the trained model, which follows it after
+    each step and gives the next step's targets.
+    """
+    target = copy.deepcopy(run.model.module).requires_grad_(False)
+    pairs = list(zip(run.model.module.parameters(), target.parameters(), strict=True))
+    for x, y in run.batches():
+        with torch.no_grad():
+            y = y + target(x)
+        loss = train_step(run, x, y)
+        for online, following in pairs:
+            following.data.lerp_(online.data, 1 - DECAY)
+        yield loss, snapshot(target.state_dict())
+
+
+def hard_target_network(run: Run) -> Iterator[Any]:
+    """DQN: every few steps the target gets the trained weights."""
+    target = copy.deepcopy(run.model.module).requires_grad_(False)
+    online = list(run.model.module.parameters())
+    for index, (x, y) in enumerate(run.batches()):
+        loss = train_step(run, x, y)
+        with torch.no_grad():
+            if index % 5 == 4:
+                for following, p in zip(target.parameters(), online, strict=True):
+                    following.copy_(p)
+            yield loss, target(x)
