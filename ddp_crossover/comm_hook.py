@@ -22,9 +22,10 @@ from torch.optim import Optimizer
 from ddp_crossover.collectives.leg import LegError
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.make_link import make_link
+from ddp_crossover.ddp.early_arrival import let_gradients_arrive_early
 from ddp_crossover.ddp.forks import watch_forks
-from ddp_crossover.ddp.reducer import Reducer, let_gradients_arrive_early
-from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers, refuse_options, why_plain_all_reduce
+from ddp_crossover.ddp.reducer import Reducer
+from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers, why_plain_all_reduce
 from ddp_crossover.ddp.same_setup import require_same_setup
 from ddp_crossover.ddp.turn_points import TurnPoints
 from ddp_crossover.dear import Phase
@@ -34,13 +35,14 @@ from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.optim import sharded_norms as shards
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
+from ddp_crossover.options import Options
 from ddp_crossover.own_threads import is_own_thread
 from ddp_crossover.parameters.early_reads import Looks
 from ddp_crossover.parameters.lazy_params import LazyParams
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.pending_parameter import PendingParameter, touch
 from ddp_crossover.planning.model_profile import ModelProfile
-from ddp_crossover.planning.session import Planning, PlanSettings
+from ddp_crossover.planning.session import Planning
 from ddp_crossover.stats import DearStats, FallbackLog
 from ddp_crossover.torch_internals import (
     GradBucket,
@@ -107,7 +109,14 @@ class DearState:
         strict: bool = False,
     ) -> None:
         refuse_model(ddp)
-        refuse_options(schedule, fusion_mb, wire_dtype, tuned_file)
+        options = Options(
+            fusion_mb=fusion_mb,
+            schedule=schedule,  # type: ignore[arg-type]  # a string is as good
+            wire_dtype=wire_dtype,
+            tune=tune,
+            tuned_file=tuned_file,
+            strict=strict,
+        )
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         refuse_optimizers(ddp, optimizers)
         self._optimizers = optimizers
@@ -121,19 +130,11 @@ class DearState:
         # Runs at the end of the program, or when the setup is refused below.
         self._finalizers: list[weakref.finalize[..., object]] = [weakref.finalize(self, self._link.shut_down)]
         self._fallbacks = FallbackLog(self._link.rank)
-        self._plain_reason = why_plain_all_reduce(ddp, schedule)
-        options = {
-            "schedule": schedule,
-            "fusion_mb": fusion_mb,
-            "wire_dtype": str(wire_dtype),
-            "tune": tune,
-            "tuned_file": tuned_file is not None,
-        }
+        self._plain_reason = why_plain_all_reduce(ddp, options.schedule)
         require_same_setup(self._link, named, optimizers, options)
-        settings = PlanSettings(schedule, fusion_mb, tune, tuned_file)
         self._turns = Turns(lease, self._link.clock, self._fallbacks)
         backend = dist.get_backend(ddp.process_group)
-        self._planning = Planning(named, settings, self._link, backend, wire_dtype, self._turns)
+        self._planning = Planning(named, options, self._link, backend, self._turns)
         self._planning.load_tuned()
         memory: dict[str, Tensor] = {}
         on_first_forward = None
@@ -148,7 +149,7 @@ class DearState:
             self._params,
             self._looks,
             self._fallbacks,
-            strict=strict,
+            strict=options.strict,
         )
         self._reducer = Reducer(
             ddp,
@@ -162,7 +163,7 @@ class DearState:
             self._turns,
             on_first_forward=on_first_forward,
             memory=memory,
-            wire_dtype=wire_dtype,
+            options=options,
             plain_reason=self._plain_reason,
         )
         self._turn_points = TurnPoints(ddp, optimizers, self._turns, self._updates) if lease is not None else None
@@ -181,13 +182,13 @@ class DearState:
     @property
     def plan(self) -> FusionPlan | None:
         """The fusion plan in force; None in the first iterations and with plain all-reduce."""
-        reducer = self._reducer
-        return reducer.pipeline.plan if reducer.pipeline is not None and not reducer.is_plain else None
+        pipeline = self._reducer.pipeline
+        return pipeline.plan if pipeline is not None else None
 
     @property
     def tuning(self) -> bool:
         """Whether the plan may still change: times are being measured, or plans tried."""
-        return self._plain_reason is None and (self._reducer.pipeline is None or not self._planning.settled)
+        return self._plain_reason is None and not self._planning.settled
 
     def tuning_progress(self) -> str:
         """Return one line about what has been measured, tried and found so far."""

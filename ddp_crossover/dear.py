@@ -26,13 +26,13 @@ from ddp_crossover.collectives.leg import Meanwhile
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.collectives.wire import scale_into, travels_as
-from ddp_crossover.fusion import FusionGroup, FusionPlan, gathers_behind_scatters, order_of_use
+from ddp_crossover.fusion import FusionGroup, FusionPlan, Schedule, gathers_behind_scatters, order_of_use
 from ddp_crossover.fusion_buffers.staging import Staging, gradient_stride, plan_staging, same_objects
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.slots import GroupInFlight, Slot
-from ddp_crossover.torch_internals import allow_foreach, is_in_backward, is_traced, outside_of_modes
+from ddp_crossover.torch_internals import GradBucket, allow_foreach, is_in_backward, is_traced, outside_of_modes
 
 _SPARE_NUMEL = 2**14
 # Receives of scatter legs are posted this many legs ahead, so that a faster rank can send. Each one costs memory.
@@ -94,7 +94,7 @@ class Pipeline:
         self._is_retiring = False
         self._kept = kept
         self._thread = 0
-        self._gathers_early = plan.schedule == "auto"
+        self._gathers_early = plan.schedule is Schedule.AUTO
         self._urgency = {group: place for place, group in enumerate(plan.use_order)}
         # If the link needs one launch order on all ranks, the plan says which gather legs go between scatter legs.
         self._followers = {} if link.orders_gathers else gathers_behind_scatters(plan)
@@ -155,25 +155,29 @@ class Pipeline:
         self._announced.clear()
         self._kept.forget_buckets()
         self.iteration += 1
+        self.link.next_iteration()
         self.phase = Phase.BACKWARD
         for index in range(_EXPECTED_LEGS):
             self._expect(index)
 
-    def stage(
-        self, index: int, buffer: Tensor, parameters: list[Tensor], gradients: Callable[[], list[Tensor]]
-    ) -> None:
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Copy one DDP bucket into the fusion buffers and launch the scatter legs of groups that became complete.
 
-        Args:
-            index: the bucket's index.
-            buffer: the bucket's gradients, flat, in their own dtype; not modified.
-            parameters: the bucket's parameters.
-            gradients: returns the bucket's gradients as views of ``buffer``; called only if the bucket has changed.
+        Returns:
+            A completed future of the bucket's own gradients: DDP takes them for reduced, and backward does not wait.
         """
+        buffer = bucket.buffer().detach()
+        self._stage(bucket, buffer)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(buffer)
+        return future
+
+    def _stage(self, bucket: GradBucket, buffer: Tensor) -> None:
+        index, parameters = bucket.index(), bucket.parameters()
         staging = self._stagings.get(index)
         if staging is None or not same_objects(staging.parameters, parameters):
             staging = self._stagings[index] = plan_staging(
-                buffer, [self.slot_of[p] for p in parameters], parameters, gradients(), self._arenas
+                buffer, [self.slot_of[p] for p in parameters], parameters, bucket.gradients(), self._arenas
             )
         self.link.soon(functools.partial(self._copy, buffer, staging.copies))
         self._arrived.append(staging)

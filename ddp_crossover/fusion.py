@@ -14,6 +14,7 @@ group to arrive is the first that the forward needs, so no compute hides its two
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 from collections.abc import Sequence
@@ -22,6 +23,17 @@ from dataclasses import asdict, dataclass, replace
 MB = 2**20
 DEFAULT_FUSION_MB = 8.0
 _TAPER = 8  # the smallest group of a tapered arena is this many times smaller than fusion_mb
+
+
+class Schedule(enum.StrEnum):
+    """When the legs of fusion groups are sent."""
+
+    AUTO = "auto"
+    """Scatter legs in backward; gather legs whenever the link would be idle, in backward and in the next forward."""
+    DEAR = "dear"
+    """As in the paper: all scatter legs in backward, then all gather legs in use order, in the next forward."""
+    ALLREDUCE = "allreduce"
+    """Both legs in backward, as plain DDP does; nothing is deferred."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +96,10 @@ class FusionPlan:
         use_order: group indices in the order in which the next forward needs them.
         offsets: first element of each parameter in its arena.
         arena_numel: elements of each arena, padding included.
-        schedule: ``"dear"``: gather legs follow all scatter legs, in use order; ``"auto"``: also between them.
+        schedule: when the legs are sent. With ``ALLREDUCE`` the gradients travel in DDP's buckets, not in the groups.
         launch_order: (kind, group) of every leg of one iteration, for links that need one order on all ranks. Kinds
             are ``"scatter"``, ``"gather"`` and, for a group that is not split, ``"all_reduce"``. Empty if the plan
-            was not simulated; the order is then that of ``schedule="dear"``.
+            was not simulated; the order is then that of ``Schedule.DEAR``.
     """
 
     world_size: int
@@ -96,7 +108,7 @@ class FusionPlan:
     use_order: tuple[int, ...]
     offsets: tuple[int, ...]
     arena_numel: dict[str, int]
-    schedule: str = "dear"
+    schedule: Schedule = Schedule.DEAR
     launch_order: tuple[tuple[str, int], ...] = ()
 
     def digest(self) -> str:

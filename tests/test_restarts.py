@@ -9,11 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -27,57 +26,12 @@ import ddp_crossover as dx
 from equivalence import assert_same
 from harness import run_faulty_ranks, run_ranks
 from models import DeepNet
+from restart_training import ALL_STEPS, Training, build, end, load, save, train
 
 ROOT = Path(__file__).resolve().parent.parent
-FIRST_STEPS, ALL_STEPS = 8, 14
+SUPPORT = ROOT / "tests" / "support"
+FIRST_STEPS = 8
 TORCHRUN_TIMEOUT_S = 120
-
-
-class Training(NamedTuple):
-    """One rank's objects, as its script would hold them."""
-
-    ddp: DistributedDataParallel
-    optimizer: torch.optim.Optimizer
-    state: dx.DearState | None
-
-
-def _build(attach: bool, load: Callable[[nn.Module, torch.optim.Optimizer], None] | None = None) -> Training:
-    torch.manual_seed(7)
-    net = DeepNet()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    if load is not None:
-        load(net, optimizer)
-    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True)
-    return Training(ddp, optimizer, dx.attach(ddp, optimizer) if attach else None)
-
-
-def _train(training: Training, first: int, end: int) -> None:
-    for step in range(first, end):
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        training.optimizer.zero_grad()
-        x = torch.randn(4, next(training.ddp.parameters()).shape[1], generator=generator)
-        training.ddp(x).square().mean().backward()
-        training.optimizer.step()
-
-
-def _end(training: Training) -> dict[str, Any]:
-    return {"model": training.ddp.module.state_dict(), "optimizer": training.optimizer.state_dict()}
-
-
-# How checkpoints are written, right after `step()`, and read.
-
-
-def _save(training: Training, directory: str) -> None:
-    saved = _end(training)
-    if dist.get_rank() == 0:
-        torch.save(saved, os.path.join(directory, "all.pt"))
-    dist.barrier()
-
-
-def _load(directory: str, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    saved = torch.load(os.path.join(directory, "all.pt"))
-    net.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
 
 
 def _parts(training: Training) -> dict[str, Any]:
@@ -92,7 +46,7 @@ def _save_distributed(training: Training, directory: str) -> None:
 def _save_while_training_goes_on(training: Training, directory: str) -> None:
     # On a group of its own: its thread would mix its collectives with DDP's.
     saving = dcp.async_save(_parts(training), checkpoint_id=directory, process_group=dist.new_group())
-    _train(training, FIRST_STEPS, FIRST_STEPS + 2)
+    train(training, FIRST_STEPS, FIRST_STEPS + 2)
     saving.result()
 
 
@@ -103,22 +57,22 @@ def _load_distributed(directory: str, net: nn.Module, optimizer: torch.optim.Opt
 
 
 WAYS = {
-    "torch.save": (_save, _load),
+    "torch.save": (save, load),
     "checkpoint.save": (_save_distributed, _load_distributed),
     "checkpoint.async_save": (_save_while_training_goes_on, _load_distributed),
 }
 
 
 def _first_part(attach: bool, way: str, directory: str) -> None:
-    training = _build(attach)
-    _train(training, 0, FIRST_STEPS)
+    training = build(attach)
+    train(training, 0, FIRST_STEPS)
     WAYS[way][0](training, directory)
 
 
 def _second_part(attach: bool, way: str, directory: str) -> dict[str, Any]:
-    training = _build(attach, partial(WAYS[way][1], directory))
-    _train(training, FIRST_STEPS, ALL_STEPS)
-    return _end(training)
+    training = build(attach, partial(WAYS[way][1], directory))
+    train(training, FIRST_STEPS, ALL_STEPS)
+    return end(training)
 
 
 def _run_in_parts(way: str, ranks: tuple[int, int], attach: tuple[bool, bool]) -> list[dict[str, Any]]:
@@ -145,9 +99,9 @@ def test_checkpoints_go_to_plain_ddp_and_come_from_it(attach: tuple[bool, bool])
 
 def _train_on_two_groups(attach: bool, file: str) -> list[dict[str, Any]]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    first = _build(attach)
-    _train(first, 0, FIRST_STEPS)
-    ends = [_end(first)]
+    first = build(attach)
+    train(first, 0, FIRST_STEPS)
+    ends = [end(first)]
     net = first.ddp.module
     dist.destroy_process_group()
     dist.init_process_group("gloo", f"file://{file}", timedelta(seconds=30), world_size, rank)
@@ -155,8 +109,8 @@ def _train_on_two_groups(attach: bool, file: str) -> list[dict[str, Any]]:
         ddp = DistributedDataParallel(model)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
         again = Training(ddp, optimizer, dx.attach(ddp, optimizer) if attach else None)
-        _train(again, 0, FIRST_STEPS)
-        ends.append(_end(again))
+        train(again, 0, FIRST_STEPS)
+        ends.append(end(again))
     return ends
 
 
@@ -166,12 +120,12 @@ def test_a_process_group_may_be_destroyed_and_made_again(tmp_path: Path) -> None
 
 
 def _train_slowly(attach: bool) -> dict[str, Any]:
-    training = _build(attach)
+    training = build(attach)
     for step in range(ALL_STEPS):
         if dist.get_rank() == 1 and step in (3, 9):
             time.sleep(2.5)
-        _train(training, step, step + 1)
-    return _end(training)
+        train(training, step, step + 1)
+    return end(training)
 
 
 def test_a_slow_rank_below_the_timeout_is_waited_for() -> None:
@@ -182,7 +136,7 @@ def test_a_slow_rank_below_the_timeout_is_waited_for() -> None:
 
 
 def _python(*arguments: str) -> None:
-    search = os.pathsep.join((str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")))
+    search = os.pathsep.join((str(ROOT), str(SUPPORT), str(ROOT / "scripts")))
     environment = os.environ | {
         "PYTHONPATH": search,
         "OMP_NUM_THREADS": "1",
@@ -208,7 +162,7 @@ def _ends_in(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_ranks_spawned_by_torch_multiprocessing_are_exact(tmp_path: Path) -> None:
-    script = str(ROOT / "tests" / "spawned_script.py")
+    script = str(SUPPORT / "spawned_script.py")
     for arm in ("plain", "attached"):
         (tmp_path / arm).mkdir()
         _python(script, arm, str(tmp_path / arm))
@@ -216,7 +170,7 @@ def test_ranks_spawned_by_torch_multiprocessing_are_exact(tmp_path: Path) -> Non
 
 
 def test_torchrun_restarts_after_a_killed_rank_to_the_same_bits(tmp_path: Path) -> None:
-    script = str(ROOT / "tests" / "elastic_script.py")
+    script = str(SUPPORT / "elastic_script.py")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
     for arm, fault in (("plain", "none"), ("attached", "killed")):
         (tmp_path / arm).mkdir()

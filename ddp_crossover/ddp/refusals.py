@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -10,16 +9,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from ddp_crossover.collectives.wire import WIRE_DTYPES
 from ddp_crossover.ddp.refused_methods import JOIN_ADVICE
+from ddp_crossover.fusion import Schedule
 from ddp_crossover.torch_internals import (
     has_comm_hook,
     is_joining,
     is_updated_in_backward,
     managed_parameters,
 )
-
-SCHEDULES = ("auto", "dear", "allreduce")
 
 
 def refuse_model(ddp: object) -> None:
@@ -108,26 +105,9 @@ def refuse_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[object]
             )
 
 
-def refuse_options(
-    schedule: str, fusion_mb: float | None, wire_dtype: object, tuned_file: str | os.PathLike[str] | None
-) -> None:
-    """Raise ValueError for options that are out of range or contradict each other."""
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
-    if fusion_mb is not None and not fusion_mb > 0:
-        raise ValueError(f"fusion_mb must be greater than 0 (MiB per fusion group), got {fusion_mb}")
-    if tuned_file is not None and (schedule != "auto" or fusion_mb is not None):
-        raise ValueError("tuned_file is for schedule='auto' without fusion_mb: else there is nothing to tune")
-    if wire_dtype is not None and wire_dtype not in WIRE_DTYPES:
-        raise ValueError(
-            f"wire_dtype must be {' or '.join(map(str, WIRE_DTYPES))}, got {wire_dtype!r}: leave it out to send "
-            "gradients in their own dtype"
-        )
-
-
-def why_plain_all_reduce(ddp: DistributedDataParallel, schedule: str) -> str | None:
+def why_plain_all_reduce(ddp: DistributedDataParallel, schedule: Schedule) -> str | None:
     """Return why this model must be trained with plain all-reduces, or None if it can take the pipeline."""
-    if schedule == "allreduce":
+    if schedule is Schedule.ALLREDUCE:
         return "schedule='allreduce': plain all-reduce in the hook, as asked for"
     if ddp.is_multi_device_module:
         return "the module spans several devices: plain all-reduce in the hook"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -10,18 +10,19 @@ from torch.optim import Optimizer
 from ddp_crossover.collectives.agreement import require_equal
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.optim.optimizer_snapshot import hyperparameters
+from ddp_crossover.options import Options
 
 
 def require_same_setup(
     link: Link,
     named: Sequence[tuple[str, torch.nn.Parameter]],
     optimizers: Sequence[Optimizer],
-    options: Mapping[str, object],
+    options: Options,
 ) -> None:
     """Raise :class:`DisagreementError` on every rank unless model, optimizers and options are the same on all."""
     name_of = {id(parameter): name for name, parameter in named}
     setup = {
-        "options": dict(options),
+        "options": options.shared_by_ranks(),
         "parameters": {name: f"{tuple(parameter.shape)} {parameter.dtype}" for name, parameter in named},
         "optimizers": [
             {

@@ -104,7 +104,6 @@ class DeferredUpdates:
         self._under_way: _Step | None = None
         self._broken = ""
         self._applied_in = 0  # the latest iteration of which any update has been written
-        self._is_plain = True
         self._reasons = {optimizer: why_not_separable(optimizer) for optimizer in optimizers}
         self._settings: dict[Optimizer, list[Any]] = {}
         self.deferred_steps = 0
@@ -137,16 +136,14 @@ class DeferredUpdates:
         for handle in self._handles:
             handle.remove()
 
-    def use(self, pipeline: Pipeline, *, is_plain: bool) -> None:
-        """Defer the updates of this pipeline's parameters from now on.
-
-        Args:
-            pipeline: the pipeline that carries the gradients.
-            is_plain: gradients are still sent by plain all-reduces, so no update is deferred yet.
-        """
+    def use(self, pipeline: Pipeline | None) -> None:
+        """Defer the updates of this pipeline's parameters from now on; None: gradients travel by plain all-reduces."""
         self.pipeline = pipeline
         self._applied_in = 0
-        self._is_plain = is_plain
+        if pipeline is None:
+            for optimizer in self._reasons:
+                make_state_plain(optimizer)
+            return
         pipeline.apply_updates = self.apply
         pipeline.on_gradient_read = self._before_gradient_is_read
         self._params.join = pipeline.order.join if pipeline.link.current_stream() is not None else None
@@ -278,7 +275,7 @@ class DeferredUpdates:
             reason = "it is called inside of allow_mutation_on_saved_tensors(), which keeps what an update overwrites"
         if reason is not None:
             self._note_waits(optimizer, reason)
-        if reason is not None or not self.enabled or self._is_plain:
+        if reason is not None or not self.enabled:
             self._applied_in = pipeline.iteration
             if pipeline.phase is Phase.REDUCED:
                 pipeline.unwrap_gradients()  # step() may pass them to a compiled function

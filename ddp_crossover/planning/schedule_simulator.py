@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from ddp_crossover.fusion import Schedule
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 
-Schedule = Literal["auto", "dear", "allreduce"]
 LegKind = Literal["scatter", "gather", "all_reduce"]
 
 # Times closer than this count as equal, so that rounding does not decide which of two simultaneous events goes first.
@@ -75,18 +75,18 @@ def simulate(
         profile: lengths of forward, backward and the rest. Its times per parameter are not used: ``groups`` holds them.
         link: the link of each rank.
         world_size: number of ranks that share each group.
-        schedule: ``"allreduce"``: both legs of a group are sent back to back when it arrives, and the backward ends
-            when all legs have ended; this is plain DDP if the groups are its buckets. ``"dear"``: scatter legs are
+        schedule: ``ALLREDUCE``: both legs of a group are sent back to back when it arrives, and the backward ends
+            when all legs have ended; this is plain DDP if the groups are its buckets. ``DEAR``: scatter legs are
             sent as groups arrive, gather legs in use order after the backward has ended and all scatter legs are sent
-            (DeAR, Zhang et al. 2023, section 3). ``"auto"``: a ready scatter leg goes first, else the ready gather
-            leg whose group is used first. With ``"dear"`` and ``"auto"`` the forward waits for each group at its
+            (DeAR, Zhang et al. 2023, section 3). ``AUTO``: a ready scatter leg goes first, else the ready gather
+            leg whose group is used first. With ``DEAR`` and ``AUTO`` the forward waits for each group at its
             first use.
     """
-    if schedule == "allreduce":
+    if schedule == Schedule.ALLREDUCE:
         legs, done_s = _all_reduces(groups, link, world_size)
         backward_end_s = max(profile.backward_s, *done_s, 0.0)
     else:
-        gathers_from_s = profile.backward_s if schedule == "dear" else None
+        gathers_from_s = profile.backward_s if schedule == Schedule.DEAR else None
         legs, done_s = _split_legs(groups, link, world_size, gathers_from_s)
         backward_end_s = profile.backward_s
     step_s = _forward_end_s(groups, done_s, backward_end_s + profile.rest_s, profile.forward_s)

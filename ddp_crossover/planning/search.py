@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ddp_crossover.fusion import MB, FusionGroup, FusionPlan, GradientSpec, plan_fusion
+from ddp_crossover.fusion import MB, FusionGroup, FusionPlan, GradientSpec, Schedule, plan_fusion
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
-from ddp_crossover.planning.schedule_simulator import Schedule, SimulatedStep, TimedGroup, simulate
+from ddp_crossover.planning.schedule_simulator import SimulatedStep, TimedGroup, simulate
 
 # 0.25 to 64 MiB, two sizes an octave.
 CANDIDATES_MB = tuple(2 ** (step / 2) for step in range(-4, 13))
@@ -31,9 +31,9 @@ class PlannedStep:
     """The best plan of a search, and the predicted step times of the alternatives.
 
     Attributes:
-        plan: the best plan with schedule ``"auto"``, host costs of groups included.
+        plan: the best plan with ``Schedule.AUTO``, host costs of groups included.
         step_s: its predicted step time in seconds.
-        candidates_s: predicted step time in seconds per group size in MiB, schedule ``"auto"``.
+        candidates_s: predicted step time in seconds per group size in MiB, with ``Schedule.AUTO``.
         allreduce_s: predicted step time in seconds of plain all-reduces, at their best group size.
         prefers_allreduce: whether plain all-reduces are predicted to be at least as good, within 0.2%.
     """
@@ -64,14 +64,14 @@ def choose_plan(
         link: measured link between ``world_size`` ranks.
         fused_all_reduce: whether an all-reduce is one operation that pays ``per_leg_s`` once, as on NCCL. If not, it
             is a scatter and a gather leg back to back, as on our gloo link.
-        candidates_mb: group sizes to try, in MiB; ``"auto"`` tries each with and without tapered groups.
+        candidates_mb: group sizes to try, in MiB; ``Schedule.AUTO`` tries each with and without tapered groups.
     """
     problem = _Problem(specs, arrival_order, use_rank, profile, link, world_size, fused_all_reduce)
-    auto = _try_sizes(problem, "auto", candidates_mb)
-    _, allreduce = _best(_try_sizes(problem, "allreduce", candidates_mb))
+    auto = _try_sizes(problem, Schedule.AUTO, candidates_mb)
+    _, allreduce = _best(_try_sizes(problem, Schedule.ALLREDUCE, candidates_mb))
     _, (plan, step) = _best(auto)
     return PlannedStep(
-        plan=replace(plan, schedule="auto", launch_order=step.launch_order),
+        plan=replace(plan, schedule=Schedule.AUTO, launch_order=step.launch_order),
         step_s=step.step_s,
         candidates_s={fusion_mb: candidate.step.step_s for fusion_mb, candidate in auto.items()},
         allreduce_s=allreduce.step.step_s,
@@ -117,7 +117,7 @@ class _Candidate(NamedTuple):
 def _try_sizes(problem: _Problem, schedule: Schedule, candidates_mb: Sequence[float]) -> dict[float, _Candidate]:
     """Plan and simulate each group size, except for those that cut the model into too many groups."""
     specs = problem.specs
-    tapers = (True, False) if schedule == "auto" else (False,)
+    tapers = (True, False) if schedule == Schedule.AUTO else (False,)
     total_mb = sum(spec.numel * spec.itemsize_bytes for spec in specs) / MB
     sizes_mb = [mb for mb in candidates_mb if total_mb <= mb * _MAX_GROUPS] or [max(candidates_mb)]
     candidates = {}
@@ -136,7 +136,7 @@ def _try(problem: _Problem, schedule: Schedule, fusion_mb: float, taper: bool) -
         fusion_mb=fusion_mb,
         taper=taper,
     )
-    if schedule == "allreduce" and problem.fused_all_reduce:
+    if schedule == Schedule.ALLREDUCE and problem.fused_all_reduce:
         plan = replace(plan, groups=tuple(replace(group, split=False) for group in plan.groups))
     return _Candidate(plan, predict_step(plan, problem.specs, problem.profile, problem.link, schedule))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import itertools
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,14 +18,15 @@ import torch
 from ddp_crossover.collectives.agreement import all_gather_json, require_equal
 from ddp_crossover.collectives.link import MAX_GROUPS, Link
 from ddp_crossover.collectives.wire import travels_as
-from ddp_crossover.fusion import MB, FusionPlan, GradientSpec, plan_fusion
+from ddp_crossover.fusion import MB, FusionPlan, GradientSpec, Schedule, plan_fusion
 from ddp_crossover.gpu_sharing.turns import Turns
+from ddp_crossover.options import Options
 from ddp_crossover.planning.compute_profiler import ComputeProfiler, Stopwatch
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.link_probe import probe_link
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.search import CANDIDATES_MB, PlannedStep, choose_plan
-from ddp_crossover.planning.trials import ALLREDUCE, AUTO, Candidate
+from ddp_crossover.planning.trials import Candidate
 from ddp_crossover.planning.tuned_file import TunedFileError, describe_model, load_tuned, save_tuned
 from ddp_crossover.planning.tuner import TRIAL_STEPS, Tuner, TuningResult
 
@@ -42,6 +42,9 @@ _MAX_REPEATED_TRIALS = 5
 class Stage(enum.Enum):
     """How far planning has come."""
 
+    OBSERVING = (
+        "the buckets of DDP and the order of use are being learned"  # -> PROFILING, or SETTLED if none is needed
+    )
     PROFILING = "the first plan runs, compute times are measured"  # -> TUNING, or SETTLED without a tuner
     TUNING = "the tuner tries plans"  # -> SETTLED
     SETTLED = "the plan stays"  # -> PROFILING: DDP's buckets have changed
@@ -59,43 +62,14 @@ class Orders(NamedTuple):
     use_rank: list[int]
 
 
-class Choice(NamedTuple):
-    """What to run from now on.
-
-    Attributes:
-        plan: the fusion plan.
-        is_plain: all-reduce DDP's buckets in the hook and defer nothing; meanwhile no gradient travels by ``plan``.
-    """
-
-    plan: FusionPlan
-    is_plain: bool = False
-
-
-class PlanSettings(NamedTuple):
-    """The user's settings.
-
-    Attributes:
-        schedule: ``"auto"`` or ``"dear"``.
-        fusion_mb: group size in MiB, or None to search for it.
-        tune: whether to try plans on real steps.
-        tuned_file: where to keep what the tuner finds, or None.
-    """
-
-    schedule: str
-    fusion_mb: float | None
-    tune: bool
-    tuned_file: str | os.PathLike[str] | None
-
-
 class Planning:
     """Makes the plans of one model. All ranks must call each method in the same iteration.
 
     Args:
         named: names and parameters that DDP manages.
-        settings: the user's settings.
+        options: the user's options.
         link: link between the ranks.
         backend: backend of the process group, such as ``"gloo"``.
-        wire_dtype: dtype to which wider gradients are cast on the wire, or None.
         turns: turns on the device. The lease is released while ranks exchange messages, and a trial that another job
             disturbed is repeated.
     """
@@ -103,14 +77,14 @@ class Planning:
     def __init__(
         self,
         named: Sequence[tuple[str, torch.nn.Parameter]],
-        settings: PlanSettings,
+        options: Options,
         link: Link,
         backend: str,
-        wire_dtype: torch.dtype | None,
         turns: Turns,
     ) -> None:
+        wire_dtype = options.wire_dtype
         self.specs = [_gradient_spec(name, parameter, wire_dtype) for name, parameter in named]
-        self._settings = settings
+        self._options = options
         self._link = link
         self._device = named[0][1].device
         self._tuned_key = describe_model(
@@ -129,14 +103,14 @@ class Planning:
         self._disturbances = 0
         self._repeats_left = _MAX_REPEATED_TRIALS
         self._step_marks: list[Any] = []
-        self.stage = Stage.SETTLED
+        self.stage = Stage.OBSERVING
         self.link_model: LinkModel | None = None
         self.compute: ComputeProfile | None = None
         self.planned: PlannedStep | None = None
         self.result: TuningResult | None = None
         self.profiler: ComputeProfiler | None = None
 
-    def begin(self, orders: Orders) -> Choice:
+    def begin(self, orders: Orders) -> FusionPlan:
         """Make the first plan, once DDP's buckets have settled.
 
         Args:
@@ -153,20 +127,25 @@ class Planning:
         self._repeats_left = _MAX_REPEATED_TRIALS
         self.profiler = None
         self.stage = Stage.SETTLED
-        if self._settings.schedule == "dear":
-            return self._checked(Choice(self._cut(self._first_mb(), "dear")))
-        if self._settings.fusion_mb is None or not self._link.orders_gathers:
+        if self._options.schedule is Schedule.DEAR:
+            return self._checked(self._cut(self._first_mb(), Schedule.DEAR))
+        if self._options.fusion_mb is None or not self._link.orders_gathers:
             self.stage = Stage.PROFILING
             self.profiler = ComputeProfiler(self._stopwatch, len(self.specs))
-        return self._checked(Choice(self._cut(self._first_mb(), "auto")))
+        return self._checked(self._cut(self._first_mb(), Schedule.AUTO))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there has been a first plan."""
+        return self.stage is not Stage.OBSERVING
 
     @property
     def settled(self) -> bool:
         """Whether the plan is final."""
         return self.stage is Stage.SETTLED
 
-    def at_step_boundary(self) -> Choice | None:
-        """Advance planning by one step; returns the choice to switch to now, or None to stay."""
+    def at_step_boundary(self) -> FusionPlan | None:
+        """Advance planning by one step; returns the plan to switch to now, or None to stay."""
         if self.stage is Stage.PROFILING and self.profiler is not None and self.profiler.done:
             with self._turns.away():
                 return self._leave_profiling()
@@ -196,37 +175,39 @@ class Planning:
 
         Call it at attach: a probe allocates memory, and a backward pass has none to spare.
         """
-        if self._settings.schedule != "auto":
+        if self._options.schedule is not Schedule.AUTO:
             return
         measured = probe_link(self._link, self._model_bytes, self._device)
         self.link_model = LinkModel.from_json(self._exchange(measured.to_json())[0])
         self._link.set_pace(self.link_model.s_per_byte)
 
-    def _leave_profiling(self) -> Choice | None:
+    def _leave_profiling(self) -> FusionPlan | None:
         assert self.profiler is not None
         self.compute = ComputeProfile.from_json(self._exchange(self.profiler.profile().to_json())[0])
         self.profiler = None
-        fixed_mb = self._settings.fusion_mb
-        self.planned = self._plan(self.compute, None if fixed_mb is None else [fixed_mb])
+        fixed_mb = self._options.fusion_mb
+        self.planned = self._search(self.compute, None if fixed_mb is None else [fixed_mb])
         self.stage = Stage.SETTLED
         if fixed_mb is not None:
-            return self._checked(Choice(self.planned.plan))
-        start = Candidate(self.planned.plan.fusion_mb, ALLREDUCE if self.planned.prefers_allreduce else AUTO)
+            return self._checked(self.planned.plan)
+        start = Candidate(
+            self.planned.plan.fusion_mb, Schedule.ALLREDUCE if self.planned.prefers_allreduce else Schedule.AUTO
+        )
         if self._known is not None:
-            logger.info("ddp_crossover: %s, from %s", self._known, self._settings.tuned_file)
-            return self._choice(self._known)
-        if not self._settings.tune:
-            return self._choice(start)
+            logger.info("ddp_crossover: %s, from %s", self._known, self._options.tuned_file)
+            return self._plan_of(self._known)
+        if not self._options.tune:
+            return self._plan_of(start)
         self._tuner = Tuner(start, model_bytes=self._model_bytes, low_mb=max(0.25, self._lowest_mb()))
         self.stage = Stage.TUNING
         self._begin_trial()
-        return self._choice(self._tuner.candidate)
+        return self._plan_of(self._tuner.candidate)
 
     def _begin_trial(self) -> None:
         self._step_marks = [self._stopwatch.mark()]
         self._disturbances = self._turns.disturbances
 
-    def _end_trial(self) -> Choice | None:
+    def _end_trial(self) -> FusionPlan | None:
         assert self._tuner is not None
         times_s = self._stopwatch.seconds(self._step_marks, waits=True)
         steps_s = [later - earlier for earlier, later in itertools.pairwise(times_s)]
@@ -247,7 +228,7 @@ class Planning:
             logger.info("ddp_crossover: %s", self._tuner.progress())
         if self._tuner.result is not None:
             self._settle(self._tuner.result)
-        return self._choice(self._tuner.candidate) if self._tuner.candidate != before else None
+        return self._plan_of(self._tuner.candidate) if self._tuner.candidate != before else None
 
     def _settle(self, result: TuningResult) -> None:
         self.stage = Stage.SETTLED
@@ -259,11 +240,11 @@ class Planning:
 
     def _save_tuned(self, result: TuningResult) -> None:
         """Save the result; failures are only logged, since they cost the next run its trials and this run nothing."""
-        if self._settings.tuned_file is None:
+        if self._options.tuned_file is None:
             return
         key, model = self._tuned_key
         try:
-            save_tuned(self._settings.tuned_file, key, model, result)
+            save_tuned(self._options.tuned_file, key, model, result)
         except (TunedFileError, OSError) as error:
             # Log only the message: a handler that stores records would keep the exception's frames and locals alive.
             logger.warning("ddp_crossover: what was tuned could not be kept: %s", str(error))
@@ -274,12 +255,12 @@ class Planning:
         Raises:
             TunedFileError: on every rank, if rank 0 cannot use the file.
         """
-        if self._settings.tuned_file is None:
+        if self._options.tuned_file is None:
             return
         mine: dict[str, Any] = {}
         if self._link.rank == 0:
             try:
-                if (best := load_tuned(self._settings.tuned_file, self._tuned_key[0])) is not None:
+                if (best := load_tuned(self._options.tuned_file, self._tuned_key[0])) is not None:
                     mine["found"] = [best.fusion_mb, best.schedule]
             except (TunedFileError, OSError) as error:
                 mine["error"] = str(error)
@@ -290,13 +271,13 @@ class Planning:
 
     # Making plans.
 
-    def _choice(self, candidate: Candidate) -> Choice:
+    def _plan_of(self, candidate: Candidate) -> FusionPlan:
         assert self.compute is not None
-        if candidate.schedule == ALLREDUCE:
-            return self._checked(Choice(self._cut(candidate.fusion_mb, "auto"), is_plain=True))
-        return self._checked(Choice(self._plan(self.compute, [candidate.fusion_mb]).plan))
+        if candidate.schedule is Schedule.ALLREDUCE:
+            return self._checked(self._cut(candidate.fusion_mb, Schedule.ALLREDUCE))
+        return self._checked(self._search(self.compute, [candidate.fusion_mb]).plan)
 
-    def _plan(self, compute: ComputeProfile, sizes_mb: Sequence[float] | None) -> PlannedStep:
+    def _search(self, compute: ComputeProfile, sizes_mb: Sequence[float] | None) -> PlannedStep:
         assert self.link_model is not None
         return choose_plan(
             self.specs,
@@ -309,15 +290,15 @@ class Planning:
             candidates_mb=CANDIDATES_MB if sizes_mb is None else sizes_mb,
         )
 
-    def _cut(self, fusion_mb: float, schedule: str) -> FusionPlan:
+    def _cut(self, fusion_mb: float, schedule: Schedule) -> FusionPlan:
         orders = self._orders
         world_size = self._link.world_size
         plan = plan_fusion(self.specs, orders.arrival, orders.use_rank, world_size=world_size, fusion_mb=fusion_mb)
         return replace(plan, schedule=schedule)
 
     def _first_mb(self) -> float:
-        if self._settings.fusion_mb is not None:
-            return self._settings.fusion_mb
+        if self._options.fusion_mb is not None:
+            return self._options.fusion_mb
         low_mb, high_mb = _FIRST_MB
         return max(min(self._model_bytes / MB / _FIRST_GROUPS, high_mb), low_mb, self._lowest_mb())
 
@@ -328,16 +309,15 @@ class Planning:
         """
         return max(2 * self._model_bytes / MB / MAX_GROUPS, 2**-10)
 
-    def _checked(self, choice: Choice) -> Choice:
-        groups = len(choice.plan.groups)
+    def _checked(self, plan: FusionPlan) -> FusionPlan:
+        groups = len(plan.groups)
         if groups >= MAX_GROUPS:
             raise ValueError(
-                f"fusion_mb={choice.plan.fusion_mb:g} makes {groups} fusion groups, more than {MAX_GROUPS - 1}: "
+                f"fusion_mb={plan.fusion_mb:g} makes {groups} fusion groups, more than {MAX_GROUPS - 1}: "
                 "set a larger fusion_mb"
             )
-        agreed = {"plain": choice.is_plain, "digest": choice.plan.digest()}
-        require_equal("fusion plan", agreed, self._link.process_group, self._device)
-        return choice
+        require_equal("fusion plan", {"digest": plan.digest()}, self._link.process_group, self._device)
+        return plan
 
     def _exchange(self, value: Any) -> list[Any]:
         return all_gather_json(value, self._link.process_group, self._device)

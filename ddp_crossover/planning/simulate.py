@@ -22,13 +22,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ddp_crossover.fusion import GradientSpec
+from ddp_crossover.fusion import GradientSpec, Schedule
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.model_profile import ModelProfile
-from ddp_crossover.planning.schedule_simulator import Schedule
 from ddp_crossover.planning.search import CANDIDATES_MB, best_of_sizes
 
-SCHEDULES: tuple[Schedule, ...] = ("allreduce", "dear", "auto")
+SCHEDULES = (Schedule.ALLREDUCE, Schedule.DEAR, Schedule.AUTO)
 LINKS = ("10g", "25g", "100g")
 SYNTHETIC = ("uniform", "heavy-end")
 WORLD_SIZES = tuple(2**power for power in range(1, 11))
@@ -134,7 +133,7 @@ def _print_table(report: dict[str, Any], schedules: tuple[Schedule, ...]) -> Non
     table.add_column("limit", justify="right")
     for schedule in schedules:
         table.add_column(schedule, justify="right")
-    compared = "allreduce" in schedules and "auto" in schedules
+    compared = Schedule.ALLREDUCE in schedules and Schedule.AUTO in schedules
     if compared:
         table.add_column("auto is faster by", justify="right")
     for row in report["predictions"]:

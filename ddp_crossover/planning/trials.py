@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from statistics import median
 
-AUTO, ALLREDUCE = "auto", "allreduce"
+from ddp_crossover.fusion import Schedule
 
 # A candidate that is faster by less than this does not count as faster: not worth the risk of a change of plan.
 MIN_GAIN = 0.01
@@ -27,20 +27,21 @@ class Candidate:
 
     Attributes:
         fusion_mb: target size of a fusion group in MiB; plain all-reduce ignores it.
-        schedule: ``"auto"`` or ``"allreduce"``.
+        schedule: ``AUTO`` or ``ALLREDUCE``.
     """
 
     fusion_mb: float
-    schedule: str = AUTO
+    schedule: Schedule = Schedule.AUTO
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.fusion_mb) and self.fusion_mb > 0):
             raise ValueError(f"fusion_mb={self.fusion_mb!r}: give a size in MiB greater than 0")
-        if self.schedule not in (AUTO, ALLREDUCE):
-            raise ValueError(f"schedule={self.schedule!r}: only {AUTO!r} and {ALLREDUCE!r} can be tuned")
+        if self.schedule not in (Schedule.AUTO, Schedule.ALLREDUCE):
+            raise ValueError(f"schedule={str(self.schedule)!r}: only 'auto' and 'allreduce' can be tuned")
+        object.__setattr__(self, "schedule", Schedule(self.schedule))  # a string, if it was read from a file
 
     def __str__(self) -> str:
-        return "plain all-reduce" if self.schedule == ALLREDUCE else f"{self.fusion_mb:.3g} MiB"
+        return "plain all-reduce" if self.schedule is Schedule.ALLREDUCE else f"{self.fusion_mb:.3g} MiB"
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,10 @@ class TrialLog:
         """Number of trials of this candidate."""
         return sum(trial.candidate == candidate for trial in self.trials)
 
-    def candidates(self, schedule: str) -> list[Candidate]:
+    def candidates(self, schedule: Schedule) -> list[Candidate]:
         """The candidates of this schedule that were tried, in the order of their first trials."""
         tried = dict.fromkeys(trial.candidate for trial in self.trials)
-        return [candidate for candidate in tried if candidate.schedule == schedule]
+        return [candidate for candidate in tried if candidate.schedule is schedule]
 
     def time_s(self, candidate: Candidate) -> float:
         """The candidate's median step time in seconds, corrected to the current state of the machine."""
@@ -98,18 +99,18 @@ class TrialLog:
         return math.log(self.time_s(other) / self.time_s(one)) > margin
 
     def fastest(self) -> Candidate:
-        """The fastest ``"auto"`` candidate; an earlier one is kept unless a later one is clearly faster."""
-        best, *others = self.candidates(AUTO)
+        """The fastest ``AUTO`` candidate; an earlier one is kept unless a later one is clearly faster."""
+        best, *others = self.candidates(Schedule.AUTO)
         for other in others:
             if self.faster(other, best):
                 best = other
         return best
 
     def winner(self) -> Candidate:
-        """The fastest ``"auto"`` candidate if it is clearly faster than plain all-reduce, else plain all-reduce."""
+        """The fastest ``AUTO`` candidate if it is clearly faster than plain all-reduce, else plain all-reduce."""
         fastest = self.fastest()
-        beaten = all(self.faster(fastest, plain) for plain in self.candidates(ALLREDUCE))
-        return fastest if beaten else self.candidates(ALLREDUCE)[0]
+        beaten = all(self.faster(fastest, plain) for plain in self.candidates(Schedule.ALLREDUCE))
+        return fastest if beaten else self.candidates(Schedule.ALLREDUCE)[0]
 
     def _noise(self, candidate: Candidate) -> float:
         """Relative standard deviation of :meth:`time_s`, from the spread of all trials."""

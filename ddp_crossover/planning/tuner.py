@@ -26,8 +26,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ddp_crossover.fusion import MB
-from ddp_crossover.planning.trials import ALLREDUCE, AUTO, Candidate, Trial, TrialLog
+from ddp_crossover.fusion import MB, Schedule
+from ddp_crossover.planning.trials import Candidate, Trial, TrialLog
 
 # The first step after a switch is not typical: the old plan's gather legs are missing and the buffers are new. The
 # median of five steps tolerates two more outliers.
@@ -49,7 +49,7 @@ class TuningResult:
     Attributes:
         best: candidate to train with from now on.
         best_s: its step time in seconds, corrected to the state of the machine at the end (see :class:`TrialLog`).
-        fastest: the fastest ``"auto"`` candidate; equals ``best`` unless that is plain all-reduce.
+        fastest: the fastest ``AUTO`` candidate; equals ``best`` unless that is plain all-reduce.
         fastest_s: step time of ``fastest`` in seconds, corrected likewise.
         plain_s: step time of plain all-reduce in seconds, corrected likewise.
         trials: all trials in the order in which they ran, uncorrected.
@@ -68,7 +68,7 @@ class TuningResult:
 
     def describe(self) -> str:
         """The result in one line, for logs."""
-        if self.best.schedule == ALLREDUCE:
+        if self.best.schedule is Schedule.ALLREDUCE:
             found = f"plain all-reduce, {_ms(self.plain_s)} a step ({self.fastest} groups {_ms(self.fastest_s)})"
         else:
             found = f"{self.best} groups, {_ms(self.best_s)} a step (plain all-reduce {_ms(self.plain_s)})"
@@ -79,7 +79,7 @@ class Tuner:
     """Proposes candidates, takes their step times, and ends with a :class:`TuningResult`.
 
     Args:
-        start: first candidate, the best according to the cost model. With ``schedule="allreduce"`` plain all-reduce is
+        start: first candidate, the best according to the cost model. With ``Schedule.ALLREDUCE`` plain all-reduce is
             tried first, and the search for a better size begins at ``fusion_mb``.
         model_bytes: bytes of all gradients; groups are never larger.
         max_trials: maximum number of trials, each 6 training steps, repeats included; at least 2.
@@ -111,8 +111,8 @@ class Tuner:
         self._low_mb = min(low_mb, self._high_mb)
         self._max_trials = max_trials
         auto = self._at(math.log2(start.fusion_mb))
-        plain = Candidate(auto.fusion_mb, ALLREDUCE)
-        self._first = [plain, auto] if start.schedule == ALLREDUCE else [auto, plain]
+        plain = Candidate(auto.fusion_mb, Schedule.ALLREDUCE)
+        self._first = [plain, auto] if start.schedule is Schedule.ALLREDUCE else [auto, plain]
         self._log = TrialLog()
         self._steps_s: list[float] = []
         self.candidate = self._first[0]
@@ -160,7 +160,7 @@ class Tuner:
             best_s=self._log.time_s(best),
             fastest=fastest,
             fastest_s=self._log.time_s(fastest),
-            plain_s=self._log.time_s(self._log.candidates(ALLREDUCE)[0]),
+            plain_s=self._log.time_s(self._log.candidates(Schedule.ALLREDUCE)[0]),
             trials=trials,
             steps=len(trials) * TRIAL_STEPS,
             reason=reason,
@@ -175,7 +175,7 @@ class Tuner:
             if not self._log.count(candidate):
                 return candidate
         winner, fastest = self._log.winner(), self._log.fastest()
-        plain = self._log.candidates(ALLREDUCE)[0]
+        plain = self._log.candidates(Schedule.ALLREDUCE)[0]
         unconfirmed = [c for c in dict.fromkeys((winner, plain)) if self._log.count(c) == 1]
         if unconfirmed and self._max_trials - trials <= len(unconfirmed):
             return unconfirmed[0]
@@ -206,7 +206,7 @@ class Tuner:
 
     def _beside(self, best: Candidate, side: int) -> list[Candidate]:
         """Candidates tried on this side of ``best`` (-1: smaller sizes, 1: larger), nearest first."""
-        found = [c for c in self._log.candidates(AUTO) if (_octave(c) - _octave(best)) * side > 0]
+        found = [c for c in self._log.candidates(Schedule.AUTO) if (_octave(c) - _octave(best)) * side > 0]
         return sorted(found, key=lambda c: abs(_octave(c) - _octave(best)))
 
     def _at(self, octave: float) -> Candidate:

@@ -15,17 +15,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from test_random_loops import random_loop
-from torch import nn
 
 import forward_loops
 import gradient_loops
 import loops
-from ddp_crossover.planning.trials import ALLREDUCE, AUTO
+from ddp_crossover.fusion import Schedule
 from equivalence import ADAMW, SGD, Case, Run, check_case, optimizer, plain_loop
-from models import INPUTS, OUTPUTS, BatchNormNet, DeepNet, FrozenNet
+from models import BatchNormNet, DeepNet, FrozenNet, WideNet
 from optimizers import grouped, interleaved_optimizers
 from plans import judged_plans, random_plans
+from random_loops import random_loop
 from wirings import SkippingNet, TiedNet
 
 Loop = Callable[[Run], Iterator[Any]]
@@ -35,7 +34,7 @@ UNUSED = {"find_unused_parameters": True}
 
 # Those whose state between two steps a change of plan could disturb.
 FEATURES = {
-    "plain": Case(model=DeepNet),
+    "allreduce": Case(model=DeepNet),
     "bucket_view": Case(model=DeepNet, ddp=BUCKET_VIEWS),
     "zero_grad_keeping_memory": Case(loops.zero_grad_keeping_memory, ddp=BUCKET_VIEWS),
     "zero_grad_after_step": Case(loops.zero_grad_in_place_after_step, ddp=BUCKET_VIEWS),
@@ -76,7 +75,7 @@ def _under_random_plans(run: Run, loop: Loop, seed: int) -> Iterator[Any]:
         yield from loop(run)
     if run.with_dear:
         choices = run.state._planning.choices
-        assert len({choice.plan.digest() for choice in choices}) > 2, "this seed hardly changes plans"
+        assert len({choice.digest() for choice in choices}) > 2, "this seed hardly changes plans"
 
 
 @settings(
@@ -115,14 +114,6 @@ def test_random_loops_under_random_plans_are_exact(on_ranks, seed) -> None:
     check_case(Case(loop, model=DeepNet, world_size=2 + seed % 2, ddp=ddp, pipelined=False), on_ranks)
 
 
-class WideNet(nn.Sequential):
-    """1.3 MiB: enough for groups of several sizes."""
-
-    def __init__(self) -> None:
-        layers = [nn.Linear(INPUTS, 400), nn.Tanh(), nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 400), nn.Tanh()]
-        super().__init__(*layers, nn.Linear(400, OUTPUTS))
-
-
 def _tuned(run: Run, loop: Loop, favourite: str) -> Iterator[Any]:
     with judged_plans(favourite):
         yield from loop(run)
@@ -130,19 +121,23 @@ def _tuned(run: Run, loop: Loop, favourite: str) -> Iterator[Any]:
         choices = run.state._planning.choices
         assert not run.state.tuning
         assert run.state._planning.result.best.schedule == favourite
-        assert choices[-1].is_plain == (favourite == ALLREDUCE) == (run.state.plan is None)
-        assert {choice.is_plain for choice in choices} == {True, False}
-        assert len({choice.plan.fusion_mb for choice in choices}) > 3
+        assert (
+            (choices[-1].schedule is Schedule.ALLREDUCE)
+            == (favourite == Schedule.ALLREDUCE)
+            == (run.state.plan is None)
+        )
+        assert {choice.schedule is Schedule.ALLREDUCE for choice in choices} == {True, False}
+        assert len({choice.fusion_mb for choice in choices}) > 3
 
 
 @pytest.mark.parametrize(
     ("loop", "world_size", "favourite"),
     [
-        (plain_loop, 1, AUTO),
-        (plain_loop, 2, AUTO),
-        (plain_loop, 3, ALLREDUCE),
-        (loops.zero_grad_keeping_memory, 2, ALLREDUCE),
-        (gradient_loops.clip_norm_on_shards_inactive, 2, AUTO),
+        (plain_loop, 1, Schedule.AUTO),
+        (plain_loop, 2, Schedule.AUTO),
+        (plain_loop, 3, Schedule.ALLREDUCE),
+        (loops.zero_grad_keeping_memory, 2, Schedule.ALLREDUCE),
+        (gradient_loops.clip_norm_on_shards_inactive, 2, Schedule.AUTO),
     ],
 )
 def test_tuning_from_its_beginning_to_its_end_is_exact(on_ranks, loop, world_size, favourite) -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_crossover.fusion import MB
-from ddp_crossover.planning.trials import ALLREDUCE, Candidate, Trial, TrialLog
+from ddp_crossover.fusion import MB, Schedule
+from ddp_crossover.planning.trials import Candidate, Trial, TrialLog
 from ddp_crossover.planning.tuner import TRIAL_STEPS, Tuner, TuningResult
 
 Curve = Callable[[float], float]
@@ -39,7 +39,7 @@ class Machine:
         self.random = random.Random(seed)
 
     def true(self, candidate: Candidate) -> float:
-        return self.plain if candidate.schedule == ALLREDUCE else self.curve(math.log2(candidate.fusion_mb))
+        return self.plain if candidate.schedule == Schedule.ALLREDUCE else self.curve(math.log2(candidate.fusion_mb))
 
     def best(self) -> float:
         sizes = [LOW_OCTAVE + i * (HIGH_OCTAVE - LOW_OCTAVE) / 400 for i in range(401)]
@@ -122,7 +122,7 @@ def test_a_sharp_best_is_found_through_noise_of_1_percent_and_drift(drift) -> No
 def test_plain_all_reduce_wins_where_it_is_best_and_loses_where_it_is_not(drift) -> None:
     for seed, curve, start in cases(unimodal, 15):
         best = min(curve(octave / 8) for octave in range(-16, 49))
-        for plain, wanted in ((0.88 * best, ALLREDUCE), (1.25 * best, "auto")):
+        for plain, wanted in ((0.88 * best, Schedule.ALLREDUCE), (1.25 * best, "auto")):
             machine = Machine(curve, plain, noise=0.02, drift=drift, seed=seed)
             result, _ = machine.tune(Tuner(Candidate(2**start), model_bytes=MODEL_BYTES))
             assert result.best.schedule == wanted, (seed, result.describe())
@@ -159,7 +159,7 @@ def test_the_first_step_after_a_switch_does_not_count() -> None:
     tuner = Tuner(Candidate(8.0), model_bytes=MODEL_BYTES)
     for step_s in [99.0, *[1.0] * (TRIAL_STEPS - 1)]:
         switch = tuner.observe(step_s)
-    assert switch == Candidate(8.0, ALLREDUCE)
+    assert switch == Candidate(8.0, Schedule.ALLREDUCE)
     assert tuner.progress() == "tuning 2/10: plain all-reduce: warming up"
     for step_s in [99.0, *[2.0] * (TRIAL_STEPS - 1)]:
         tuner.observe(step_s)
@@ -170,8 +170,8 @@ def test_the_first_step_after_a_switch_does_not_count() -> None:
 
 
 def test_the_start_that_is_plain_all_reduce_goes_first() -> None:
-    tuner = Tuner(Candidate(8.0, ALLREDUCE), model_bytes=MODEL_BYTES)
-    assert tuner.candidate.schedule == ALLREDUCE
+    tuner = Tuner(Candidate(8.0, Schedule.ALLREDUCE), model_bytes=MODEL_BYTES)
+    assert tuner.candidate.schedule == Schedule.ALLREDUCE
     assert [tuner.observe(1.0) for _ in range(TRIAL_STEPS)][-1] == Candidate(8.0)
 
 
@@ -207,7 +207,7 @@ def test_a_tie_leaves_what_was_there() -> None:
     )
     assert result.best == Candidate(4.0)
     result, _ = Machine(lambda octave: 1.0, plain=1.005).tune(Tuner(Candidate(4.0), model_bytes=MODEL_BYTES))
-    assert result.best.schedule == ALLREDUCE
+    assert result.best.schedule == Schedule.ALLREDUCE
     assert "plain all-reduce, 1005 ms a step (4 MiB groups 1000 ms)" in result.describe()
 
 

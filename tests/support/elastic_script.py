@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from test_restarts import ALL_STEPS, _build, _end, _load, _save, _train
+
+from restart_training import ALL_STEPS, build, end, load, save, train
 
 KILLED_AT = 9
 
@@ -25,17 +26,17 @@ def main(arm: str, directory: str, fault: str) -> None:
     rank, folder = dist.get_rank(), Path(directory)
     started_at = folder / "step"
     first = int(started_at.read_text()) if started_at.exists() else 0
-    training = _build(arm == "attached", partial(_load, directory) if first else None)
+    training = build(arm == "attached", partial(load, directory) if first else None)
     for step in range(first, ALL_STEPS):
         if fault == "killed" and rank == 1 and step == KILLED_AT and not (folder / "was-killed").exists():
             (folder / "was-killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        _train(training, step, step + 1)
+        train(training, step, step + 1)
         if step % 2 == 0:
-            _save(training, directory)
+            save(training, directory)
             if rank == 0:
                 started_at.write_text(str(step + 1))
-    torch.save(_end(training), folder / f"end-{rank}.pt")
+    torch.save(end(training), folder / f"end-{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -132,3 +132,11 @@ class OneDtypeNet(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net(x.to(self.dtype)).float()
+
+
+class WideNet(nn.Sequential):
+    """1.3 MiB: enough for groups of several sizes."""
+
+    def __init__(self) -> None:
+        layers = [nn.Linear(INPUTS, 400), nn.Tanh(), nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 400), nn.Tanh()]
+        super().__init__(*layers, nn.Linear(400, OUTPUTS))

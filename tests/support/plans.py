@@ -18,10 +18,9 @@ from unittest import mock
 import torch
 
 from ddp_crossover import comm_hook
-from ddp_crossover.fusion import MB, FusionPlan, plan_fusion
+from ddp_crossover.fusion import MB, FusionPlan, Schedule, plan_fusion
 from ddp_crossover.planning.compute_profiler import Stopwatch
-from ddp_crossover.planning.session import Choice, Orders, Planning
-from ddp_crossover.planning.trials import AUTO
+from ddp_crossover.planning.session import Orders, Planning, Stage
 
 
 class RandomPlanning(Planning):
@@ -31,29 +30,28 @@ class RandomPlanning(Planning):
         choices: what was chosen so far.
     """
 
-    def __init__(self, *args: Any, seed: int, schedules: tuple[str, ...] = ("dear", "auto", "plain")) -> None:
+    def __init__(self, *args: Any, seed: int, schedules: tuple[str, ...] = tuple(Schedule)) -> None:
         super().__init__(*args)
         self._draw = random.Random(seed)
         self._schedules = schedules
-        self.choices: list[Choice] = []
+        self.choices: list[FusionPlan] = []
 
     def measure_link(self) -> None:
         """Not needed."""
 
-    def begin(self, orders: Orders) -> Choice:
+    def begin(self, orders: Orders) -> FusionPlan:
         self._orders = Orders(*self._exchange(orders)[0])
+        self.stage = Stage.SETTLED
         return self._chosen()
 
-    def at_step_boundary(self) -> Choice | None:
+    def at_step_boundary(self) -> FusionPlan | None:
         return self._chosen() if self._draw.random() < 0.4 else None
 
-    def _chosen(self) -> Choice:
-        schedule = self._draw.choice(self._schedules)
-        plan = self._plan_at_random("dear" if schedule == "dear" else "auto")
-        self.choices.append(self._checked(Choice(plan, is_plain=schedule == "plain")))
+    def _chosen(self) -> FusionPlan:
+        self.choices.append(self._checked(self._plan_at_random(Schedule(self._draw.choice(self._schedules)))))
         return self.choices[-1]
 
-    def _plan_at_random(self, schedule: str) -> FusionPlan:
+    def _plan_at_random(self, schedule: Schedule) -> FusionPlan:
         draw = self._draw
         use_rank = list(self._orders.use_rank)
         if draw.random() < 0.5:
@@ -97,24 +95,24 @@ class JudgedPlanning(Planning):
         self._favourite = favourite
         self._best_mb = best_mb
         self._stopwatch = _Judge(self)
-        self.choices: list[Choice] = []
+        self.choices: list[FusionPlan] = []
 
     def made_up_step_s(self) -> float:
         assert self._tuner is not None
         candidate = self._tuner.candidate
         step_s = 1.0 if candidate.schedule == self._favourite else 2.0
-        if candidate.schedule == AUTO:
+        if candidate.schedule is Schedule.AUTO:
             step_s += 0.2 * abs(math.log2(candidate.fusion_mb / self._best_mb))
         return step_s
 
-    def begin(self, orders: Orders) -> Choice:
+    def begin(self, orders: Orders) -> FusionPlan:
         return self._noted(super().begin(orders))
 
-    def at_step_boundary(self) -> Choice | None:
+    def at_step_boundary(self) -> FusionPlan | None:
         choice = super().at_step_boundary()
         return None if choice is None else self._noted(choice)
 
-    def _noted(self, choice: Choice) -> Choice:
+    def _noted(self, choice: FusionPlan) -> FusionPlan:
         self.choices.append(choice)
         return choice
 

@@ -10,16 +10,17 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from test_restarts import ALL_STEPS, _build, _end, _train
+
+from restart_training import ALL_STEPS, build, end, train
 
 
 def rank_main(rank: int, arm: str, directory: str) -> None:
     """One rank: train, and write what came out."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{directory}/store", timedelta(seconds=60), 2, rank)
-    training = _build(arm == "attached")
-    _train(training, 0, ALL_STEPS)
-    torch.save(_end(training), f"{directory}/end-{rank}.pt")
+    training = build(arm == "attached")
+    train(training, 0, ALL_STEPS)
+    torch.save(end(training), f"{directory}/end-{rank}.pt")
     dist.destroy_process_group()
 
 

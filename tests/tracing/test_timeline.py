@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_trace import traced
 
 from ddp_crossover import cli
+from traced_job import traced
 
 pytest.importorskip("matplotlib")
 

@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
-from test_trace import STEPS, Job
 
 import ddp_crossover as dx
 from fake_streams import FakeStream, fake_gpu
+from traced_job import STEPS, Job
 
 
 def nccl_spans() -> list[tuple[str, int, float, float]]:

@@ -1,0 +1,78 @@
+"""Reduces DDP's buckets with plain all-reduces in the hook, as DDP does by itself, and defers nothing.
+
+Stands in for the pipeline in the first iterations, with ``schedule="allreduce"``, and where the tuner finds that plain
+all-reduces are as fast. It sends in the wire dtype and adds up in the same order as the legs do.
+"""
+# No `from __future__ import annotations`: DDP checks the annotations of what it calls, and expects types.
+
+import time
+
+import torch
+from torch import Tensor
+
+from ddp_crossover.collectives.all_reduce import wait_for_futures
+from ddp_crossover.collectives.link import Link
+from ddp_crossover.collectives.wire import scale_into, travels_as
+from ddp_crossover.gpu_sharing.turns import Turns
+from ddp_crossover.torch_internals import GradBucket
+
+
+class PlainAllReduce:
+    """All-reduces one model's buckets; has the methods through which the reducer drives a :class:`Pipeline`, too.
+
+    Args:
+        link: sends the buckets.
+        turns: notified of waits, so that another job may compute meanwhile.
+        device: device of the gradients.
+        wire_dtype: dtype to which wider gradients are cast on the wire, or None.
+    """
+
+    def __init__(self, link: Link, turns: Turns, device: torch.device, wire_dtype: torch.dtype | None) -> None:
+        self._link = link
+        self._turns = turns
+        self._is_on_cpu = device.type == "cpu"
+        self._wire_dtype = wire_dtype
+        self._under_way: list[torch.futures.Future[Tensor]] = []
+        self._last_bucket_s = 0.0
+
+    def retire(self) -> None:
+        """Wait for all-reduces of a backward that raised, which still write into DDP's buckets."""
+        for future in self._under_way:
+            future.wait()
+        self._under_way.clear()
+
+    def begin_backward(self) -> None:
+        """Begin the next iteration."""
+        self._link.next_iteration()
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """All-reduce one bucket; the future's value are its gradients, averaged over ranks."""
+        buffer = bucket.buffer().detach()  # only values are sent, even under backward(create_graph=True)
+        on_wire = buffer
+        if (dtype := travels_as(buffer.dtype, self._wire_dtype)) is not buffer.dtype:
+            on_wire = torch.empty_like(buffer, dtype=dtype)
+        scale_into(on_wire, buffer, 1.0 / self._link.world_size)
+        future = self._link.all_reduce(bucket.index(), on_wire)
+        self._under_way.append(future)
+        self._last_bucket_s = time.perf_counter()
+        return future if on_wire is buffer else future.then(lambda summed: buffer.copy_(summed.value()))
+
+    def wait(self) -> None:
+        """Wait on the host for the all-reduces, if a lease is held: DDP's C++ wait would block while holding it."""
+        if not self._under_way or not self._is_on_cpu:
+            return
+        with self._turns.gap("all-reduces") as meanwhile:
+            if meanwhile is None:
+                return
+            wait_for_futures(self._under_way, meanwhile)
+            # Release the lease: `step()` takes its own turn, and the script may first load another micro-batch.
+            self._turns.release()
+            self._link.clock.waited(self._last_bucket_s, "all-reduces")
+        self._under_way.clear()
+        self._last_bucket_s = time.perf_counter()
+
+    def end_backward(self) -> None:
+        """Note the end of the backward, in which DDP itself has waited for the all-reduces."""
+        self._under_way.clear()
+        if self._is_on_cpu:
+            self._link.clock.waited(self._last_bucket_s, "all-reduces")

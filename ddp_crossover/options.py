@@ -1,0 +1,62 @@
+"""What users set when they attach, checked where it is built."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from ddp_crossover.collectives.wire import WIRE_DTYPES
+from ddp_crossover.fusion import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of a ``DearState``, which documents them.
+
+    Attributes:
+        fusion_mb: size of a fusion group on the wire in MiB, or None to search for it.
+        schedule: when legs are sent.
+        wire_dtype: dtype to which wider gradients are cast on the wire, or None.
+        tune: whether to try plans on real steps.
+        tuned_file: where to keep what the tuner finds, or None.
+        strict: whether parameters hold NaN while they are pending.
+
+    Raises:
+        ValueError: for options that are out of range or contradict each other.
+    """
+
+    fusion_mb: float | None = None
+    schedule: Schedule = Schedule.AUTO
+    wire_dtype: torch.dtype | None = None
+    tune: bool = True
+    tuned_file: str | os.PathLike[str] | None = None
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.schedule not in list(Schedule):
+            raise ValueError(f"schedule must be one of {', '.join(Schedule)}, got {self.schedule!r}")
+        object.__setattr__(self, "schedule", Schedule(self.schedule))  # users write a string
+        if self.fusion_mb is not None and not self.fusion_mb > 0:
+            raise ValueError(f"fusion_mb must be greater than 0 (MiB per fusion group), got {self.fusion_mb}")
+        if self.tuned_file is not None and (self.schedule is not Schedule.AUTO or self.fusion_mb is not None):
+            raise ValueError(
+                "tuned_file keeps the group size that tuning has found, and nothing is tuned with fusion_mb or with "
+                f"schedule={str(self.schedule)!r}: leave tuned_file out, or tune with schedule='auto' and no fusion_mb"
+            )
+        if self.wire_dtype is not None and self.wire_dtype not in WIRE_DTYPES:
+            raise ValueError(
+                f"wire_dtype must be {' or '.join(map(str, WIRE_DTYPES))}, got {self.wire_dtype!r}: leave it out to "
+                "send gradients in their own dtype"
+            )
+
+    def shared_by_ranks(self) -> dict[str, object]:
+        """Return the options in which all ranks must agree, as JSON values."""
+        return {
+            "schedule": self.schedule,
+            "fusion_mb": self.fusion_mb,
+            "wire_dtype": str(self.wire_dtype),
+            "tune": self.tune,
+            "tuned_file": self.tuned_file is not None,
+        }
