@@ -31,8 +31,9 @@ from ddp_crossover.fusion_buffers.staging import Staging, gradient_stride, plan_
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.pending_gradient import PendingGrad
-from ddp_crossover.parameters.slots import GroupInFlight, Slot
-from ddp_crossover.torch_internals import GradBucket, allow_foreach, is_in_backward, is_traced, outside_of_modes
+from ddp_crossover.parameters.reduced_gradients import ReducedGradients
+from ddp_crossover.parameters.slots import GroupInFlight, GroupState, Slot
+from ddp_crossover.torch_internals import GradBucket, allow_foreach, is_traced, outside_of_modes
 
 _SPARE_NUMEL = 2**14
 # Receives of scatter legs are posted this many legs ahead, so that a faster rank can send. Each one costs memory.
@@ -79,7 +80,6 @@ class Pipeline:
         unwritten_is_unused: bool = False,
     ) -> None:
         self.every_group_arrives = every_group_arrives
-        self.unwritten_is_unused = unwritten_is_unused
         self.plan = plan
         self.link = link
         self.turns = turns
@@ -90,10 +90,6 @@ class Pipeline:
         # Deferred optimizer work per slot, opaque to the pipeline. `apply_updates` removes each entry that it applies.
         self.updates: dict[Slot, object] = {}
         self.apply_updates: Callable[[list[Slot]], None] = _no_updates
-        self.on_gradient_read: Callable[[Slot], None] = _nobody_minds
-        self._is_retiring = False
-        self._kept = kept
-        self._thread = 0
         self._gathers_early = plan.schedule is Schedule.AUTO
         self._urgency = {group: place for place, group in enumerate(plan.use_order)}
         # If the link needs one launch order on all ranks, the plan says which gather legs go between scatter legs.
@@ -101,7 +97,6 @@ class Pipeline:
         self._inverse_world_size = 1.0 / link.world_size
         self._stagings: dict[int, Staging] = {}
         self._arrived: list[Staging] = []
-        self._announced: set[int] = set()
 
         arena_of = {p.parameter: group.arena for group in plan.groups for p in group.pieces}
         like = {arena: parameters[index][1] for index, arena in arena_of.items()}
@@ -124,8 +119,9 @@ class Pipeline:
             )
             for index, (name, parameter) in enumerate(parameters)
         ]
-        for slot in self.slots:
-            slot.deliver = functools.partial(self._deliver, slot)
+        self.gradients = ReducedGradients(
+            self.slots, link, self.order, kept, self.complete, unwritten_is_unused=unwritten_is_unused
+        )
         self.slot_of: dict[Tensor, Slot] = {slot.parameter: slot for slot in self.slots}
         self.groups = [self._group(spec) for spec in plan.groups]
 
@@ -148,12 +144,9 @@ class Pipeline:
         """Reset all groups for the next iteration and announce its first scatter legs."""
         assert self.phase is Phase.IDLE
         for group in self.groups:
-            group.missing = len(group.spec.pieces)
-            group.scatter = group.gather = None
-            group.complete = False
+            group.reset()
         self._arrived.clear()
-        self._announced.clear()
-        self._kept.forget_buckets()
+        self.gradients.begin_backward()
         self.iteration += 1
         self.link.next_iteration()
         self.phase = Phase.BACKWARD
@@ -181,10 +174,7 @@ class Pipeline:
             )
         self.link.soon(functools.partial(self._copy, buffer, staging.copies))
         self._arrived.append(staging)
-        self._kept.note_bucket(buffer, len(parameters))
-        if self.unwritten_is_unused:
-            for slot in staging.slots:
-                slot.version_before = _version(slot.parameter.grad)
+        self.gradients.bucket_arrives(buffer, staging.slots)
         for group, pieces in staging.arrivals:
             group.missing -= pieces
             if not group.missing:
@@ -202,83 +192,44 @@ class Pipeline:
         self._expect(index + _EXPECTED_LEGS)
         if not group.spec.split:
             group.scatter = group.gather = self.link.all_reduce_leg(index, group.buffer)
+            group.state = GroupState.GATHERING
         else:
             group.scatter = self.link.reduce_scatter(index, group.buffer)
+            group.state = GroupState.SCATTERING
             if self._gathers_early and self.link.orders_gathers:
-                group.gather = self.link.all_gather(group.scatter, self._urgency[index])
+                self._gather(group, self._urgency[index])
         for follower in self._followers.get(index, ()):
             self._gather(self.groups[follower])
 
     def _expect(self, index: int) -> None:
-        if self.every_group_arrives and index < len(self.groups) and self.groups[index].scatter is None:
-            self._announced.add(index)
+        if self.every_group_arrives and index < len(self.groups) and not self.groups[index].is_launched:
+            self.groups[index].state = GroupState.ANNOUNCED
             self.link.expect(index, self.groups[index].buffer)
 
     def end_backward(self) -> None:
         """Launch the gather legs in use order and make every ``.grad`` a PendingGrad unless a script keeps it."""
         self.order.join()
         self._complete_partly_staged_groups()
-        for group in self.groups:
-            group.complete = group.scatter is None
+        unused = [group for group in self.groups if not group.is_launched]
+        for group in unused:
+            group.state = GroupState.UNUSED
         self._gather_in_use_order()
         self.link.all_scattered()
-        self._thread = threading.get_ident()
         with self.lock:
-            kept = self._make_gradients_pending()
+            kept = self.gradients.make_pending(some_unused=bool(unused))
             self.phase = Phase.REDUCED
             for slot in kept:
-                self._deliver_to_keeper(slot)
-
-    def _make_gradients_pending(self) -> list[Slot]:
-        """Make gradients pending; return the slots of those that cannot be, because a script keeps their memory."""
-        doubtful = []
-        some_idle = any(group.scatter is None for group in self.groups)
-        for slot in self.slots:
-            grad = slot.parameter.grad
-            slot.is_kept = False
-            if grad is None or (some_idle and all(group.scatter is None for group in slot.groups)):
-                continue
-            if self.unwritten_is_unused and _version(grad) == slot.version_before:
-                continue
-            slot.scales = ()
-            pending = slot.pending.take(grad)
-            if self._kept.excess(grad):
-                self.link.finish_jobs()  # staging jobs hold references to DDP's buckets, which count here
-                if self._kept.excess(grad):
-                    doubtful.append(slot)
-                    continue
-            self._make_gradient_pending(slot, grad, pending)
-        del grad  # this local name would count as a reference in _kept_among()
-        return self._kept_among(doubtful) if doubtful else []
-
-    def _kept_among(self, doubtful: list[Slot]) -> list[Slot]:
-        for slot, is_kept in zip(doubtful, self._kept.kept([slot.parameter for slot in doubtful]), strict=True):
-            slot.is_kept = is_kept
-            if not is_kept:
-                assert slot.parameter.grad is not None
-                self._make_gradient_pending(slot, slot.parameter.grad, slot.pending.current)
-        return [slot for slot in doubtful if slot.is_kept]
-
-    def _make_gradient_pending(self, slot: Slot, grad: Tensor, pending: PendingGrad) -> None:
-        memory = grad.resolve() if type(grad) is PendingGrad else grad
-        pending.arm(slot.deliver, memory, self.link.finish_jobs)
-        if pending is not grad:
-            slot.parameter.grad = pending
-
-    def _deliver_to_keeper(self, slot: Slot) -> None:
-        grad = slot.parameter.grad
-        assert grad is not None
-        for group in slot.groups:
-            self.complete(group)
-        self._copy_out(slot, grad.resolve() if isinstance(grad, PendingGrad) else grad)
+                self.gradients.deliver_to_keeper(slot)
 
     def _gather_in_use_order(self) -> None:
         for index in self.plan.use_order:
             self._gather(self.groups[index])
 
-    def _gather(self, group: GroupInFlight) -> None:
-        if group.scatter is not None and group.gather is None:
-            group.gather = self.link.all_gather(group.scatter)
+    def _gather(self, group: GroupInFlight, urgency: int | None = None) -> None:
+        if group.state is GroupState.SCATTERING:
+            assert group.scatter is not None
+            group.gather = self.link.all_gather(group.scatter, urgency)
+            group.state = GroupState.GATHERING
 
     def _complete_partly_staged_groups(self) -> None:
         """Launch groups for which DDP skipped a bucket, which no rank has used, with zeros for its gradients."""
@@ -293,11 +244,6 @@ class Pipeline:
 
     # Forward, and other code that needs a result.
 
-    def is_pending(self, slot: Slot) -> bool:
-        """Whether the parameter's ``.grad`` is a PendingGrad that no code has read yet."""
-        pending = slot.pending.current
-        return not pending.resolved and slot.parameter.grad is pending
-
     def catch_up(self, slots: Iterable[Slot]) -> None:
         """Apply the pending updates of these parameters and of the others in their fusion groups."""
         with self.lock:
@@ -310,7 +256,7 @@ class Pipeline:
                 self.complete(group)
             # Update group by group: gradients cast back to the parameters' dtype never take more than one group.
             for group in groups:
-                due = [s for s in group.slots if s in self.updates and all(part.complete for part in s.groups)]
+                due = [s for s in group.slots if s in self.updates and all(part.is_complete for part in s.groups)]
                 if due:
                     outside_of_modes(functools.partial(self._apply, due), self.link.current_stream())
 
@@ -328,7 +274,7 @@ class Pipeline:
     def complete(self, group: GroupInFlight) -> None:
         """Wait until the group's buffer holds the reduced gradients."""
         self.order.join()
-        if not group.complete:
+        if not group.is_complete:
             assert group.gather is not None
             index = group.spec.index
             # No profiler range if the leg is done, where it only costs time, or if `torch.jit.trace` would record it.
@@ -337,62 +283,11 @@ class Pipeline:
             with named, self.waiting(index) as meanwhile:
                 # Protects the optimizer and readers of `.grad` from partly gathered gradients.
                 group.gather.wait(meanwhile)
-            group.complete = True
+            group.state = GroupState.COMPLETE
 
     def waiting(self, what: int | str) -> contextlib.AbstractContextManager[Meanwhile | None]:
         """Context of a wait for communication; ``what`` identifies the same wait in each step, see :class:`Turns`."""
         return self.turns.gap(what)
-
-    def _deliver(self, slot: Slot, memory: Tensor) -> Tensor:
-        if not self._is_retiring:
-            self.on_gradient_read(slot)
-        for group in slot.groups:
-            self.complete(group)
-        if slot.parameter.grad is not slot.pending.current:
-            if self._is_overwritten(memory):
-                return memory
-            if not self._may_fill(memory):
-                memory = torch.empty_like(memory)
-        outside_of_modes(functools.partial(self._copy_out, slot, memory), self.link.current_stream())
-        return memory
-
-    def _is_overwritten(self, memory: Tensor) -> bool:
-        """Whether DDP's next gradient is in ``memory`` already; plain DDP overwrites kept gradients, too."""
-        return self._is_retiring and is_in_backward() and self._kept.is_in_bucket(memory)
-
-    def _may_fill(self, memory: Tensor) -> bool:
-        """Whether a gradient no longer in ``.grad`` may be delivered into DDP's bucket: not if backward may use it."""
-        is_in_training = is_in_backward() or threading.get_ident() != self._thread
-        return self._kept.is_in_bucket(memory) and not is_in_training
-
-    @torch.no_grad()
-    def _copy_out(self, slot: Slot, memory: Tensor) -> None:
-        value = slot.view
-        for factor in slot.scales:  # not in place: a signal handler may interrupt this loop and run it, too
-            self.order.keep(factor)
-            [value] = torch._foreach_mul([value.to(memory.dtype)], factor)
-        memory.copy_(value)
-        self.order.mark()
-
-    @torch.inference_mode(False)  # a touch during evaluation would make inference tensors, useless to the optimizer
-    def reduced(self, slots: Iterable[Slot]) -> dict[Slot, Tensor]:
-        """Return complete gradients in their parameters' dtype, times the factors of clipping and loss scaling.
-
-        Gradients that were sent in that dtype are multiplied in place; the others are cast copies.
-        """
-        reduced = {slot: slot.view.to(slot.parameter.dtype) if slot.is_cast else slot.view for slot in slots}
-        by_factors: dict[tuple[int, ...], list[Slot]] = {}
-        for slot in reduced:
-            if slot.scales:
-                by_factors.setdefault(tuple(map(id, slot.scales)), []).append(slot)
-        for alike in by_factors.values():
-            for factor in alike[0].scales:
-                self.order.keep(factor)
-                torch._foreach_mul_([reduced[slot] for slot in alike], factor)
-            for slot in alike:
-                if not slot.is_cast:
-                    slot.scales = ()
-        return reduced
 
     def retire(self) -> None:
         """End the iteration: finish its updates, gradients and legs before its buffers are filled again."""
@@ -401,11 +296,13 @@ class Pipeline:
                 self._retire()
 
     def _retire(self) -> None:
-        self._is_retiring = True
+        self.gradients.is_retiring = True
         try:
-            self._finish_updates_and_gradients()
+            self.flush()
+            if self.phase is Phase.REDUCED:
+                self.gradients.finish()
         finally:
-            self._is_retiring = False
+            self.gradients.is_retiring = False
         if self.phase is Phase.BACKWARD and not self.link.is_closed:
             self._close_broken_backward()
         with self.waiting("end of iteration") as meanwhile:
@@ -415,28 +312,16 @@ class Pipeline:
                     group.gather.wait(meanwhile)
         self.phase = Phase.IDLE
 
-    def _finish_updates_and_gradients(self) -> None:
-        self.flush()
-        if self.phase is Phase.REDUCED:
-            for slot in self.slots:
-                pool = slot.pending  # no local name for the PendingGrad: held_elsewhere() would count it
-                if pool.current.resolved:
-                    continue
-                if slot.parameter.grad is pool.current or pool.held_elsewhere():
-                    pool.current.resolve()
-                else:
-                    pool.current.disarm()
-
     def _close_broken_backward(self) -> None:
         """Complete the announced legs of a backward that raised on all ranks, so that no receive stays open.
 
         The values that they carry do not matter.
         """
         self.link.finish_jobs()
-        for index in sorted(self._announced):
-            group = self.groups[index]
-            if group.scatter is None:
+        for index, group in enumerate(self.groups):
+            if group.state is GroupState.ANNOUNCED:
                 group.scatter = self.link.reduce_scatter(index, group.buffer)
+                group.state = GroupState.SCATTERING
         self._gather_in_use_order()
 
     def release(self) -> dict[str, Tensor]:
@@ -453,14 +338,6 @@ class Pipeline:
         for held in (self.slots, self.slot_of, self.groups, self._arenas, self._stagings, self._arrived):
             held.clear()
 
-    def unwrap_gradients(self) -> bool:
-        """Replace every PendingGrad in ``.grad`` by its reduced gradient; returns whether any was pending."""
-        pending = [slot for slot in self.slots if self.is_pending(slot)]
-        for slot in self.slots:
-            if isinstance(grad := slot.parameter.grad, PendingGrad):
-                slot.parameter.grad = grad.resolve()
-        return bool(pending)
-
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device, memory: Tensor | None) -> Tensor:
     """Return ``numel`` flat zeros, in ``memory`` if that is large enough."""
@@ -472,13 +349,3 @@ def _zeros(numel: int, dtype: torch.dtype, device: torch.device, memory: Tensor 
 
 def _no_updates(slots: list[Slot]) -> None:
     assert not slots
-
-
-def _nobody_minds(slot: Slot) -> None:
-    pass
-
-
-def _version(grad: Tensor | None) -> int:
-    # Read the version of the `.grad` object itself: DDP's writes through a PendingGrad count there.
-    with torch._C.DisableTorchFunctionSubclass():
-        return -1 if grad is None else grad._version

@@ -127,7 +127,7 @@ class Reducer:
         try:
             if self.pipeline is not None:
                 self.pipeline.retire()
-                self.pipeline.unwrap_gradients()
+                self.pipeline.gradients.unwrap()
             self._params.use_all()
         finally:
             self.become_plain()
@@ -147,7 +147,7 @@ class Reducer:
 
     def finish_gradients(self) -> bool:
         """Wait for all pending gradients and put them into ``.grad``; returns whether any was pending."""
-        return self.pipeline is not None and self.pipeline.phase is Phase.REDUCED and self.pipeline.unwrap_gradients()
+        return self.pipeline is not None and self.pipeline.phase is Phase.REDUCED and self.pipeline.gradients.unwrap()
 
     def become_plain(self) -> None:
         """Remove all hooks; nothing is deferred from now on."""

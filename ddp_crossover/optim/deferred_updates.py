@@ -145,7 +145,7 @@ class DeferredUpdates:
                 make_state_plain(optimizer)
             return
         pipeline.apply_updates = self.apply
-        pipeline.on_gradient_read = self._before_gradient_is_read
+        pipeline.gradients.on_read = self._before_gradient_is_read
         self._params.join = pipeline.order.join if pipeline.link.current_stream() is not None else None
 
     def bring_up_to_date(self, lazies: Iterable[LazyParam]) -> None:
@@ -232,7 +232,7 @@ class DeferredUpdates:
             return False
         slots = (pipeline.slot_of.get(parameter) for parameter in optimizer_parameters(optimizer))
         slot = next((slot for slot in slots if slot is not None and slot.parameter.grad is not None), None)
-        return slot is not None and pipeline.phase is Phase.REDUCED and pipeline.is_pending(slot)
+        return slot is not None and pipeline.phase is Phase.REDUCED and pipeline.gradients.is_pending(slot)
 
     # One call of `optimizer.step()`.
 
@@ -278,7 +278,7 @@ class DeferredUpdates:
         if reason is not None or not self.enabled:
             self._applied_in = pipeline.iteration
             if pipeline.phase is Phase.REDUCED:
-                pipeline.unwrap_gradients()  # step() may pass them to a compiled function
+                pipeline.gradients.unwrap()  # step() may pass them to a compiled function
             make_state_plain(optimizer)
             return None
         make_state_lazy(optimizer)
@@ -399,7 +399,7 @@ class DeferredUpdates:
                     assert isinstance(update, _Update)
                     claimed[slot] = update
                 lazy.is_waiting = False
-            self._step(claimed, pipeline.reduced(claimed))
+            self._step(claimed, pipeline.gradients.for_update(claimed))
         except BaseException as error:
             # As after a plain step() that raised: values can be read and saved, but training must not go on.
             self._broken = f"an update of {slots[0].name} and others broke off ({type(error).__name__}: {error})"

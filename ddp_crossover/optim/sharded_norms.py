@@ -44,7 +44,7 @@ def gradients_of(pipeline: Pipeline, parameters: Iterable[Tensor]) -> Gradients 
         slot = pipeline.slot_of.get(parameter)
         if slot is None:
             return None
-        if pipeline.is_pending(slot) and slot not in pipeline.updates:
+        if pipeline.gradients.is_pending(slot) and slot not in pipeline.updates:
             gradients.on_the_wire.append(slot)
         else:
             # After step() the fusion buffer belongs to the update: later changes to `.grad` must not reach it.
@@ -128,7 +128,7 @@ def _own_pieces(pipeline: Pipeline, gradients: Gradients) -> Iterator[tuple[tupl
 
 
 def _reduced_shard(pipeline: Pipeline, group: GroupInFlight, low: int, high: int) -> Tensor:
-    if group.complete:
+    if group.is_complete:
         return group.buffer[low:high]
     assert group.scatter is not None
     with pipeline.waiting(f"scatter {group.spec.index}") as meanwhile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections.abc import Callable
 
@@ -58,14 +59,50 @@ class Slot:
         self.deliver: Callable[[Tensor], Tensor]
 
 
+class GroupState(enum.Enum):
+    """How far a fusion group has come in an iteration."""
+
+    FILLING = "some of its gradients have not arrived"  # -> ANNOUNCED, SCATTERING or UNUSED
+    ANNOUNCED = "peers may send their gradients already"  # -> SCATTERING: the last gradient was staged
+    SCATTERING = "its scatter leg was started"  # -> GATHERING
+    GATHERING = "its gather leg was started"  # -> COMPLETE: code that needs a gradient has waited for it
+    COMPLETE = "its buffer holds the reduced gradients"  # -> FILLING: the next backward
+    UNUSED = "no rank has used its parameters, so nothing was sent"  # -> FILLING: the next backward
+
+
 class GroupInFlight:
-    """A fusion group, its buffer, and its legs in the current iteration."""
+    """A fusion group in the current iteration.
+
+    Attributes:
+        spec: what it carries, from the plan.
+        buffer: its fusion buffer.
+        slots: its parameters.
+        state: how far it has come.
+        missing: number of its gradients, or parts of them, that have not arrived.
+        scatter: its scatter leg, from ``SCATTERING`` on.
+        gather: its gather leg, from ``GATHERING`` on; the same object if both legs are one all-reduce.
+    """
 
     def __init__(self, spec: FusionGroup, buffer: Tensor, slots: list[Slot]) -> None:
         self.spec = spec
         self.buffer = buffer
         self.slots = slots
-        self.missing = len(spec.pieces)
+        self.reset()
+        self.state = GroupState.UNUSED
+
+    def reset(self) -> None:
+        """Begin the next iteration."""
+        self.state = GroupState.FILLING
+        self.missing = len(self.spec.pieces)
         self.scatter: ScatterLeg | None = None
         self.gather: Leg | None = None
-        self.complete = True
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its buffer holds what it will hold in this iteration."""
+        return self.state is GroupState.COMPLETE or self.state is GroupState.UNUSED
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether its scatter leg was started in this iteration."""
+        return self.scatter is not None

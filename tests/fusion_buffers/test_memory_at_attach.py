@@ -53,7 +53,7 @@ def storages_of_plans(make: Callable[[], nn.Module], options: dict[str, Any]) ->
             make_pipeline(pipeline, *args, **more)
         used.append(_storages(pipeline._arenas.values()))
 
-    with random_plans(11), mock.patch.object(Pipeline, "__init__", no_allocation):
+    with random_plans(11, schedules=("dear", "auto")), mock.patch.object(Pipeline, "__init__", no_allocation):
         ddp = DistributedDataParallel(make())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         state = dx.attach(ddp, optimizer, **options)

@@ -1,0 +1,209 @@
+"""What a script finds in ``.grad`` after backward: a PendingGrad, until somebody needs the reduced gradient.
+
+A gradient whose memory a script keeps is delivered at the end of backward, because a later read could not be observed.
+This file does not know when legs are launched: it is given a function that waits for a fusion group.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ddp_crossover.collectives.link import Link
+from ddp_crossover.collectives.stream_order import StreamOrder
+from ddp_crossover.parameters.kept_gradients import KeptGradients
+from ddp_crossover.parameters.pending_gradient import PendingGrad
+from ddp_crossover.parameters.slots import GroupInFlight, GroupState, Slot
+from ddp_crossover.torch_internals import is_in_backward, outside_of_modes
+
+
+class ReducedGradients:
+    """The gradients of one model under one plan.
+
+    Args:
+        slots: all parameters, with their places in the fusion buffers.
+        link: stages gradients.
+        order: orders CUDA streams.
+        kept: finds gradients whose memory a script keeps.
+        complete: waits until a fusion group's buffer holds the reduced gradients.
+        unwritten_is_unused: if DDP does not write a ``.grad`` at the end of backward, no rank has used its
+            parameter, and the ``.grad`` stays as it is.
+
+    Attributes:
+        on_read: called before a gradient is delivered to a reader.
+        is_retiring: whether the iteration is being ended, so that no reader has asked for what is delivered.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        link: Link,
+        order: StreamOrder,
+        kept: KeptGradients,
+        complete: Callable[[GroupInFlight], None],
+        *,
+        unwritten_is_unused: bool,
+    ) -> None:
+        self.on_read: Callable[[Slot], None] = _nothing
+        self._slots = slots
+        self._link = link
+        self._order = order
+        self._kept = kept
+        self._complete = complete
+        self._unwritten_is_unused = unwritten_is_unused
+        self.is_retiring = False
+        self._thread = 0
+        for slot in slots:
+            slot.deliver = functools.partial(self._deliver, slot)
+
+    # Backward.
+
+    def begin_backward(self) -> None:
+        """Forget the buckets of the last backward."""
+        self._kept.forget_buckets()
+
+    def bucket_arrives(self, buffer: Tensor, slots: Sequence[Slot]) -> None:
+        """Note a bucket of DDP, which has views on the gradients of these parameters."""
+        self._kept.note_bucket(buffer, len(slots))
+        if self._unwritten_is_unused:
+            for slot in slots:
+                slot.version_before = _version(slot.parameter.grad)
+
+    def make_pending(self, some_unused: bool) -> list[Slot]:
+        """Make every ``.grad`` a PendingGrad; return the slots of those that cannot be, because a script keeps them.
+
+        Args:
+            some_unused: whether no rank has used the parameters of some fusion group.
+        """
+        self._thread = threading.get_ident()
+        doubtful = []
+        for slot in self._slots:
+            grad = slot.parameter.grad
+            slot.is_kept = False
+            if grad is None or (some_unused and all(group.state is GroupState.UNUSED for group in slot.groups)):
+                continue
+            if self._unwritten_is_unused and _version(grad) == slot.version_before:
+                continue
+            slot.scales = ()
+            pending = slot.pending.take(grad)
+            if self._kept.excess(grad):
+                self._link.finish_jobs()  # staging jobs hold references to DDP's buckets, which count here
+                if self._kept.excess(grad):
+                    doubtful.append(slot)
+                    continue
+            self._make_one_pending(slot, grad, pending)
+        del grad  # this local name would count as a reference in _kept_among()
+        return self._kept_among(doubtful) if doubtful else []
+
+    def _kept_among(self, doubtful: list[Slot]) -> list[Slot]:
+        for slot, is_kept in zip(doubtful, self._kept.kept([slot.parameter for slot in doubtful]), strict=True):
+            slot.is_kept = is_kept
+            if not is_kept:
+                assert slot.parameter.grad is not None
+                self._make_one_pending(slot, slot.parameter.grad, slot.pending.current)
+        return [slot for slot in doubtful if slot.is_kept]
+
+    def _make_one_pending(self, slot: Slot, grad: Tensor, pending: PendingGrad) -> None:
+        memory = grad.resolve() if type(grad) is PendingGrad else grad
+        pending.arm(slot.deliver, memory, self._link.finish_jobs)
+        if pending is not grad:
+            slot.parameter.grad = pending
+
+    def deliver_to_keeper(self, slot: Slot) -> None:
+        """Wait for a gradient whose memory a script keeps, and put it there."""
+        grad = slot.parameter.grad
+        assert grad is not None
+        for group in slot.groups:
+            self._complete(group)
+        self._copy_out(slot, grad.resolve() if isinstance(grad, PendingGrad) else grad)
+
+    # Readers of `.grad`, and the optimizer.
+
+    def is_pending(self, slot: Slot) -> bool:
+        """Whether the parameter's ``.grad`` is a PendingGrad that no code has read yet."""
+        pending = slot.pending.current
+        return not pending.resolved and slot.parameter.grad is pending
+
+    def _deliver(self, slot: Slot, memory: Tensor) -> Tensor:
+        if not self.is_retiring:
+            self.on_read(slot)
+        for group in slot.groups:
+            self._complete(group)
+        if slot.parameter.grad is not slot.pending.current:
+            if self._is_overwritten(memory):
+                return memory
+            if not self._may_fill(memory):
+                memory = torch.empty_like(memory)
+        outside_of_modes(functools.partial(self._copy_out, slot, memory), self._link.current_stream())
+        return memory
+
+    def _is_overwritten(self, memory: Tensor) -> bool:
+        """Whether DDP's next gradient is in ``memory`` already; plain DDP overwrites kept gradients, too."""
+        return self.is_retiring and is_in_backward() and self._kept.is_in_bucket(memory)
+
+    def _may_fill(self, memory: Tensor) -> bool:
+        """Whether a gradient no longer in ``.grad`` may be delivered into DDP's bucket: not if backward may use it."""
+        is_in_training = is_in_backward() or threading.get_ident() != self._thread
+        return self._kept.is_in_bucket(memory) and not is_in_training
+
+    @torch.no_grad()
+    def _copy_out(self, slot: Slot, memory: Tensor) -> None:
+        value = slot.view
+        for factor in slot.scales:  # not in place: a signal handler may interrupt this loop and run it, too
+            self._order.keep(factor)
+            [value] = torch._foreach_mul([value.to(memory.dtype)], factor)
+        memory.copy_(value)
+        self._order.mark()
+
+    @torch.inference_mode(False)  # a touch during evaluation would make inference tensors, useless to the optimizer
+    def for_update(self, slots: Iterable[Slot]) -> dict[Slot, Tensor]:
+        """Return complete gradients in their parameters' dtype, times the factors of clipping and loss scaling.
+
+        Gradients that were sent in that dtype are multiplied in place; the others are cast copies.
+        """
+        gradients = {slot: slot.view.to(slot.parameter.dtype) if slot.is_cast else slot.view for slot in slots}
+        by_factors: dict[tuple[int, ...], list[Slot]] = {}
+        for slot in gradients:
+            if slot.scales:
+                by_factors.setdefault(tuple(map(id, slot.scales)), []).append(slot)
+        for alike in by_factors.values():
+            for factor in alike[0].scales:
+                self._order.keep(factor)
+                torch._foreach_mul_([gradients[slot] for slot in alike], factor)
+            for slot in alike:
+                if not slot.is_cast:
+                    slot.scales = ()
+        return gradients
+
+    def unwrap(self) -> bool:
+        """Replace every PendingGrad in ``.grad`` by its reduced gradient; returns whether any was pending."""
+        pending = [slot for slot in self._slots if self.is_pending(slot)]
+        for slot in self._slots:
+            if isinstance(grad := slot.parameter.grad, PendingGrad):
+                slot.parameter.grad = grad.resolve()
+        return bool(pending)
+
+    def finish(self) -> None:
+        """Deliver what somebody still refers to and drop the rest: the next backward fills the fusion buffers anew."""
+        for slot in self._slots:
+            pool = slot.pending  # no local name for the PendingGrad: held_elsewhere() would count it
+            if pool.current.resolved:
+                continue
+            if slot.parameter.grad is pool.current or pool.held_elsewhere():
+                pool.current.resolve()
+            else:
+                pool.current.disarm()
+
+
+def _nothing(slot: Slot) -> None:
+    pass
+
+
+def _version(grad: Tensor | None) -> int:
+    # Read the version of the `.grad` object itself: DDP's writes through a PendingGrad count there.
+    with torch._C.DisableTorchFunctionSubclass():
+        return -1 if grad is None else grad._version
