@@ -1,0 +1,117 @@
+"""One call of ``optimizer.step()``: which parameters it updates now, and which ones are deferred."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ddp_crossover.dear import Phase, Pipeline
+from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, StandIn
+from ddp_crossover.parameters.early_reads import Looks
+from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
+from ddp_crossover.stats import FallbackLog
+
+_KEPT = (
+    "has a gradient in memory that something else refers to (a tensor, view or buffer kept over backward). To have it "
+    "deferred keep clones, or drop them and set gradients to None"
+)
+
+
+class StepCall:
+    """A call of ``optimizer.step()`` that is running, on a stand-in.
+
+    Args:
+        optimizer: the optimizer that the user called.
+        stand_in: the stand-in that runs in its place.
+
+    Attributes:
+        pipeline: the pipeline that carries the deferred gradients; None if nothing is deferred.
+        later: for each param group, the parameters whose updates are deferred.
+        snapshot: the optimizer as it is now, for the deferred updates; None if it defers none.
+    """
+
+    def __init__(self, optimizer: Optimizer, stand_in: StandIn) -> None:
+        self.optimizer = optimizer
+        self.stand_in = stand_in
+        self.pipeline: Pipeline | None = None
+        self.later: list[list[LazyParam]] = []
+        self.snapshot: OptimizerSnapshot | None = None
+
+    def divide(self, pipeline: Pipeline | None, deferrable: Deferrable) -> bool:
+        """Decide which parameters this call updates now; returns whether there are any.
+
+        Called at the last moment before the optimizer reads the gradients, because a closure may have run a backward,
+        which may have changed the pipeline.
+        """
+        groups: list[list[Tensor]] = [group["params"] for group in self.stand_in.original.param_groups]
+        if pipeline is not None and pipeline.phase is Phase.REDUCED:
+            self.pipeline = pipeline
+            self.snapshot = OptimizerSnapshot(self.optimizer)
+            self.later = [deferrable.among(group, pipeline) for group in groups]
+            groups = [_without(group, later) for group, later in zip(groups, self.later, strict=True)]
+        self.stand_in.take(groups)
+        return any(parameter.grad is not None for group in groups for parameter in group)
+
+
+class Deferrable:
+    """Tells which parameters' updates can be deferred, and records why others cannot.
+
+    Args:
+        params: the parameters that DDP manages.
+        looks: told that a fall-back explains why a step was not overlapped.
+        fallbacks: records the reasons.
+    """
+
+    def __init__(self, params: LazyParams, looks: Looks, fallbacks: FallbackLog) -> None:
+        self._params = params
+        self._looks = looks
+        self._fallbacks = fallbacks
+
+    def among(self, parameters: Sequence[Tensor], pipeline: Pipeline) -> list[LazyParam]:
+        """Return those of ``parameters`` whose updates can be deferred."""
+        read_early = 0
+        candidates = []
+        never: dict[LazyParam, str] = {}
+        for parameter in parameters:
+            grad = parameter.grad
+            if grad is None or (lazy := self._params.of_id.get(id(parameter))) is None:
+                continue
+            if not parameter.requires_grad:  # frozen since backward; the optimizer may check that
+                continue
+            slot = pipeline.slots[lazy.index]
+            if slot.is_kept:
+                never[lazy] = _KEPT
+            elif not slot.pending.is_current(grad):
+                read_early += 1
+            elif lazy.why_never_lazy is not None:
+                never[lazy] = lazy.why_never_lazy
+            else:
+                candidates.append(lazy)
+        self.note_not_deferred(never)
+        if read_early:
+            self._fallbacks.note(
+                "gradients were read or replaced before optimizer.step(): their update is not deferred. "
+                "To clip or unscale without a wait use state.clip_grad_norm_ and ddp_crossover.GradScaler"
+            )
+        return candidates
+
+    def note_not_deferred(self, why_not: Mapping[LazyParam, str]) -> None:
+        """Record why the updates of these parameters are not deferred."""
+        names: dict[str, list[str]] = {}
+        for lazy, reason in why_not.items():
+            names.setdefault(reason, []).append(lazy.name)
+        for reason, (first, *others) in names.items():
+            self._looks.is_explained = True
+            more = f" (and {len(others)} more)" if others else ""
+            self._fallbacks.note(f"the update of {first}{more} is not deferred, because it {reason}")
+
+
+def _without(parameters: list[Tensor], lazies: Sequence[LazyParam]) -> list[Tensor]:
+    if not lazies:
+        return parameters
+    if len(lazies) == len(parameters):
+        return []
+    ids = {id(lazy.parameter) for lazy in lazies}
+    return [parameter for parameter in parameters if id(parameter) not in ids]

@@ -1,0 +1,171 @@
+"""Runs deferred updates, when the gradients of their parameters are complete, or takes them back.
+
+A step can be taken back while none of its updates has been written. An update that breaks off in the middle leaves some
+parameters updated and others not, as a plain ``step()`` would; training does not go on after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddp_crossover.collectives.leg import LegError
+from ddp_crossover.dear import Pipeline
+from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, ToUpdate
+from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError
+from ddp_crossover.parameters.slots import Slot
+from ddp_crossover.stats import logger
+from ddp_crossover.torch_internals import unrecorded
+
+
+class DeferredUpdate(NamedTuple):
+    """The deferred update of a parameter.
+
+    Attributes:
+        snapshot: the optimizer as it was when ``step()`` was called.
+        group: index of the parameter's param group.
+        edits_gradient: whether the update also changes the gradient in place.
+    """
+
+    snapshot: OptimizerSnapshot
+    group: int
+    edits_gradient: bool
+
+
+class UpdateRunner:
+    """Applies the deferred updates of one model.
+
+    Args:
+        params: the parameters that DDP manages.
+        strict: whether pending parameters hold NaN, so that their values have to be restored first.
+    """
+
+    def __init__(self, params: LazyParams, *, strict: bool) -> None:
+        self._params = params
+        self._strict = strict
+        self._pipeline: Pipeline | None = None
+        self._broken = ""
+        self._written_in = 0  # the latest iteration of which any update has been written
+
+    def use(self, pipeline: Pipeline | None) -> None:
+        """Apply updates with the gradients of this pipeline from now on."""
+        self._pipeline = pipeline
+        self._written_in = 0
+        if pipeline is not None:
+            pipeline.apply_updates = self.apply
+
+    def note_written(self) -> None:
+        """Note that an update of this iteration has been or is being written, so that the step cannot be taken back."""
+        if self._pipeline is not None:
+            self._written_in = self._pipeline.iteration
+
+    def refuse_to_go_on(self) -> None:
+        """Raise if the last ``step()`` was taken back, or if an update failed midway.
+
+        Raises:
+            StaleParameterError: training must restart from a checkpoint.
+        """
+        if self._broken:
+            raise StaleParameterError(f"{self._broken}: go on from a checkpoint that was saved before")
+
+    def take_back(self, error: LegError) -> None:
+        """Drop the updates of the last ``step()``, some of which cannot be completed because of ``error``.
+
+        Raises:
+            LegError: ``error``, if one of the updates has been written already.
+        """
+        pipeline = self._pipeline
+        assert pipeline is not None
+        if self._written_in == pipeline.iteration:
+            raise error
+        with unrecorded():
+            for slot in pipeline.updates:
+                lazy = self._params.all[slot.index]
+                _show_value(lazy)
+                lazy.uncover()
+                lazy.is_waiting = False
+        pipeline.updates.clear()
+        self._broken = f"the last optimizer.step() was taken back, because {error}"
+        logger.warning(
+            "ddp_crossover: %s. Parameters and optimizer are as they were before it, and can be saved like that",
+            self._broken,
+        )
+
+    def apply(self, slots: list[Slot]) -> None:
+        """Run the deferred updates of these parameters, whose reduced gradients are complete."""
+        pipeline = self._pipeline
+        assert pipeline is not None
+        self.note_written()
+        slots.sort(key=lambda slot: slot.index)  # the usual order, which matters for parameters that share memory
+        params = self._params
+        lazies = [params.all[slot.index] for slot in slots]
+        claimed: dict[Slot, DeferredUpdate] = {}
+        with unrecorded():
+            for lazy in lazies:
+                lazy.uncover()
+        before, params.updating = params.updating, params.updating.union(lazies)
+        try:
+            for slot, lazy in zip(slots, lazies, strict=True):
+                # Clear first: a retry after a partial failure would update twice.
+                if (update := pipeline.updates.pop(slot, None)) is not None:
+                    assert isinstance(update, DeferredUpdate)
+                    claimed[slot] = update
+                lazy.is_waiting = False
+            self._step(claimed, pipeline.gradients.for_update(claimed))
+        except BaseException as error:
+            # As after a plain step() that raised: values can be read and saved, but training must not go on.
+            self._broken = f"an update of {slots[0].name} and others broke off ({type(error).__name__}: {error})"
+            raise
+        finally:
+            params.updating = before
+            for lazy in lazies:
+                lazy.memory.grad = None  # frees a copy that was cast back from the wire dtype
+
+    def _step(self, claimed: dict[Slot, DeferredUpdate], gradients: dict[Slot, Tensor]) -> None:
+        members: dict[DeferredUpdate, list[ToUpdate]] = {}
+        for slot, update in claimed.items():
+            lazy = self._params.all[slot.index]
+            memory = lazy.memory
+            if self._strict or lazy.is_written:
+                _show_value(lazy)
+            memory.grad = gradients[slot]
+            members.setdefault(update, []).append(ToUpdate(slot.parameter, memory))
+        with _as_if_called_by_the_user():
+            for update, to_update in members.items():
+                update.snapshot.step(update.group, to_update)
+
+
+def _show_value(lazy: LazyParam) -> None:
+    """Restore the value hidden by ``strict``, and raise if the memory was written to while the update was pending.
+
+    Raises:
+        StaleParameterError: code that torch cannot observe wrote to the parameter.
+    """
+    memory, shadow = lazy.memory, lazy.shadow
+    is_written = lazy.is_written
+    if shadow is not None:
+        is_written = is_written or not bool(memory.isnan().all())
+        memory.data.copy_(shadow)
+        lazy.shadow = None
+    if is_written:
+        raise StaleParameterError(
+            f"{lazy.name} was written while its update was pending, by code that torch does not tell of (an extension, "
+            "or a pointer): what it wrote is older than the update. Call state.synchronize() before such a write"
+        )
+
+
+@contextlib.contextmanager
+def _as_if_called_by_the_user() -> Iterator[None]:
+    """Leave autocast, inference mode and grad mode: a touch may happen inside them, but ``step()`` runs outside."""
+    with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for device_type in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
