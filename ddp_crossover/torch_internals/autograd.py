@@ -1,0 +1,37 @@
+"""The autograd engine and its modes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.autograd import Variable
+
+from ddp_crossover.torch_internals.private import private
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the current autograd graph task has ended."""
+    private(Variable._execution_engine, "queue_callback")(callback)
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is running part of an autograd graph task."""
+    return bool(private(torch._C, "_current_graph_task_id")() != -1)
+
+
+def keeps_overwritten_values() -> bool:
+    """Whether ``with torch.autograd.graph.allow_mutation_on_saved_tensors():`` is active."""
+    return bool(private(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled"))
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Hide operators in this context from profilers: one that records values would read from a cover's address."""
+    enable = private(torch.autograd, "_enable_record_function")
+    enable(False)
+    try:
+        yield
+    finally:
+        enable(True)

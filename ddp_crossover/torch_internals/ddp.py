@@ -1,0 +1,114 @@
+"""What DDP does not offer: its hooks, its buckets, its process group's timeout."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket as GradBucket  # dist.GradBucket has no type stub
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_crossover.torch_internals.private import private
+
+
+def process_group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Return the timeout with which ``group`` was made, so that our own group gets the same."""
+    backend = private(group, "_get_backend")(device)
+    return private(backend.options, "_timeout")  # type: ignore[no-any-return]
+
+
+def comm_hooks_of(ddp: DistributedDataParallel) -> list[Any]:
+    """Return the (hook, state) pairs of all communication hooks that were registered from Python."""
+    return list(private(ddp, "_comm_hooks"))
+
+
+def is_joining(ddp: DistributedDataParallel) -> bool:
+    """Whether ``with ddp.join():`` is active."""
+    return bool(private(private(ddp, "_join_config"), "enable"))
+
+
+def has_comm_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP's reducer has a communication hook, in Python or in C++."""
+    return "comm_hook" in private(ddp, "_get_ddp_logging_data")()
+
+
+def has_run_forward(ddp: DistributedDataParallel) -> bool:
+    """Whether the model has been called since it was built."""
+    return bool(private(ddp, "_lazy_init_ran"))
+
+
+def forget_comm_hooks(ddp: DistributedDataParallel) -> None:
+    """Clear DDP's list of hooks, which is copied and pickled with the model; the reducer keeps its hook."""
+    private(ddp, "_comm_hooks").clear()
+
+
+def managed_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the named parameters that DDP reduces, in DDP's order, each once."""
+    ignored: set[str] = private(ddp, "parameters_to_ignore")
+    return [
+        (name, parameter)
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    ]
+
+
+def bucket_cap_bytes(ddp: DistributedDataParallel) -> int:
+    """Return the size in bytes above which DDP starts a new bucket."""
+    return int(private(ddp, "bucket_bytes_cap"))
+
+
+def rebuild_buckets(ddp: DistributedDataParallel, cap_bytes: int | None = None) -> None:
+    """Give DDP a new reducer without a hook, as its own ``__setstate__`` does.
+
+    DDP's attributes keep the user's bucket size, because dynamo's DDPOptimizer splits graphs by it.
+
+    Args:
+        ddp: the model.
+        cap_bytes: maximum bucket size in bytes; None for the size that the user has set.
+    """
+    settings: dict[str, Any] = {"bucket_bytes_cap": cap_bytes}
+    if cap_bytes is None:
+        settings = {}
+    elif hasattr(ddp, "_bucket_config"):  # from torch 2.13 on
+        settings["_bucket_config"] = dataclasses.replace(
+            ddp._bucket_config,
+            bucket_bytes_cap=cap_bytes,
+            per_bucket_bytes_caps=(),
+            first_bucket_bytes_cap=cap_bytes,
+        )
+    else:
+        settings |= {"bucket_bytes_cap_default": False, "bucket_bytes_cap_list": []}
+    before = {name: private(ddp, name) for name in settings}
+    private(ddp, "_remove_autograd_hooks")()
+    parameters, is_sparse = private(ddp, "_build_params_for_reducer")()
+    names = private(ddp, "_build_debug_param_to_name_mapping")(parameters)
+    vars(ddp).update(settings)
+    try:
+        private(ddp, "_ddp_init_helper")(parameters, is_sparse, names, ddp.static_graph)
+    finally:
+        vars(ddp).update(before)
+    if ddp.static_graph:
+        # The new reducer learns the graph in its own first iteration, even if DDP has had one before.
+        ddp._static_graph_delay_allreduce_enqueued = False
+        ddp.reducer._set_static_graph()
+        ddp.logger._set_static_graph()  # type: ignore[union-attr]
+
+
+def is_updated_in_backward(parameter: torch.nn.Parameter) -> bool:
+    """Whether an optimizer updates this parameter inside backward, as soon as its gradient is accumulated."""
+    return hasattr(parameter, "_in_backward_optimizers")
+
+
+def references_to_bucket_view(gradients: int) -> int:
+    """Number of references that DDP holds to the memory of a bucket, besides those that any ``.grad`` has.
+
+    DDP keeps the bucket itself, the result of the hook, and two views for each gradient: one of its place in the
+    bucket, which ``.grad`` shares with ``gradient_as_bucket_view``, and one of its place in the result.
+
+    Args:
+        gradients: number of gradients in the bucket.
+    """
+    return 2 + 2 * gradients

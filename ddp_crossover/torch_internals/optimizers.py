@@ -1,0 +1,45 @@
+"""The hooks of an optimizer, and its ``step`` without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ddp_crossover.torch_internals.private import private
+
+# Attributes in which an optimizer keeps the hooks around its `step()`.
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+_STATE_DICT_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_load_state_dict_pre_hooks")
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether the optimizer takes hooks; one whose class skips ``Optimizer.__init__`` does not."""
+    return all(hasattr(optimizer, name) for name in (*STEP_HOOKS, *_STATE_DICT_HOOKS))
+
+
+def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """Return the unbound ``step`` of the optimizer's class, without hooks, profiler range or scheduler counters."""
+    return private(type(optimizer).step, "__wrapped__")  # type: ignore[no-any-return]
+
+
+def has_raw_step(optimizer: Optimizer) -> bool:
+    """Whether :func:`raw_step` is available and ``step`` was not replaced on the instance."""
+    step = vars(optimizer).get("step")
+    # A learning-rate scheduler also wraps `step` on the instance, but only to count calls.
+    replaced = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+    return hasattr(type(optimizer).step, "__wrapped__") and not replaced
+
+
+def move_to_front(hooks_of: Optimizer, handle: RemovableHandle) -> None:
+    """Make a step post-hook run first, so that users' post-hooks see gradients in place."""
+    private(hooks_of, "_optimizer_step_post_hooks").move_to_end(handle.id, last=False)
+
+
+def step_pre_hooks(optimizer: Optimizer) -> list[Any]:
+    """Return the step pre-hooks of an optimizer, in the order in which they run."""
+    return list(private(optimizer, "_optimizer_step_pre_hooks").values())
