@@ -6,6 +6,21 @@ code waits for it. It does not know DDP's hook contract (``ddp.reducer``) or how
 
 Source: DeAR, arXiv 2302.12445, section III. Unlike in the paper, gather legs carry gradients, not parameters, so they
 need no optimizer and may start before ``step()``.
+
+[Note: DeAR's terms]
+bucket: DDP's ``GradBucket``, the unit in which gradients arrive in backward.
+fusion group: the unit in which gradients travel. One reduce-scatter and one all-gather carry it.
+arena: flat memory for all gradients of one dtype and device, in the wire dtype.
+fusion buffer: the range of an arena that belongs to a fusion group; its size is a multiple of the world size.
+shard: this rank's slice of a fusion buffer. After the scatter leg it holds the sum over ranks.
+scatter leg, gather leg: the reduce-scatter and the all-gather of a fusion group.
+arrival order, use order: the order in which backward produces gradients, and in which forward first uses parameters.
+slot: one parameter, the place of its gradient in the arenas, and what is still to be done with it.
+pending gradient: a ``PendingGrad`` in ``.grad``, whose value is still on the way.
+pending parameter: a parameter whose update was asked for by ``step()`` and has not been applied.
+touch: the first use of a pending parameter, which applies its update.
+stand-in: an optimizer of the same class and settings, over some of the parameters; it computes deferred updates.
+exposed communication: time in which the training thread waits for a leg.
 """
 
 from __future__ import annotations
@@ -132,7 +147,7 @@ class Pipeline:
             slot.groups.append(group)
         return group
 
-    def follow(self, use_rank: Sequence[int]) -> None:
+    def set_use_order(self, use_rank: Sequence[int]) -> None:
         """Gather in the forward's new use order from now on, if the link allows a different order on each rank."""
         if self.link.orders_gathers:
             order = order_of_use(self.plan.groups, use_rank)
@@ -219,7 +234,7 @@ class Pipeline:
             kept = self.gradients.make_pending(some_unused=bool(unused))
             self.phase = Phase.REDUCED
             for slot in kept:
-                self.gradients.deliver_to_keeper(slot)
+                self.gradients.deliver_kept(slot)
 
     def _gather_in_use_order(self) -> None:
         for index in self.plan.use_order:
@@ -244,7 +259,7 @@ class Pipeline:
 
     # Forward, and other code that needs a result.
 
-    def catch_up(self, slots: Iterable[Slot]) -> None:
+    def apply_pending(self, slots: Iterable[Slot]) -> None:
         """Apply the pending updates of these parameters and of the others in their fusion groups."""
         with self.lock:
             self.order.join()
@@ -262,7 +277,7 @@ class Pipeline:
 
     def flush(self) -> None:
         """Apply all pending updates."""
-        self.catch_up(self.slots)
+        self.apply_pending(self.slots)
 
     def _apply(self, slots: list[Slot]) -> None:
         self.turns.resume()
@@ -329,7 +344,7 @@ class Pipeline:
         assert self.phase is Phase.IDLE
         return {name: arena._base if arena._base is not None else arena for name, arena in self._arenas.items()}
 
-    def let_go(self) -> None:
+    def drop_references(self) -> None:
         """Drop all parameters and fusion buffers now, not at the next garbage collection. Ends the pipeline."""
         for slot in self.slots:
             del slot.parameter, slot.view, slot.pending

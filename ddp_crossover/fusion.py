@@ -10,6 +10,8 @@ own elements always stay contiguous.
 
 With ``taper``, groups are small at both ends of an arena. The first group to arrive lets the link start early. The last
 group to arrive is the first that the forward needs, so no compute hides its two legs.
+
+For the terms see [Note: DeAR's terms] in ``dear.py``.
 """
 
 from __future__ import annotations

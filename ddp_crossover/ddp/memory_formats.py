@@ -37,7 +37,7 @@ class MemoryFormats:
                 )
         self._strides = strides
 
-    def let_go(self) -> None:
+    def drop_references(self) -> None:
         """Drop the parameters."""
         self._named = ()
         self._parameters.clear()

@@ -2,6 +2,8 @@
 
 Follows DDP from forward to forward: learns the layout of its buckets and the use order of parameters, asks ``planning``
 for a plan and switches plans between iterations. Knows DDP's hook contract; users hold a ``comm_hook.DearState``.
+
+For the terms see [Note: DeAR's terms] in ``dear.py``.
 """
 # No `from __future__ import annotations`: DDP checks the annotations of what it calls, and expects types.
 
@@ -138,10 +140,10 @@ class Reducer:
         # Drop references now: this object is part of reference cycles, which may be collected only many models later,
         # and updates of a network that is attached again are deferred only if nothing else refers to its memory.
         if self.pipeline is not None:
-            self.pipeline.let_go()
-        self._params.let_go()
+            self.pipeline.drop_references()
+        self._params.drop_references()
         self._named, self._memory = (), {}
-        self._memory_formats.let_go()
+        self._memory_formats.drop_references()
         self._index_of.clear()
         del self._compiled
 
@@ -340,7 +342,7 @@ class Reducer:
         if self._planning.profiler is not None:
             self._planning.profiler.forward_ends()
         if returned and self._use_order.end_forward() and self.pipeline is not None:
-            self.pipeline.follow(self._use_order.ranks())
+            self.pipeline.set_use_order(self._use_order.ranks())
         self._guard.end_forward()
         # Protects gradients that are still being staged: the next backward writes into DDP's buckets before it calls
         # the hook.

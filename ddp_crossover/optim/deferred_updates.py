@@ -5,6 +5,8 @@ whose gradients are still on the wire. For those it takes a snapshot of the opti
 schedulers change them right after ``step()``. The first touch of such a parameter runs the same ``step`` on just the
 parameters of its fusion group. This works for optimizers that update each parameter independently of the others;
 ``separability`` tests that.
+
+For the terms see [Note: DeAR's terms] in ``dear.py``.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ class DeferredUpdates:
         """Give the optimizers back."""
         for optimizer in self._separable:
             make_state_plain(optimizer)
-        self._separable.let_go()
+        self._separable.drop_references()
         for handle in self._handles:
             handle.remove()
 
@@ -117,11 +119,11 @@ class DeferredUpdates:
             return
         self._looks.at_parameters()
         if self._looks.is_inside_forward:
-            pipeline.catch_up(slots)
+            pipeline.apply_pending(slots)
             return
         try:
             # A checkpoint must not mix two steps: apply all pending updates, or none if a leg fails.
-            pipeline.catch_up(list(pipeline.updates) if is_saving() else slots)
+            pipeline.apply_pending(list(pipeline.updates) if is_saving() else slots)
         except LegError as error:
             self._runner.take_back(error)
 
@@ -139,7 +141,7 @@ class DeferredUpdates:
         self._looks.at_gradients()
         update = pipeline.updates.get(slot)
         if isinstance(update, DeferredUpdate) and update.edits_gradient:
-            pipeline.catch_up([slot])
+            pipeline.apply_pending([slot])
 
     def _note_waits(self, optimizer: Optimizer, reason: str | None) -> None:
         self._looks.is_explained = True
@@ -194,7 +196,7 @@ class DeferredUpdates:
         if pipeline.updates:
             # Also updates of other optimizers: two optimizers may share a parameter.
             slots = [pipeline.slot_of.get(parameter) for parameter in optimizer_parameters(optimizer)]
-            pipeline.catch_up([slot for slot in slots if slot is not None])
+            pipeline.apply_pending([slot for slot in slots if slot is not None])
         reason = self._separable.why_not(optimizer, test_again=True)
         if reason is None and (len(args) > 2 or set(kwargs) - {"closure"}):
             reason = "it was called with arguments besides the closure"
@@ -254,7 +256,7 @@ class DeferredUpdates:
                     else:
                         waiting.append(lazy)
                 self._params.make_lazy(waiting, note_update, hide_values=self._strict)
-            pipeline.catch_up([pipeline.slots[lazy.index] for lazy in why_not])
+            pipeline.apply_pending([pipeline.slots[lazy.index] for lazy in why_not])
             self._deferrable.note_not_deferred(why_not)
 
 

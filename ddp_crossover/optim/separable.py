@@ -36,7 +36,7 @@ class Separable:
                 self._reasons[optimizer] = why_not_separable(optimizer)
         return self._reasons[optimizer]
 
-    def let_go(self) -> None:
+    def drop_references(self) -> None:
         """Forget all optimizers."""
         self._reasons.clear()
         self._settings.clear()

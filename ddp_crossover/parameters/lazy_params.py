@@ -187,7 +187,7 @@ class LazyParams:
         self.of_id = {id(lazy.parameter): lazy for lazy in self.all}
         self._find_neighbours()
 
-    def let_go(self) -> None:
+    def drop_references(self) -> None:
         """Drop all parameters and their memory now, without waiting for garbage collection."""
         for lazy in self.all:
             del lazy.parameter, lazy.memory, lazy.storage

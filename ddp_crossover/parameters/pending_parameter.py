@@ -5,7 +5,9 @@ Torch looks up ``__torch_function__`` on the arguments of every operator, to see
 pending parameter uses this look-up to apply its update: it turns back into an ``nn.Parameter`` and reports that it
 overrides nothing, and the operator continues with the updated value.
 
-This module knows no optimizers and no communication: it is given a keeper object to call for each pending parameter.
+This module knows no optimizers and no communication: it is given a owner object to call for each pending parameter.
+
+For the terms see [Note: DeAR's terms] in ``dear.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch.nn import Parameter
 _NOT_OVERRIDDEN = torch._C._disabled_torch_function_impl
 
 
-class Keeper(Protocol):
+class Owner(Protocol):
     """Applies the pending update of one parameter."""
 
     def use(self) -> None:
@@ -30,23 +32,23 @@ class Keeper(Protocol):
         """Do the same for all parameters of the model."""
 
 
-# By id of the parameter. The keeper holds the parameter, so the id is not reused while it is a key here. An attribute
+# By id of the parameter. The owner holds the parameter, so the id is not reused while it is a key here. An attribute
 # of the parameter would be copied and pickled with it.
-_keepers: dict[int, Keeper] = {}
+_owners: dict[int, Owner] = {}
 # By thread: the exception of a failed update, until an operator raises it.
 _failures: dict[int, BaseException] = {}
 
 
-def arm(parameter: Tensor, keeper: Keeper) -> None:
-    """Have ``keeper.use()`` called before the value of this parameter is used. Takes 0.2 us."""
-    _keepers[id(parameter)] = keeper
+def arm(parameter: Tensor, owner: Owner) -> None:
+    """Have ``owner.use()`` called before the value of this parameter is used. Takes 0.2 us."""
+    _owners[id(parameter)] = owner
     parameter.__class__ = PendingParameter
 
 
 def disarm(parameter: Tensor) -> None:
     """Make the parameter a plain ``nn.Parameter`` again, now that its value is up to date."""
     parameter.__class__ = Parameter
-    _keepers.pop(id(parameter), None)
+    _owners.pop(id(parameter), None)
 
 
 def is_armed(parameter: Tensor) -> bool:
@@ -54,20 +56,20 @@ def is_armed(parameter: Tensor) -> bool:
     return type(parameter) is PendingParameter
 
 
-def is_armed_by(parameter: Tensor, keeper: Keeper) -> bool:
-    """Whether ``keeper`` will be called by the next touch."""
-    return _keepers.get(id(parameter)) is keeper
+def is_armed_by(parameter: Tensor, owner: Owner) -> bool:
+    """Whether ``owner`` will be called by the next touch."""
+    return _owners.get(id(parameter)) is owner
 
 
 def touch(parameter: Tensor) -> None:
     """Apply the parameter's update, if it is pending, and make it plain."""
     if type(parameter) is PendingParameter:
-        keeper = _keepers.get(id(parameter))
-        keeper.use() if keeper is not None else _use_unknown(parameter)
+        owner = _owners.get(id(parameter))
+        owner.use() if owner is not None else _use_unknown(parameter)
 
 
 def _use_unknown(parameter: Tensor) -> None:
-    """Handle a pending parameter without a keeper.
+    """Handle a pending parameter without a owner.
 
     Either another thread has just disarmed it, or ``torch.utils.swap_tensors`` moved a pending class into this object.
     """
@@ -78,9 +80,9 @@ def _use_unknown(parameter: Tensor) -> None:
 
 def use_everything() -> None:
     """Apply all pending updates of all models."""
-    for key, keeper in list(_keepers.items()):
-        if key in _keepers:  # otherwise another keeper of the same model has done it
-            keeper.use_all()
+    for key, owner in list(_owners.items()):
+        if key in _owners:  # otherwise another owner of the same model has done it
+            owner.use_all()
 
 
 class _RaiseFailure:

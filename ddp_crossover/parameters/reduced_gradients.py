@@ -113,7 +113,7 @@ class ReducedGradients:
         if pending is not grad:
             slot.parameter.grad = pending
 
-    def deliver_to_keeper(self, slot: Slot) -> None:
+    def deliver_kept(self, slot: Slot) -> None:
         """Wait for a gradient whose memory a script keeps, and put it there."""
         grad = slot.parameter.grad
         assert grad is not None

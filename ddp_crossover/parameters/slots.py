@@ -1,4 +1,7 @@
-"""State of each parameter and each fusion group during an iteration."""
+"""State of each parameter and each fusion group during an iteration.
+
+For the terms see [Note: DeAR's terms] in ``dear.py``.
+"""
 
 from __future__ import annotations
 
