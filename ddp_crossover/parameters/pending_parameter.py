@@ -69,7 +69,7 @@ def touch(parameter: Tensor) -> None:
 
 
 def _use_unknown(parameter: Tensor) -> None:
-    """Handle a pending parameter without a owner.
+    """Handle a pending parameter without an owner.
 
     Either another thread has just disarmed it, or ``torch.utils.swap_tensors`` moved a pending class into this object.
     """
