@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_crossover.collectives.gloo_legs import GlooScatterLeg
 from ddp_crossover.collectives.gloo_link import GlooLink
+from ddp_crossover.collectives.gloo_scatter import GlooScatterLeg
 from equivalence import SGD, Case, Run, check_case, snapshot
 from harness import Outcome, run_faulty_ranks, run_ranks
 from models import DeepNet
@@ -212,7 +212,7 @@ def _legs_of_a_broken_backward(goes_on: bool) -> None:
 
     def noting(link: GlooLink, group: int, buffer: torch.Tensor) -> None:
         expect(link, group, buffer)
-        legs.append(link._expected[group])
+        legs.append(link._announced[group])
 
     # One bucket per layer, one group per gradient: when it raises, some are announced and not on their way.
     run = Run(Case(model=DeepNet, optimizer=SGD, ddp={"bucket_cap_mb": 1e-4}, steps=FAULT_AT), with_dear=True)
@@ -227,12 +227,12 @@ def _legs_of_a_broken_backward(goes_on: bool) -> None:
         with pytest.raises(ZeroDivisionError):
             run.loss(run.model(x), y).backward()
         link, broken = run.state._link, list(legs)
-        assert link._expected and set(link._expected.values()) < set(broken)
+        assert link._announced and set(link._announced.values()) < set(broken)
         if goes_on:
             run.state._reducer.pipeline.retire()  # as the first bucket of the next backward does
         else:
             run.state.detach()
-        assert not link._expected
+        assert not link._announced
         assert all(leg.is_done() for leg in broken)
     run.detach()
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_crossover.collectives.leg import Leg, ScatterLeg
+from ddp_crossover.collectives.meter import LinkMeter
 from ddp_crossover.tracing.clock import CommClock
 
 MAX_GROUPS = 2**16 - 1
@@ -28,27 +29,30 @@ class Link(ABC):
         owns_process_group: whether closing the link destroys the process group.
         rank: this process' rank in the group.
         world_size: number of ranks in the group.
-        sent_bytes: payload bytes that this rank has sent so far.
-        clock: measures times of legs and waits.
+        meter: the clock of the legs, and the bytes that they have sent.
         orders_gathers: whether ranks may send gather legs in different orders, so that the link chooses the order.
         has_fused_all_reduce: whether an all-reduce is one operation, not a scatter and a gather leg.
-        sums_in_fp32: whether 16-bit buffers are added up in fp32 and rounded once; ignored by a link whose backend
-            adds by itself.
-        gave_up: whether the last wait for a leg was ended by an exception, such as KeyboardInterrupt.
         is_closed: whether the link is closed, so that no leg can be started.
     """
 
     process_group: dist.ProcessGroup
     owns_process_group: bool = False
-    sums_in_fp32: bool = False
     rank: int
     world_size: int
-    sent_bytes: int
-    clock: CommClock
+    meter: LinkMeter
     orders_gathers: bool = False
     has_fused_all_reduce: bool = True
-    gave_up: bool = False
     is_closed: bool = False
+
+    @property
+    def clock(self) -> CommClock:
+        """Measures times of legs and waits."""
+        return self.meter.clock
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload bytes that this rank has sent so far."""
+        return self.meter.sent_bytes
 
     @abstractmethod
     def reduce_scatter(self, group: int, buffer: Tensor) -> ScatterLeg:
@@ -100,16 +104,6 @@ class Link(ABC):
     @abstractmethod
     def next_iteration(self) -> None:
         """Begin the next training iteration, to which all legs started from now on belong."""
-
-    @contextlib.contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """Leave ``sent_bytes`` and ``clock`` unchanged by legs inside the block, which are not training."""
-        sent_bytes, clock = self.sent_bytes, self.clock
-        self.clock = CommClock()
-        try:
-            yield
-        finally:
-            self.sent_bytes, self.clock = sent_bytes, clock
 
     def all_scattered(self) -> None:  # noqa: B027  (matters only if the link orders the legs)
         """Note that no scatter leg follows in this iteration."""

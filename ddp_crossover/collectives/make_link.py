@@ -31,7 +31,7 @@ def make_link(
         device: device of the gradients.
         timeout: time after which a leg fails.
         own_group: process group for the link; a new one by default.
-        sums_in_fp32: see :class:`Link`.
+        sums_in_fp32: whether gloo links add up 16-bit buffers in fp32 and round once. NCCL adds by itself.
 
     Raises:
         ValueError: if the backend is neither gloo nor NCCL, or ``own_group`` has other ranks.
@@ -69,7 +69,6 @@ def make_link(
     else:
         # New sockets are those of the new group. The sockets of a given `own_group` are unknown; the backlog is then
         # empty, and gather legs are posted as soon as they are ready.
-        made = link(process_group, device, SocketBacklog(connected_tcp_sockets() - before))
+        made = link(process_group, device, SocketBacklog(connected_tcp_sockets() - before), sums_in_fp32=sums_in_fp32)
     made.owns_process_group = own_group is None
-    made.sums_in_fp32 = sums_in_fp32
     return made

@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
 from ddp_crossover.collectives.leg import Leg, Meanwhile, ScatterLeg, slice_bounds
 from ddp_crossover.collectives.link import Link, release
-from ddp_crossover.tracing.clock import CommClock
+from ddp_crossover.collectives.meter import LinkMeter
 
 # torch 2.13 renamed both functions; the old names warn from then on.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -81,8 +81,7 @@ class NcclLink(Link):
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, small_group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
-        self.sent_bytes = 0
-        self.clock = CommClock()
+        self.meter = LinkMeter()
         self.process_group = process_group
         self._small_group = small_group
         self._device = device
@@ -156,7 +155,7 @@ class NcclLink(Link):
 
         NCCL chooses its algorithm by size and connects for each algorithm on first use, so small and large legs run.
         """
-        with self.unrecorded():
+        with self.meter.unrecorded():
             for numel in (self.world_size, min(memory.numel(), _LARGE_NUMEL)):
                 buffer = memory[: numel // self.world_size * self.world_size].zero_()
                 self.all_gather(self.reduce_scatter(0, buffer)).wait()
@@ -190,4 +189,4 @@ class NcclLink(Link):
         super().close()
 
     def _count(self, buffer: Tensor) -> None:
-        self.sent_bytes += buffer.nbytes * (self.world_size - 1) // self.world_size
+        self.meter.sent_bytes += buffer.nbytes * (self.world_size - 1) // self.world_size

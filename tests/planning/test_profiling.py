@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
-from ddp_crossover.collectives.gloo_legs import GlooLeg
+from ddp_crossover.collectives.gloo_leg import GlooLeg
 from ddp_crossover.planning.compute_profiler import ComputeProfiler, Stopwatch
 from ddp_crossover.planning.cost_model import ComputeProfile
 
