@@ -83,7 +83,7 @@ class Pipeline:
         self.plan = plan
         self.link = link
         self.turns = turns
-        self.order = StreamOrder(link)
+        self.order = StreamOrder(link.streams)
         self.phase = Phase.IDLE
         self.iteration = 0
         self.lock = lock or threading.RLock()
@@ -109,8 +109,7 @@ class Pipeline:
             arena: _zeros(numel, travels_as(like[arena].dtype, wire_dtype), like[arena].device, memory.get(arena))
             for arena, numel in plan.arena_numel.items()
         }
-        for arena in self._arenas.values():
-            link.adopt(arena)
+        link.use_arenas(self._arenas.values())
         allow_foreach(PendingGrad)
         self.slots = [
             Slot(
@@ -175,7 +174,7 @@ class Pipeline:
             staging = self._stagings[index] = plan_staging(
                 buffer, [self.slot_of[p] for p in parameters], parameters, gradients(), self._arenas
             )
-        self.link.soon(functools.partial(self._copy, buffer, staging.copies))
+        self.link.stage(functools.partial(self._copy, buffer, staging.copies))
         self._arrived.append(staging)
         self._kept.note_bucket(buffer, len(parameters))
         if self.unwritten_is_unused:
@@ -208,7 +207,7 @@ class Pipeline:
     def _expect(self, index: int) -> None:
         if self.every_group_arrives and index < len(self.groups) and self.groups[index].scatter is None:
             self._announced.add(index)
-            self.link.expect(index, self.groups[index].buffer)
+            self.link.announce(index, self.groups[index].buffer)
 
     def end_backward(self) -> None:
         """Launch the gather legs in use order and make every ``.grad`` a PendingGrad unless a script keeps it."""
@@ -217,7 +216,7 @@ class Pipeline:
         for group in self.groups:
             group.complete = group.scatter is None
         self._gather_in_use_order()
-        self.link.all_scattered()
+        self.link.end_scatter_legs()
         self._thread = threading.get_ident()
         with self.lock:
             kept = self._make_gradients_pending()
@@ -239,7 +238,7 @@ class Pipeline:
             slot.scales = ()
             pending = slot.pending.take(grad)
             if self._kept.excess(grad):
-                self.link.finish_jobs()  # staging jobs hold references to DDP's buckets, which count here
+                self.link.finish_staging()  # staging jobs hold references to DDP's buckets, which count here
                 if self._kept.excess(grad):
                     doubtful.append(slot)
                     continue
@@ -257,7 +256,7 @@ class Pipeline:
 
     def _make_gradient_pending(self, slot: Slot, grad: Tensor, pending: PendingGrad) -> None:
         memory = grad.resolve() if type(grad) is PendingGrad else grad
-        pending.arm(slot.deliver, memory, self.link.finish_jobs)
+        pending.arm(slot.deliver, memory, self.link.finish_staging)
         if pending is not grad:
             slot.parameter.grad = pending
 
@@ -428,7 +427,7 @@ class Pipeline:
 
         The values that they carry do not matter.
         """
-        self.link.finish_jobs()
+        self.link.finish_staging()
         for index in sorted(self._announced):
             group = self.groups[index]
             if group.scatter is None:

@@ -1,4 +1,4 @@
-"""The link over gloo: starts legs, and ends them all. ``gloo_scatter`` and ``gloo_gather`` say what a leg does.
+"""The links over gloo: start legs, and end them all. ``gloo_scatter`` and ``gloo_gather`` say what a leg does.
 
 No method that the training thread calls takes a lock that another thread needs: a signal handler may interrupt the
 training thread inside such a method and wait for a leg.
@@ -7,7 +7,7 @@ training thread inside such a method and wait for a leg.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Collection
 from typing import cast
 
 import torch
@@ -18,11 +18,10 @@ from ddp_crossover.collectives.gloo_failures import Failures
 from ddp_crossover.collectives.gloo_gather import GlooGatherLeg, GlooSmallGather
 from ddp_crossover.collectives.gloo_leg import GlooCommContext
 from ddp_crossover.collectives.gloo_messages import PeerMessages
-from ddp_crossover.collectives.gloo_scatter import GlooScatterLeg
+from ddp_crossover.collectives.gloo_scatter import AnnouncedLegs, GlooScatterLeg
 from ddp_crossover.collectives.gloo_threads import GlooThreads
 from ddp_crossover.collectives.leg import ScatterLeg
 from ddp_crossover.collectives.link import Link
-from ddp_crossover.collectives.meter import LinkMeter
 from ddp_crossover.collectives.socket_backlog import SocketBacklog
 from ddp_crossover.collectives.staging_queue import StagingQueue
 from ddp_crossover.own_threads import is_own_thread
@@ -30,76 +29,17 @@ from ddp_crossover.own_threads import is_own_thread
 _CLOSE_POLL_S = 1e-3
 
 
-class GlooLink(Link):
-    """Peer exchange of CPU tensors."""
+class PeerLink(Link):
+    """The part of the links over gloo that does not depend on the device of the buffers."""
 
-    orders_gathers = True
-    has_fused_all_reduce = False
-
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup,
-        device: torch.device,
-        backlog: SocketBacklog,
-        *,
-        sums_in_fp32: bool = False,
-    ) -> None:
-        self.process_group = process_group
-        self.meter = LinkMeter()
-        messages = PeerMessages(process_group, self.meter)
-        self.rank = messages.rank
-        self.world_size = messages.world_size
-        self.iteration = 0
+    def __init__(self, process_group: dist.ProcessGroup, backlog: SocketBacklog, *, sums_in_fp32: bool = False) -> None:
+        super().__init__(process_group)
         threads = GlooThreads(backlog)
         failures = Failures(self.rank, on_failure=threads.posting.stop_pacing)
-        self._pace = threads.posting.pace
+        messages = PeerMessages(process_group, self.meter)
+        self.pace = threads.posting.pace
         self._context = GlooCommContext(messages, threads, failures, self.meter, sums_in_fp32)
-        self._staging = StagingQueue(threads.posting.put, failures)
-        self._announced: dict[int, GlooScatterLeg] = {}
         self._small_gathers = 0
-
-    def next_iteration(self) -> None:
-        self.iteration += 1
-        self._pace.is_relaxed = False
-
-    def all_scattered(self) -> None:
-        self._pace.is_relaxed = True
-
-    def set_pace(self, s_per_byte: float) -> None:
-        self._pace.s_per_byte = s_per_byte
-
-    def expect(self, group: int, buffer: Tensor) -> None:
-        context = self._context
-        context.failures.check()
-        leg = self._announced[group] = GlooScatterLeg(context, self.iteration, group, buffer)
-        leg.is_announced = True
-        context.threads.posting.put(leg.post_receives)
-
-    def reduce_scatter(self, group: int, buffer: Tensor) -> GlooScatterLeg:
-        leg = self._announced.pop(group, None)
-        if leg is None or leg.iteration != self.iteration:
-            leg = GlooScatterLeg(self._context, self.iteration, group, buffer)
-        assert leg.buffer is buffer
-        leg.start()
-        return leg
-
-    def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> GlooGatherLeg:
-        leg = GlooGatherLeg(self._context, cast(GlooScatterLeg, scatter), urgency)
-        leg.start()
-        return leg
-
-    def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-
-        def complete(error: BaseException | None) -> None:
-            if error is None:
-                future.set_result(buffer)
-            else:
-                future.set_exception(error)  # type: ignore[arg-type]
-
-        scatter = self.reduce_scatter(group, buffer)
-        GlooGatherLeg(self._context, scatter, urgency=group, paced=False, on_done=complete).start()
-        return future
 
     def all_gather_small(self, value: Tensor) -> Tensor:
         self._small_gathers += 1
@@ -108,13 +48,8 @@ class GlooLink(Link):
         leg.wait()
         return leg.rows
 
-    def soon(self, job: Callable[[], None]) -> None:
-        self._staging.put(job)
-
-    def finish_jobs(self) -> None:
-        self._staging.finish()
-
-    def forget_sizes(self) -> None:
+    def use_arenas(self, arenas: Collection[Tensor]) -> None:
+        super().use_arenas(arenas)
         self._context.scratch.clear()
 
     def shut_down(self) -> None:
@@ -146,6 +81,61 @@ class GlooLink(Link):
         for leg in list(context.open_legs):
             leg.finish(context.failures.first)
         context.scratch.clear()
-        self._announced.clear()
         context.messages.close()
         super().close()
+
+
+class GlooLink(PeerLink):
+    """Peer exchange of CPU tensors.
+
+    Args:
+        process_group: process group for the legs.
+        device: device of the gradients.
+        backlog: backlog of the group's sockets.
+        sums_in_fp32: whether 16-bit buffers are added up in fp32 and rounded once.
+    """
+
+    early_receives: AnnouncedLegs
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        backlog: SocketBacklog,
+        *,
+        sums_in_fp32: bool = False,
+    ) -> None:
+        super().__init__(process_group, backlog, sums_in_fp32=sums_in_fp32)
+        context = self._context
+        self.staging = StagingQueue(context.threads.posting.put, context.failures)
+        self.early_receives = AnnouncedLegs(context)
+
+    def reduce_scatter(self, group: int, buffer: Tensor) -> GlooScatterLeg:
+        leg = self.early_receives.take(group, self.iteration)
+        if leg is None:
+            leg = GlooScatterLeg(self._context, self.iteration, group, buffer)
+        assert leg.buffer is buffer
+        leg.start()
+        return leg
+
+    def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> GlooGatherLeg:
+        leg = GlooGatherLeg(self._context, cast(GlooScatterLeg, scatter), urgency)
+        leg.start()
+        return leg
+
+    def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+
+        def complete(error: BaseException | None) -> None:
+            if error is None:
+                future.set_result(buffer)
+            else:
+                future.set_exception(error)  # type: ignore[arg-type]
+
+        scatter = self.reduce_scatter(group, buffer)
+        GlooGatherLeg(self._context, scatter, urgency=group, paced=False, on_done=complete).start()
+        return future
+
+    def _close_now(self) -> None:
+        super()._close_now()
+        self.early_receives.legs.clear()

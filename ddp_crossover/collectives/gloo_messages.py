@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_crossover.collectives.link import MAX_GROUPS
+from ddp_crossover.collectives.leg import MAX_GROUPS
 from ddp_crossover.collectives.meter import LinkMeter
 
 # A gloo tag has 31 bits: 14 of the iteration, 1 of the kind, 16 of the group.

@@ -16,7 +16,7 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
     """A reduce-scatter, and the receives of the all-gather that will follow it.
 
     Attributes:
-        is_announced: whether ``Link.expect`` announced it; its receives are then posted earlier than its sends.
+        is_announced: whether ``Link.announce`` announced it; its receives are then posted earlier than its sends.
         gather_receives: receives of the peers' reduced slices.
         sends: sends of both legs.
     """
@@ -100,3 +100,30 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
     def _slice_of(self, rank: int) -> Tensor:
         low, high = slice_bounds(self.buffer.numel(), self._context.messages.world_size, rank)
         return self.buffer[low:high]
+
+
+class AnnouncedLegs:
+    """Scatter legs whose receives were posted before the legs are started, so that faster peers can send already.
+
+    Args:
+        context: what all legs of the link share.
+
+    Attributes:
+        legs: the announced legs, by group.
+    """
+
+    def __init__(self, context: GlooCommContext) -> None:
+        self.legs: dict[int, GlooScatterLeg] = {}
+        self._context = context
+
+    def post(self, iteration: int, group: int, buffer: Tensor) -> None:
+        """Post the receives of this group's scatter leg in this iteration."""
+        self._context.failures.check()
+        leg = self.legs[group] = GlooScatterLeg(self._context, iteration, group, buffer)
+        leg.is_announced = True
+        self._context.threads.posting.put(leg.post_receives)
+
+    def take(self, group: int, iteration: int) -> GlooScatterLeg | None:
+        """Remove and return the group's leg; None if it was not announced in this iteration."""
+        leg = self.legs.pop(group, None)
+        return leg if leg is not None and leg.iteration == iteration else None

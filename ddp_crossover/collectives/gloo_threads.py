@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import queue
 
-from ddp_crossover.collectives.gloo_posting import Job, Pace, PostQueue
+from ddp_crossover.collectives.gloo_posting import Job, PostQueue
+from ddp_crossover.collectives.pace import Pace
 from ddp_crossover.collectives.socket_backlog import SocketBacklog
 from ddp_crossover.collectives.waiters import Waiters
 from ddp_crossover.own_threads import start_thread

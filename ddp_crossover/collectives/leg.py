@@ -18,6 +18,10 @@ class Meanwhile(Protocol):
         """Whether the host should block even if only a CUDA stream has to wait."""
 
 
+# Fusion groups are numbered from 0. The tag of a message has 16 bits for this number, see ``gloo_messages``.
+MAX_GROUPS = 2**16 - 1
+
+
 class LegError(RuntimeError):
     """A leg failed on this rank. The message names the rank, the leg and the fusion group."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch.profiler import record_function
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
 from ddp_crossover.collectives.leg import Leg, Meanwhile, ScatterLeg, slice_bounds
 from ddp_crossover.collectives.link import Link, release
-from ddp_crossover.collectives.meter import LinkMeter
+from ddp_crossover.collectives.stream_order import CudaStreams
 
 # torch 2.13 renamed both functions; the old names warn from then on.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -70,6 +71,8 @@ class NcclLink(Link):
     Small exchanges have their own process group and stream: on those of the legs, a norm would be known only after
     all gather legs that have been enqueued before it.
 
+    It has no staging thread, announcements or pace: the streams keep the order, and NCCL matches operations by it.
+
     ``sent_bytes`` is an estimate, what a ring sends: ``(n - 1) / n`` of the buffer per leg. NCCL does not report it.
 
     Args:
@@ -78,26 +81,24 @@ class NcclLink(Link):
         small_group: process group for small exchanges, over the same ranks. The link owns and destroys it.
     """
 
+    has_fused_all_reduce = True
+
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, small_group: dist.ProcessGroup) -> None:
-        self.rank = dist.get_rank(process_group)
-        self.world_size = dist.get_world_size(process_group)
-        self.meter = LinkMeter()
-        self.process_group = process_group
+        super().__init__(process_group)
         self._small_group = small_group
         self._device = device
         # High priority: communication kernels are small, and would otherwise wait behind compute kernels.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._small_stream = torch.cuda.Stream(device, priority=-1)
-
-    def next_iteration(self) -> None:
-        """Do nothing: NCCL matches operations by their order, so iterations need no tags."""
+        self.all_reduce_stream = self._stream
+        self.streams = CudaStreams(device, (self._stream,))
 
     def reduce_scatter(self, group: int, buffer: Tensor) -> _NcclScatterLeg:
         low, high = slice_bounds(buffer.numel(), self.world_size, self.rank)
         shard = buffer[low:high]
         with record_function(f"ddp_crossover::reduce_scatter[{group}]"):
             # Wait for the staging copies, which run on the caller's stream.
-            self._stream.wait_stream(self.current_stream())
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
             begin = self.clock.mark(self._stream)
             with torch.cuda.stream(self._stream):
                 _reduce_scatter(shard, buffer, group=self.process_group)
@@ -121,7 +122,7 @@ class NcclLink(Link):
         low, high = slice_bounds(buffer.numel(), self.world_size, self.rank)
         with record_function(f"ddp_crossover::all_reduce[{group}]"):
             # Wait for the staging copies, which run on the caller's stream.
-            self._stream.wait_stream(self.current_stream())
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
             begin = self.clock.mark(self._stream)
             with torch.cuda.stream(self._stream):
                 dist.all_reduce(buffer, group=self.process_group)
@@ -136,39 +137,29 @@ class NcclLink(Link):
         with record_function(f"ddp_crossover::all_reduce[{group}]"):
             return all_reduce_sum(buffer, self.process_group, self.clock, group, self._stream)
 
-    @property
-    def all_reduce_stream(self) -> torch.cuda.Stream:
-        return self._stream
-
     def all_gather_small(self, value: Tensor) -> Tensor:
         rows = value.new_empty((self.world_size, *value.shape))
         # Wait for `value`, which is written on the caller's stream.
-        self._small_stream.wait_stream(self.current_stream())
+        self._small_stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._small_stream):
             _all_gather(rows.view(-1), value.reshape(-1), group=self._small_group)
         # Make the caller's stream wait for the rows before it reads them.
-        self.current_stream().wait_stream(self._small_stream)
+        torch.cuda.current_stream(self._device).wait_stream(self._small_stream)
         return rows
 
-    def prepare(self, memory: Tensor) -> None:
-        """Make NCCL create its communicators and connections now, with legs in ``memory``, which they overwrite.
+    def connect(self, arenas: Collection[Tensor]) -> None:
+        """Make NCCL create its communicators and connections now, with legs that overwrite the largest arena.
 
         NCCL chooses its algorithm by size and connects for each algorithm on first use, so small and large legs run.
         """
+        super().connect(arenas)
+        memory = max(arenas, key=lambda arena: arena.nbytes)
         with self.meter.unrecorded():
             for numel in (self.world_size, min(memory.numel(), _LARGE_NUMEL)):
                 buffer = memory[: numel // self.world_size * self.world_size].zero_()
                 self.all_gather(self.reduce_scatter(0, buffer)).wait()
                 self.all_reduce_leg(0, buffer).wait()
             self.all_gather_small(torch.zeros(1, device=self._device))
-
-    def adopt(self, buffer: Tensor) -> None:
-        # The buffer is allocated at attach, possibly on another stream than the training stream.
-        for stream in (self._stream, self.current_stream()):
-            buffer.record_stream(stream)
-
-    def current_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device)
 
     def shut_down(self) -> None:
         """Do nothing: destroying an NCCL group is a collective operation.

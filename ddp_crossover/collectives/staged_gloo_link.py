@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -11,10 +11,11 @@ from torch import Tensor
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
 from ddp_crossover.collectives.gloo_gather import GlooGatherLeg
 from ddp_crossover.collectives.gloo_leg import GlooCommContext
-from ddp_crossover.collectives.gloo_link import GlooLink
+from ddp_crossover.collectives.gloo_link import PeerLink
 from ddp_crossover.collectives.gloo_scatter import GlooScatterLeg
 from ddp_crossover.collectives.leg import Meanwhile, ScatterLeg
 from ddp_crossover.collectives.socket_backlog import SocketBacklog
+from ddp_crossover.collectives.stream_order import CudaStreams
 
 
 class _StagedScatterLeg(GlooScatterLeg):
@@ -68,8 +69,18 @@ class _StagedGatherLeg(GlooGatherLeg):
             self._on_device.record(self.copy_stream)
 
 
-class StagedGlooLink(GlooLink):
-    """Peer exchange of CUDA tensors. The host has to wait for legs, because the CPU moves the bytes."""
+class StagedGlooLink(PeerLink):
+    """Peer exchange of CUDA tensors. The host has to wait for legs, because the CPU moves the bytes.
+
+    Gradients are staged on the caller's stream, which keeps the order. No leg is announced: a leg begins with the copy
+    to the host, so its receives are posted with it.
+
+    Args:
+        process_group: process group for the legs.
+        device: device of the gradients.
+        backlog: backlog of the group's sockets.
+        sums_in_fp32: whether 16-bit buffers are added up in fp32 and rounded once.
+    """
 
     def __init__(
         self,
@@ -79,14 +90,11 @@ class StagedGlooLink(GlooLink):
         *,
         sums_in_fp32: bool = False,
     ) -> None:
+        super().__init__(process_group, backlog, sums_in_fp32=sums_in_fp32)
         self._to_host_stream = torch.cuda.Stream(device)
         self._to_device_stream = torch.cuda.Stream(device)
-        self._device = device
         self._host_buffers: dict[int, Tensor] = {}
-        super().__init__(process_group, device, backlog, sums_in_fp32=sums_in_fp32)
-
-    def expect(self, group: int, buffer: Tensor) -> None:
-        """Do nothing: a leg here begins with the copy to the host, so receives are posted with it."""
+        self.streams = CudaStreams(device, (self._to_host_stream, self._to_device_stream))
 
     def reduce_scatter(self, group: int, buffer: Tensor) -> GlooScatterLeg:
         host = self._host_buffers.get(group)
@@ -107,23 +115,9 @@ class StagedGlooLink(GlooLink):
         self.meter.sent_bytes += 2 * buffer.nbytes * (self.world_size - 1) // self.world_size  # as in a ring
         return all_reduce_sum(buffer, self.process_group, self.clock, group)
 
-    def forget_sizes(self) -> None:
-        super().forget_sizes()
+    def use_arenas(self, arenas: Collection[Tensor]) -> None:
+        super().use_arenas(arenas)
         self._host_buffers.clear()
-
-    def soon(self, job: Callable[[], None]) -> None:
-        job()  # the CUDA stream keeps the order
-
-    def finish_jobs(self) -> None:
-        """Do nothing: :meth:`soon` runs jobs at once."""
 
     def all_gather_small(self, value: Tensor) -> Tensor:
         return super().all_gather_small(value.cpu()).to(value.device)
-
-    def adopt(self, buffer: Tensor) -> None:
-        # The buffer is allocated at attach, possibly on another stream than the training stream.
-        for stream in (self._to_host_stream, self._to_device_stream, self.current_stream()):
-            buffer.record_stream(stream)
-
-    def current_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device)

@@ -239,7 +239,7 @@ class Reducer:
         self._awaits_backward = False
         self._layouts.begin_backward()
         self._choose_plan()
-        self._link.next_iteration()
+        self._link.begin_iteration()
         if self.pipeline is not None and not self.is_plain:
             self.pipeline.begin_backward()
         self._turns.want()
@@ -331,7 +331,6 @@ class Reducer:
 
     def _use(self, choice: Choice) -> None:
         """Switch plans. Called between iterations, when no update is pending and no leg is under way."""
-        self._link.forget_sizes()
         before = self.pipeline
         self.is_plain = choice.is_plain
         self.pipeline = Pipeline(
@@ -399,7 +398,7 @@ class Reducer:
         self._guard.end_forward()
         # Protects gradients that are still being staged: the next backward writes into DDP's buckets before it calls
         # the hook.
-        self._link.finish_jobs()
+        self._link.finish_staging()
 
     def _timing(self, note_use: Callable[[LazyParam], None]) -> Callable[[LazyParam], None]:
         profiler = self._planning.profiler

@@ -60,7 +60,7 @@ def _time_legs(link: Link, device: torch.device, legs: int, buffer_bytes: int) -
     """
     sizes = [max(buffer_bytes, _PRIMING_BYTES), *[buffer_bytes] * legs]
     buffers = [torch.zeros(size // 4 // link.world_size * link.world_size, device=device) for size in sizes]
-    link.next_iteration()
+    link.begin_iteration()
     link.all_gather_small(torch.zeros(1, device=device))  # a barrier, so that all ranks begin together
     scatters: list[ScatterLeg] = [link.reduce_scatter(0, buffers[0])]
     scatters[0].wait()

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ddp_crossover.collectives.agreement import all_gather_json, require_equal
-from ddp_crossover.collectives.link import MAX_GROUPS, Link
+from ddp_crossover.collectives.leg import MAX_GROUPS
+from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.wire import travels_as
 from ddp_crossover.fusion import MB, FusionPlan, GradientSpec, plan_fusion
 from ddp_crossover.gpu_sharing.turns import Turns

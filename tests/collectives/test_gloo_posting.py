@@ -16,8 +16,9 @@ import pytest
 
 from ddp_crossover.collectives import gloo_posting
 from ddp_crossover.collectives.gloo_gather import GlooGatherLeg
-from ddp_crossover.collectives.gloo_posting import Pace, PostQueue
+from ddp_crossover.collectives.gloo_posting import PostQueue
 from ddp_crossover.collectives.gloo_scatter import GlooScatterLeg
+from ddp_crossover.collectives.pace import Pace
 from ddp_crossover.collectives.socket_backlog import SocketBacklog
 from tcp import drain, fill, tcp_pair
 

@@ -57,7 +57,7 @@ def _arrived_early() -> list[bool]:
         nonlocal woken
         if woken and run.state.plan is not None:
             woken = False
-            leg = link._announced.get(group)
+            leg = link.early_receives.legs.get(group)
             seen.append(leg is not None and bool(leg.incoming) and not any(t.isnan().any() for t in leg.incoming))
         return start(link, group, buffer)
 
