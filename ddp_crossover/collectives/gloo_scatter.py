@@ -50,7 +50,7 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
         try:
             self._context.failures.check()
             shard = self.shard()
-            self.incoming = [self._context.scratch.take(shard) for _ in messages.peers]
+            self.incoming = [self._context.scratch.allocate(shard) for _ in messages.peers]
             self._scatter_receives = messages.receive(
                 [Slice(*pair) for pair in zip(messages.peers, self.incoming, strict=True)],
                 message_tag(MessageKind.SCATTER, self.iteration, self.group),
@@ -90,7 +90,7 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
             for receive in self._scatter_receives:
                 receive.wait()
             add_in_rank_order(self.shard(), context.messages.rank, self.incoming, in_fp32=context.sums_in_fp32)
-            context.scratch.give_back(self.incoming)
+            context.scratch.free(self.incoming)
             self.incoming = []
         except Exception as error:
             self._end(error)

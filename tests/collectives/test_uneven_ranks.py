@@ -48,10 +48,10 @@ def _arrived_early() -> list[bool]:
 
     if is_slow:
         _slow_in_backward(run, seconds)
-    take, start = ScratchPool.take, GlooLink.reduce_scatter
+    allocate, start = ScratchPool.allocate, GlooLink.reduce_scatter
 
-    def take_empty(pool: ScratchPool, like: torch.Tensor) -> torch.Tensor:
-        return take(pool, like).fill_(float("nan"))
+    def allocate_nan(pool: ScratchPool, like: torch.Tensor) -> torch.Tensor:
+        return allocate(pool, like).fill_(float("nan"))
 
     def look(link: GlooLink, group: int, buffer: torch.Tensor) -> Any:
         nonlocal woken
@@ -61,7 +61,7 @@ def _arrived_early() -> list[bool]:
             seen.append(leg is not None and bool(leg.incoming) and not any(t.isnan().any() for t in leg.incoming))
         return start(link, group, buffer)
 
-    with mock.patch.object(ScratchPool, "take", take_empty), mock.patch.object(GlooLink, "reduce_scatter", look):
+    with mock.patch.object(ScratchPool, "allocate", allocate_nan), mock.patch.object(GlooLink, "reduce_scatter", look):
         for _ in plain_loop(run):
             pass
     run.detach()
