@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.profiler import record_function
 
-from ddp_crossover.collectives.leg import Meanwhile
+from ddp_crossover.collectives.leg import HostWait
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.collectives.wire import scale_into, travels_as
@@ -329,12 +329,12 @@ class Pipeline:
             # No profiler range if the leg is done, where it only costs time, or if `torch.jit.trace` would record it.
             unnamed = group.gather.is_done() or is_traced()
             named = contextlib.nullcontext() if unnamed else record_function(f"ddp_crossover::wait[{index}]")
-            with named, self.waiting(index) as meanwhile:
+            with named, self.waiting(index) as host_wait:
                 # Protects the optimizer and readers of `.grad` from partly gathered gradients.
-                group.gather.wait(meanwhile)
+                group.gather.wait(host_wait)
             group.complete = True
 
-    def waiting(self, what: int | str) -> contextlib.AbstractContextManager[Meanwhile | None]:
+    def waiting(self, what: int | str) -> contextlib.AbstractContextManager[HostWait | None]:
         """Context of a wait for communication; ``what`` identifies the same wait in each step, see :class:`Turns`."""
         return self.turns.gap(what)
 
@@ -403,11 +403,11 @@ class Pipeline:
             self._is_retiring = False
         if self.phase is Phase.BACKWARD and not self.link.is_closed:
             self._close_broken_backward()
-        with self.waiting("end of iteration") as meanwhile:
+        with self.waiting("end of iteration") as host_wait:
             for group in self.groups:
                 if group.gather is not None:
                     # Protects peers that still receive from this buffer.
-                    group.gather.wait(meanwhile)
+                    group.gather.wait(host_wait)
         self.phase = Phase.IDLE
 
     def _finish_updates_and_gradients(self) -> None:

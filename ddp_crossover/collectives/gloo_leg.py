@@ -21,7 +21,7 @@ from ddp_crossover.collectives.gloo_failures import Failures
 from ddp_crossover.collectives.gloo_messages import PeerMessages
 from ddp_crossover.collectives.gloo_threads import GlooThreads
 from ddp_crossover.collectives.latch import Latch
-from ddp_crossover.collectives.leg import Leg, Meanwhile
+from ddp_crossover.collectives.leg import HostWait, Leg
 from ddp_crossover.collectives.meter import LinkMeter
 from ddp_crossover.collectives.rank_order_sum import ScratchPool
 from ddp_crossover.own_threads import refuse_to_wait
@@ -66,13 +66,13 @@ class GlooLeg(Leg):
         self._done = Latch()
         self._error: BaseException | None = None
 
-    def wait(self, meanwhile: Meanwhile | None = None) -> None:
+    def wait(self, host_wait: HostWait | None = None) -> None:
         context = self._context
         if not self._done.is_set:
             refuse_to_wait()
             start_s = time.perf_counter()
             context.wait_was_interrupted = True  # stays True if an exception ends this wait
-            while not self._done.wait(-1 if meanwhile is None else meanwhile()):
+            while not self._done.wait(-1 if host_wait is None else host_wait.poll()):
                 pass
             context.wait_was_interrupted = False
             context.meter.clock.waited(start_s, self.label, self.group, for_gather=self.is_gather)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
-from ddp_crossover.collectives.leg import Leg, Meanwhile, ScatterLeg, slice_bounds
+from ddp_crossover.collectives.leg import HostWait, Leg, ScatterLeg, slice_bounds
 from ddp_crossover.collectives.link import Link, release
 from ddp_crossover.collectives.stream_order import CudaStreams
 
@@ -35,15 +35,15 @@ class _NcclLeg(Leg):
         self._done.record(stream)
         self._device = stream.device
 
-    def wait(self, meanwhile: Meanwhile | None = None) -> None:
+    def wait(self, host_wait: HostWait | None = None) -> None:
         stream = torch.cuda.current_stream(self._device)
-        if meanwhile is not None and not self._done.query() and meanwhile.is_worth_blocking():
-            self._wait_on_host(stream, meanwhile)
+        if host_wait is not None and not self._done.query() and host_wait.is_worth_blocking():
+            self._wait_on_host(stream, host_wait)
         begin = self._clock.mark(stream)
         stream.wait_event(self._done)
         self._clock.span("wait", begin, stream, group=self.group, what=self.label)
 
-    def _wait_on_host(self, stream: torch.cuda.Stream, meanwhile: Meanwhile) -> None:
+    def _wait_on_host(self, stream: torch.cuda.Stream, host_wait: HostWait) -> None:
         """Block the host until the leg is done, so that another job can use the GPU meanwhile.
 
         A gap in the lease can be given only when ``stream`` has nothing left to compute, so drain the stream first.
@@ -52,7 +52,7 @@ class _NcclLeg(Leg):
         drained.record(stream)
         drained.synchronize()
         while not self._done.query():
-            time.sleep(meanwhile())
+            time.sleep(host_wait.poll())
 
 
 class _NcclScatterLeg(_NcclLeg, ScatterLeg):

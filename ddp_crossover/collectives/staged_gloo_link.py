@@ -13,7 +13,7 @@ from ddp_crossover.collectives.gloo_gather import GlooGatherLeg
 from ddp_crossover.collectives.gloo_leg import GlooCommContext
 from ddp_crossover.collectives.gloo_link import PeerLink
 from ddp_crossover.collectives.gloo_scatter import GlooScatterLeg
-from ddp_crossover.collectives.leg import Meanwhile, ScatterLeg
+from ddp_crossover.collectives.leg import HostWait, ScatterLeg
 from ddp_crossover.collectives.socket_backlog import SocketBacklog
 from ddp_crossover.collectives.stream_order import CudaStreams
 
@@ -59,8 +59,8 @@ class _StagedGatherLeg(GlooGatherLeg):
         self.copy_stream = copy_stream
         self._on_device = torch.cuda.Event()
 
-    def wait(self, meanwhile: Meanwhile | None = None) -> None:
-        super().wait(meanwhile)
+    def wait(self, host_wait: HostWait | None = None) -> None:
+        super().wait(host_wait)
         torch.cuda.current_stream(self.device_buffer.device).wait_event(self._on_device)
 
     def after_receiving(self) -> None:

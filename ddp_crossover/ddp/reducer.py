@@ -277,10 +277,10 @@ class Reducer:
 
     def _wait_for_all_reduces(self) -> None:
         """Wait for the all-reduces here: DDP's C++ wait would block while holding the lease."""
-        with self._turns.gap("all-reduces") as meanwhile:
-            if meanwhile is None:
+        with self._turns.gap("all-reduces") as host_wait:
+            if host_wait is None:
                 return
-            wait_for_futures(self._plain_under_way, meanwhile)
+            wait_for_futures(self._plain_under_way, host_wait)
             # Release the lease: `step()` takes its own turn, and the script may first load another micro-batch.
             self._turns.release()
             self._link.clock.waited(self._last_bucket_s, "all-reduces")

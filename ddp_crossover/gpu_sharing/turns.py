@@ -11,7 +11,7 @@ import time
 from collections.abc import Hashable, Iterator
 from typing import Protocol
 
-from ddp_crossover.collectives.leg import Meanwhile
+from ddp_crossover.collectives.leg import HostWait
 from ddp_crossover.gpu_sharing.gap_policy import MIN_GAIN, ExpectedWaits, Gain
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.stats import FallbackLog, LeaseUse
@@ -93,7 +93,7 @@ class Turns:
             self.resume()
 
     @contextlib.contextmanager
-    def gap(self, what: Hashable) -> Iterator[Meanwhile | None]:
+    def gap(self, what: Hashable) -> Iterator[HostWait | None]:
         """Wrap a wait of compute for communication. Gives the lease away if another job wants it and the wait is long.
 
         Args:
@@ -233,7 +233,7 @@ class _Gap:
         self._is_unknown = not worth
         return worth
 
-    def __call__(self) -> float:
+    def poll(self) -> float:
         """Poll while the host waits: give the turn away if that pays now. Returns seconds until the next poll."""
         turns, now_s = self._turns, time.perf_counter()
         if self._began_s is None:

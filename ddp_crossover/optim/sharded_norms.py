@@ -131,9 +131,9 @@ def _reduced_shard(pipeline: Pipeline, group: GroupInFlight, low: int, high: int
     if group.complete:
         return group.buffer[low:high]
     assert group.scatter is not None
-    with pipeline.waiting(f"scatter {group.spec.index}") as meanwhile:
+    with pipeline.waiting(f"scatter {group.spec.index}") as host_wait:
         # Protects the norm from incomplete sums.
-        group.scatter.wait(meanwhile)
+        group.scatter.wait(host_wait)
     return group.scatter.shard()
 
 

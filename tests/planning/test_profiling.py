@@ -57,9 +57,9 @@ def _measured() -> ComputeProfile:
     state = dx.attach(ddp, optimizer, tune=False)
     wait = GlooLeg.wait
 
-    def slow_wait(leg: GlooLeg, meanwhile: Any = None) -> None:
+    def slow_wait(leg: GlooLeg, host_wait: Any = None) -> None:
         time.sleep(WAIT_S)
-        wait(leg, meanwhile)
+        wait(leg, host_wait)
 
     with mock.patch.object(GlooLeg, "wait", slow_wait):
         while state.tuning:
