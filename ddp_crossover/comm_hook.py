@@ -131,7 +131,7 @@ class DearState:
         }
         require_same_setup(self._link, named, optimizers, options)
         settings = PlanSettings(schedule, fusion_mb, tune, tuned_file)
-        self._turns = Turns(lease, self._link.clock, self._fallbacks)
+        self._turns = Turns(lease, self._link.clock, self._fallbacks.note)
         backend = dist.get_backend(ddp.process_group)
         self._planning = Planning(named, settings, self._link, backend, wire_dtype, self._turns)
         self._planning.load_tuned()

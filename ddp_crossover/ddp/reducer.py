@@ -322,7 +322,7 @@ class Reducer:
         if self._plain_reason is not None or not self._use_order.is_known:
             return
         if self._layouts.settled_anew():
-            with self._turns.away():
+            with self._turns.released():
                 choice = self._planning.begin(Orders(self._layouts.arrival_order(), self._use_order.ranks()))
             self._use(choice)
             self._layouts.adopt()

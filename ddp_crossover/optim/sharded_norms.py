@@ -80,7 +80,7 @@ def total_norm(pipeline: Pipeline, gradients: Gradients, norm_type: float) -> Te
             part.mul_(factor.abs())
         parts.append(part)
     own: Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type)
-    with pipeline.waiting("norms"), pipeline.turns.away():
+    with pipeline.waiting("norms"), pipeline.turns.released():
         of_ranks = pipeline.link.all_gather_small(own)
     total: Tensor = torch.linalg.vector_norm(of_ranks, norm_type)
     return total

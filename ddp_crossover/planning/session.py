@@ -169,12 +169,12 @@ class Planning:
     def at_step_boundary(self) -> Choice | None:
         """Advance planning by one step; returns the choice to switch to now, or None to stay."""
         if self.stage is Stage.PROFILING and self.profiler is not None and self.profiler.done:
-            with self._turns.away():
+            with self._turns.released():
                 return self._leave_profiling()
         if self.stage is Stage.TUNING:
             self._step_marks.append(self._stopwatch.mark())
             if len(self._step_marks) > TRIAL_STEPS:
-                with self._turns.away():
+                with self._turns.released():
                     return self._end_trial()
         return None
 
