@@ -90,9 +90,10 @@ class StagedGlooLink(PeerLink):
         *,
         sums_in_fp32: bool = False,
     ) -> None:
-        super().__init__(process_group, backlog, sums_in_fp32=sums_in_fp32)
+        # First, because it may fail: the base class starts threads.
         self._to_host_stream = torch.cuda.Stream(device)
         self._to_device_stream = torch.cuda.Stream(device)
+        super().__init__(process_group, backlog, sums_in_fp32=sums_in_fp32)
         self._host_buffers: dict[int, Tensor] = {}
         self.streams = CudaStreams(device, (self._to_host_stream, self._to_device_stream))
 
