@@ -91,7 +91,7 @@ class ReducedGradients:
             slot.scales = ()
             pending = slot.pending.take(grad)
             if self._kept.excess(grad):
-                self._link.finish_jobs()  # staging jobs hold references to DDP's buckets, which count here
+                self._link.finish_staging()  # staging jobs hold references to DDP's buckets, which count here
                 if self._kept.excess(grad):
                     doubtful.append(slot)
                     continue
@@ -109,7 +109,7 @@ class ReducedGradients:
 
     def _make_one_pending(self, slot: Slot, grad: Tensor, pending: PendingGrad) -> None:
         memory = grad.resolve() if type(grad) is PendingGrad else grad
-        pending.arm(slot.deliver, memory, self._link.finish_jobs)
+        pending.arm(slot.deliver, memory, self._link.finish_staging)
         if pending is not grad:
             slot.parameter.grad = pending
 

@@ -31,10 +31,10 @@ def late_legs(device: torch.device, *, own_shard_is_read: bool) -> Iterator[None
         yield
         return
     from ddp_crossover.collectives import nccl_link
-    from ddp_crossover.collectives.staged_gloo_link import StagedGlooLink
+    from ddp_crossover.collectives.staged_gloo_link import _StagedGatherLeg
 
     reduce_scatter, all_gather = nccl_link._reduce_scatter, nccl_link._all_gather
-    after_gather = StagedGlooLink.after_gather
+    after_receiving = _StagedGatherLeg.after_receiving
 
     def late_reduce_scatter(shard: Tensor, buffer: Tensor, *args: Any, **kwargs: Any) -> Any:
         if own_shard_is_read:
@@ -52,15 +52,15 @@ def late_legs(device: torch.device, *, own_shard_is_read: bool) -> Iterator[None
                 buffer.mul_(0.5)
         return work
 
-    def late_after_gather(link: Any, leg: Any) -> None:
-        with torch.cuda.device(device), torch.cuda.stream(link._to_device_stream):
+    def late_after_receiving(leg: _StagedGatherLeg) -> None:
+        with torch.cuda.device(device), torch.cuda.stream(leg.copy_stream):
             device_sleep(device, LEG_CYCLES)
-        after_gather(link, leg)
+        after_receiving(leg)
 
     with (
         mock.patch.object(nccl_link, "_reduce_scatter", late_reduce_scatter),
         mock.patch.object(nccl_link, "_all_gather", late_all_gather),
-        mock.patch.object(StagedGlooLink, "after_gather", late_after_gather),
+        mock.patch.object(_StagedGatherLeg, "after_receiving", late_after_receiving),
     ):
         yield
 
