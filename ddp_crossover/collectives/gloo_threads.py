@@ -47,9 +47,13 @@ class GlooThreads:
 
         Always join all threads: one that returns from gloo after the interpreter is gone ends the process by SIGABRT.
         """
-        self._reducing.put(None)
+        posting, reducing = self._threads
+        # In the order in which they hand jobs on, so that no thread is given a job after it was told to end.
         self.posting.close()
-        for thread in [*self._threads, *self._waiters.close()]:
+        posting.join()
+        self._reducing.put(None)
+        reducing.join()
+        for thread in self._waiters.close():
             thread.join()
 
     def _post_forever(self) -> None:
