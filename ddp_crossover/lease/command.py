@@ -14,11 +14,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from .broker import Broker, BrokerSettings
-from .connection import RefusedError, ask_status
-from .figures import with_shares
-from .places import Place, PlaceError
+from .broker.server import Broker, BrokerSettings
+from .client.connection import RefusedError, ask_status
+from .directory import BrokerDirectory, DirectoryError
 from .protocol import ProtocolError
+from .shares import with_shares
 
 _STATUS_S = 2.0
 
@@ -37,32 +37,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     top.add_argument("--once", action="store_true", help="show one interval and exit")
     top.add_argument("--json", action="store_true", help="print a line of JSON for each interval")
     for verb in (serve, status, top):
-        verb.add_argument("--directory", help="where the socket is; the default is the user's own place")
+        verb.add_argument("--directory", help="where the socket is; the default is the user's own directory")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the verb in ``args`` and return the exit status."""
-    place = Place(args.directory)
+    directory = BrokerDirectory(args.directory)
     try:
         if args.verb == "serve":
-            return _serve(place, args)
-        return _status(place, args.json) if args.verb == "status" else _top(place, args)
-    except (OSError, KeyError, PlaceError, ProtocolError, RefusedError) as error:
+            return _serve(directory, args)
+        return _status(directory, args.json) if args.verb == "status" else _top(directory, args)
+    except (OSError, KeyError, DirectoryError, ProtocolError, RefusedError) as error:
         print(f"lease {args.verb}: {error}", file=sys.stderr)
         return 1
 
 
-def _ask(place: Place) -> dict[str, Any]:
-    status: dict[str, Any] = json.loads(ask_status(place, _STATUS_S))
+def _ask(directory: BrokerDirectory) -> dict[str, Any]:
+    status: dict[str, Any] = json.loads(ask_status(directory, _STATUS_S))
     return status
 
 
-def _serve(place: Place, args: argparse.Namespace) -> int:
+def _serve(directory: BrokerDirectory, args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     settings = BrokerSettings(frozenset(args.allow_uid), args.group, args.idle_exit_s)
-    broker = Broker(place, settings)
+    broker = Broker(directory, settings)
     if not broker.serving:
-        print(f"lease serve: another broker serves {place.directory}", file=sys.stderr)
+        print(f"lease serve: another broker serves {directory.path}", file=sys.stderr)
         return 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with contextlib.suppress(KeyboardInterrupt):
@@ -70,20 +70,20 @@ def _serve(place: Place, args: argparse.Namespace) -> int:
     return 0
 
 
-def _status(place: Place, as_json: bool) -> int:
-    answer = with_shares(_ask(place))
+def _status(directory: BrokerDirectory, as_json: bool) -> int:
+    answer = with_shares(_ask(directory))
     if as_json:
         print(json.dumps(answer, indent=2))
         return 0
-    print(f"broker {answer['pid']} in {place.directory}: {answer['grants']} grants, {answer['evictions']} evictions")
+    print(f"broker {answer['pid']} in {directory.path}: {answer['grants']} grants, {answer['evictions']} evictions")
     for resource in answer["resources"]:
         waiting = ", ".join(resource["waiting"]) or "nobody"
         print(f"{resource['resource']}: held by {resource['holder'] or 'nobody'}, {waiting} waiting")
     return 0
 
 
-def _top(place: Place, args: argparse.Namespace) -> int:
-    statuses = itertools.islice(_intervals(place, args.interval), 1 if args.once else None)
+def _top(directory: BrokerDirectory, args: argparse.Namespace) -> int:
+    statuses = itertools.islice(_intervals(directory, args.interval), 1 if args.once else None)
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
         if args.json:
             for status in statuses:
@@ -96,11 +96,11 @@ def _top(place: Place, args: argparse.Namespace) -> int:
     return 0
 
 
-def _intervals(place: Place, interval_s: float) -> Iterator[dict[str, Any]]:
+def _intervals(directory: BrokerDirectory, interval_s: float) -> Iterator[dict[str, Any]]:
     """Yield the status with shares at the end of each interval, forever."""
-    before = _ask(place)
+    before = _ask(directory)
     while True:
         time.sleep(interval_s)
-        now = with_shares(_ask(place), before)
+        now = with_shares(_ask(directory), before)
         yield now
         before = now

@@ -6,10 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ddp_crossover.lease.arbiter import AHEAD_S, EQUAL_S, Arbiter, Grant
-from ddp_crossover.lease.holds import JobKey
+from ddp_crossover.lease.broker.arbiter import AHEAD_S, EQUAL_S, Arbiter, Grant
+from ddp_crossover.lease.broker.holds import JobKey
+from ddp_crossover.lease.broker.ties import LONGEST_S
 from ddp_crossover.lease.protocol import Role
-from ddp_crossover.lease.ties import LONGEST_S
 
 RESOURCES = ["GPU-0", "GPU-1"]
 JOBS = {

@@ -20,8 +20,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_crossover.lease.figures import ResourceFigures, with_shares
-from ddp_crossover.lease.holds import JobKey
+from ddp_crossover.lease.broker.figures import ResourceFigures
+from ddp_crossover.lease.broker.holds import JobKey
+from ddp_crossover.lease.shares import with_shares
 from lease_processes import PACKAGE, TIMEOUT_S, LeaseProcesses, eventually
 
 A, B, F = JobKey(0, "a"), JobKey(0, "b"), JobKey(0, "filler")

@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_crossover.lease.client import GpuLease
-from ddp_crossover.lease.connection import ask
-from ddp_crossover.lease.page import PageWriter
+from ddp_crossover.lease.client.connection import ask
 from ddp_crossover.lease.protocol import (
     HELLO_BYTES,
     MESSAGE_BYTES,
@@ -31,6 +30,7 @@ from ddp_crossover.lease.protocol import (
     decode,
     decode_hello,
 )
+from ddp_crossover.lease.state_page import PageWriter
 from lease_processes import LeaseProcesses, RawClient, eventually
 
 HELLO = Hello("job", "cpu:0", Role.PEER, 1.0).encode()

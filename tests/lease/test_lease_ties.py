@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_crossover.lease.arbiter import Arbiter
-from ddp_crossover.lease.holds import JobKey
+from ddp_crossover.lease.broker.arbiter import Arbiter
+from ddp_crossover.lease.broker.holds import JobKey
+from ddp_crossover.lease.broker.ties import CREDIT_RATE, CREDIT_S, LONGEST_S, TIE
 from ddp_crossover.lease.protocol import Role
-from ddp_crossover.lease.ties import CREDIT_RATE, CREDIT_S, LONGEST_S, TIE
 
 GPU = "GPU-0"
 HOLD_S = 0.1

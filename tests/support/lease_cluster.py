@@ -8,8 +8,8 @@ from collections.abc import Callable, Generator
 from itertools import count
 from typing import NamedTuple
 
-from ddp_crossover.lease.arbiter import Arbiter, Grant
-from ddp_crossover.lease.holds import JobKey
+from ddp_crossover.lease.broker.arbiter import Arbiter, Grant
+from ddp_crossover.lease.broker.holds import JobKey
 from ddp_crossover.lease.protocol import Role
 
 GPU = "GPU-0"

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from .keeper import Keeper
-from .places import Place
-from .protocol import Hello, Kind, Role, require_sound
-from .resources import default_resource, drain, is_gpu
+from ..directory import BrokerDirectory
+from ..protocol import Hello, Kind, Role, require_sound
+from .device import default_resource, drain, is_gpu
+from .reconnect import Reconnector
 from .turn import Turn
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class GpuLease:
             peer; a filler waits for as long as the broker lives.
         max_stall_s: seconds that :meth:`acquire` waits for a broker that shows no sign of life, at least 0.1. A larger
             value than the default helps on a host whose cores are all busy.
-        directory: directory of the broker's socket. See :class:`.places.Place`.
+        directory: directory of the broker's socket. See :class:`.directory.BrokerDirectory`.
         spawn_broker: start a broker if none is running.
 
     Raises:
@@ -112,9 +112,9 @@ class GpuLease:
         itself = weakref.ref(self)
         # The broker is given up after two looks without a beat; it beats every 20 ms while any job waits.
         look_s = 0.4 * max_stall_s
-        self._keeper = Keeper(Place(directory), hello, look_s, spawn_broker)
-        self._turn = Turn(self._keeper, hello, max_wait_s)
-        self._finalizer = weakref.finalize(self, self._keeper.stop)
+        self._reconnector = Reconnector(BrokerDirectory(directory), hello, look_s, spawn_broker)
+        self._turn = Turn(self._reconnector, hello, max_wait_s)
+        self._finalizer = weakref.finalize(self, self._reconnector.stop)
         os.register_at_fork(after_in_child=lambda: _forget_in_child(itself))
 
     # ---- holding
@@ -236,13 +236,13 @@ class GpuLease:
     @property
     def contended(self) -> bool:
         """Whether another job waits for the resource. Reads shared memory, without a system call."""
-        connection = self._keeper.connection
+        connection = self._reconnector.connection
         return connection is not None and connection.page.waiters > 0
 
     @property
     def pressed(self) -> bool:
         """Whether a waiting job is entitled to a turn of its own. A filler is not entitled while a peer holds."""
-        connection = self._keeper.connection
+        connection = self._reconnector.connection
         return connection is not None and connection.page.pressed > 0
 
     @property
@@ -273,11 +273,11 @@ class GpuLease:
     @property
     def connected(self) -> bool:
         """Whether a broker is connected now."""
-        return self._keeper.connection is not None
+        return self._reconnector.connection is not None
 
     def wait_until_connected(self, timeout_s: float) -> bool:
         """Wait for a connection and return whether there is one. Training need not wait: it starts unleased."""
-        return os.getpid() == self._pid and self._keeper.connected.wait(timeout_s)
+        return os.getpid() == self._pid and self._reconnector.connected.wait(timeout_s)
 
     def stats(self) -> LeaseStats:
         turn = self._turn
@@ -295,7 +295,7 @@ class GpuLease:
     def _forget_in_child(self) -> None:
         # Do not take the lock: another thread of the parent may have held it at the fork.
         self._turn.forget()
-        self._keeper.forget_in_child()
+        self._reconnector.forget_in_child()
 
     # ---- internals
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..torch_internals import call_after_backward, has_hooks, is_compiled_in_place, is_in_backward, tensors_in
+from ...torch_internals import call_after_backward, has_hooks, is_compiled_in_place, is_in_backward, tensors_in
 from .run_ahead import RunAhead
 
 

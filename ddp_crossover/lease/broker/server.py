@@ -17,13 +17,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..directory import BrokerDirectory
+from ..peer_process import Peer, is_stopped, open_pidfd, peer_of
+from ..protocol import HELLO_BYTES, Kind, Message, ProtocolError, Refusal, decode, decode_hello
+from ..state_page import RESOURCE_SLOTS, PageWriter, tag_of
 from .arbiter import Arbiter, Grant, Limits, MismatchError
 from .figures import ResourceFigures
 from .holds import JobKey
-from .page import RESOURCE_SLOTS, PageWriter, tag_of
-from .places import Place
-from .processes import Peer, is_stopped, open_pidfd, peer_of
-from .protocol import HELLO_BYTES, Kind, Message, ProtocolError, Refusal, decode, decode_hello
 
 logger = logging.getLogger("ddp_crossover.lease")
 
@@ -75,18 +75,18 @@ class Broker:
     """The broker of a directory; :attr:`serving` is False if another broker already has the directory's lock.
 
     Raises:
-        OSError, PlaceError: the directory or its socket cannot be used.
+        OSError, DirectoryError: the directory or its socket cannot be used.
     """
 
-    def __init__(self, place: Place, settings: BrokerSettings | None = None) -> None:
-        self._place = place
+    def __init__(self, directory: BrokerDirectory, settings: BrokerSettings | None = None) -> None:
+        self._directory = directory
         self._settings = settings or BrokerSettings()
-        place.make(self._settings.group)
-        self._lock = place.try_lock()
+        directory.make(self._settings.group)
+        self._lock = directory.try_lock()
         self.serving = self._lock is not None
         if not self.serving:
             return
-        self._listener, self._inode = place.listen(self._settings.group)
+        self._listener, self._inode = directory.listen(self._settings.group)
         self._page = PageWriter()
         # Start fences at the nanoseconds since boot, which is above every fence of an earlier broker.
         self._arbiter = Arbiter(time.monotonic_ns(), self._settings.limits)
@@ -109,7 +109,7 @@ class Broker:
         gc.disable()  # the broker creates no reference cycles, and a collection would delay grants
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
-        logger.info("pid %d serves %s", os.getpid(), self._place.socket)
+        logger.info("pid %d serves %s", os.getpid(), self._directory.socket)
         try:
             while self.serving:
                 events = self._epoll.poll(self._wait_s())
@@ -122,7 +122,7 @@ class Broker:
                 self._to_close.clear()
         finally:
             if self._is_ours():
-                self._place.socket.unlink()
+                self._directory.socket.unlink()
             logger.info("pid %d ends", os.getpid())
 
     def _wait_s(self) -> float:
@@ -316,7 +316,7 @@ class Broker:
     def _is_ours(self) -> bool:
         """Whether the socket at the known path still belongs to this broker."""
         try:
-            return self._place.socket.stat().st_ino == self._inode
+            return self._directory.socket.stat().st_ino == self._inode
         except OSError:
             return False
 

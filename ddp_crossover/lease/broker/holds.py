@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .protocol import Role
+from ..protocol import Role
 
 # Limit on the uncontested time that one hold is charged for. A longer time alone does not fill another job's gap, and
 # charging for all of it could put the job hours behind when another job arrives.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
+from ..protocol import Hello, Kind, ProtocolError, Role
+from ..state_page import tag_of
 from .connection import BrokerConnection
-from .keeper import Keeper
-from .page import tag_of
-from .protocol import Hello, Kind, ProtocolError, Role
+from .reconnect import Reconnector
 
 _NOT_KNOWN_YET = -1  # fence of a hold that was requested without waiting for the grant
 
@@ -21,16 +21,16 @@ class Turn:
         waited_s: seconds spent waiting for grants, including waits that ended without a grant.
 
     Args:
-        keeper: keeps the connection to the broker.
+        reconnector: keeps the connection to the broker.
         hello: this process' job, resource and role.
         max_wait_s: seconds to wait for other jobs.
     """
 
-    def __init__(self, keeper: Keeper, hello: Hello, max_wait_s: float) -> None:
+    def __init__(self, reconnector: Reconnector, hello: Hello, max_wait_s: float) -> None:
         self.grants = 0
         self.lost = 0
         self.waited_s = 0.0
-        self._keeper = keeper
+        self._reconnector = reconnector
         self._is_filler = hello.role is Role.FILLER
         self._tag = tag_of(hello.job)
         self._max_wait_s = max_wait_s
@@ -54,7 +54,7 @@ class Turn:
     def is_held(self) -> bool:
         """Whether there is a hold and the broker has not ended it."""
         held_on = self._held_on
-        if held_on is None or held_on is not self._keeper.connection:
+        if held_on is None or held_on is not self._reconnector.connection:
             return False
         if self._fence == _NOT_KNOWN_YET:
             return held_on.page.holder in (0, self._tag)
@@ -64,7 +64,7 @@ class Turn:
     def is_undisturbed(self) -> bool:
         """Whether the hold is valid and no waiting job presses it."""
         held_on = self._held_on
-        return held_on is not None and held_on is self._keeper.connection and held_on.page.is_calm(self._fence)
+        return held_on is not None and held_on is self._reconnector.connection and held_on.page.is_calm(self._fence)
 
     @property
     def is_asked_to_yield(self) -> bool:
@@ -75,14 +75,14 @@ class Turn:
     @property
     def is_taken(self) -> bool:
         """Whether another job holds the resource."""
-        connection = self._keeper.connection
+        connection = self._reconnector.connection
         return connection is not None and connection.page.holder not in (0, self._tag)
 
     # ---- changing
 
     def ask_if_free(self) -> bool:
         """Request a free resource without waiting for the grant; return whether that was possible."""
-        connection = self._keeper.connection
+        connection = self._reconnector.connection
         if connection is None or self._is_filler:
             return False
         # While the resource is tied, the broker may keep it free for another job: its answer must be awaited.
@@ -95,7 +95,7 @@ class Turn:
             connection.send(Kind.REQUEST, request=self._request)
         except OSError:
             self.forget()
-            self._keeper.give_up(connection)
+            self._reconnector.give_up(connection)
             return False
         self.grants += 1
         return True
@@ -110,10 +110,10 @@ class Turn:
             self._send_end(self._held_on)  # cancels: RELEASE needs a fence, which is not yet known
             held_on = None
         fence = self._fence if held_on is not None else 0
-        connection = self._keeper.connection
+        connection = self._reconnector.connection
         if connection is None:
             self.forget()
-            return self._keeper.why_none
+            return self._reconnector.why_none
         start_s = time.monotonic()
         try:
             self.forget()
@@ -123,7 +123,7 @@ class Turn:
             outcome = self._await_grant(connection, beats, start_s)
             self.grants += outcome is None
         except (OSError, ProtocolError) as error:
-            self._keeper.give_up(connection)
+            self._reconnector.give_up(connection)
             return f"lost the broker: {error}"
         except BaseException:
             # An interrupt, perhaps just after the grant arrived or before RELEASE was sent: cancel covers both.
@@ -160,7 +160,7 @@ class Turn:
                 missed_beats = missed_beats + 1 if beats_now == beats else 0
                 beats = beats_now
                 if missed_beats == 2:
-                    self._keeper.give_up(connection, slow=True)
+                    self._reconnector.give_up(connection, slow=True)
                     return "the broker does not answer"
             elif message.kind is Kind.GRANT and message.request == self._request:
                 if connection.page.fence == message.fence:
@@ -181,13 +181,13 @@ class Turn:
         try:
             connection.send(Kind.RELEASE, fence=self._fence)
         except OSError:
-            self._keeper.give_up(connection)
+            self._reconnector.give_up(connection)
 
     def _send_cancel(self, connection: BrokerConnection) -> None:
         try:
             connection.send(Kind.CANCEL, request=self._request)
         except OSError:
-            self._keeper.give_up(connection)
+            self._reconnector.give_up(connection)
 
     def _checked_hold(self) -> BrokerConnection | None:
         """The connection of a valid hold, else None; counts a hold that the broker has ended."""

@@ -8,10 +8,9 @@ import select
 import socket
 import struct
 
-from .page import PageReader
-from .places import Place, PlaceError
-from .processes import peer_of
-from .protocol import (
+from ..directory import BrokerDirectory, DirectoryError
+from ..peer_process import peer_of
+from ..protocol import (
     MESSAGE_BYTES,
     REFUSALS,
     STATUS_BYTES,
@@ -22,6 +21,7 @@ from .protocol import (
     Refusal,
     decode,
 )
+from ..state_page import PageReader
 
 
 class RefusedError(Exception):
@@ -87,12 +87,12 @@ class BrokerConnection:
         self._sock.close()
 
 
-def open_connection(place: Place, hello: Hello, timeout_s: float, look_s: float) -> BrokerConnection:
+def open_connection(directory: BrokerDirectory, hello: Hello, timeout_s: float, look_s: float) -> BrokerConnection:
     """Connect and exchange HELLO and WELCOME. Each socket call may take ``timeout_s``.
 
-    Raises ``OSError``, :class:`RefusedError`, :class:`.places.PlaceError`, :class:`.protocol.ProtocolError`.
+    Raises ``OSError``, :class:`RefusedError`, :class:`.directory.DirectoryError`, :class:`.protocol.ProtocolError`.
     """
-    sock = _connect(place, timeout_s)
+    sock = _connect(directory, timeout_s)
     try:
         return BrokerConnection(sock, _welcomed(*ask(sock, hello.encode(), MESSAGE_BYTES + 1)), look_s)
     except BaseException:
@@ -100,23 +100,23 @@ def open_connection(place: Place, hello: Hello, timeout_s: float, look_s: float)
         raise
 
 
-def ask_status(place: Place, timeout_s: float) -> bytes:
+def ask_status(directory: BrokerDirectory, timeout_s: float) -> bytes:
     """Return the broker's state as JSON. Raises the errors of :func:`open_connection`."""
-    with _connect(place, timeout_s) as sock:
+    with _connect(directory, timeout_s) as sock:
         answer, _ = ask(sock, Message(Kind.STATUS).encode(), STATUS_BYTES)
         if answer[:1] != b"{":
             _raise_refusal(answer)
         return answer
 
 
-def _connect(place: Place, timeout_s: float) -> socket.socket:
-    owner = place.owner()
+def _connect(directory: BrokerDirectory, timeout_s: float) -> socket.socket:
+    owner = directory.owner()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(timeout_s)
-        sock.connect(str(place.socket))
+        sock.connect(str(directory.socket))
         if peer_of(sock).uid != owner:
-            raise PlaceError(f"{place.socket} is served by another user than the owner of its directory")
+            raise DirectoryError(f"{directory.socket} is served by another user than the owner of its directory")
     except BaseException:
         sock.close()
         raise

@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..protocol import Role
 from .holds import Hold, Job, JobKey, Member, Resource
-from .protocol import Role
 from .ties import Ties
 
 AHEAD_S = 0.1

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import threading
 
+from ..directory import BrokerDirectory
+from ..protocol import Hello
 from .connection import BrokerConnection, open_connection
-from .places import Place
-from .protocol import Hello
 from .spawn import spawn_broker
 
 _HANDSHAKE_S = 0.5
@@ -16,22 +16,22 @@ _LAST_DELAY_S = 2.0
 _SLOW_DELAY_S = 1.0  # by default, each try at a slow broker stalls training for up to 0.1 s
 
 
-class Keeper:
+class Reconnector:
     """Owns the current connection, if any, and reconnects after it is lost.
 
     Args:
-        place: directory of the broker.
+        directory: directory of the broker.
         hello: identity to send on each new connection.
         look_s: seconds that a connection's ``receive`` waits.
         spawn: start a broker if none is running.
     """
 
-    def __init__(self, place: Place, hello: Hello, look_s: float, spawn: bool) -> None:
+    def __init__(self, directory: BrokerDirectory, hello: Hello, look_s: float, spawn: bool) -> None:
         self.connection: BrokerConnection | None = None
         """Read it once and use what was read: it is replaced at any time."""
         self.connected = threading.Event()
         self.why_none = "no lease: not connected to a broker"
-        self._place = place
+        self._directory = directory
         self._hello = hello
         self._look_s = look_s
         self._spawn = spawn
@@ -90,10 +90,10 @@ class Keeper:
 
     def _connect(self) -> BrokerConnection:
         try:
-            return open_connection(self._place, self._hello, _HANDSHAKE_S, self._look_s)
+            return open_connection(self._directory, self._hello, _HANDSHAKE_S, self._look_s)
         except (FileNotFoundError, ConnectionRefusedError):
             if not self._spawn:
                 raise
-        self._place.make()
-        spawn_broker(self._place)
-        return open_connection(self._place, self._hello, _HANDSHAKE_S, self._look_s)
+        self._directory.make()
+        spawn_broker(self._directory)
+        return open_connection(self._directory, self._hello, _HANDSHAKE_S, self._look_s)
