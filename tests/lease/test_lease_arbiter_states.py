@@ -6,8 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ddp_crossover.lease.broker.arbiter import AHEAD_S, EQUAL_S, Arbiter, Grant
-from ddp_crossover.lease.broker.holds import JobKey
+from ddp_crossover.lease.broker.arbiter import Arbiter, Grant
+from ddp_crossover.lease.broker.fairness import AHEAD_S, EQUAL_S
+from ddp_crossover.lease.broker.jobs import JobKey
 from ddp_crossover.lease.broker.ties import LONGEST_S
 from ddp_crossover.lease.protocol import Role
 
@@ -126,10 +127,10 @@ class ArbiterMachine(RuleBasedStateMachine):
 
     @rule()
     def give_what_was_kept_free_for_long_enough(self) -> None:
-        for resource, until_s in self.arbiter.kept_free().items():
+        for resource, until_s in self.arbiter.reserved().items():
             if until_s <= self.now_s:
-                self._hear(self.arbiter.give(resource, self.now_s))
-                assert resource not in self.arbiter.kept_free()
+                self._hear(self.arbiter.end_reservation(resource, self.now_s))
+                assert resource not in self.arbiter.reserved()
 
     # ---- what must hold
 
@@ -152,10 +153,10 @@ class ArbiterMachine(RuleBasedStateMachine):
             assert set(self.arbiter.queue(resource)) == jobs
             holder = self.arbiter_holder(resource)
             if holder is None:
-                assert self.arbiter.kept_free()[resource] <= self.now_s + LONGEST_S
+                assert self.arbiter.reserved()[resource] <= self.now_s + LONGEST_S
                 assert self.arbiter.view(resource).waiters == len(jobs) == 1
                 continue
-            assert resource not in self.arbiter.kept_free()
+            assert resource not in self.arbiter.reserved()
             assert jobs != {holder}, "ranks of the holder wait though no other job does"
             assert self.arbiter.view(resource).waiters == len(jobs - {holder})
 
@@ -195,14 +196,14 @@ class ArbiterMachine(RuleBasedStateMachine):
                 self._must_have_been_next(key, resource)
             else:
                 assert fence == self.arbiter.view(resource).fence
-        self.kept_free = set(self.arbiter.kept_free())
+        self.kept_free = set(self.arbiter.reserved())
 
     def _must_have_been_next(self, key: JobKey, resource: str) -> None:
         for rival in self.arbiter.queue(resource):
             assert JOBS[key][0] <= JOBS[rival][0], "a filler went before a peer"
             # What was kept free goes to the one for whom it was.
             if rival != key and JOBS[key][0] is JOBS[rival][0] and resource not in self.kept_free:
-                assert self.arbiter.virtual_s(key) <= self.arbiter.virtual_s(rival) + AHEAD_S
+                assert self.arbiter._jobs[key].virtual_s <= self.arbiter._jobs[rival].virtual_s + AHEAD_S
 
 
 ArbiterMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

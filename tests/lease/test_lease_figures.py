@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_crossover.lease.broker.figures import ResourceFigures
-from ddp_crossover.lease.broker.holds import JobKey
+from ddp_crossover.lease.broker.jobs import JobKey
 from ddp_crossover.lease.shares import with_shares
 from lease_processes import PACKAGE, TIMEOUT_S, LeaseProcesses, eventually
 

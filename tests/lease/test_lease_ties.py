@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_crossover.lease.broker.arbiter import Arbiter
-from ddp_crossover.lease.broker.holds import JobKey
-from ddp_crossover.lease.broker.ties import CREDIT_RATE, CREDIT_S, LONGEST_S, TIE
+from ddp_crossover.lease.broker.jobs import JobKey
+from ddp_crossover.lease.broker.ties import BUDGET_RATE, BUDGET_S, LONGEST_S, TIE
 from ddp_crossover.lease.protocol import Role
 
 GPU = "GPU-0"
@@ -85,12 +85,12 @@ def test_it_does_not_wait_for_longer_than_a_tie_lasts_and_only_once() -> None:
     gpu = OneGpu()
     gpu.tie("b", "a")
     gpu.ask("b")
-    [until_s] = gpu.arbiter.kept_free().values()
+    [until_s] = gpu.arbiter.reserved().values()
     assert until_s == pytest.approx(gpu.now_s + TIE * HOLD_S)
     gpu.now_s = until_s
-    gpu.arbiter.give(GPU, gpu.now_s)
+    gpu.arbiter.end_reservation(GPU, gpu.now_s)
     assert gpu.holder == "b"
-    assert not gpu.arbiter.kept_free()
+    assert not gpu.arbiter.reserved()
     gpu.release(HOLD_S)
     gpu.ask("b")
     assert gpu.holder == "b"
@@ -129,7 +129,7 @@ def test_who_stands_back_and_gives_up_is_forgotten() -> None:
     gpu.tie("b", "a")
     gpu.ask("b")
     gpu.arbiter.cancel(MEMBERS["b"], gpu.requests["b"], gpu.now_s)
-    assert not gpu.arbiter.kept_free()
+    assert not gpu.arbiter.reserved()
     assert gpu.arbiter.view(GPU).waiters == 0
     gpu.ask("b")
     assert gpu.holder == "b"
@@ -155,25 +155,25 @@ def test_a_gpu_is_kept_free_for_a_bounded_part_of_the_time(seed: int, away_s: li
     ends_s = kept_s = 0.0
     led = {"a": True, "b": True, "c": True}  # whether it has had a turn since it last stood back
     while gpu.now_s < start_s + 20.0:
-        kept = gpu.arbiter.kept_free()
+        kept = gpu.arbiter.reserved()
         due = [*comes_s.values(), *kept.values(), *([ends_s] if gpu.holder else [])]
         before_s, gpu.now_s = gpu.now_s, min(due)
         kept_s += (gpu.now_s - before_s) * bool(kept)
-        assert kept_s <= CREDIT_S + CREDIT_RATE * (gpu.now_s - start_s) + 1e-9
+        assert kept_s <= BUDGET_S + BUDGET_RATE * (gpu.now_s - start_s) + 1e-9
         holder = gpu.holder
         if holder and ends_s <= gpu.now_s:
             gpu.release()
             comes_s[holder] = gpu.now_s + away_s["abc".index(holder)] * (1 + rng.uniform(0, noise))
         for resource, until_s in kept.items():
             if until_s <= gpu.now_s:
-                gpu.arbiter.give(resource, gpu.now_s)
+                gpu.arbiter.end_reservation(resource, gpu.now_s)
         for job in [job for job, at_s in comes_s.items() if at_s <= gpu.now_s]:
             del comes_s[job]
             gpu.ask(job)
-            if gpu.arbiter.kept_free() and not kept:
+            if gpu.arbiter.reserved() and not kept:
                 assert led[job], "it stands back again without a turn in between"
                 led[job] = False
-                assert max(gpu.arbiter.kept_free().values()) <= gpu.now_s + LONGEST_S
+                assert max(gpu.arbiter.reserved().values()) <= gpu.now_s + LONGEST_S
         if gpu.holder not in (None, holder):
             led[gpu.holder] = True
             ends_s = gpu.now_s + rng.choice([0.02, 0.1, 0.3])

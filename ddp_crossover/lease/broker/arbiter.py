@@ -1,9 +1,8 @@
 """Decides which job may hold which resource. Pure: no sockets and no clock; callers pass the time in seconds.
 
 A *member* is one connection: one process of one job, on one resource. All members of a job on a resource hold it
-together, under one fence. Jobs take turns by weighted virtual time: the time that they are charged for holding (see
-:meth:`.holds.Hold.charge`), divided by their weight. Jobs within ``AHEAD_S`` of the lowest virtual time are served
-first come, first served. Fillers get a resource only while no peer waits for it.
+together, under one fence. This module knows when a hold begins and ends. Which waiting job is next is decided by
+:mod:`.fairness`, and whether a free resource is reserved for a job that is about to come by :mod:`.ties`.
 """
 
 from __future__ import annotations
@@ -13,20 +12,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..protocol import Role
-from .holds import Hold, Job, JobKey, Member, Resource
-from .ties import Ties
-
-AHEAD_S = 0.1
-"""So far a job may get ahead of another in virtual time while they take turns as they come. A training step holds for a
-long time and then hardly at all: to even that out within the step would keep it waiting in every one of its gaps."""
-
-CREDIT_S = 2 * AHEAD_S
-"""So much of what it was behind a job keeps when it comes back. It is away at every end of a step: to start level each
-time would take from a job of great weight the turns that it is still to have."""
-
-EQUAL_S = 0.001
-"""Who came within this of the first came together with it. Of those the one whose name sorts first goes first, so that
-hosts which see the same jobs wait choose the same one."""
+from ..state_page import ResourceState, tag_of
+from . import fairness
+from .holds import Hold, Member, Resource, Waiting, Wish
+from .jobs import Job, JobKey
 
 
 class Grant(NamedTuple):
@@ -35,16 +24,6 @@ class Grant(NamedTuple):
     member: int
     request: int
     fence: int
-
-
-class View(NamedTuple):
-    """The state of a resource that clients see on the state page. See :mod:`.page`."""
-
-    fence: int
-    yielding: int
-    waiters: int
-    pressed: int
-    tied: int
 
 
 class MismatchError(ValueError):
@@ -74,7 +53,6 @@ class Arbiter:
         self._jobs: dict[JobKey, Job] = {}
         self._members: dict[int, Member] = {}
         self._resources: dict[str, Resource] = {}
-        self._ties: dict[str, Ties] = {}
 
     # ---- joining and leaving
 
@@ -83,29 +61,29 @@ class Arbiter:
         assert member not in self._members
         job = self._jobs.get(key) or Job(key, role, weight)
         if (job.role, job.weight) != (role, weight):
-            raise MismatchError(f"job {key.name} is here as {job.role.name} of weight {job.weight}")
+            raise MismatchError(
+                f"job {key.name!r} is already connected as a {job.role.name.lower()} of weight {job.weight}"
+            )
         self._jobs[key] = job
         res = self._resources.setdefault(resource, Resource(resource))
-        self._ties.setdefault(resource, Ties())
-        self._members[member] = Member(job, res)
-        job.members.add(member)
-        res.members.add(member)
+        self._members[member] = Member(member, job, res)
+        res.members.add(self._members[member])
         self._count_shared(res)
 
     def leave(self, member: int, now_s: float) -> list[Grant]:
         """Remove ``member``, ending its request and its part in a hold."""
         m = self._members[member]
-        if m.job.members & m.resource.members == {member}:
-            self._ties[m.resource.name].forget(m.job.key, now_s)
-        grants = self._give_up(member, m, now_s)
+        job, res = m.job, m.resource
+        if not any(other.job is job for other in res.members - {m}):
+            res.ties.forget(job.key, now_s)
+        grants = self._give_up(m, now_s)
         del self._members[member]
-        m.job.members.discard(member)
-        m.resource.members.discard(member)
-        self._count_shared(m.resource, m.job)
-        if not m.job.members:
-            del self._jobs[m.job.key]
-        if not m.resource.members:
-            del self._resources[m.resource.name], self._ties[m.resource.name]
+        res.members.discard(m)
+        self._count_shared(res, job)
+        if not any(other.job is job for other in self._members.values()):
+            del self._jobs[job.key]
+        if not res.members:
+            del self._resources[res.name]
         return grants
 
     # ---- requests of members
@@ -116,15 +94,15 @@ class Arbiter:
         if request <= m.last_request:
             return []
         m.last_request = request
-        hold = m.resource.hold
-        if hold is not None and member in hold.members:
+        res, hold = m.resource, m.resource.hold
+        if hold is not None and m.wish is Wish.HOLDING:
             return [Grant(member, request, hold.fence)]
-        m.waiting = True
+        m.wish = Wish.WAITING
         if hold is not None:
-            hold.charge(now_s, shared=m.resource.shared)  # the requesting job starts level with this time
-        finds_free = hold is None and not m.resource.queue
+            fairness.charge(res, hold, now_s)  # the requesting job starts level with this time
+        finds_free = hold is None and not res.queue
         self._enqueue(m, now_s)
-        return self._arbitrate(m.resource, now_s, finds_free)
+        return self._arbitrate(res, now_s, finds_free)
 
     def release(self, member: int, fence: int, again: int, now_s: float) -> list[Grant]:
         """End the hold of ``member`` under ``fence``, and queue it again as request ``again`` unless that is 0.
@@ -134,15 +112,16 @@ class Arbiter:
         """
         m = self._members[member]
         hold = m.resource.hold
-        if hold is not None and hold.fence == fence and member in hold.members:
-            if again > m.last_request:
-                m.last_request = again
-                m.waiting = True
-                # Queue it later than EQUAL_S: it must come after every waiting job, not tie with the last one.
-                self._enqueue(m, now_s + 2 * EQUAL_S)
-            self._drop(hold, member, m.resource, now_s)
-            return self._arbitrate(m.resource, now_s)
-        return self.request(member, again, now_s) if again else []
+        if m.wish is not Wish.HOLDING or hold is None or hold.fence != fence:
+            return self.request(member, again, now_s) if again else []
+        wish = Wish.IDLE
+        if again > m.last_request:
+            m.last_request = again
+            wish = Wish.WAITING
+            # Queue it later than EQUAL_S: it must come after every waiting job, not tie with the last one.
+            self._enqueue(m, now_s + 2 * fairness.EQUAL_S)
+        self._stop_holding(m, hold, wish, now_s)
+        return self._arbitrate(m.resource, now_s)
 
     def cancel(self, member: int, request: int, now_s: float) -> list[Grant]:
         """Withdraw the requests of ``member`` up to number ``request``, whether granted or not."""
@@ -150,51 +129,51 @@ class Arbiter:
         if request < m.last_request:
             return []
         m.last_request = request
-        return self._give_up(member, m, now_s)
+        return self._give_up(m, now_s)
 
     # ---- time
 
     def evict(self, resource: str, now_s: float) -> list[Grant]:
         """End the hold on ``resource`` without the holder's consent. Its fence is stale from then on."""
         res = self._resources[resource]
-        if res.hold is None:
+        hold = res.hold
+        if hold is None:
             return []
-        for member in list(res.hold.members):
-            self._drop(res.hold, member, res, now_s)
+        for m in res.members_of(hold.job, Wish.HOLDING):
+            self._stop_holding(m, hold, Wish.IDLE, now_s)
         return self._arbitrate(res, now_s)
 
     def overdue(self, now_s: float) -> list[str]:
         """Resources whose hold has reached its limit and must be evicted."""
         return [r.name for r in self._resources.values() if r.hold is not None and r.hold.ends_s <= now_s]
 
-    def kept_free(self) -> dict[str, float]:
-        """Resources kept free although a job waits, with the time at which to call :meth:`give`. See :mod:`.ties`."""
-        waits = {name: ties.standing_back for name, ties in self._ties.items()}
-        return {name: wait.until_s for name, wait in waits.items() if wait is not None}
+    def reserved(self) -> dict[str, float]:
+        """Free resources that are reserved although a job waits, with the time at which to end the reservation."""
+        reservations = {name: res.ties.reservation for name, res in self._resources.items()}
+        return {name: each.until_s for name, each in reservations.items() if each is not None}
 
-    def give(self, resource: str, now_s: float) -> list[Grant]:
-        """Grant a resource whose time in :meth:`kept_free` is over."""
+    def end_reservation(self, resource: str, now_s: float) -> list[Grant]:
+        """Grant a resource whose time in :meth:`reserved` is over."""
         return self._arbitrate(self._resources[resource], now_s)
 
     # ---- queries
 
-    def view(self, resource: str) -> View:
+    def view(self, resource: str) -> ResourceState:
         """The state to show on the page; an unknown resource counts as free."""
         res = self._resources.get(resource)
         if res is None:
-            return View(0, 0, 0, 0, 0)
+            return ResourceState()
         hold = res.hold
-        tied = int(self._ties[resource].tied)
+        tied = int(res.ties.tied)
         if hold is None:
-            return View(0, 0, len(res.queue), 0, tied)
+            return ResourceState(waiters=len(res.queue), tied=tied)
         waiters = len(res.queue) - (hold.job.key in res.queue)
-        yielding = hold.fence if hold.job.role is Role.FILLER and self._peer_waits(res) else 0
-        return View(hold.fence, yielding, waiters, int(hold.contested), tied)
+        yielding = hold.fence if hold.job.role is Role.FILLER and res.peer_waits else 0
+        return ResourceState(hold.fence, yielding, waiters, int(hold.contested), tied, tag_of(hold.job.key.name))
 
     def holders(self, resource: str) -> frozenset[int]:
         """Members that currently hold the resource."""
-        hold = self._resources[resource].hold
-        return frozenset(hold.members) if hold is not None else frozenset()
+        return frozenset(m.number for m in self._resources[resource].members if m.wish is Wish.HOLDING)
 
     def contended(self) -> list[str]:
         """Resources for which at least one job waits."""
@@ -214,75 +193,69 @@ class Arbiter:
         res = self._resources.get(resource)
         return res.hold.job.key if res is not None and res.hold is not None else None
 
-    def virtual_s(self, key: JobKey) -> float:
-        """The job's virtual time in seconds: the weighted time that it has been charged for."""
-        return self._jobs[key].virtual_s
-
     # ---- internals
 
     def _count_shared(self, res: Resource, *gone: Job) -> None:
         """Recount, after members of ``res`` changed, on how many resources its jobs compete with other jobs."""
-        jobs = {self._members[member].job.key: self._members[member].job for member in res.members}
+        jobs = {m.job.key: m.job for m in res.members}
         res.shared = len(jobs) > 1
-        for job in (*jobs.values(), *gone):
-            places = {m.resource.name: m.resource for m in map(self._members.__getitem__, job.members)}
-            job.shared_resources = sum(place.shared for place in places.values())
+        jobs |= {job.key: job for job in gone}
+        used: dict[JobKey, set[str]] = {key: set() for key in jobs}
+        for m in self._members.values():
+            if m.job.key in used:
+                used[m.job.key].add(m.resource.name)
+        for key, job in jobs.items():
+            job.shared_resources = sum(self._resources[name].shared for name in used[key])
 
     def _enqueue(self, m: Member, since_s: float) -> None:
         res, job = m.resource, m.job
-        if job.key in res.queue:
-            return
-        # A job that was away starts level with the active jobs, except for a lag of at most CREDIT_S.
-        rivals = [self._jobs[key] for key in res.queue]
-        if res.hold is not None:
-            rivals.append(res.hold.job)
-        virtual_s = [rival.virtual_s for rival in rivals if rival.role is job.role]
-        if virtual_s:
-            res.floors_s[job.role] = max(res.floors_s[job.role], min(virtual_s))
-        if res.hold is None or res.hold.job is not job:
-            job.virtual_s = max(job.virtual_s, res.floors_s[job.role] - CREDIT_S)
-        res.queue[job.key] = since_s
+        if job.key not in res.queue:
+            fairness.start_waiting(res, job)
+            res.queue[job.key] = Waiting(job, since_s)
 
-    def _give_up(self, member: int, m: Member, now_s: float) -> list[Grant]:
-        """Remove ``member`` from the queue and from the hold."""
+    def _give_up(self, m: Member, now_s: float) -> list[Grant]:
+        """Remove ``m`` from the queue or from the hold."""
         res = m.resource
-        if m.waiting:
-            m.waiting = False
-            if not self._waiting_members(m.job, res):
+        if m.wish is Wish.WAITING:
+            m.wish = Wish.IDLE
+            if not res.members_of(m.job, Wish.WAITING):
                 del res.queue[m.job.key]
-        if res.hold is not None and member in res.hold.members:
-            self._drop(res.hold, member, res, now_s)
+        elif m.wish is Wish.HOLDING and res.hold is not None:
+            self._stop_holding(m, res.hold, Wish.IDLE, now_s)
         return self._arbitrate(res, now_s)
 
-    def _drop(self, hold: Hold, member: int, res: Resource, now_s: float) -> None:
-        hold.members.discard(member)
-        hold.served.add(member)
-        if not hold.members:
-            hold.charge(now_s, shared=res.shared)
-            res.hold = None
-            if hold.found_free:
-                rivals = {key: since_s for key, since_s in res.queue.items() if self._jobs[key].role is hold.job.role}
-                self._ties[res.name].note_hold(hold.job.key, rivals, hold.start_s, now_s)
+    def _stop_holding(self, m: Member, hold: Hold, wish: Wish, now_s: float) -> None:
+        """End the part of ``m`` in ``hold``; its wish is ``wish`` from then on. The last member ends the hold."""
+        res = m.resource
+        m.wish = wish
+        hold.served.add(m)
+        if res.members_of(hold.job, Wish.HOLDING):
+            return
+        fairness.charge(res, hold, now_s)
+        res.hold = None
+        if hold.found_free:
+            waiting = res.queue.items()
+            rivals = {key: each.since_s for key, each in waiting if each.job.role is hold.job.role}
+            res.ties.note_hold(hold.job.key, rivals, hold.start_s, now_s)
 
     def _arbitrate(self, res: Resource, now_s: float, finds_free: bool = False) -> list[Grant]:
+        """Start the next hold if the resource is free, and return grants for members that may join the hold now."""
         hold = res.hold
         if hold is None:
-            job = self._next(res, now_s, finds_free)
+            job = self._next_job(res, now_s, finds_free)
             if job is None:
                 return []
             hold = res.hold = self._start(res, job, now_s, finds_free)
         else:
-            hold.charge(now_s, shared=res.shared)
+            fairness.charge(res, hold, now_s)
         hold.contested = self._is_contested(res, hold)
-        waiting = self._waiting_members(hold.job, res)
+        waiting = res.members_of(hold.job, Wish.WAITING)
         # While another job waits, admit each member once per fence: alternating ranks would never end the hold.
         admitted = waiting - hold.served if hold.contested else waiting
         grants = []
-        for member in sorted(admitted):
-            m = self._members[member]
-            m.waiting = False
-            hold.members.add(member)
-            grants.append(Grant(member, m.last_request, hold.fence))
+        for m in sorted(admitted, key=lambda m: m.number):
+            m.wish = Wish.HOLDING
+            grants.append(Grant(m.number, m.last_request, hold.fence))
         if admitted == waiting:
             res.queue.pop(hold.job.key, None)
         self._limit(res, hold, now_s)
@@ -291,48 +264,31 @@ class Arbiter:
     def _start(self, res: Resource, job: Job, now_s: float, found_free: bool) -> Hold:
         fence = self._next_fence
         self._next_fence += 1
-        res.floors_s[job.role] = max(res.floors_s[job.role], job.virtual_s)
-        return Hold(job, fence, set(), start_s=now_s, found_free=found_free, charged_until_s=now_s)
+        fairness.start_holding(res, job)
+        return Hold(job, fence, start_s=now_s, found_free=found_free, charged_until_s=now_s)
 
-    def _next(self, res: Resource, now_s: float, finds_free: bool) -> Job | None:
-        """The job to be granted ``res``; None if no job waits or the resource is kept free for another job."""
-        ties = self._ties[res.name]
+    def _next_job(self, res: Resource, now_s: float, finds_free: bool) -> Job | None:
+        """The job to be granted ``res``; None if no job waits or the resource is reserved for another job."""
         if not res.queue:
-            ties.stop(now_s)
+            res.ties.end_reservation(now_s)
             return None
-        key = ties.choose(self._choose(res).key, res.queue, finds_free, now_s)
+        first = fairness.next_job(list(res.queue.values()))
+        key = res.ties.choose(first.key, res.queue, finds_free, now_s)
         return self._jobs[key] if key is not None else None
-
-    def _choose(self, res: Resource) -> Job:
-        jobs = [self._jobs[key] for key in res.queue]
-        if len(jobs) == 1:  # the usual case; a shortcut, because hand-offs wait for this method
-            return jobs[0]
-        first_role = min(job.role for job in jobs)
-        jobs = [job for job in jobs if job.role is first_role]
-        lowest_s = min(job.virtual_s for job in jobs)
-        jobs = [job for job in jobs if job.virtual_s <= lowest_s + AHEAD_S]
-        first_s = min(res.queue[job.key] for job in jobs)
-        together = [job for job in jobs if res.queue[job.key] <= first_s + EQUAL_S]
-        return min(together, key=lambda job: (job.key.name, job.key.uid))
 
     def _is_contested(self, res: Resource, hold: Hold) -> bool:
         """Whether another job presses the holder. A waiting filler does not press a peer: it waits for a gap."""
-        for key in res.queue:  # noqa: SIM110 - any() would add a generator frame to every hand-off
-            if key != hold.job.key and self._jobs[key].role <= hold.job.role:
+        for waiting in res.queue.values():  # noqa: SIM110 - any() would add a generator frame to every hand-off
+            if waiting.job is not hold.job and waiting.job.role <= hold.job.role:
                 return True
         return False
 
     def _limit(self, res: Resource, hold: Hold, now_s: float) -> None:
+        """Start, change or lift the limit of ``hold``, depending on the jobs that wait."""
         limit_s = math.inf
         if hold.contested:
-            yields = hold.job.role is Role.FILLER and self._peer_waits(res)
+            yields = hold.job.role is Role.FILLER and res.peer_waits
             limit_s = self.limits.filler_s if yields else self.limits.hold_s
         if limit_s != hold.limit_s:
             hold.limit_s = limit_s
             hold.ends_s = now_s + limit_s
-
-    def _peer_waits(self, res: Resource) -> bool:
-        return any(self._jobs[key].role is Role.PEER for key in res.queue)
-
-    def _waiting_members(self, job: Job, res: Resource) -> set[int]:
-        return {member for member in job.members & res.members if self._members[member].waiting}

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from .holds import JobKey
+from .jobs import JobKey
 
 
 @dataclass

@@ -1,89 +1,75 @@
-"""The arbiter's records of jobs, members, resources and holds."""
+"""The arbiter's records of members, holds and resources."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
 from ..protocol import Role
-
-# Limit on the uncontested time that one hold is charged for. A longer time alone does not fill another job's gap, and
-# charging for all of it could put the job hours behind when another job arrives.
-_LONGEST_GAP_S = 0.1
+from .jobs import Job, JobKey
+from .ties import Ties
 
 
-class JobKey(NamedTuple):
-    """Identity of a job. Jobs of two users are distinct even if their names are equal."""
+class Wish(Enum):
+    """What a member wants of its resource."""
 
-    uid: int
-    name: str
-
-
-@dataclass(slots=True)
-class Job:
-    """A job, on all resources that its members are connected to."""
-
-    key: JobKey
-    role: Role
-    weight: float
-    virtual_s: float = 0.0
-    members: set[int] = field(default_factory=set)
-    shared_resources: int = 0  # how many of its resources other jobs are connected to as well
-
-    def charge(self, held_s: float) -> None:
-        """Add held time. Virtual time is the mean over shared resources: four GPUs must not count fourfold."""
-        self.virtual_s += held_s / (self.weight * max(1, self.shared_resources))
+    IDLE = auto()  # nothing: it has not requested the resource, or has released it or cancelled its request
+    WAITING = auto()  # it has sent REQUEST, or RELEASE with a new request
+    HOLDING = auto()  # it was sent GRANT
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Member:
     """One connection of one process of a job, on one resource."""
 
+    number: int
     job: Job
     resource: Resource
     last_request: int = 0
-    waiting: bool = False
+    wish: Wish = Wish.IDLE
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Hold:
-    """A job's turn on a resource."""
+    """A job's turn on a resource. It lasts until none of the job's members is HOLDING."""
 
     job: Job
     fence: int
-    members: set[int]
-    start_s: float = 0.0
-    found_free: bool = False  # no job held or waited for the resource when this job requested it
-    served: set[int] = field(default_factory=set)  # members that have held and released under this fence
-    contested: bool = False
-    unwanted_s: float = 0.0  # uncontested time that was charged
-    charged_until_s: float = 0.0
+    start_s: float
+    found_free: bool  # no job held or waited for the resource when this job requested it
+    charged_until_s: float
+    served: set[Member] = field(default_factory=set)  # members that have held and released under this fence
+    contested: bool = False  # another job waits that is entitled to a turn
+    uncontested_s: float = 0.0  # uncontested time that was charged
     limit_s: float = math.inf
     ends_s: float = math.inf
 
-    def charge(self, now_s: float, *, shared: bool) -> None:
-        """Charge the job for the time since the last charge.
 
-        If other jobs are connected (``shared``), uncontested time counts as well, up to a limit: a job that fills
-        another job's gaps must have used up its turn when the other job returns.
-        """
-        elapsed_s = now_s - self.charged_until_s
-        self.charged_until_s = now_s
-        if not self.contested:
-            elapsed_s = min(elapsed_s, _LONGEST_GAP_S - self.unwanted_s) if shared else 0.0
-            self.unwanted_s += elapsed_s
-        self.job.charge(elapsed_s)
+class Waiting(NamedTuple):
+    """A job in the queue of a resource, and since when it waits."""
+
+    job: Job
+    since_s: float
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Resource:
     """A GPU or core, with its waiting jobs and its current hold."""
 
     name: str
-    members: set[int] = field(default_factory=set)
-    queue: dict[JobKey, float] = field(default_factory=dict)  # waiting jobs, and since when each waits
+    members: set[Member] = field(default_factory=set)
+    queue: dict[JobKey, Waiting] = field(default_factory=dict)
     hold: Hold | None = None
+    ties: Ties = field(default_factory=Ties)
     shared: bool = False  # whether members of several jobs are connected
-    # Per role, the level of the active jobs' virtual time: a returning job starts at most arbiter.CREDIT_S below it.
+    # Per role, a lower bound on the virtual time of active jobs, see fairness.start_waiting().
     floors_s: dict[Role, float] = field(default_factory=lambda: dict.fromkeys(Role, 0.0))
+
+    def members_of(self, job: Job, wish: Wish) -> set[Member]:
+        return {member for member in self.members if member.job is job and member.wish is wish}
+
+    @property
+    def peer_waits(self) -> bool:
+        return any(waiting.job.role is Role.PEER for waiting in self.queue.values())

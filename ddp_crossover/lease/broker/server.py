@@ -20,10 +20,10 @@ from typing import Any
 from ..directory import BrokerDirectory
 from ..peer_process import Peer, is_stopped, open_pidfd, peer_of
 from ..protocol import HELLO_BYTES, Kind, Message, ProtocolError, Refusal, decode, decode_hello
-from ..state_page import RESOURCE_SLOTS, PageWriter, tag_of
+from ..state_page import RESOURCE_SLOTS, PageWriter
 from .arbiter import Arbiter, Grant, Limits, MismatchError
 from .figures import ResourceFigures
-from .holds import JobKey
+from .jobs import JobKey
 
 logger = logging.getLogger("ddp_crossover.lease")
 
@@ -129,7 +129,7 @@ class Broker:
         if not self._arbiter.contended():
             return _QUIET_S
         now_s = time.monotonic()
-        return min(_BEAT_S, *(max(0.0, until_s - now_s) for until_s in self._arbiter.kept_free().values()), _QUIET_S)
+        return min(_BEAT_S, *(max(0.0, until_s - now_s) for until_s in self._arbiter.reserved().values()), _QUIET_S)
 
     # ---- events
 
@@ -232,10 +232,8 @@ class Broker:
 
     def _announce(self, resource: str, grants: list[Grant], now_s: float) -> None:
         """Write the new state of a resource to the state page, then send the grants to the new holders."""
-        holder = self._arbiter.holding_job(resource)
         # Write the page first: a client that receives a grant must find its fence there.
-        tag = 0 if holder is None else tag_of(holder.name)
-        self._page.show(self._slots[resource], *self._arbiter.view(resource), tag)
+        self._page.show(self._slots[resource], self._arbiter.view(resource))
         self._grants += len(grants)
         for member, request, fence in grants:
             # A member is missing if sending an earlier grant to it failed; the arbiter has removed it as well.
@@ -273,7 +271,7 @@ class Broker:
         now_s = time.monotonic()
         grants = self._arbiter.leave(connection.member, now_s)
         if resource not in self._arbiter.resources():
-            self._page.show(self._slots.pop(resource), *self._arbiter.view(resource))
+            self._page.show(self._slots.pop(resource), self._arbiter.view(resource))
             del self._figures[resource]
             return
         self._announce(resource, grants, now_s)
@@ -287,9 +285,9 @@ class Broker:
     def _tick(self, now_s: float) -> None:
         if self._arbiter.contended():
             self._page.beat()
-            for resource, until_s in self._arbiter.kept_free().items():
+            for resource, until_s in self._arbiter.reserved().items():
                 if until_s <= now_s:
-                    self._announce(resource, self._arbiter.give(resource, now_s), now_s)
+                    self._announce(resource, self._arbiter.end_reservation(resource, now_s), now_s)
             for resource in self._arbiter.overdue(now_s):
                 self._evict(resource, now_s, "it held for too long")
             if now_s - self._stopped_check_s >= _STOPPED_CHECK_S:

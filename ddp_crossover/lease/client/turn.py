@@ -64,7 +64,9 @@ class Turn:
     def is_undisturbed(self) -> bool:
         """Whether the hold is valid and no waiting job presses it."""
         held_on = self._held_on
-        return held_on is not None and held_on is self._reconnector.connection and held_on.page.is_calm(self._fence)
+        return (
+            held_on is not None and held_on is self._reconnector.connection and held_on.page.is_undisturbed(self._fence)
+        )
 
     @property
     def is_asked_to_yield(self) -> bool:
