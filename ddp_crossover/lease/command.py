@@ -1,4 +1,4 @@
-"""The GPU lease: run its broker, see who holds what and where the time goes."""
+"""Run the broker of the GPU lease, and show which job holds which GPU and how jobs spend their time."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ _STATUS_S = 2.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verbs and their options to ``parser``."""
     verbs = parser.add_subparsers(dest="verb", required=True)
-    serve = verbs.add_parser("serve", help="run the broker here, for containers that share its directory")
-    serve.add_argument("--allow-uid", type=int, action="append", default=[], help="another user who may connect")
-    serve.add_argument("--group", help="group that may reach the socket; its users also need --allow-uid")
-    serve.add_argument("--idle-exit-s", type=float, default=math.inf, help="exit after so long without a client")
-    status = verbs.add_parser("status", help="show who holds what")
-    status.add_argument("--json", action="store_true", help="print it as JSON")
-    top = verbs.add_parser("top", help="follow who holds what, and how each job's time is spent")
-    top.add_argument("--interval", type=float, default=1.0, help="seconds that each row is about (default: 1)")
+    serve = verbs.add_parser("serve", help="run a broker in the foreground, for containers that share its directory")
+    add = serve.add_argument
+    add("--allow-uid", type=int, action="append", default=[], help="id of another user who may connect; repeatable")
+    add("--group", help="group whose members can reach the socket; each of them also needs --allow-uid")
+    add("--idle-exit-s", type=float, default=math.inf, help="seconds without clients before it exits (default: never)")
+    status = verbs.add_parser("status", help="show which job holds each resource and which jobs wait for it")
+    status.add_argument("--json", action="store_true", help="print the status as JSON")
+    top = verbs.add_parser("top", help="show the status and how each job spends its time, updated until Ctrl-C")
+    top.add_argument("--interval", type=float, default=1.0, help="seconds that each update covers (default: 1)")
     top.add_argument("--once", action="store_true", help="show one interval and exit")
-    top.add_argument("--json", action="store_true", help="print a line of JSON for each interval")
+    top.add_argument("--json", action="store_true", help="print one line of JSON for each interval")
     for verb in (serve, status, top):
-        verb.add_argument("--directory", help="where the socket is; the default is the user's own directory")
+        verb.add_argument("--directory", help="directory of the broker's socket (default: the one that jobs use)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,13 +48,18 @@ def run(args: argparse.Namespace) -> int:
         if args.verb == "serve":
             return _serve(directory, args)
         return _status(directory, args.json) if args.verb == "status" else _top(directory, args)
-    except (OSError, KeyError, DirectoryError, ProtocolError, RefusedError) as error:
+    except (OSError, DirectoryError, ProtocolError, RefusedError) as error:
         print(f"lease {args.verb}: {error}", file=sys.stderr)
         return 1
 
 
 def _ask(directory: BrokerDirectory) -> dict[str, Any]:
-    status: dict[str, Any] = json.loads(ask_status(directory, _STATUS_S))
+    try:
+        status: dict[str, Any] = json.loads(ask_status(directory, _STATUS_S))
+    except (FileNotFoundError, ConnectionRefusedError):
+        raise ConnectionError(
+            f"no broker serves {directory.path}: start a job that has a lease, or run `lease serve`"
+        ) from None
     return status
 
 
@@ -62,7 +68,10 @@ def _serve(directory: BrokerDirectory, args: argparse.Namespace) -> int:
     settings = BrokerSettings(frozenset(args.allow_uid), args.group, args.idle_exit_s)
     broker = Broker(directory, settings)
     if not broker.serving:
-        print(f"lease serve: another broker serves {directory.path}", file=sys.stderr)
+        print(
+            f"lease serve: another broker already serves {directory.path}: end it, or choose another --directory",
+            file=sys.stderr,
+        )
         return 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with contextlib.suppress(KeyboardInterrupt):

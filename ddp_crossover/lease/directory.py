@@ -42,21 +42,25 @@ class BrokerDirectory:
         if self.owner() != os.geteuid():
             raise DirectoryError(f"{self.path} belongs to another user: choose another directory")
         if group is not None:
-            os.chown(self.path, -1, grp.getgrnam(group).gr_gid)
+            try:
+                gid = grp.getgrnam(group).gr_gid
+            except KeyError:
+                raise DirectoryError(f"group {group!r} does not exist on this host: choose another group") from None
+            os.chown(self.path, -1, gid)
             self.path.chmod(0o710)
 
     def owner(self) -> int:
         """Check that the directory is safe and return its owner's uid. Raises the errors of :meth:`make`."""
         status = self.path.lstat()
         if not stat.S_ISDIR(status.st_mode):
-            raise DirectoryError(f"{self.path} is no directory: remove it, or choose another")
+            raise DirectoryError(f"{self.path} is not a directory: remove it, or choose another directory")
         if not self.is_named and status.st_uid != os.geteuid():
             raise DirectoryError(
-                f"{self.path} belongs to another user: set {DIRECTORY_VARIABLE} to a directory of yours"
+                f"{self.path} belongs to another user: set {DIRECTORY_VARIABLE} to a directory of your own"
             )
         closed_to = 0o027 if self.is_named else 0o077
         if status.st_mode & closed_to:
-            raise DirectoryError(f"{self.path} is open to others: chmod 700 {self.path}")
+            raise DirectoryError(f"{self.path} is open to other users: run `chmod 700 {self.path}`")
         return status.st_uid
 
     def listen(self, group: str | None = None) -> tuple[socket.socket, int]:

@@ -47,15 +47,15 @@ def test_a_runtime_directory_of_another_user_is_not_taken(own_place: Path, monke
 def test_an_open_directory_is_refused(own_place: Path, mode: int) -> None:
     own_place.mkdir()
     own_place.chmod(mode)
-    with pytest.raises(DirectoryError, match="open to others"):
+    with pytest.raises(DirectoryError, match="open to other users"):
         BrokerDirectory().make()
-    with pytest.raises(DirectoryError, match="open to others"):
+    with pytest.raises(DirectoryError, match="open to other users"):
         BrokerDirectory().owner()
 
 
 def test_a_link_in_its_place_is_refused(own_place: Path, tmp_path: Path) -> None:
     own_place.symlink_to(tmp_path)
-    with pytest.raises(DirectoryError, match="no directory"):
+    with pytest.raises(DirectoryError, match="not a directory"):
         BrokerDirectory().make()
 
 

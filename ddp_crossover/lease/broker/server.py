@@ -57,7 +57,7 @@ class Broker:
     """The broker of a directory; :attr:`serving` is False if another broker already has the directory's lock.
 
     Raises:
-        OSError, DirectoryError: the directory or its socket cannot be used.
+        OSError, DirectoryError: the directory, its group or its socket cannot be used.
     """
 
     def __init__(self, directory: BrokerDirectory, settings: BrokerSettings | None = None) -> None:
