@@ -1,4 +1,4 @@
-"""Who stands back for whom where jobs come together, and what that may cost."""
+"""For which job a free GPU is reserved after a tie, and what that may cost."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class OneGpu:
         self.now_s += HOLD_S
 
 
-def test_who_led_in_a_tie_stands_back_for_the_one_whose_name_sorts_first() -> None:
+def test_after_a_tie_the_gpu_is_reserved_for_the_job_whose_name_sorts_first() -> None:
     gpu = OneGpu()
     gpu.tie("b", "a")
     gpu.ask("b")
@@ -67,21 +67,21 @@ def test_who_led_in_a_tie_stands_back_for_the_one_whose_name_sorts_first() -> No
     assert gpu.holder == "b"
 
 
-def test_whose_name_sorts_first_does_not_stand_back() -> None:
+def test_the_job_whose_name_sorts_first_waits_for_no_reservation() -> None:
     gpu = OneGpu()
     gpu.tie("a", "b")
     gpu.ask("a")
     assert gpu.holder == "a"
 
 
-def test_jobs_that_do_not_come_together_do_not_stand_back() -> None:
+def test_nothing_is_reserved_for_jobs_that_do_not_come_together() -> None:
     gpu = OneGpu()
     gpu.tie("b", "a", late_s=1.1 * TIE * HOLD_S)
     gpu.ask("b")
     assert gpu.holder == "b"
 
 
-def test_it_does_not_wait_for_longer_than_a_tie_lasts_and_only_once() -> None:
+def test_a_reservation_lasts_no_longer_than_a_tie_and_is_made_once() -> None:
     gpu = OneGpu()
     gpu.tie("b", "a")
     gpu.ask("b")
@@ -107,7 +107,7 @@ def test_a_tie_is_forgotten_once_the_jobs_come_apart() -> None:
     assert gpu.holder == "b"
 
 
-def test_nobody_stands_back_for_a_job_that_has_left() -> None:
+def test_nothing_is_reserved_for_a_job_that_has_left() -> None:
     gpu = OneGpu()
     gpu.tie("b", "a")
     gpu.arbiter.leave(MEMBERS["a"], gpu.now_s)
@@ -115,7 +115,7 @@ def test_nobody_stands_back_for_a_job_that_has_left() -> None:
     assert gpu.holder == "b"
 
 
-def test_a_job_that_leaves_is_waited_for_no_longer() -> None:
+def test_a_reservation_ends_when_its_job_leaves() -> None:
     gpu = OneGpu()
     gpu.tie("b", "a")
     gpu.ask("b")
@@ -124,7 +124,7 @@ def test_a_job_that_leaves_is_waited_for_no_longer() -> None:
     assert gpu.holder == "b"
 
 
-def test_who_stands_back_and_gives_up_is_forgotten() -> None:
+def test_a_job_that_cancels_while_it_waits_for_a_reservation_is_forgotten() -> None:
     gpu = OneGpu()
     gpu.tie("b", "a")
     gpu.ask("b")
@@ -146,7 +146,7 @@ def test_a_third_job_is_not_kept_waiting_for_an_absent_one() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**6), st.lists(st.floats(0.001, 0.3), min_size=3, max_size=3), st.floats(0.0, 0.5))
-def test_a_gpu_is_kept_free_for_a_bounded_part_of_the_time(seed: int, away_s: list[float], noise: float) -> None:
+def test_a_gpu_is_reserved_for_a_bounded_part_of_the_time(seed: int, away_s: list[float], noise: float) -> None:
     """Jobs that hold and are away for similar times, which ties a lot of them."""
     rng = random.Random(seed)
     gpu = OneGpu("abc")
@@ -171,7 +171,7 @@ def test_a_gpu_is_kept_free_for_a_bounded_part_of_the_time(seed: int, away_s: li
             del comes_s[job]
             gpu.ask(job)
             if gpu.arbiter.reserved() and not kept:
-                assert led[job], "it stands back again without a turn in between"
+                assert led[job], "the job waits for a second reservation without a turn in between"
                 led[job] = False
                 assert max(gpu.arbiter.reserved().values()) <= gpu.now_s + LONGEST_S
         if gpu.holder not in (None, holder):

@@ -111,7 +111,7 @@ class Cluster:
         self._watch(host)
 
     def _watch(self, host: int) -> None:
-        """As the broker does: look again when a resource has been held back for long enough."""
+        """End a reservation when its time is over, as the broker does."""
         for until_s in self.arbiters[host].reserved().values():
             self.at(until_s, lambda: self._look(host))
 
