@@ -92,7 +92,7 @@ def open_connection(
 ) -> BrokerConnection:
     """Connect and exchange HELLO and WELCOME. Each socket call of that may take ``timeout_s``.
 
-    Raises ``OSError``, :class:`RefusedError`, :class:`.directory.DirectoryError`, :class:`.protocol.ProtocolError`.
+    Raises ``OSError``, :class:`RefusedError`, :class:`..directory.DirectoryError`, :class:`..protocol.ProtocolError`.
     """
     sock = _connect(directory, timeout_s)
     try:

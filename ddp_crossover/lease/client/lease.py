@@ -49,7 +49,7 @@ class GpuLease:
             peer; a filler waits for as long as the broker lives.
         max_stall_s: seconds that :meth:`acquire` waits for a broker that shows no sign of life, at least 0.1. A larger
             value than the default helps on a host whose cores are all busy.
-        directory: directory of the broker's socket. See :class:`.directory.BrokerDirectory`.
+        directory: directory of the broker's socket. See :class:`..directory.BrokerDirectory`.
         spawn_broker: start a broker if none is running.
 
     Raises:

@@ -53,7 +53,8 @@ class Turn:
     @property
     def fence(self) -> int:
         """The fence of the current turn, even if the broker has ended it; 0 if none or not yet known."""
-        return max(self._hold.fence, 0) if (self._hold is not None) else 0
+        hold = self._hold
+        return max(hold.fence, 0) if hold is not None else 0
 
     @property
     def must_be_ended(self) -> bool:
