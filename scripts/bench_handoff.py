@@ -33,9 +33,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "ddp_crossover"
 sys.path.append(str(PACKAGE))
 
 from lease.client import GpuLease  # noqa: E402
-from lease.connection import ask_status  # noqa: E402
-from lease.places import Place  # noqa: E402
-from lease.spawn import spawn_broker  # noqa: E402
+from lease.client.connection import ask_status  # noqa: E402
+from lease.client.spawn import spawn_broker  # noqa: E402
+from lease.directory import BrokerDirectory  # noqa: E402
 
 CONNECT_S = 10.0
 HAND_OFF, RELAY = "hand-off, us", "bare relay, us"
@@ -141,8 +141,8 @@ def be_relay_end(fd: int, turns: int, hold_s: float) -> None:
 class Client:
     """A process that runs :func:`be_client`."""
 
-    def __init__(self, place: Place, stack: ExitStack, **options: Any) -> None:
-        options["directory"] = str(place.directory)
+    def __init__(self, directory: BrokerDirectory, stack: ExitStack, **options: Any) -> None:
+        options["directory"] = str(directory.path)
         command = [sys.executable, "-I", "-S", __file__, "--client", json.dumps(options)]
         self.process = stack.enter_context(
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True)
@@ -176,9 +176,9 @@ def in_parallel(clients: list[Client], name: str, *arguments: float) -> list[Any
 # ---- what is measured: in a place with a broker of its own
 
 
-def hand_offs_us(place: Place, stack: ExitStack, args: argparse.Namespace) -> list[float]:
+def hand_offs_us(directory: BrokerDirectory, stack: ExitStack, args: argparse.Namespace) -> list[float]:
     """Two clients that always want it: each hand-off that a waiter was there for."""
-    pair = [Client(place, stack, job=name) for name in "ab"]
+    pair = [Client(directory, stack, job=name) for name in "ab"]
     times = in_parallel(pair, "take_turns", args.turns, 1e-3 * args.hold_ms, 0.2e-3 * args.hold_ms)
     holds = sorted(((*t, who) for who in (0, 1) for t in times[who]), key=lambda hold: hold[1])
     after = [(before, hold) for before, hold in pairwise(holds) if before[3] != hold[3]]
@@ -206,17 +206,17 @@ def relays_us(turns: int, hold_s: float) -> list[float]:
     return [1e6 * (began_s - sent_s) for (_, sent_s), (began_s, _) in pairwise(times)]
 
 
-def free_turn_us(place: Place, stack: ExitStack, args: argparse.Namespace) -> dict[str, float]:
+def free_turn_us(directory: BrokerDirectory, stack: ExitStack, args: argparse.Namespace) -> dict[str, float]:
     """One client alone."""
-    return Client(place, stack, job="a").call("free_turns", args.turns)
+    return Client(directory, stack, job="a").call("free_turns", args.turns)
 
 
-def regrants_s(place: Place, stack: ExitStack, number: int, times: int) -> list[float]:
+def regrants_s(directory: BrokerDirectory, stack: ExitStack, number: int, times: int) -> list[float]:
     """From the signal to the holder, which has two forked children, to the waiter's turn."""
     regrants = []
     for attempt in range(times):
         with ExitStack() as both:
-            holder, waiter = (Client(place, both, job=f"{name} {attempt}") for name in ("holder", "waiter"))
+            holder, waiter = (Client(directory, both, job=f"{name} {attempt}") for name in ("holder", "waiter"))
             holder.call("hold", 2)
             waiter.start("wait")
             time.sleep(0.03)
@@ -226,9 +226,9 @@ def regrants_s(place: Place, stack: ExitStack, number: int, times: int) -> list[
     return regrants
 
 
-def shares(place: Place, stack: ExitStack, seconds: float, *weights: float) -> list[float]:
+def shares(directory: BrokerDirectory, stack: ExitStack, seconds: float, *weights: float) -> list[float]:
     """The part of the time that jobs of these weights held, all of which always want to."""
-    clients = [Client(place, stack, job=str(i), weight=weight) for i, weight in enumerate(weights)]
+    clients = [Client(directory, stack, job=str(i), weight=weight) for i, weight in enumerate(weights)]
     held_s = in_parallel(clients, "share", seconds, 0.002)
     return [held / sum(held_s) for held in held_s]
 
@@ -239,12 +239,13 @@ def jain_index(values: list[float]) -> float:
 
 
 def with_broker(measure: Callable[..., Any], *arguments: Any) -> Any:
-    """What ``measure`` says in a fresh place, with a broker as the first client would start it."""
+    """What ``measure`` says in a fresh directory, with a broker as the first client would start it."""
     with ExitStack() as stack:
-        place = Place(stack.enter_context(tempfile.TemporaryDirectory(prefix="lease-")))  # 0700, a short path
-        spawn_broker(place)
-        stack.callback(os.kill, json.loads(ask_status(place, CONNECT_S))["pid"], signal.SIGKILL)
-        return measure(place, stack, *arguments)
+        # TemporaryDirectory has mode 0700 and a path that is short enough for a socket.
+        directory = BrokerDirectory(stack.enter_context(tempfile.TemporaryDirectory(prefix="lease-")))
+        spawn_broker(directory)
+        stack.callback(os.kill, json.loads(ask_status(directory, CONNECT_S))["pid"], signal.SIGKILL)
+        return measure(directory, stack, *arguments)
 
 
 def keep_awake(stack: ExitStack) -> None:

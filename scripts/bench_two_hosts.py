@@ -30,9 +30,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "ddp_crossover"
 sys.path.append(str(PACKAGE))
 
 from lease.client import GpuLease  # noqa: E402
-from lease.connection import ask_status  # noqa: E402
-from lease.places import Place  # noqa: E402
-from lease.spawn import spawn_broker  # noqa: E402
+from lease.client.connection import ask_status  # noqa: E402
+from lease.client.spawn import spawn_broker  # noqa: E402
+from lease.directory import BrokerDirectory  # noqa: E402
 
 HOSTS = (0, 1)
 JOBS = "ab"
@@ -95,9 +95,9 @@ def run(case: Case, steps: int, opposite: bool) -> Outcome:
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lease-")))
         for host in HOSTS:
-            place = Place(root / str(host))
-            spawn_broker(place)
-            stack.callback(os.kill, json.loads(ask_status(place, LIMIT_S))["pid"], signal.SIGKILL)
+            directory = BrokerDirectory(root / str(host))
+            spawn_broker(directory)
+            stack.callback(os.kill, json.loads(ask_status(directory, LIMIT_S))["pid"], signal.SIGKILL)
         ranks = {}
         for job in JOBS:
             for host in HOSTS:

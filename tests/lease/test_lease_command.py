@@ -58,7 +58,7 @@ def command_request() -> bytes:
 
 def test_status_without_a_broker_says_so(lease_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("status", "--directory", str(lease_directory)) == 1
-    assert "No such file" in capsys.readouterr().err
+    assert "no broker serves" in capsys.readouterr().err
 
 
 def test_a_second_broker_is_refused(

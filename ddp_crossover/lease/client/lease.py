@@ -8,15 +8,15 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from .keeper import Keeper
-from .places import Place
-from .protocol import Hello, Kind, Role, require_sound
-from .resources import default_resource, drain, is_gpu
+from ..directory import BrokerDirectory
+from ..protocol import Hello, Kind, Role, require_valid
+from .device import default_resource, drain, is_gpu
+from .reconnect import Reconnector
+from .stats import LeaseStats
 from .turn import Turn
 
 if TYPE_CHECKING:
@@ -28,23 +28,6 @@ logger = logging.getLogger("ddp_crossover")
 
 _ROLES = {"peer": Role.PEER, "filler": Role.FILLER}
 _PEER_MAX_WAIT_S = 15.0  # longer than the 10 s after which the broker evicts a holder
-
-
-@dataclass(frozen=True)
-class LeaseStats:
-    """Counters of one process since it created its lease.
-
-    Attributes:
-        grants: how often the resource was granted.
-        unleased: for each reason, how often the job continued without the lease.
-        lost: how often a hold ended without a release, because it was too long or the broker went away.
-        waited_s: seconds spent waiting for grants, including waits that ended without a grant.
-    """
-
-    grants: int
-    unleased: Mapping[str, int]
-    lost: int
-    waited_s: float
 
 
 class GpuLease:
@@ -66,7 +49,7 @@ class GpuLease:
             peer; a filler waits for as long as the broker lives.
         max_stall_s: seconds that :meth:`acquire` waits for a broker that shows no sign of life, at least 0.1. A larger
             value than the default helps on a host whose cores are all busy.
-        directory: directory of the broker's socket. See :class:`.places.Place`.
+        directory: directory of the broker's socket. See :class:`..directory.BrokerDirectory`.
         spawn_broker: start a broker if none is running.
 
     Raises:
@@ -96,25 +79,25 @@ class GpuLease:
         if role not in _ROLES:
             raise ValueError(f"role must be 'peer' or 'filler', got {role!r}")
         if max_wait_s is not None and not max_wait_s >= 0:
-            raise ValueError(f"max_wait_s must not be negative, got {max_wait_s}")
+            raise ValueError(f"max_wait_s must be 0 or more, got {max_wait_s}")
         if not 0.1 <= max_stall_s < math.inf:
             raise ValueError(f"max_stall_s must be at least 0.1, got {max_stall_s}")
         self.resource = resource if resource is not None else default_resource()
         self.job = job
         self.role = role
         hello = Hello(job, self.resource, _ROLES[role], float(weight))
-        require_sound(hello)
+        require_valid(hello)
         if max_wait_s is None:
             max_wait_s = _PEER_MAX_WAIT_S if role == "peer" else math.inf
         self._pid = os.getpid()
         self._lock = threading.RLock()  # reentrant: a signal handler may call the lease while this thread holds it
         self._unleased: Counter[str] = Counter()
         itself = weakref.ref(self)
-        # The broker is given up after two looks without a beat; it beats every 20 ms while any job waits.
-        look_s = 0.4 * max_stall_s
-        self._keeper = Keeper(Place(directory), hello, look_s, spawn_broker)
-        self._turn = Turn(self._keeper, hello, max_wait_s)
-        self._finalizer = weakref.finalize(self, self._keeper.stop)
+        # A wait gives the broker up after two time-outs without a beat; it beats every 20 ms while any job waits.
+        receive_timeout_s = 0.4 * max_stall_s
+        self._reconnector = Reconnector(BrokerDirectory(directory), hello, receive_timeout_s, spawn_broker)
+        self._turn = Turn(self._reconnector, hello, max_wait_s)
+        self._finalizer = weakref.finalize(self, self._reconnector.stop)
         os.register_at_fork(after_in_child=lambda: _forget_in_child(itself))
 
     # ---- holding
@@ -133,7 +116,7 @@ class GpuLease:
         if os.getpid() != self._pid:
             return False
         with self._lock:
-            return self.holding or (eager and self._turn.ask_if_free()) or self._ask(Kind.REQUEST)
+            return self.holding or (eager and self._turn.request_if_free()) or self._request(Kind.REQUEST)
 
     def release(self, stream: torch.cuda.Stream | None = None) -> None:
         """Give up the resource; if another job waits for it, drain ``stream`` first.
@@ -142,7 +125,7 @@ class GpuLease:
         waits, because no other job's kernels would be disturbed. A CPU resource has nothing to drain. Does nothing if
         the resource is neither held nor requested.
         """
-        if os.getpid() != self._pid or not self._turn.is_asked_for:
+        if os.getpid() != self._pid or not self._turn.must_be_ended:
             return
         try:
             if self.contended:
@@ -164,7 +147,7 @@ class GpuLease:
                 return True
             drain(self.resource, stream)
         with self._lock:
-            return self._ask(Kind.RELEASE if self.holding else Kind.REQUEST)
+            return self._request(Kind.RELEASE if self.holding else Kind.REQUEST)
 
     @contextmanager
     def held(self) -> Iterator[bool]:
@@ -191,14 +174,7 @@ class GpuLease:
     ) -> Instrument:
         """Make ``model`` hold the lease while it computes: for jobs that train or infer on one GPU, in one thread.
 
-        The lease is held from the beginning of a forward to its end. If a backward is expected, because one followed
-        last time, it is held to the end of that backward; with ``optimizer``, to the end of an expected step. Hooks at
-        each module and gradient check whether another job waits. If so, the lease is released and requested again: at
-        once for a filler that is asked to yield, otherwise after ``quantum_ms``. A check takes about a microsecond
-        while no job waits.
-
-        Numerical results do not change. Compiled modules and torch's ``TransformerEncoderLayer`` are hooked from
-        outside only; CUDA graphs run no hooks. A copy of the model uses the lease as well.
+        See :class:`.instrument.Instrument` for when the lease is held. Numerical results do not change.
 
         Args:
             model: the model to put hooks on.
@@ -224,7 +200,7 @@ class GpuLease:
         for name, value in (("quantum_ms", quantum_ms), ("run_ahead_ms", run_ahead_ms)):
             if not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
-        # Import here: this module needs torch, and the rest of the lease must load without it.
+        # Import here: instrument.py needs torch, and the rest of the lease must load without it.
         from .instrument import Instrument, gpu_run_ahead
 
         queues = self.role == "filler" and is_gpu(self.resource)
@@ -236,13 +212,13 @@ class GpuLease:
     @property
     def contended(self) -> bool:
         """Whether another job waits for the resource. Reads shared memory, without a system call."""
-        connection = self._keeper.connection
+        connection = self._reconnector.connection
         return connection is not None and connection.page.waiters > 0
 
     @property
     def pressed(self) -> bool:
         """Whether a waiting job is entitled to a turn of its own. A filler is not entitled while a peer holds."""
-        connection = self._keeper.connection
+        connection = self._reconnector.connection
         return connection is not None and connection.page.pressed > 0
 
     @property
@@ -273,11 +249,11 @@ class GpuLease:
     @property
     def connected(self) -> bool:
         """Whether a broker is connected now."""
-        return self._keeper.connection is not None
+        return self._reconnector.connection is not None
 
     def wait_until_connected(self, timeout_s: float) -> bool:
         """Wait for a connection and return whether there is one. Training need not wait: it starts unleased."""
-        return os.getpid() == self._pid and self._keeper.connected.wait(timeout_s)
+        return os.getpid() == self._pid and self._reconnector.connected.wait(timeout_s)
 
     def stats(self) -> LeaseStats:
         turn = self._turn
@@ -295,18 +271,18 @@ class GpuLease:
     def _forget_in_child(self) -> None:
         # Do not take the lock: another thread of the parent may have held it at the fork.
         self._turn.forget()
-        self._keeper.forget_in_child()
+        self._reconnector.forget_in_child()
 
     # ---- internals
 
-    def _ask(self, kind: Kind) -> bool:
-        reason = self._turn.ask(kind)
-        return reason is None or self._go_unleased(reason)
-
-    def _go_unleased(self, reason: str) -> bool:
-        if not self._unleased[reason]:
-            logger.warning("ddp_crossover: %s runs without its lease on %s: %s", self.job, self.resource, reason)
-        self._unleased[reason] += 1
+    def _request(self, kind: Kind) -> bool:
+        """Request the resource and wait. Returns whether it is held; if not, counts and logs the reason."""
+        why_not = self._turn.request(kind)
+        if why_not is None:
+            return True
+        if not self._unleased[why_not]:
+            logger.warning("ddp_crossover: job %s runs without its lease on %s: %s", self.job, self.resource, why_not)
+        self._unleased[why_not] += 1
         return False
 
 

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
+from ..protocol import Hello, Kind, ProtocolError, Role
+from ..state_page import tag_of
 from .connection import BrokerConnection
-from .keeper import Keeper
-from .page import tag_of
-from .protocol import Hello, Kind, ProtocolError, Role
+from .reconnect import Reconnector
 
-_NOT_KNOWN_YET = -1  # fence of a hold that was requested without waiting for the grant
+_UNKNOWN_FENCE = -1  # the fence of a hold whose grant has not been read yet
+
+
+class _Hold(NamedTuple):
+    """A hold, under ``fence`` of the broker at the other end of ``connection``.
+
+    With ``_UNKNOWN_FENCE``, a free resource was requested and counts as held before the grant has arrived.
+    """
+
+    connection: BrokerConnection
+    fence: int
 
 
 class Turn:
@@ -21,109 +32,109 @@ class Turn:
         waited_s: seconds spent waiting for grants, including waits that ended without a grant.
 
     Args:
-        keeper: keeps the connection to the broker.
+        reconnector: has the current connection to the broker.
         hello: this process' job, resource and role.
         max_wait_s: seconds to wait for other jobs.
     """
 
-    def __init__(self, keeper: Keeper, hello: Hello, max_wait_s: float) -> None:
+    def __init__(self, reconnector: Reconnector, hello: Hello, max_wait_s: float) -> None:
         self.grants = 0
         self.lost = 0
         self.waited_s = 0.0
-        self._keeper = keeper
+        self._reconnector = reconnector
         self._is_filler = hello.role is Role.FILLER
         self._tag = tag_of(hello.job)
         self._max_wait_s = max_wait_s
-        self._request = 0
-        self._fence = 0
-        self._held_on: BrokerConnection | None = None
+        self._request = 0  # number of the last request
+        self._hold: _Hold | None = None
 
     # ---- reading
 
     @property
     def fence(self) -> int:
         """The fence of the current turn, even if the broker has ended it; 0 if none or not yet known."""
-        return max(self._fence, 0)
+        hold = self._hold
+        return max(hold.fence, 0) if hold is not None else 0
 
     @property
-    def is_asked_for(self) -> bool:
-        """Whether there is a request or a hold to end, even if the broker has already ended it."""
-        return self._fence != 0
+    def must_be_ended(self) -> bool:
+        """Whether this process has a turn that it has not ended, even if the broker has."""
+        return self._hold is not None
 
     @property
     def is_held(self) -> bool:
         """Whether there is a hold and the broker has not ended it."""
-        held_on = self._held_on
-        if held_on is None or held_on is not self._keeper.connection:
+        hold = self._hold
+        if hold is None or hold.connection is not self._reconnector.connection:
             return False
-        if self._fence == _NOT_KNOWN_YET:
-            return held_on.page.holder in (0, self._tag)
-        return held_on.page.fence == self._fence
+        page = hold.connection.page
+        return page.holder in (0, self._tag) if hold.fence == _UNKNOWN_FENCE else page.fence == hold.fence
 
     @property
     def is_undisturbed(self) -> bool:
         """Whether the hold is valid and no waiting job presses it."""
-        held_on = self._held_on
-        return held_on is not None and held_on is self._keeper.connection and held_on.page.is_calm(self._fence)
+        hold = self._hold
+        if hold is None or hold.connection is not self._reconnector.connection:
+            return False
+        return hold.connection.page.is_undisturbed(hold.fence)
 
     @property
     def is_asked_to_yield(self) -> bool:
         """Whether this filler holds the resource while a peer waits for it."""
-        held_on = self._held_on
-        return held_on is not None and held_on.page.yielding == self._fence != 0
+        hold = self._hold
+        return hold is not None and hold.connection.page.yielding == hold.fence
 
     @property
     def is_taken(self) -> bool:
         """Whether another job holds the resource."""
-        connection = self._keeper.connection
+        connection = self._reconnector.connection
         return connection is not None and connection.page.holder not in (0, self._tag)
 
     # ---- changing
 
-    def ask_if_free(self) -> bool:
+    def request_if_free(self) -> bool:
         """Request a free resource without waiting for the grant; return whether that was possible."""
-        connection = self._keeper.connection
+        connection = self._reconnector.connection
         if connection is None or self._is_filler:
             return False
         # While the resource is tied, the broker may keep it free for another job: its answer must be awaited.
         if connection.page.fence or connection.page.waiters or connection.page.tied:
             return False
         try:
-            connection.discard()  # grants of earlier requests that were not waited for
+            connection.discard_received()  # grants of earlier requests that were not waited for
             self._request += 1
-            self._held_on, self._fence = connection, _NOT_KNOWN_YET
+            self._hold = _Hold(connection, _UNKNOWN_FENCE)
             connection.send(Kind.REQUEST, request=self._request)
         except OSError:
             self.forget()
-            self._keeper.give_up(connection)
+            self._reconnector.disconnect(connection)
             return False
         self.grants += 1
         return True
 
-    def ask(self, kind: Kind) -> str | None:
+    def request(self, kind: Kind) -> str | None:
         """Send REQUEST, or RELEASE that carries a new request, and wait for the grant.
 
         Returns None once granted, otherwise the reason why not.
         """
-        held_on = self._checked_hold()
-        if self._fence == _NOT_KNOWN_YET and self._held_on is not None:
-            self._send_end(self._held_on)  # cancels: RELEASE needs a fence, which is not yet known
-            held_on = None
-        fence = self._fence if held_on is not None else 0
-        connection = self._keeper.connection
+        held = self._count_if_lost()
+        if self._hold is not None and self._hold.fence == _UNKNOWN_FENCE:
+            self._send_end(self._hold)  # cancels: RELEASE needs a fence, which is not yet known
+            held = None
+        connection = self._reconnector.connection
         if connection is None:
             self.forget()
-            return self._keeper.why_none
+            return self._reconnector.why_disconnected
         start_s = time.monotonic()
         try:
             self.forget()
             self._request += 1
             beats = connection.page.beats
-            connection.send(kind, request=self._request, fence=fence)
-            outcome = self._await_grant(connection, beats, start_s)
-            self.grants += outcome is None
+            connection.send(kind, request=self._request, fence=held.fence if held is not None else 0)
+            why_not = self._wait_for_grant(connection, beats, start_s)
+            self.grants += why_not is None
         except (OSError, ProtocolError) as error:
-            self._keeper.give_up(connection)
+            self._reconnector.disconnect(connection)
             return f"lost the broker: {error}"
         except BaseException:
             # An interrupt, perhaps just after the grant arrived or before RELEASE was sent: cancel covers both.
@@ -132,25 +143,25 @@ class Turn:
             raise
         finally:
             self.waited_s += time.monotonic() - start_s
-        return outcome
+        return why_not
 
     def end(self) -> None:
-        """Release the hold, or cancel the request."""
-        held_on = self._checked_hold()
-        if self._fence == _NOT_KNOWN_YET:
-            held_on = self._held_on  # cancel even if another job came first: our turn must not come later
-        if held_on is not None:
-            self._send_end(held_on)
+        """Release the hold, or cancel the request whose grant has not been read yet."""
+        held = self._count_if_lost()
+        if self._hold is not None and self._hold.fence == _UNKNOWN_FENCE:
+            held = self._hold  # cancel even if another job came first: our turn must not come later
+        if held is not None:
+            self._send_end(held)
         # Forget last: after an interrupt in between, the hold can still be ended.
         self.forget()
 
     def forget(self) -> None:
-        """Drop this process' record of its hold or request, without telling the broker."""
-        self._held_on, self._fence = None, 0
+        """Drop this process' record of its hold, without telling the broker."""
+        self._hold = None
 
     # ---- internals
 
-    def _await_grant(self, connection: BrokerConnection, beats: int, start_s: float) -> str | None:
+    def _wait_for_grant(self, connection: BrokerConnection, beats: int, start_s: float) -> str | None:
         """Return None once granted, otherwise the reason why not."""
         missed_beats = 0
         while True:
@@ -160,11 +171,11 @@ class Turn:
                 missed_beats = missed_beats + 1 if beats_now == beats else 0
                 beats = beats_now
                 if missed_beats == 2:
-                    self._keeper.give_up(connection, slow=True)
+                    self._reconnector.disconnect(connection, slow=True)
                     return "the broker does not answer"
             elif message.kind is Kind.GRANT and message.request == self._request:
                 if connection.page.fence == message.fence:
-                    self._fence, self._held_on = message.fence, connection
+                    self._hold = _Hold(connection, message.fence)
                     return None
                 # This process was stopped, and the broker has ended this hold since. Request again.
                 self.lost += 1
@@ -174,24 +185,24 @@ class Turn:
                 self._send_cancel(connection)
                 return f"waited for {self._max_wait_s} s"
 
-    def _send_end(self, connection: BrokerConnection) -> None:
-        if self._fence == _NOT_KNOWN_YET:
-            self._send_cancel(connection)
+    def _send_end(self, hold: _Hold) -> None:
+        if hold.fence == _UNKNOWN_FENCE:
+            self._send_cancel(hold.connection)
             return
         try:
-            connection.send(Kind.RELEASE, fence=self._fence)
+            hold.connection.send(Kind.RELEASE, fence=hold.fence)
         except OSError:
-            self._keeper.give_up(connection)
+            self._reconnector.disconnect(hold.connection)
 
     def _send_cancel(self, connection: BrokerConnection) -> None:
         try:
             connection.send(Kind.CANCEL, request=self._request)
         except OSError:
-            self._keeper.give_up(connection)
+            self._reconnector.disconnect(connection)
 
-    def _checked_hold(self) -> BrokerConnection | None:
-        """The connection of a valid hold, else None; counts a hold that the broker has ended."""
+    def _count_if_lost(self) -> _Hold | None:
+        """The hold if it is valid, else None; a hold that the broker has ended is counted as lost."""
         if self.is_held:
-            return self._held_on
-        self.lost += self._fence != 0
+            return self._hold
+        self.lost += self._hold is not None
         return None

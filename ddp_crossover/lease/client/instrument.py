@@ -1,7 +1,7 @@
 """The lease in jobs without gaps: hooks on the model acquire and release the lease.
 
 This is the only module of the lease that imports torch and the parent package when it is loaded. Only
-:meth:`.client.GpuLease.instrument` imports it.
+:meth:`.lease.GpuLease.instrument` imports it.
 
 The hooks are: forward pre-hooks on modules, a forward hook on the model, gradient hooks on parameters, which run as
 backward proceeds, gradient hooks on the model's outputs, which are the first to run in backward, an engine callback at
@@ -13,7 +13,8 @@ it wraps a module in an identity, and the resulting views cannot be modified in 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
+from enum import Enum, auto
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -21,13 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from ..torch_internals import call_after_backward, has_hooks, is_compiled_in_place, is_in_backward, tensors_in
+from ...torch_internals import call_after_backward, has_hooks, is_compiled_in_place, is_in_backward, tensors_in
 from .run_ahead import RunAhead
 
 
-class Holder(Protocol):
-    """The part of the lease's interface that the hooks use."""
+class TurnTaker(Protocol):
+    """The part of :class:`.lease.GpuLease` that the hooks use."""
 
     @property
     def undisturbed(self) -> bool: ...
@@ -48,12 +50,29 @@ class Holder(Protocol):
     def release(self) -> None: ...
 
 
+class _Turn(Enum):
+    """State of the job's turn, as far as the hooks know."""
+
+    NONE = auto()  # no forward, backward or step is running: the next hook acquires the lease
+    LEASED = auto()  # the lease was acquired
+    UNLEASED = auto()  # acquiring it failed: this turn runs without it, since it has waited long enough
+
+
 class Instrument:
-    """Hooks on one model, made by :meth:`.client.GpuLease.instrument`. The end of a ``with`` block removes them."""
+    """Hooks on one model, made by :meth:`.lease.GpuLease.instrument`. The end of a ``with`` block removes them.
+
+    The lease is held from the beginning of a forward to its end. If a backward is expected, because one followed last
+    time, it is held to the end of that backward; with ``optimizer``, to the end of an expected step. Hooks at each
+    module and gradient check whether another job waits. If so, the lease is released and requested again: at once for
+    a filler that is asked to yield, otherwise after the quantum. A check takes about a microsecond while no job waits.
+
+    Compiled modules and torch's ``TransformerEncoderLayer`` are hooked from outside only; CUDA graphs run no hooks. A
+    copy of the model uses the lease as well.
+    """
 
     def __init__(
         self,
-        lease: Holder,
+        lease: TurnTaker,
         model: nn.Module,
         optimizer: Optimizer | None,
         quantum_s: float,
@@ -61,27 +80,30 @@ class Instrument:
     ) -> None:
         if isinstance(model, DistributedDataParallel):
             raise ValueError(
-                "the lease would be held while DDP communicates: use lease.held() around what only computes"
+                "model must not be a DDP model, because the lease would be held while DDP communicates: "
+                "attach the lease with ddp_crossover.attach(), or use lease.held() around code that only computes"
             )
         if is_compiled_in_place(model):
-            raise ValueError("model.compile() runs no hooks: instrument torch.compile(model), or use lease.held()")
+            raise ValueError(
+                "model was compiled by model.compile(), which runs no hooks: instrument torch.compile(model) instead, "
+                "or use lease.held()"
+            )
         self._lease = lease
         self._quantum_s = quantum_s
         self._quantum_ends_s = 0.0
         self._run_ahead = run_ahead
-        self._leased: bool | None = None  # whether the current turn got the lease; None between turns
+        self._turn = _Turn.NONE
         self._in_backward = False
-        self._backward_follows = _Habit()
-        self._step_follows = _Habit() if optimizer is not None else None
-        self._undo: list[Callable[[], None]] = []
-        self._hang_up(model, optimizer)
+        self._backward = _EventPredictor()
+        self._step = _EventPredictor() if optimizer is not None else None
+        self._hooks = self._install_hooks(model, optimizer)
 
     def remove(self) -> None:
         """Remove the hooks and release the lease. Copies of the model stop using the lease as well."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
-        self._end()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._end_turn()
 
     def __enter__(self) -> Instrument:
         return self
@@ -95,8 +117,8 @@ class Instrument:
     def __reduce__(self) -> NoReturn:
         raise TypeError("an instrumented model cannot be pickled: save its state_dict(), or remove() the hooks first")
 
-    def _hang_up(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        handles = [
+    def _install_hooks(self, model: nn.Module, optimizer: Optimizer | None) -> list[RemovableHandle]:
+        hooks = [
             model.register_forward_pre_hook(self._before_forward, prepend=True),
             model.register_forward_hook(self._after_forward, always_call=True),
             *(module.register_forward_pre_hook(self._on_module) for module in _hookable(model) if module is not model),
@@ -107,9 +129,9 @@ class Instrument:
             ),
         ]
         if optimizer is not None and has_hooks(optimizer):
-            handles.append(optimizer.register_step_pre_hook(self._before_step))
-            handles.append(optimizer.register_step_post_hook(self._after_step))
-        self._undo.extend(handle.remove for handle in handles)
+            hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            hooks.append(optimizer.register_step_post_hook(self._after_step))
+        return hooks
 
     # ---- hooks
 
@@ -132,8 +154,8 @@ class Instrument:
             result.register_hook(partial(self._on_gradient, "result"))
         if is_in_backward():
             return
-        if not (results and module.training and self._backward_follows.comes_next()):
-            self._end()
+        if not (results and module.training and self._backward.is_next()):
+            self._end_turn()
 
     def _on_gradient(self, point: Hashable, gradient: Tensor) -> None:
         if not self._in_backward:
@@ -143,35 +165,35 @@ class Instrument:
 
     def _after_backward(self) -> None:
         self._in_backward = False
-        self._backward_follows.has_come()
-        if self._step_follows is None or not self._step_follows.comes_next():
-            self._end()
+        self._backward.note()
+        if self._step is None or not self._step.is_next():
+            self._end_turn()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._begin_or_check(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        assert self._step_follows is not None
-        self._step_follows.has_come()
-        self._end()
+        assert self._step is not None
+        self._step.note()
+        self._end_turn()
 
     # ---- turns
 
     def _begin_or_check(self, point: Hashable) -> None:
-        if self._leased is not None:
+        if self._turn is not _Turn.NONE:
             self._check(point)
-        elif self._undo:  # empty after remove(), when hooks on a copy of the model still run
-            self._start(self._lease.acquire())
+        elif self._hooks:  # empty after remove(), when hooks on a copy of the model still run
+            self._start_turn(self._lease.acquire())
 
-    def _start(self, leased: bool) -> None:
-        self._leased = leased
+    def _start_turn(self, leased: bool) -> None:
+        self._turn = _Turn.LEASED if leased else _Turn.UNLEASED
         self._quantum_ends_s = time.monotonic() + self._quantum_s
         if self._run_ahead is not None:
             self._run_ahead.restart()
 
     def _check(self, point: Hashable) -> None:
-        """Yield if another job is due; request a lost turn again. An unleased turn stays so: it has waited enough."""
-        if not self._leased:
+        """Yield if another job is due, and request a lost turn again. An unleased turn stays unleased."""
+        if self._turn is not _Turn.LEASED:
             return
         if self._run_ahead is not None:
             self._run_ahead.mark(point)
@@ -179,19 +201,19 @@ class Instrument:
         if lease.undisturbed:
             return
         if not lease.holding or lease.asked_to_yield or (lease.pressed and time.monotonic() >= self._quantum_ends_s):
-            self._start(lease.yield_turn())
+            self._start_turn(lease.yield_turn())
 
-    def _end(self) -> None:
-        if self._leased is None:
+    def _end_turn(self) -> None:
+        if self._turn is _Turn.NONE:
             return
-        if self._leased and self._run_ahead is not None:
+        if self._turn is _Turn.LEASED and self._run_ahead is not None:
             self._run_ahead.mark(None)  # count the last module's work in this turn, not the next
-        self._leased = None
+        self._turn = _Turn.NONE
         self._lease.release()
 
 
-class _Habit:
-    """Predicts that one event follows another after as many repetitions as last time.
+class _EventPredictor:
+    """Predicts that an event, such as a backward, follows another one after as many repetitions as last time.
 
     The lease is thus kept from a forward to its backward, and from the backward to the optimizer's step. It is not kept
     after a forward without backward or while gradients are accumulated, because a data loader may run next.
@@ -201,12 +223,13 @@ class _Habit:
         self._usual = 1
         self._count = 0
 
-    def comes_next(self) -> bool:
-        """Count one more repetition and return whether the other event is expected next."""
+    def is_next(self) -> bool:
+        """Count one more repetition of the other event and return whether this event is expected next."""
         self._count += 1
         return self._count == self._usual
 
-    def has_come(self) -> None:
+    def note(self) -> None:
+        """Record that the event has occurred."""
         if self._count:
             self._usual, self._count = self._count, 0
 

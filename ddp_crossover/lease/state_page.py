@@ -1,10 +1,8 @@
 """The state page: shared memory that the broker writes and every client reads without a system call.
 
-There is one cache line per resource, with one word each for: the fence of the current hold (0: free), the fence that is
-asked to yield (0: none), the number of waiting jobs, whether a waiting job presses the holder, whether a job may have
-to stand back (see :mod:`.ties`), and a tag of the holding job. Word 0 of the page is a heartbeat that the broker
-increments while any job waits. Each word is read and written in one aligned 8-byte access. A client may read between
-two writes and see an inconsistent state, which affects speed only.
+There is one cache line per resource, with one word for each field of :class:`ResourceState`. Word 0 of the page is a
+heartbeat that the broker increments while any job waits. Each word is read and written in one aligned 8-byte access. A
+client may read between two writes and see an inconsistent state, which affects speed only.
 """
 
 from __future__ import annotations
@@ -13,12 +11,33 @@ import fcntl
 import mmap
 import os
 import zlib
+from typing import NamedTuple
 
 RESOURCE_SLOTS = 63
 _WORDS = 8  # 8 words of 8 bytes fill a cache line, so two resources never share one
-_FENCE, _YIELDING, _WAITERS, _PRESSED, _TIED, _HOLDER = range(6)
+_FENCE, _YIELDING, _WAITERS, _PRESSED, _TIED, _HOLDER = range(6)  # in the order of ResourceState
 _PAGE_BYTES = (RESOURCE_SLOTS + 1) * _WORDS * 8
 _F_SEAL_FUTURE_WRITE = 0x10  # not in Python's fcntl; Linux 5.1
+
+
+class ResourceState(NamedTuple):
+    """The state of a resource that clients see on the page.
+
+    Attributes:
+        fence: the fence of the current hold, 0 if the resource is free.
+        yielding: the fence that is asked to yield, 0 if none is.
+        waiters: how many jobs wait, not counting the one that holds.
+        pressed: 1 if a waiting job is entitled to a turn, else 0.
+        tied: 1 if the broker may keep the resource free for another job when a job requests it, else 0.
+        holder: :func:`tag_of` the job that holds, 0 if none does.
+    """
+
+    fence: int = 0
+    yielding: int = 0
+    waiters: int = 0
+    pressed: int = 0
+    tied: int = 0
+    holder: int = 0
 
 
 class PageWriter:
@@ -37,16 +56,11 @@ class PageWriter:
         """Show that the broker is alive."""
         self._words[0] += 1
 
-    def show(
-        self, slot: int, fence: int, yielding: int, waiters: int, pressed: int = 0, tied: int = 0, holder: int = 0
-    ) -> None:
+    def show(self, slot: int, state: ResourceState) -> None:
+        """Write the state of the resource in ``slot``. The fence comes last: clients look at it first."""
         start = (slot + 1) * _WORDS
-        self._words[start + _YIELDING] = yielding
-        self._words[start + _WAITERS] = waiters
-        self._words[start + _PRESSED] = pressed
-        self._words[start + _TIED] = tied
-        self._words[start + _HOLDER] = holder
-        self._words[start + _FENCE] = fence
+        for word in (_YIELDING, _WAITERS, _PRESSED, _TIED, _HOLDER, _FENCE):
+            self._words[start + word] = state[word]
 
 
 class PageReader:
@@ -85,13 +99,13 @@ class PageReader:
     def waiters(self) -> int:
         return self._words[self._start + _WAITERS]
 
-    def is_calm(self, fence: int) -> bool:
-        """Whether ``fence`` is the current hold and no waiting job presses it."""
-        return self._words[self._start] == fence and not self._words[self._start + _PRESSED]
-
     @property
     def pressed(self) -> int:
         return self._words[self._start + _PRESSED]
+
+    def is_undisturbed(self, fence: int) -> bool:
+        """Whether ``fence`` is the current hold and no waiting job presses it."""
+        return self._words[self._start] == fence and not self._words[self._start + _PRESSED]
 
 
 def tag_of(job: str) -> int:

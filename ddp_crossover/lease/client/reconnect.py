@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import threading
 
+from ..directory import BrokerDirectory
+from ..protocol import Hello
 from .connection import BrokerConnection, open_connection
-from .places import Place
-from .protocol import Hello
 from .spawn import spawn_broker
 
 _HANDSHAKE_S = 0.5
@@ -16,33 +16,38 @@ _LAST_DELAY_S = 2.0
 _SLOW_DELAY_S = 1.0  # by default, each try at a slow broker stalls training for up to 0.1 s
 
 
-class Keeper:
+class Reconnector:
     """Owns the current connection, if any, and reconnects after it is lost.
 
+    Attributes:
+        connection: the current connection, None while there is none. Its thread replaces it at any time, so read it
+            once and use what was read.
+        connected: set while there is a connection.
+        why_disconnected: the reason why there was no connection last.
+
     Args:
-        place: directory of the broker.
+        directory: directory of the broker.
         hello: identity to send on each new connection.
-        look_s: seconds that a connection's ``receive`` waits.
+        receive_timeout_s: seconds that a connection's ``receive`` waits.
         spawn: start a broker if none is running.
     """
 
-    def __init__(self, place: Place, hello: Hello, look_s: float, spawn: bool) -> None:
+    def __init__(self, directory: BrokerDirectory, hello: Hello, receive_timeout_s: float, spawn: bool) -> None:
         self.connection: BrokerConnection | None = None
-        """Read it once and use what was read: it is replaced at any time."""
         self.connected = threading.Event()
-        self.why_none = "no lease: not connected to a broker"
-        self._place = place
+        self.why_disconnected = "no lease: not connected to a broker"
+        self._directory = directory
         self._hello = hello
-        self._look_s = look_s
+        self._receive_timeout_s = receive_timeout_s
         self._spawn = spawn
         self._delay_s = _FIRST_DELAY_S
         self._changing = threading.RLock()  # reentrant: a signal handler may need it while this thread holds it
         self._stopping = threading.Event()
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._keep, name="ddp_crossover-lease", daemon=True)
+        self._thread = threading.Thread(target=self._stay_connected, name="ddp_crossover-lease", daemon=True)
         self._thread.start()
 
-    def give_up(self, connection: BrokerConnection, slow: bool = False) -> None:
+    def disconnect(self, connection: BrokerConnection, slow: bool = False) -> None:
         """Shut down a failed ``connection``, which the broker treats as a release; if ``slow``, delay the next try."""
         if slow:
             self._delay_s = _SLOW_DELAY_S
@@ -59,7 +64,7 @@ class Keeper:
         self._stopping.set()
         connection = self.connection
         if connection is not None:
-            self.give_up(connection)
+            self.disconnect(connection)
         self._thread.join(_HANDSHAKE_S)
 
     def forget_in_child(self) -> None:
@@ -68,12 +73,12 @@ class Keeper:
         if connection is not None:
             connection.close_in_child()
 
-    def _keep(self) -> None:
+    def _stay_connected(self) -> None:
         while not self._stopping.is_set():
             try:
                 connection = self._connect()
             except Exception as error:  # on any error, the job continues unleased
-                self.why_none = f"no lease: {error}"
+                self.why_disconnected = f"no lease: {error}"
                 self._stopping.wait(self._delay_s)
                 self._delay_s = min(2 * self._delay_s, _LAST_DELAY_S)
                 continue
@@ -82,18 +87,18 @@ class Keeper:
                 self.connection = connection
                 self.connected.set()
             if self._stopping.is_set():  # stop() may have run before self.connection was set
-                self.give_up(connection)
+                self.disconnect(connection)
             connection.wait_until_lost()
-            self.give_up(connection)
+            self.disconnect(connection)
             del connection  # the last reference closes it
             self._stopping.wait(self._delay_s)
 
     def _connect(self) -> BrokerConnection:
         try:
-            return open_connection(self._place, self._hello, _HANDSHAKE_S, self._look_s)
+            return open_connection(self._directory, self._hello, _HANDSHAKE_S, self._receive_timeout_s)
         except (FileNotFoundError, ConnectionRefusedError):
             if not self._spawn:
                 raise
-        self._place.make()
-        spawn_broker(self._place)
-        return open_connection(self._place, self._hello, _HANDSHAKE_S, self._look_s)
+        self._directory.make()
+        spawn_broker(self._directory)
+        return open_connection(self._directory, self._hello, _HANDSHAKE_S, self._receive_timeout_s)

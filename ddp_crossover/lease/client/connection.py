@@ -8,10 +8,9 @@ import select
 import socket
 import struct
 
-from .page import PageReader
-from .places import Place, PlaceError
-from .processes import peer_of
-from .protocol import (
+from ..directory import BrokerDirectory, DirectoryError
+from ..peer_process import peer_of
+from ..protocol import (
     MESSAGE_BYTES,
     REFUSALS,
     STATUS_BYTES,
@@ -22,6 +21,7 @@ from .protocol import (
     Refusal,
     decode,
 )
+from ..state_page import PageReader
 
 
 class RefusedError(Exception):
@@ -36,17 +36,17 @@ class BrokerConnection:
     Args:
         sock: the connected socket, which this object then owns.
         page: the state page of the connection's resource.
-        look_s: time-out of each send and receive, in seconds.
+        timeout_s: time-out of each send and receive, in seconds.
     """
 
-    def __init__(self, sock: socket.socket, page: PageReader, look_s: float) -> None:
+    def __init__(self, sock: socket.socket, page: PageReader, timeout_s: float) -> None:
         self._sock = sock
         self.page = page
         self._sock.setblocking(True)
         # With the kernel's time-out, Python needs no poll() before each receive.
-        look = struct.pack("ll", int(look_s), int(look_s % 1 * 1e6))
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, look)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, look)
+        timeout = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
     def __del__(self) -> None:
         self._sock.close()
@@ -56,7 +56,7 @@ class BrokerConnection:
         self._sock.send(Message(kind, 0, request, fence).encode(), socket.MSG_NOSIGNAL)
 
     def receive(self) -> Message | None:
-        """Return the next message, or None after ``look_s`` without one. Raises ``OSError``, ``ProtocolError``."""
+        """Return the next message, or None after ``timeout_s`` without one. Raises ``OSError``, ``ProtocolError``."""
         try:
             data = self._sock.recv(MESSAGE_BYTES + 1)
         except BlockingIOError:
@@ -65,7 +65,7 @@ class BrokerConnection:
             raise ConnectionResetError("the broker closed the connection")
         return decode(data)
 
-    def discard(self) -> None:
+    def discard_received(self) -> None:
         """Drop all received messages without waiting. Raises ``OSError`` if the connection failed."""
         with contextlib.suppress(BlockingIOError):
             while self._sock.recv(MESSAGE_BYTES + 1, socket.MSG_DONTWAIT):
@@ -87,36 +87,41 @@ class BrokerConnection:
         self._sock.close()
 
 
-def open_connection(place: Place, hello: Hello, timeout_s: float, look_s: float) -> BrokerConnection:
-    """Connect and exchange HELLO and WELCOME. Each socket call may take ``timeout_s``.
+def open_connection(
+    directory: BrokerDirectory, hello: Hello, timeout_s: float, receive_timeout_s: float
+) -> BrokerConnection:
+    """Connect and exchange HELLO and WELCOME. Each socket call of that may take ``timeout_s``.
 
-    Raises ``OSError``, :class:`RefusedError`, :class:`.places.PlaceError`, :class:`.protocol.ProtocolError`.
+    Raises ``OSError``, :class:`RefusedError`, :class:`..directory.DirectoryError`, :class:`..protocol.ProtocolError`.
     """
-    sock = _connect(place, timeout_s)
+    sock = _connect(directory, timeout_s)
     try:
-        return BrokerConnection(sock, _welcomed(*ask(sock, hello.encode(), MESSAGE_BYTES + 1)), look_s)
+        return BrokerConnection(sock, _open_page(*ask(sock, hello.encode(), MESSAGE_BYTES + 1)), receive_timeout_s)
     except BaseException:
         sock.close()
         raise
 
 
-def ask_status(place: Place, timeout_s: float) -> bytes:
+def ask_status(directory: BrokerDirectory, timeout_s: float) -> bytes:
     """Return the broker's state as JSON. Raises the errors of :func:`open_connection`."""
-    with _connect(place, timeout_s) as sock:
+    with _connect(directory, timeout_s) as sock:
         answer, _ = ask(sock, Message(Kind.STATUS).encode(), STATUS_BYTES)
         if answer[:1] != b"{":
-            _raise_refusal(answer)
+            _decode_answer(answer)
         return answer
 
 
-def _connect(place: Place, timeout_s: float) -> socket.socket:
-    owner = place.owner()
+def _connect(directory: BrokerDirectory, timeout_s: float) -> socket.socket:
+    owner = directory.owner()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(timeout_s)
-        sock.connect(str(place.socket))
+        sock.connect(str(directory.socket))
         if peer_of(sock).uid != owner:
-            raise PlaceError(f"{place.socket} is served by another user than the owner of its directory")
+            raise DirectoryError(
+                f"the broker at {directory.socket} belongs to another user than its directory: "
+                "end that broker, or choose another directory"
+            )
     except BaseException:
         sock.close()
         raise
@@ -138,11 +143,12 @@ def ask(sock: socket.socket, opening: bytes, answer_bytes: int) -> tuple[bytes, 
     return data, fds
 
 
-def _welcomed(data: bytes, fds: list[int]) -> PageReader:
+def _open_page(data: bytes, fds: list[int]) -> PageReader:
+    """Map the state page that came with WELCOME."""
     try:
-        message = _raise_refusal(data)
+        message = _decode_answer(data)
         if message.kind is not Kind.WELCOME or not fds:
-            raise ProtocolError(Refusal.MALFORMED, f"{message.kind.name} instead of WELCOME")
+            raise ProtocolError(Refusal.MALFORMED, f"the broker sent {message.kind.name} instead of WELCOME")
         try:
             return PageReader(fds[0], message.value)
         except ValueError as error:
@@ -152,11 +158,11 @@ def _welcomed(data: bytes, fds: list[int]) -> PageReader:
             os.close(fd)  # the mapping keeps its own reference
 
 
-def _raise_refusal(data: bytes) -> Message:
+def _decode_answer(data: bytes) -> Message:
     """Decode the message in ``data``. Raises for a refusal and for the end of the connection."""
     if not data:
         raise ConnectionResetError("the broker closed the connection")
     message = decode(data)
     if message.kind is Kind.REFUSED:
-        raise RefusedError(f"the broker refused: {REFUSALS.get(message.value, 'reason unknown')}")
+        raise RefusedError(f"the broker refused the connection: {REFUSALS.get(message.value, 'the reason is unknown')}")
     return message

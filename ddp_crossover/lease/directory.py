@@ -12,11 +12,11 @@ from pathlib import Path
 DIRECTORY_VARIABLE = "DDP_CROSSOVER_LEASE_DIR"
 
 
-class PlaceError(Exception):
+class DirectoryError(Exception):
     """The directory cannot be used. The message gives the reason and a remedy."""
 
 
-class Place:
+class BrokerDirectory:
     """The directory of one broker.
 
     Args:
@@ -28,47 +28,51 @@ class Place:
     def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
         named = directory or os.environ.get(DIRECTORY_VARIABLE)
         self.is_named = bool(named)
-        self.directory = Path(named) if named else _default_directory()
-        self.socket = self.directory / "broker.sock"
-        self.lock = self.directory / "broker.lock"
-        self.log = self.directory / "broker.log"
+        self.path = Path(named) if named else _default_directory()
+        self.socket = self.path / "broker.sock"
+        self.lock = self.path / "broker.lock"
+        self.log = self.path / "broker.log"
 
     def make(self, group: str | None = None) -> None:
-        """Create the directory if it is missing, and check it. Raises :class:`PlaceError` and ``OSError``.
+        """Create the directory if it is missing, and check it. Raises :class:`DirectoryError` and ``OSError``.
 
         Members of ``group`` may connect but not write, because a user who can write here could replace the broker.
         """
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.owner() != os.geteuid():
-            raise PlaceError(f"{self.directory} belongs to another user: choose another directory")
+            raise DirectoryError(f"{self.path} belongs to another user: choose another directory")
         if group is not None:
-            os.chown(self.directory, -1, grp.getgrnam(group).gr_gid)
-            self.directory.chmod(0o710)
+            try:
+                gid = grp.getgrnam(group).gr_gid
+            except KeyError:
+                raise DirectoryError(f"group {group!r} does not exist on this host: choose another group") from None
+            os.chown(self.path, -1, gid)
+            self.path.chmod(0o710)
 
     def owner(self) -> int:
         """Check that the directory is safe and return its owner's uid. Raises the errors of :meth:`make`."""
-        status = self.directory.lstat()
+        status = self.path.lstat()
         if not stat.S_ISDIR(status.st_mode):
-            raise PlaceError(f"{self.directory} is no directory: remove it, or choose another")
+            raise DirectoryError(f"{self.path} is not a directory: remove it, or choose another directory")
         if not self.is_named and status.st_uid != os.geteuid():
-            raise PlaceError(
-                f"{self.directory} belongs to another user: set {DIRECTORY_VARIABLE} to a directory of yours"
+            raise DirectoryError(
+                f"{self.path} belongs to another user: set {DIRECTORY_VARIABLE} to a directory of your own"
             )
         closed_to = 0o027 if self.is_named else 0o077
         if status.st_mode & closed_to:
-            raise PlaceError(f"{self.directory} is open to others: chmod 700 {self.directory}")
+            raise DirectoryError(f"{self.path} is open to other users: run `chmod 700 {self.path}`")
         return status.st_uid
 
     def listen(self, group: str | None = None) -> tuple[socket.socket, int]:
         """Return a non-blocking listening socket and its inode. Replaces a dead broker's socket: needs the lock."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Bind under another name and rename at the end, so that clients only ever find a listening socket.
-        path = self.directory / f"broker.{os.getpid()}.sock"
+        path = self.path / f"broker.{os.getpid()}.sock"
         path.unlink(missing_ok=True)
         listener.bind(str(path))
         path.chmod(0o600)
         if group is not None:
-            os.chown(path, -1, self.directory.stat().st_gid)
+            os.chown(path, -1, self.path.stat().st_gid)
             path.chmod(0o660)
         listener.listen(128)
         listener.setblocking(False)
