@@ -48,7 +48,8 @@ from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.reduced_gradients import ReducedGradients
 from ddp_crossover.parameters.slots import GroupInFlight, GroupState, Slot
-from ddp_crossover.torch_internals import GradBucket, allow_foreach, is_traced, outside_of_modes
+from ddp_crossover.torch_internals.ddp import GradBucket
+from ddp_crossover.torch_internals.dispatch import allow_foreach, is_traced, outside_of_modes
 
 _SPARE_NUMEL = 2**14
 # Receives of scatter legs are posted this many legs ahead, so that a faster rank can send. Each one costs memory.

@@ -14,7 +14,7 @@ from ddp_crossover.collectives.all_reduce import wait_for_futures
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.wire import scale_into, travels_as
 from ddp_crossover.gpu_sharing.turns import Turns
-from ddp_crossover.torch_internals import GradBucket
+from ddp_crossover.torch_internals.ddp import GradBucket
 
 
 class PlainAllReduce:

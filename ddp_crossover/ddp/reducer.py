@@ -32,13 +32,8 @@ from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError, StaleReadGuard
 from ddp_crossover.planning.session import Orders, Planning
 from ddp_crossover.stats import FallbackLog, StepLog
-from ddp_crossover.torch_internals import (
-    GradBucket,
-    call_after_backward,
-    comm_hooks_of,
-    forget_comm_hooks,
-    rebuild_buckets,
-)
+from ddp_crossover.torch_internals.autograd import call_after_backward
+from ddp_crossover.torch_internals.ddp import GradBucket, comm_hooks_of, forget_comm_hooks, rebuild_buckets
 
 
 class Reducer:

@@ -18,7 +18,8 @@ from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.slots import GroupInFlight, GroupState, Slot
-from ddp_crossover.torch_internals import is_in_backward, outside_of_modes
+from ddp_crossover.torch_internals.autograd import is_in_backward
+from ddp_crossover.torch_internals.dispatch import outside_of_modes
 
 
 class ReducedGradients:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import ddp_crossover as dx
-from ddp_crossover.torch_internals import has_comm_hook
+from ddp_crossover.torch_internals.ddp import has_comm_hook
 
 _optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _seen: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()

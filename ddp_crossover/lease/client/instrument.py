@@ -24,7 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ...torch_internals import call_after_backward, has_hooks, is_compiled_in_place, is_in_backward, tensors_in
+from ...torch_internals.autograd import call_after_backward, is_in_backward
+from ...torch_internals.compiled import is_compiled_in_place
+from ...torch_internals.dispatch import tensors_in
+from ...torch_internals.optimizers import has_hooks
 from .run_ahead import RunAhead
 
 
