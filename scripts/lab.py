@@ -61,14 +61,15 @@ def why_no_lab() -> str | None:
         (lambda: links.shape(host, Shaping("1gbit", "256kb", "20ms")), module.format("sch_tbf")),
         (lambda: namespaces.call("ip", "netns", "exec", host, "true"), rights),
     )
-    try:
-        for attempt, way_out in trials:
-            try:
-                attempt()
-            except LabError as error:
-                return f"the lab cannot be built here: {error}; {way_out}"
-    finally:
-        namespaces.remove(namespaces.existing(host))
+    with ending_signals_raise():
+        try:
+            for attempt, way_out in trials:
+                try:
+                    attempt()
+                except LabError as error:
+                    return f"the lab cannot be built here: {error}; {way_out}"
+        finally:
+            namespaces.remove_all(host)
     return None
 
 
@@ -96,8 +97,8 @@ class Lab:
         self._signals = contextlib.ExitStack()
 
     def __enter__(self) -> "Lab":
-        self._signals.enter_context(ending_signals_raise())
         try:
+            self._signals.enter_context(ending_signals_raise())
             if reason := why_no_lab():
                 raise LabError(reason)
             namespaces.remove(namespaces.leftovers())
@@ -108,14 +109,16 @@ class Lab:
             raise
         return self
 
+    @uninterrupted
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._close()
 
+    @uninterrupted
     def _close(self) -> None:
-        with self._signals, uninterrupted():
-            namespaces.remove(namespaces.existing(self._prefix))
+        with self._signals:
+            namespaces.remove_all(self._prefix)
 
     def reshape(self, rate: str | None, *, burst: str | None = None, latency: str | None = None) -> None:
         """Change the rate of every host, also while they run (from `on_line` or another thread); None: no limit.
@@ -156,8 +159,7 @@ class Lab:
             if run.failed is not None:
                 run.follow(FAILURE_GRACE_S, until=lambda: run.ended)
         finally:
-            with uninterrupted():
-                self._end(run)
+            self._end(run)
         results = [host.result() for host in run.hosts]
         if timed_out:
             raise LabError(f"the hosts had not ended after {timeout_s:g} s", results)
@@ -165,6 +167,7 @@ class Lab:
             raise LabError(_failure(run.failed.result()), results, run.failed.rank)
         return results
 
+    @uninterrupted
     def _end(self, run: Run) -> None:
         """End what still runs, and take in the last of its output. Nothing runs any more afterwards."""
         try:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from lab_parts.results import HostResult
+from lab_parts.signals import uninterrupted
 
 # Called with the rank, "stdout" or "stderr", and a line without its end.
 OnLine = Callable[[int, str, str], None]
@@ -81,6 +82,7 @@ class Run:
         self._on_line = on_line
         self._selector = selectors.DefaultSelector()
 
+    @uninterrupted  # a command that has started must be known to those who end it
     def start(self, rank: int, command: Sequence[str], env: Mapping[str, str]) -> None:
         """Start one host's command."""
         host = HostCommand(rank, command, env)

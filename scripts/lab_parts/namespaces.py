@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lab_parts.results import LabError
+from lab_parts.signals import ENDING_SIGNALS, uninterrupted
 
 FAMILY = "ddplab"
 # Where `ip netns` keeps its names (iproute2, ip-netns(8)).
@@ -23,11 +24,12 @@ NETNS_DIR = Path("/run/netns")
 KILL_TIMEOUT_S = 5.0
 
 
+@uninterrupted
 def call(*command: str) -> None:
-    """Run a command of the system; raises LabError with what it said when it fails."""
-    # In a session of its own, a Ctrl-C does not reach it: half a cleaning up would be worse than none. Blocked, it does
-    # not reach it on its way there, either.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    """Run a command of the system; raises LabError with its error message when it fails."""
+    # A Ctrl-C must not reach the command, which may be half of a clean-up: it runs in a session of its own, and with
+    # blocked signals until it is there.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True)
     finally:
@@ -79,6 +81,12 @@ def remove(names: Iterable[str]) -> None:
             # Two labs that start at once may both find the same leftovers.
             if (NETNS_DIR / name).exists():
                 raise
+
+
+@uninterrupted
+def remove_all(prefix: str) -> None:
+    """Remove all namespaces whose names begin like this."""
+    remove(existing(prefix))
 
 
 def kill_processes(names: Iterable[str]) -> None:
