@@ -19,10 +19,10 @@ import torch
 from rich.console import Console
 
 import bench_record
-from bench_lab import chart, report
-from bench_lab.launch import CaseFailed, RunRanks, on_hosts, over_loopback, run_case
-from bench_lab.options import make_cases, parse_args
-from bench_lab.summary import summarize
+from bench_parts import chart, report
+from bench_parts.launch import CaseFailed, RunRanks, on_hosts, over_loopback, run_case
+from bench_parts.options import make_cases, parse_args
+from bench_parts.summary import summarize
 from lab import Lab, LabError
 from lab_parts.signals import ending_signals_raise
 

@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 
 import bench_record
-from bench_lab.launch import CaseFailed, on_hosts
-from bench_lab.report import Display
+from bench_parts.launch import CaseFailed, on_hosts
+from bench_parts.report import Display
 from bench_lease_parts import chart, report
 from bench_lease_parts.cases import make_case
 from bench_lease_parts.conductor import run_case

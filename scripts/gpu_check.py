@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from gpu import cases, checks, report
-from gpu.cases import Case
-from gpu.ranks import Launch, Outcome, run_check
-from gpu.report import Row
+from gpu_check_parts import cases, checks, report
+from gpu_check_parts.cases import Case
+from gpu_check_parts.ranks import Launch, Outcome, run_check
+from gpu_check_parts.report import Row
 
 # An experimental setting of NCCL 2.30 and later; see NCCL's list of environment variables.
 SHARED_GPU_SINCE = (2, 30)

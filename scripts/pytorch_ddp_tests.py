@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from pytorch_ddp_parts import runner
+from pytorch_ddp_tests_parts import runner
 
 # Tests that may fail with us, and why.
 _PICKLE = "pickles the model as a whole, which is refused while attached: save state_dict(), or detach() first"

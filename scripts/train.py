@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import ddp_crossover as dx
-from training import checkpoint, data, record
-from training.display import Display
-from training.options import AMP_DTYPES, parse_args
+from train_parts import checkpoint, data, record
+from train_parts.display import Display
+from train_parts.options import AMP_DTYPES, parse_args
 
 STATEFUL = ("optimizer", "scheduler", "scaler")  # what a checkpoint holds besides the model
 

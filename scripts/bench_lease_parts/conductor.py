@@ -15,7 +15,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench_lab.launch import OnProgress, RunRanks, rank_environment
+from bench_parts.launch import OnProgress, RunRanks, rank_environment
 from bench_lease_parts.figures import steps_between
 from bench_lease_parts.settings import CaseSettings
 
@@ -53,7 +53,7 @@ def run_case(settings: CaseSettings, hosts: int, run_ranks: RunRanks, on_progres
     Args:
         settings: the case.
         hosts: number of hosts.
-        run_ranks: runs a command once per host, see `bench_lab.launch`.
+        run_ranks: runs a command once per host, see `bench_parts.launch`.
         on_progress: told what is done now, and the share of all work that is behind.
 
     Raises:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench_lab.summary import spread
+from bench_parts.summary import spread
 from bench_lease_parts.settings import CaseSettings
 
 

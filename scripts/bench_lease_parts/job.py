@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import ddp_crossover as dx
-from bench_lab.arms import LEARNING_RATE, WARM_UP_STEPS, Arm
-from bench_lab.paced import COLUMNS, layer_sizes, paced_network, sleep_accurately
-from bench_lab.rank import all_reduces_s
-from bench_lab.workloads import Workload
+from bench_parts.arms import LEARNING_RATE, WARM_UP_STEPS, Arm
+from bench_parts.paced import COLUMNS, layer_sizes, paced_network, sleep_accurately
+from bench_parts.rank import all_reduces_s
+from bench_parts.workloads import Workload
 from bench_lease_parts.conductor import CONDUCTOR_SOCKET, Window
 from bench_lease_parts.device_server import DevicePace
 from bench_lease_parts.settings import CaseSettings, JobSettings

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from bench_lab.options import names, positive_int
+from bench_parts.options import names, positive_int
 from bench_lease_parts.cases import JOBS, MEANING
 
 CASES = "\n".join(f"  {name:10}{meaning}" for name, meaning in MEANING.items())

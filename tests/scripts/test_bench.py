@@ -14,9 +14,9 @@ import torch
 
 import bench
 import lab
-from bench_lab import launch, options, paced
-from bench_lab.settings import CaseSettings
-from bench_lab.summary import summarize
+from bench_parts import launch, options, paced
+from bench_parts.settings import CaseSettings
+from bench_parts.summary import summarize
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 150

@@ -15,7 +15,7 @@ from rich.console import Console
 
 import bench_lease
 import lab
-from bench_lab.launch import CaseFailed
+from bench_parts.launch import CaseFailed
 from bench_lease_parts import options, report
 from bench_lease_parts.cases import JOBS, make_case
 from bench_lease_parts.conductor import arms_of, run_case

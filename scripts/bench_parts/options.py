@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from bench_lab.arms import DEFAULT_BUCKET_MB, MEANING, ArmName
-from bench_lab.paced import GROWTH
-from bench_lab.real import MODELS
-from bench_lab.settings import CaseSettings
-from bench_lab.workloads import make_workload
+from bench_parts.arms import DEFAULT_BUCKET_MB, MEANING, ArmName
+from bench_parts.paced import GROWTH
+from bench_parts.real import MODELS
+from bench_parts.settings import CaseSettings
+from bench_parts.workloads import make_workload
 
 ARMS = "\n".join(f"  {name:14}{meaning}" for name, meaning in MEANING.items())
 EPILOG = f"arms:\n{ARMS}\nWith @MB behind it an arm runs on a DDP with that bucket_cap_mb instead of 25: ddp@4, auto@1"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from bench_lab.arms import DEFAULT_BUCKET_MB, Arm, ArmName
+from bench_parts.arms import DEFAULT_BUCKET_MB, Arm, ArmName
 from ddp_crossover.fusion import MB, GradientSpec
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.schedule_simulator import TimedGroup, simulate

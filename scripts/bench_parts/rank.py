@@ -1,4 +1,4 @@
-"""The rank's side: `python -m bench_lab.rank SETTINGS RESULT`, once per rank, with torchrun's environment.
+"""The rank's side: `python -m bench_parts.rank SETTINGS RESULT`, once per rank, with torchrun's environment.
 
 All arms live in this process and take turns, a few steps each, so that a slow moment of the machine hits all. A turn is
 
@@ -21,11 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench_lab import paced
-from bench_lab.arms import Arm, ArmName, ArmRefused, make_arm
-from bench_lab.prediction import predicted_steps_s
-from bench_lab.settings import CaseSettings
-from bench_lab.workloads import Workload, make_workload
+from bench_parts import paced
+from bench_parts.arms import Arm, ArmName, ArmRefused, make_arm
+from bench_parts.prediction import predicted_steps_s
+from bench_parts.settings import CaseSettings
+from bench_parts.workloads import Workload, make_workload
 
 CALIBRATION_STEPS = 2
 ALL_REDUCES_PER_TURN = 2

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bench_lab import paced, real
-from bench_lab.settings import CaseSettings
+from bench_parts import paced, real
+from bench_parts.settings import CaseSettings
 
 
 class Workload(NamedTuple):

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 import ddp_crossover as dx
-from bench_lab.workloads import Workload
+from bench_parts.workloads import Workload
 
 DEFAULT_BUCKET_MB = 25.0
 LEARNING_RATE = 1e-4

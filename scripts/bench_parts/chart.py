@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from bench_lab.arms import OURS, ArmName
+from bench_parts.arms import OURS, ArmName
 
 
 def draw(record: dict[str, Any], path: Path) -> None:

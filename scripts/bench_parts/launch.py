@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench_lab.settings import CaseSettings
+from bench_parts.settings import CaseSettings
 from lab import Lab, LabError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,7 @@ def run_case(settings: CaseSettings, run_ranks: RunRanks, on_progress: OnProgres
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         settings_file, result_file = Path(directory, "settings.json"), Path(directory, "result.json")
         settings.write(settings_file)
-        run_ranks(["-m", "bench_lab.rank", str(settings_file), str(result_file)], rank_environment(), on_line)
+        run_ranks(["-m", "bench_parts.rank", str(settings_file), str(result_file)], rank_environment(), on_line)
         result: dict[str, Any] = json.loads(result_file.read_text())
     return result
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpu import checks
-from gpu.ranks import Launch
-from gpu.training import Recipe
+from gpu_check_parts import checks
+from gpu_check_parts.ranks import Launch
+from gpu_check_parts.training import Recipe
 
 # Needed by cuBLAS for deterministic results. Loopback: no host name has to resolve.
 ENVIRONMENT = {

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from bench_lab.arms import DEFAULT_BUCKET_MB, ArmName
-from bench_lab.settings import CaseSettings
+from bench_parts.arms import DEFAULT_BUCKET_MB, ArmName
+from bench_parts.settings import CaseSettings
 
 
 def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any]:
