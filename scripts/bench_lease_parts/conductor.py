@@ -9,13 +9,14 @@ The conductor is a thread of the bench's process; network namespaces do not matt
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench_parts.launch import OnProgress, RunRanks, rank_environment
+from bench_kit.launch import OnProgress, RunRanks, rank_environment
+from bench_kit.rounds import turns
 from bench_lease_parts.figures import steps_between
 from bench_lease_parts.settings import CaseSettings
 
@@ -53,7 +54,7 @@ def run_case(settings: CaseSettings, hosts: int, run_ranks: RunRanks, on_progres
     Args:
         settings: the case.
         hosts: number of hosts.
-        run_ranks: runs a command once per host, see `bench_parts.launch`.
+        run_ranks: runs a command once per host, see `bench_kit.launch`.
         on_progress: told what is done now, and the share of all work that is behind.
 
     Raises:
@@ -97,7 +98,7 @@ class Conductor:
                 self._progress(f"warming up {settings.name}", 0.0)
                 prepared.append(self._ask([job], "prepare", round(settings.link_s * bytes_per_s / 4))[job][0])
             probes = self._ask([0], "probe")[0]
-            rounds = list(self._rounds())
+            rounds = self._rounds()
             facts = self._ask(list(jobs), "close")
         return {
             "link_bytes_per_s": bytes_per_s,
@@ -107,19 +108,17 @@ class Conductor:
             "facts": [facts[job] for job in jobs],
         }
 
-    def _rounds(self) -> Iterator[dict[str, Any]]:
+    def _rounds(self) -> list[dict[str, Any]]:
         arms = arms_of(self._settings)
         self._progress("rehearsing", 0.0)
         for arm in arms[-2:]:  # what the leased network learns of its gaps, it learns here
             self._window(arm)
-        for number in range(self._settings.rounds):
-            first = number % len(arms)
-            measured = {}
-            for place, arm in enumerate(arms[first:] + arms[:first]):
-                behind = (number + place / len(arms)) / self._settings.rounds
-                self._progress(f"round {number + 1} of {self._settings.rounds}: {arm.name}", behind)
-                measured[arm.name] = self._window(arm)
-            yield measured
+        rounds: list[dict[str, Any]] = [{} for _ in range(self._settings.rounds)]
+        for turn in turns(len(arms), len(rounds)):
+            arm = arms[turn.index]
+            self._progress(f"round {turn.round + 1} of {len(rounds)}: {arm.name}", turn.behind)
+            rounds[turn.round][arm.name] = self._window(arm)
+        return rounds
 
     def _window(self, arm: Arm) -> dict[int, dict[str, Any]]:
         """For each job of the arm: its steps in the window on each host; all its steps, and what adds up over them."""

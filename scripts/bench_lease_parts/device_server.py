@@ -11,7 +11,7 @@ import socket
 import struct
 import time
 
-from bench_parts.paced import Pace, sleep_accurately
+from bench_kit.paced import Pace, sleep_accurately
 from bench_lease_parts.device import Device
 
 DEVICE_VARIABLE = "BENCH_DEVICE_FD"

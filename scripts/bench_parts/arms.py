@@ -16,16 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 import ddp_crossover as dx
-from bench_parts.workloads import Workload
+from bench_kit.training import LEARNING_RATE, Arm, ArmRefused, Workload
 
 DEFAULT_BUCKET_MB = 25.0
-LEARNING_RATE = 1e-4
 POWER_SGD_RANK = 4
 POWER_SGD_START = 2
-# DDP rebuilds its buckets in the second step, and after that PowerSGD starts.
-WARM_UP_STEPS = 6
-# Steps after which a pipeline that has started runs evenly.
-PIPELINED_STEPS = 3
 
 OURS: dict[str, dict[str, Any]] = {
     "dear": {"schedule": "dear"},
@@ -45,10 +40,6 @@ MEANING = {
     "auto-bf16": 'ddp_crossover, schedule="auto", bf16 on the wire',
     "allreduce": 'ddp_crossover, schedule="allreduce"',
 }
-
-
-class ArmRefused(Exception):
-    """This arm cannot run here; says why. Raised on all ranks alike."""
 
 
 class ArmName(NamedTuple):
@@ -71,76 +62,6 @@ class ArmName(NamedTuple):
     def __str__(self) -> str:
         always = self.kind == "ddp"
         return f"{self.kind}@{self.bucket_mb:g}" if always or self.bucket_mb != DEFAULT_BUCKET_MB else self.kind
-
-
-class Arm:
-    """One way of training, ready to step.
-
-    Args:
-        workload: what to train.
-        network: the network, wrapped.
-        optimizer: its optimizer.
-        state: ours, where it is an arm of ours.
-    """
-
-    def __init__(
-        self, workload: Workload, network: nn.Module, optimizer: Optimizer, state: dx.DearState | None = None
-    ) -> None:
-        self._workload, self._network, self._optimizer, self._state = workload, network, optimizer, state
-
-    def step(self) -> None:
-        """One training step, as in any script."""
-        self._optimizer.zero_grad()
-        self._workload.loss(self._network).backward()
-        self._optimizer.step()
-
-    def warm_up(self, limit: int) -> int:
-        """Step until the figures are those of a long run; returns the number of steps.
-
-        Raises:
-            ArmRefused: if that takes more than `limit` steps.
-        """
-        for steps in range(1, limit + 1):
-            self.step()
-            # Ranks must stop together, and what one of them sees may be ahead of the others.
-            settled = torch.tensor(int(steps >= WARM_UP_STEPS and self._is_settled()))
-            dist.all_reduce(settled, op=dist.ReduceOp.MIN)
-            if settled.item():
-                return steps
-        raise ArmRefused(f"not settled after {limit} steps")
-
-    def _is_settled(self) -> bool:
-        """Whether the pipeline runs evenly, or is not going to run."""
-        if self._state is None:
-            return True
-        stats = self._state.stats()
-        return not self._state.tuning and (stats.pipelined_iterations >= PIPELINED_STEPS or bool(stats.fallbacks))
-
-    def drain(self) -> None:
-        """Finish what has been put off, so that it does not run in the next arm's turn."""
-        if self._state is not None:
-            self._state.synchronize()
-
-    def facts(self) -> dict[str, Any]:
-        """What is worth knowing beside the times."""
-        if self._state is None:
-            return {}
-        stats = self._state.stats()
-        return {
-            "fallbacks": dict(stats.fallbacks),
-            "plan": str(self._state.plan) if self._state.plan else None,
-            "tuning": self._state.tuning_progress(),
-        }
-
-    @property
-    def state(self) -> dx.DearState | None:
-        """Ours, where it is an arm of ours."""
-        return self._state
-
-    def close(self) -> None:
-        """Leave the process group."""
-        if self._state is not None:
-            self._state.detach()
 
 
 def make_arm(name: ArmName, workload: Workload, fusion_mb: float | None) -> Arm:

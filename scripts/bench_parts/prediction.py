@@ -1,8 +1,9 @@
-"""What the simulator says of each arm, from the profile that the arm `auto` has measured."""
+"""Predictions of the simulator for each arm, from the profile that the arm `auto` has measured."""
 
 from collections.abc import Sequence
 
-from bench_parts.arms import DEFAULT_BUCKET_MB, Arm, ArmName
+from bench_kit.training import Arm
+from bench_parts.arms import DEFAULT_BUCKET_MB, ArmName
 from ddp_crossover.fusion import MB, GradientSpec
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.schedule_simulator import TimedGroup, simulate

@@ -1,18 +1,11 @@
 """The rank's side: `python -m bench_parts.rank SETTINGS RESULT`, once per rank, with torchrun's environment.
 
-All arms live in this process and take turns, a few steps each, so that a slow moment of the machine hits all. A turn is
-
-    barrier - one step that is not timed - `steps` timed steps - whatever was put off is finished, not timed
-
-DeAR ends a step's gather legs in the next step's forward. The step that is not timed hands such legs into the timed
-part, and the last timed step hands as many out of it; so every arm is timed over the same number of complete steps, as
-in the middle of a long run, and nothing of one arm's work runs in another's turn.
+All arms live in this process and take turns, a few steps each, so that a slow moment of the machine hits all of them.
 """
 
 import gc
 import json
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,15 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench_parts import paced
-from bench_parts.arms import Arm, ArmName, ArmRefused, make_arm
+from bench_kit.paced import sleep_accurately
+from bench_kit.rounds import turns
+from bench_kit.training import Arm, ArmRefused, Workload, all_reduces_s, mean_over_ranks, set_pace
+from bench_parts.arms import ArmName, make_arm
 from bench_parts.prediction import predicted_steps_s
 from bench_parts.settings import CaseSettings
-from bench_parts.workloads import Workload, make_workload
+from bench_parts.workloads import make_workload
 
-CALIBRATION_STEPS = 2
 ALL_REDUCES_PER_TURN = 2
-CALIBRATION_TURNS = 3
 # Weights, gradients and one more buffer of that size, for an arm on one host.
 COPIES_PER_ARM = 3
 TIMEOUT = timedelta(seconds=120)
@@ -59,11 +52,13 @@ class Rank:
         a_s = min(all_reduces_s(self._flat, warm_up=2, times=5))
         self._start("noop")
         if self._settings.ratio is not None:
-            self._set_pace(compute_s=a_s / self._settings.ratio)
+            assert self._workload.pace is not None
+            sleep_accurately()
+            set_pace(self._workload.pace, self._tensors, a_s / self._settings.ratio, self._arms["noop"])
         for name in self._settings.arms:
             if name != "noop":
                 self._start(name)
-        # What is alive now stays so: the garbage collector need not look at it in somebody's turn.
+        # All objects of now stay alive: the garbage collector need not look through them during a turn.
         gc.collect()
         gc.freeze()
         flat_s, rounds_s = self._rounds()
@@ -100,62 +95,20 @@ class Rank:
         else:
             self._arms[name] = arm
 
-    def _set_pace(self, compute_s: float) -> None:
-        """Let a step without communication take `compute_s`, sleeps and the rest of it together."""
-        pace, noop = self._workload.pace, self._arms["noop"]
-        assert pace is not None
-        paced.sleep_accurately()
-        pace.forward_s = compute_s / 3 / self._tensors
-        # The shortest of several: a slow moment of the machine must not become a faster pace for the whole run.
-        not_sleep_s = (
-            min(self._mean([self._turn(noop, CALIBRATION_STEPS) for _ in range(CALIBRATION_TURNS)])) - compute_s
-        )
-        pace.forward_s = max(0.0, compute_s - not_sleep_s) / 3 / self._tensors
-
     def _rounds(self) -> tuple[list[float], dict[str, list[float]]]:
+        """Seconds of all flat all-reduces, and for each arm seconds per step of each round."""
         names = ["", *self._arms]  # the flat all-reduce takes a turn as well
         own_s: dict[str, list[float]] = {name: [] for name in self._arms}
         flat_s: list[float] = []
-        for number in range(self._settings.rounds):
-            first = number % len(names)
-            for place, name in enumerate(names[first:] + names[:first]):
-                behind = (number + place / len(names)) / self._settings.rounds
-                self._progress(f"round {number + 1} of {self._settings.rounds}: {name or 'flat all-reduce'}", behind)
-                if name:
-                    own_s[name].append(self._turn(self._arms[name], self._settings.steps))
-                else:
-                    flat_s += all_reduces_s(self._flat, warm_up=1, times=ALL_REDUCES_PER_TURN)
-        return flat_s, {name: self._mean(times) for name, times in own_s.items()}
-
-    def _turn(self, arm: Arm, steps: int) -> float:
-        """Seconds per step; see the top of this file."""
-        dist.barrier()
-        arm.step()
-        start = time.perf_counter()
-        for _ in range(steps):
-            arm.step()
-        seconds = (time.perf_counter() - start) / steps
-        arm.drain()
-        return seconds
-
-    def _mean(self, own_s: list[float]) -> list[float]:
-        """Means over ranks. They train in step, so their times differ by little more than where the clock started."""
-        sums_s = torch.tensor(own_s, dtype=torch.float64)
-        dist.all_reduce(sums_s)
-        return (sums_s / dist.get_world_size()).tolist()
-
-
-def all_reduces_s(flat: torch.Tensor, warm_up: int, times: int) -> list[float]:
-    """Seconds that gloo's all-reduce of a buffer takes on the slowest rank, `times` times. Collective."""
-    own_s = []
-    for _ in range(warm_up + times):
-        dist.barrier()
-        start = time.perf_counter()
-        dist.all_reduce(flat)
-        own_s.append(time.perf_counter() - start)
-    slowest_s = torch.tensor(own_s[warm_up:], dtype=torch.float64)
-    dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
-    return slowest_s.tolist()
+        for turn in turns(len(names), self._settings.rounds):
+            name = names[turn.index]
+            doing = f"round {turn.round + 1} of {self._settings.rounds}: {name or 'flat all-reduce'}"
+            self._progress(doing, turn.behind)
+            if name:
+                own_s[name].append(self._arms[name].turn_s(self._settings.steps))
+            else:
+                flat_s += all_reduces_s(self._flat, warm_up=1, times=ALL_REDUCES_PER_TURN)
+        return flat_s, {name: mean_over_ranks(times) for name, times in own_s.items()}
 
 
 def refuse_too_many_arms(arms: int, gradient_bytes: int) -> None:

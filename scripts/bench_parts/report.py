@@ -1,51 +1,11 @@
-"""What is shown: progress while it runs, a table for each case."""
+"""The table of each case."""
 
-import time
-from types import TracebackType
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-
-PLAIN_LINE_EVERY_S = 15.0
-
-
-class Display:
-    """A context manager: a progress bar on a terminal, a line now and then elsewhere."""
-
-    def __init__(self, console: Console, cases: int) -> None:
-        self._console, self._cases, self._case = console, cases, 0
-        self._name = ""
-        self._last_line = -PLAIN_LINE_EVERY_S
-        self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(),
-            console=console, transient=True, disable=not console.is_terminal,
-        )  # fmt: skip
-        self._task = self._bar.add_task("starting", total=cases)
-
-    def __enter__(self) -> "Display":
-        self._bar.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._bar.stop()
-
-    def begin(self, name: str) -> None:
-        """The next case begins."""
-        self._case += 1
-        self._name = name
-        self.update("starting the ranks", 0.0)
-
-    def update(self, doing: str, behind: float) -> None:
-        """What the ranks do now, and which share of the case's rounds is behind."""
-        text = f"case {self._case} of {self._cases} ({self._name}): {doing}"
-        self._bar.update(self._task, description=text, completed=self._case - 1 + behind)
-        if not self._console.is_terminal and time.monotonic() - self._last_line > PLAIN_LINE_EVERY_S:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-            self._last_line = time.monotonic()
 
 
 def print_case(console: Console, case: dict[str, Any], network: str) -> None:
@@ -86,7 +46,7 @@ def _cells(arm: dict[str, Any]) -> list[str]:
 
 
 def _notes(case: dict[str, Any]) -> list[str]:
-    """What the table has no room for."""
+    """Lines below the table: refusals, tuning and fallbacks of each arm."""
     notes = [f"best bucket size of DDP: {case['best_ddp']}"] if case["best_ddp"] else []
     for arm in case["arms"]:
         if arm["refused"]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from bench_kit.rounds import spread
 from bench_parts.arms import DEFAULT_BUCKET_MB, ArmName
 from bench_parts.settings import CaseSettings
 
@@ -24,20 +25,6 @@ def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any
     sweep = {name: times for name, times in rounds_s.items() if ArmName.parse(name).kind == "ddp"}
     best = min(sweep, key=lambda name: float(np.median(sweep[name])), default=None)
     default = str(ArmName("ddp", DEFAULT_BUCKET_MB))
-    arms = []
-    for name in settings.arms:
-        arm: dict[str, Any] = {"arm": name, "refused": measured["refused"].get(name)}
-        if name in rounds_s:
-            arm |= {
-                "step_s": spread(rounds_s[name]),
-                "over_bound": spread(rounds_s[name] / bound_s),
-                "speedup_over_best_ddp": _speedup(sweep.get(best or ""), rounds_s[name]),
-                "speedup_over_default_ddp": _speedup(sweep.get(default), rounds_s[name]),
-                "warm_up_steps": measured["warm_up_steps"][name],
-                "rounds_s": measured["rounds_s"][name],
-                **measured["facts"][name],
-            }
-        arms.append(arm)
     return {
         "case": settings.name,
         "settings": dataclasses.asdict(settings),
@@ -54,14 +41,27 @@ def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any
         "ratio_measured": all_reduce_best_s / compute_s,
         "bound_s": bound_s,
         "best_ddp": best,
-        "arms": arms,
+        "arms": [_arm(name, measured, bound_s, sweep.get(best or ""), sweep.get(default)) for name in settings.arms],
     }
 
 
-def spread(values: np.ndarray) -> dict[str, float]:
-    """Median and quartiles."""
-    low, median, high = np.quantile(values, (0.25, 0.5, 0.75))
-    return {"median": float(median), "low": float(low), "high": float(high)}
+def _arm(
+    name: str, measured: dict[str, Any], bound_s: float, best_ddp_s: np.ndarray | None, default_ddp_s: np.ndarray | None
+) -> dict[str, Any]:
+    """One arm's part; the last two are the rounds of DDP at its best and at its default bucket size."""
+    arm: dict[str, Any] = {"arm": name, "refused": measured["refused"].get(name)}
+    if name not in measured["rounds_s"]:
+        return arm
+    rounds_s = np.array(measured["rounds_s"][name])
+    return arm | {
+        "step_s": spread(rounds_s),
+        "over_bound": spread(rounds_s / bound_s),
+        "speedup_over_best_ddp": _speedup(best_ddp_s, rounds_s),
+        "speedup_over_default_ddp": _speedup(default_ddp_s, rounds_s),
+        "warm_up_steps": measured["warm_up_steps"][name],
+        "rounds_s": measured["rounds_s"][name],
+        **measured["facts"][name],
+    }
 
 
 def _speedup(reference_s: np.ndarray | None, times_s: np.ndarray) -> dict[str, float] | None:
