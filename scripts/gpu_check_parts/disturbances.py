@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from gpu_check_parts.training import device_sleep
+from gpu_check_parts.models import device_sleep
 
 LEG_CYCLES = 10_000_000
 

@@ -13,8 +13,22 @@ AMP_DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def parse_args(description: str, argv: list[str] | None = None) -> argparse.Namespace:
     """Read and check the command line; bad input ends the program with a message that names it."""
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    add = parser.add_argument
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    _add_training(parser.add_argument_group("training"))
+    _add_run(parser.add_argument_group("the run"))
+    args = parser.parse_args(argv)
+    if reason := _what_is_wrong(args):
+        parser.error(reason)
+    args.world_size = int(os.environ["WORLD_SIZE"])
+    args.image_size = args.image_size or (224 if args.data else 32)
+    args.lr = args.lr or {"adamw": 1e-3, "sgd": 5e-2}[args.optimizer]
+    return args
+
+
+def _add_training(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     # fmt: off
     add("--hook", choices=("none", "dear"), default="dear",
         help="plain DDP, or DDP with DeAR (%(default)s)")
@@ -35,6 +49,12 @@ def parse_args(description: str, argv: list[str] | None = None) -> argparse.Name
     add("--clip-norm", type=float, default=0.0, help="largest norm of the gradient; 0: any")
     add("--amp", choices=tuple(AMP_DTYPES), default="none",
         help="autocast to this type; fp16 also scales the loss (%(default)s)")
+    # fmt: on
+
+
+def _add_run(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    # fmt: off
     add("--seed", type=int, default=0, help="of weights, order, augmentation (%(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="gloo on cpu, nccl on cuda; auto: cuda with a GPU for each rank (%(default)s)")
@@ -46,44 +66,31 @@ def parse_args(description: str, argv: list[str] | None = None) -> argparse.Name
     add("--json", type=Path, metavar="FILE", help="where to write the record of this run")
     add("--save-params", type=Path, metavar="FILE", help="where to write the final state_dict")
     # fmt: on
-    args = parser.parse_args(argv)
 
-    def check(ok: bool, message: str) -> None:
-        if not ok:
-            parser.error(message)
 
+def _what_is_wrong(args: argparse.Namespace) -> str | None:
+    """The first thing that is wrong with the arguments, or None."""
     for name in ("image_size", "limit_samples", "epochs", "batch_size", "accumulate", "lr"):
         value = getattr(args, name)
-        check(value is None or value > 0, f"{option(name)} must be greater than 0, not {value}")
+        if value is not None and value <= 0:
+            return f"{option(name)} must be greater than 0, not {value}"
     for name in ("weight_decay", "warmup_epochs", "clip_norm", "workers", "seed"):
         value = getattr(args, name)
-        check(value >= 0, f"{option(name)} must be 0 or more, not {value}")
+        if value < 0:
+            return f"{option(name)} must be 0 or more, not {value}"
     models = torchvision.models.list_models(module=torchvision.models)
-    near = difflib.get_close_matches(args.model, models, n=5) or models
-    check(
-        args.model in models,
-        f"--model {args.model} is none of torchvision's classifiers, such as {', '.join(near)}",
-    )
-    check(
-        args.resume == "no" or args.checkpoint is not None,
-        "--resume needs --checkpoint FILE, the file to go on from",
-    )
-    check(
-        args.resume != "yes" or args.checkpoint.is_file(),
-        f"--resume: {args.checkpoint} is not there; --resume auto would start afresh",
-    )
-    check(
-        args.device != "cuda" or torch.cuda.is_available(),
-        "--device cuda: torch sees no GPU here; --device cpu trains without one",
-    )
-    check(
-        "LOCAL_RANK" in os.environ,
-        "start it with: torchrun --standalone --nproc-per-node 2 scripts/train.py",
-    )
-    args.world_size = int(os.environ["WORLD_SIZE"])
-    args.image_size = args.image_size or (224 if args.data else 32)
-    args.lr = args.lr or {"adamw": 1e-3, "sgd": 5e-2}[args.optimizer]
-    return args
+    if args.model not in models:
+        near = difflib.get_close_matches(args.model, models, n=5) or models
+        return f"--model {args.model} is none of torchvision's classifiers, such as {', '.join(near)}"
+    if args.resume != "no" and args.checkpoint is None:
+        return "--resume needs --checkpoint FILE, the file to go on from"
+    if args.resume == "yes" and not args.checkpoint.is_file():
+        return f"--resume: {args.checkpoint} is not there; --resume auto would start afresh"
+    if args.device == "cuda" and not torch.cuda.is_available():
+        return "--device cuda: torch sees no GPU here; --device cpu trains without one"
+    if "LOCAL_RANK" not in os.environ:
+        return "start it with: torchrun --standalone --nproc-per-node 2 scripts/train.py"
+    return None
 
 
 def option(name: str) -> str:
