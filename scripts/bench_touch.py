@@ -133,9 +133,7 @@ def main() -> None:
     """Measure, print, and write the file that `--json` asks for."""
     parser = make_parser(__doc__)
     parser.add_argument("--parameters", type=positive_int, default=2000, help="number of parameters (%(default)s)")
-    parser.add_argument(
-        "--rounds", type=positive_int, default=50, help="rounds; the best counts (%(default)s)"
-    )
+    parser.add_argument("--rounds", type=positive_int, default=50, help="rounds; the best counts (%(default)s)")
     add_results(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)

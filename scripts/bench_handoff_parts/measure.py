@@ -1,4 +1,4 @@
-"""What `bench_handoff.py` measures. Each measurement but the relay has a broker and clients of its own."""
+"""The measurements of `bench_handoff.py`. Each measurement but the relay has a broker and clients of its own."""
 
 import argparse
 import signal
@@ -79,7 +79,7 @@ def _free_turn_us(place: Place, stack: ExitStack, args: argparse.Namespace) -> d
 
 
 def _regrants_s(place: Place, stack: ExitStack, number: int, times: int) -> list[float]:
-    """From the signal to the holder, which has two forked children, to the waiter's turn."""
+    """Seconds from the signal to the holder, which has two forked children, to the waiter's turn."""
     regrants = []
     for attempt in range(times):
         with ExitStack() as both:
@@ -94,7 +94,7 @@ def _regrants_s(place: Place, stack: ExitStack, number: int, times: int) -> list
 
 
 def _shares(place: Place, stack: ExitStack, seconds: float, *weights: float) -> list[float]:
-    """The part of the time that jobs of these weights held, all of which always want to."""
+    """The part of the time that each job held, where jobs of these weights always want the lease."""
     clients = [Client(place, stack, job=str(i), weight=weight) for i, weight in enumerate(weights)]
     held_s = _in_parallel(clients, "share", seconds, 0.002)
     return [held / sum(held_s) for held in held_s]

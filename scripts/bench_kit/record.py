@@ -31,9 +31,7 @@ def show_configuration(config: dict[str, Any]) -> None:
     print("  ".join(f"{key}={value}" for key, value in config.items()), flush=True)
 
 
-def write(
-    record: dict[str, Any], json_file: Path | None, plot_file: Path | None = None, draw: Draw | None = None
-) -> None:
+def write(record: Any, json_file: Path | None, plot_file: Path | None = None, draw: Draw | None = None) -> None:
     """Write the files that were asked for. A long run does so after each case: if it breaks off, the others remain."""
     for path in filter(None, (json_file, plot_file)):
         path.parent.mkdir(parents=True, exist_ok=True)

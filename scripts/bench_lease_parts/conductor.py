@@ -1,8 +1,8 @@
-"""Who tells the jobs when to run: every arm in each round, all jobs of an arm in the same window.
+"""Tells the jobs when to run: every arm in each round, all jobs of an arm in the same window.
 
     begin - all jobs of the arm train for `settle_s` - window of `window_s`, in which all of them train - end
 
-A job is told its window beforehand and trains until after the end, so nobody ever has the hosts to itself in a window.
+A job is told its window beforehand and trains until after the end, so no job ever has the hosts to itself in a window.
 The conductor is a thread of the bench's process; network namespaces do not matter to Unix sockets with a path.
 """
 
@@ -33,7 +33,7 @@ class Window(NamedTuple):
 
 
 class Arm(NamedTuple):
-    """Which jobs train in a window, and which of their networks: `plain`, or `leased`, which heeds the lease."""
+    """Which jobs train in a window, and which of their networks: `plain` or, with the lease, `leased`."""
 
     name: str
     jobs: tuple[int, ...]
@@ -42,9 +42,9 @@ class Arm(NamedTuple):
 
 def arms_of(settings: CaseSettings) -> list[Arm]:
     """Each job alone, the first one also with its lease, and all at once without and with a lease."""
-    everybody = tuple(range(len(settings.jobs)))
-    solos = [Arm(f"solo {settings.jobs[job].name}", (job,), "plain") for job in everybody]
-    together = [Arm("co-run", everybody, "plain"), Arm("lease", everybody, "leased")]
+    all_jobs = tuple(range(len(settings.jobs)))
+    solos = [Arm(f"solo {settings.jobs[job].name}", (job,), "plain") for job in all_jobs]
+    together = [Arm("co-run", all_jobs, "plain"), Arm("lease", all_jobs, "leased")]
     return [*solos, Arm("solo leased", (0,), "leased"), *together]
 
 
@@ -69,7 +69,7 @@ def run_case(settings: CaseSettings, hosts: int, run_ranks: RunRanks, on_progres
                 run_ranks(["-m", "bench_lease_parts.host", name], rank_environment(), lambda line: None)
             except BaseException as error:
                 with contextlib.suppress(OSError):
-                    Client(listener.address, family="AF_UNIX").close()  # or it would wait for ranks for ever
+                    Client(listener.address, family="AF_UNIX").close()  # or the conductor would wait for ranks for ever
                 # Ranks that ended took the conductor with them, unless it was the other way round.
                 if not isinstance(conducted.exception(), EOFError | ConnectionError | None):
                     raise conducted.exception() from error
@@ -86,7 +86,7 @@ class Conductor:
         self._windows = 0
 
     def conduct(self) -> dict[str, Any]:
-        """Everything that was measured. Raises EOFError or ConnectionError when a rank has ended too early."""
+        """Measure the case; returns all figures. Raises EOFError or ConnectionError when a rank has ended too early."""
         with contextlib.ExitStack() as stack:
             while len(self._ranks) < len(self._settings.jobs) * self._hosts:
                 rank = stack.enter_context(self._listener.accept())
@@ -111,7 +111,7 @@ class Conductor:
     def _rounds(self) -> list[dict[str, Any]]:
         arms = arms_of(self._settings)
         self._progress("rehearsing", 0.0)
-        for arm in arms[-2:]:  # what the leased network learns of its gaps, it learns here
+        for arm in arms[-2:]:  # the leased network learns here how long its waits are
             self._window(arm)
         rounds: list[dict[str, Any]] = [{} for _ in range(self._settings.rounds)]
         for turn in turns(len(arms), len(rounds)):

@@ -1,4 +1,4 @@
-"""From windows to what is reported. Pure.
+"""Turns the figures of windows into the record. Pure.
 
 *Throughput* of a window counts every job's progress in seconds of its own solo step: the sum over jobs of (steps in the
 window) * T_i, over the length of the window. Jobs one after the other make 1, whatever they are, so it is the speed-up

@@ -1,1 +1,1 @@
-"""What `bench.py` is made of: workloads, arms, the rank's side, and what is shown of the figures."""
+"""The parts of `bench.py`: workloads, arms, the ranks' program, figures, table and chart."""

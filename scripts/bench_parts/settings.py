@@ -1,4 +1,4 @@
-"""What one case of the bench is: everything that its ranks need to know. Travels to them as JSON."""
+"""The settings of one case, which its ranks read from a JSON file."""
 
 import dataclasses
 import json

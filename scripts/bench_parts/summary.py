@@ -1,4 +1,4 @@
-"""From the ranks' figures to what is reported: medians, quartiles, the bound, ratios. Pure."""
+"""Turns the ranks' figures into the record: medians, quartiles, the bound, ratios. Pure."""
 
 import dataclasses
 import statistics

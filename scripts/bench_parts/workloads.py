@@ -1,4 +1,4 @@
-"""What all arms train: a network, one batch for it, and the parts that FSDP2 shards one by one."""
+"""Makes the workload that all arms of a case train."""
 
 from collections.abc import Callable
 

@@ -1,1 +1,1 @@
-"""What `scripts/gpu_check.py` is made of: cases, the checks they run, the ranks they run on, the report."""
+"""The parts of `gpu_check.py`: cases, the checks they run, the ranks they run on, the report."""

@@ -62,7 +62,7 @@ def missing_wait_is_noticed(device: torch.device, recipe: Recipe, missing: str) 
         seen, _ = _train(recipe, device, with_dear=True)
     _, paths = difference(seen, expected)
     if not paths:
-        raise AssertionError(f"{missing}: nobody noticed, so the checks of late legs prove nothing")
+        raise AssertionError(f"{missing}: the result was right all the same, so the checks of late legs prove nothing")
     return {"noticed": f"{len(paths)} values differ, as they must"}
 
 

@@ -1,8 +1,8 @@
-"""Legs that take long, and package code without one of its waits: what shows whether streams are ordered.
+"""Legs that take long, and package code without one of its waits: they show whether streams are ordered.
 
 At world size 1 a collective changes nothing, so a missing wait would not be seen. Here a scatter leg also doubles what
-it finds in the buffer, and the gather leg sleeps and then halves it, both exactly: in the end the right values are
-there, but whoever reads or writes the buffer at the wrong time is off by a factor of two.
+it finds in the buffer, and the gather leg sleeps and then halves it, both exactly. In the end the values are right, but
+code that reads or writes the buffer at the wrong time is off by a factor of two.
 """
 
 from collections.abc import Callable, Iterator

@@ -51,7 +51,7 @@ class Launch:
 
 
 class Outcome(NamedTuple):
-    """What became of a check: ``ok``, ``FAIL`` or ``skip``; figures of each rank; why."""
+    """How a check ended: ``ok``, ``FAIL`` or ``skip``; the figures of each rank; the reason."""
 
     result: str
     figures: list[dict[str, Any]]
@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """What one rank needs to know."""
+    """The arguments of one rank."""
 
     check: Callable[..., dict[str, Any]]
     arguments: tuple[Any, ...]
@@ -77,7 +77,7 @@ def run_check(
     start_s = time.monotonic()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    # mkdtemp makes it 0700: whoever can write the rendezvous file can join the group.
+    # mkdtemp makes it 0700: a process that can write the rendezvous file can join the group.
     directory = tempfile.mkdtemp(prefix="gpu-check-")
     pipes: list[Connection] = []
     processes: list[Any] = []

@@ -1,4 +1,4 @@
-"""What the check prints: the machine and versions above, a table, and why something failed."""
+"""The output of the check: machine and versions, a table, and the reasons of failures."""
 
 import os
 import platform
@@ -48,7 +48,7 @@ class Row(NamedTuple):
         return (raised or lines or [""])[-1]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything known about this case."""
+        """The case and its outcome, for JSON."""
         launch = self.case.launch
         return {
             "group": self.case.group,

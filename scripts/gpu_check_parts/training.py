@@ -71,7 +71,7 @@ class Recipe:
 
 
 def cast_hook(wire_dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """What ``wire_dtype`` means, where a sum has one order only: on one and two ranks."""
+    """Does what ``wire_dtype`` does, on one and two ranks, where a sum has only one order."""
     sent = torch.mul(bucket.buffer(), 1.0 / dist.get_world_size()).to(wire_dtype)
     dist.all_reduce(sent)
     future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -143,7 +143,7 @@ class Job:
         return nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
 
     def train(self) -> dict[str, Any]:
-        """All steps; everything that can be seen of them, and of model and optimizer afterwards."""
+        """Run all steps; returns what a script could log of each, and the state of model and optimizer afterwards."""
         recipe, seen = self.recipe, {}
         for index in range(recipe.steps):
             batches = [self.batch(index * recipe.accumulate + place) for place in range(recipe.accumulate)]
@@ -158,7 +158,7 @@ class Job:
         return _leaves(seen)
 
     def close(self) -> None:
-        """Take DeAR off again."""
+        """Detach DeAR."""
         if self.state is not None:
             self.state.detach()
 

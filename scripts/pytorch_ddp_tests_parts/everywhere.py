@@ -46,7 +46,7 @@ def _attach(ddp: DistributedDataParallel) -> None:
 
 
 def attach_everywhere() -> None:
-    """From now on."""
+    """Attach to every DDP model that is trained from now on."""
     make_optimizer = Optimizer.__init__
 
     def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:

@@ -1,1 +1,1 @@
-"""What `train.py` needs beside the training loop: data, checkpoints, timing, display."""
+"""The parts of `train.py` beside the training loop: options, data, checkpoints, display, the record."""

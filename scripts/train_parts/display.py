@@ -1,4 +1,4 @@
-"""What rank 0 shows while it trains: a progress bar on a terminal, plain lines elsewhere."""
+"""Progress of the training, shown by rank 0: a progress bar on a terminal, plain lines elsewhere."""
 
 import time
 from types import TracebackType

@@ -21,7 +21,7 @@ def make_record(
     history: list[dict[str, Any]],
     state: dx.DearState | None,
 ) -> dict[str, Any]:
-    """All that there is to say about a run. Collective: every rank must call it."""
+    """The record of a run. Collective: every rank must call it."""
     digests: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(digests, _digest(net))
     # The first epoch pays for start-up (connections, DDP rebuilding its buckets): speeds leave it
