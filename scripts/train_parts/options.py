@@ -72,11 +72,11 @@ def _what_is_wrong(args: argparse.Namespace) -> str | None:
     """The first thing that is wrong with the arguments, or None."""
     for name in ("image_size", "limit_samples", "epochs", "batch_size", "accumulate", "lr"):
         value = getattr(args, name)
-        if value is not None and value <= 0:
+        if value is not None and not value > 0:  # which NaN is not, either
             return f"{option(name)} must be greater than 0, not {value}"
     for name in ("weight_decay", "warmup_epochs", "clip_norm", "workers", "seed"):
         value = getattr(args, name)
-        if value < 0:
+        if not value >= 0:
             return f"{option(name)} must be 0 or more, not {value}"
     models = torchvision.models.list_models(module=torchvision.models)
     if args.model not in models:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 import bench_lease
@@ -54,12 +52,6 @@ def test_what_only_computes_counts_as_what_the_main_job_leaves() -> None:
     main, filler = in_proportion(times, case("filler"))
     assert main == times[0] and filler == pytest.approx((0.1, 0.0, 0.11))
     assert in_proportion(times, case("weights")) == times
-
-
-@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8))
-def test_jains_index(shares: list[float]) -> None:
-    assert 1 / len(shares) <= jain_index(shares) * (1 + 1e-9) and jain_index(shares) <= 1 + 1e-9
-    assert jain_index([shares[0]] * len(shares)) == pytest.approx(1)
 
 
 def window(*steps: float) -> dict[int, dict[str, Any]]:
