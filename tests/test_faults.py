@@ -109,6 +109,7 @@ def test_a_rank_that_stops_training_ends_the_others_within_the_timeout() -> None
 
 def _wait_for_a_stopped_peer_and_get_interrupted() -> str:
     if dist.get_rank() == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background inherit that it is ignored
         interrupt = threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGINT))
         interrupt.daemon = True
         interrupt.start()

@@ -24,6 +24,7 @@ from ddp_crossover.lease.broker.figures import ResourceFigures
 from ddp_crossover.lease.broker.jobs import JobKey
 from ddp_crossover.lease.shares import with_shares
 from lease_processes import PACKAGE, TIMEOUT_S, LeaseProcesses, eventually
+from sigint import default_sigint
 
 A, B, F = JobKey(0, "a"), JobKey(0, "b"), JobKey(0, "filler")
 
@@ -207,7 +208,7 @@ def test_top_on_a_terminal_follows_until_it_is_told_to_end(processes: LeaseProce
     environment.pop("COLUMNS", None)
     environment.pop("LINES", None)
     command = _top("--interval", "0.2", directory=lease_directory)
-    top = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment)
+    top = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment, preexec_fn=default_sigint)
     seen = ""
 
     def read_until(text: str) -> None:
