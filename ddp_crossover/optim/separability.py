@@ -192,8 +192,10 @@ def _samples(parameters: list[Tensor], seed: int, originals: dict[Tensor, Tensor
 def _state_of_sample(value: Any, original: Tensor, sample: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    if value.dim() and value.shape == original.shape and value.numel():
-        return torch.full_like(sample, value.flatten()[0].item(), dtype=value.dtype, requires_grad=False)
+    if value.dim() and value.shape == original.shape:
+        # Also for a parameter without elements: fused kernels of torch do not check that state is large enough.
+        first = value.flatten()[0].item() if value.numel() else 0.0
+        return torch.full_like(sample, first, dtype=value.dtype, requires_grad=False)
     return value.clone()
 
 
