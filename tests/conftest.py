@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import fcntl
+import os
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +42,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = item.path.name
         if name in _QUICK_FILES or (name.startswith(_SAMPLED_FILES) and index % _SAMPLE == 0):
             item.add_marker(pytest.mark.quick)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the timeout's wrapper: time spent waiting does not count
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let a test that is marked `alone` wait until no other worker runs a test, and others wait until it is over."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    shared_by_workers = Path(item.config.option.basetemp).parent
+    shared_by_workers.mkdir(parents=True, exist_ok=True)
+    with _turn(shared_by_workers / "turn", alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+@contextmanager
+def _turn(path: Path, *, alone: bool) -> Iterator[None]:
+    # Two locks: with one, tests that run together could keep a test that waits to be alone waiting for ever.
+    with open(f"{path}.gate", "w") as gate, open(f"{path}.lock", "w") as lock:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may keep the file open
 
 
 @pytest.fixture(scope="session")

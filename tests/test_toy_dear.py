@@ -7,14 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 TOY = Path(__file__).resolve().parent.parent / "docs" / "toy_dear.py"
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_the_toy_trains_as_plain_ddp_does(ranks) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(TOY)]
+def test_the_toy_trains_as_plain_ddp_does() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(TOY)]
     job = subprocess.run(
         command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60, check=False
     )

@@ -12,7 +12,7 @@ from ddp_crossover.planning.cost_model import LinkModel
 
 _SMALL_BYTES = 16 * 2**10
 _LARGEST_BYTES = 4 * 2**20
-_PRIMING_BYTES = 2**20
+_MOST_PRIMING_BYTES = 2**20
 _REPEATS = 3
 _BURST_LEGS = 8
 
@@ -34,48 +34,60 @@ def probe_link(link: Link, model_bytes: int, device: torch.device) -> LinkModel:
         return LinkModel(0.0, 0.0, 0.0)
     large_bytes = max(min(_LARGEST_BYTES, model_bytes // 4), 4 * _SMALL_BYTES)
     with link.meter.unrecorded():
-        _time_legs(link, device, 1, _SMALL_BYTES)  # warm-up: connections, memory
-        lone = [(_sent(link, size), _best_s(link, device, 1, size)) for size in (_SMALL_BYTES, large_bytes)]
+        probe = _Probe(link, device, priming_bytes=min(_MOST_PRIMING_BYTES, max(large_bytes, model_bytes)))
+        probe.time_legs(1, _SMALL_BYTES)  # warm-up: connections, memory
+        lone = [(_sent(link, size), probe.best_s(1, size)) for size in (_SMALL_BYTES, large_bytes)]
         # Bursts use no tiny legs: a leg's host cost is hidden only if the link is busy for longer than that.
         bursts = [
-            (_BURST_LEGS, _sent(link, size), _best_s(link, device, _BURST_LEGS, size))
+            (_BURST_LEGS, _sent(link, size), probe.best_s(_BURST_LEGS, size))
             for size in (large_bytes // 4, large_bytes // 2)
         ]
     return LinkModel.fit(lone, bursts)
-
-
-def _best_s(link: Link, device: torch.device, legs: int, buffer_bytes: int) -> float:
-    """The shortest of several times, in seconds: disturbances only make a link slower."""
-    return min(_time_legs(link, device, legs, buffer_bytes) for _ in range(_REPEATS))
 
 
 def _sent(link: Link, buffer_bytes: int) -> int:
     return buffer_bytes * (link.world_size - 1) // link.world_size
 
 
-def _time_legs(link: Link, device: torch.device, legs: int, buffer_bytes: int) -> float:
-    """Seconds from the start of several scatter legs until the last is done, on a link that was busy just before.
+class _Probe:
+    """Times legs on a link that was busy just before: an idle one sends a first burst faster than it can go on.
 
-    An idle link sends a first burst faster than it can send continuously, so one leg goes ahead untimed.
+    Args:
+        link: the link.
+        device: device of the legs' buffers.
+        priming_bytes: size of the leg that goes ahead, untimed. Larger legs have a larger one.
     """
-    sizes = [max(buffer_bytes, _PRIMING_BYTES), *[buffer_bytes] * legs]
-    buffers = [torch.zeros(size // 4 // link.world_size * link.world_size, device=device) for size in sizes]
-    link.begin_iteration()
-    link.all_gather_small(torch.zeros(1, device=device))  # a barrier, so that all ranks begin together
-    scatters: list[ScatterLeg] = [link.reduce_scatter(0, buffers[0])]
-    scatters[0].wait()
-    _wait_for_device(device)
-    start_s = time.perf_counter()
-    scatters += [link.reduce_scatter(index, buffer) for index, buffer in enumerate(buffers[1:], start=1)]
-    for scatter in scatters:
-        scatter.wait()
-    _wait_for_device(device)
-    seconds = time.perf_counter() - start_s
-    # Peers may still receive from the buffers, which are freed on return: finish both legs of each.
-    for gather in [link.all_gather(scatter) for scatter in scatters]:
-        gather.wait()
-    _wait_for_device(device)
-    return seconds
+
+    def __init__(self, link: Link, device: torch.device, priming_bytes: int) -> None:
+        self._link = link
+        self._device = device
+        self._priming_bytes = priming_bytes
+
+    def best_s(self, legs: int, buffer_bytes: int) -> float:
+        """The shortest of several times, in seconds: disturbances only make a link slower."""
+        return min(self.time_legs(legs, buffer_bytes) for _ in range(_REPEATS))
+
+    def time_legs(self, legs: int, buffer_bytes: int) -> float:
+        """Seconds from the start of several scatter legs until the last is done."""
+        link, device = self._link, self._device
+        sizes = [max(buffer_bytes, self._priming_bytes), *[buffer_bytes] * legs]
+        buffers = [torch.zeros(size // 4 // link.world_size * link.world_size, device=device) for size in sizes]
+        link.begin_iteration()
+        link.all_gather_small(torch.zeros(1, device=device))  # a barrier, so that all ranks begin together
+        scatters: list[ScatterLeg] = [link.reduce_scatter(0, buffers[0])]
+        scatters[0].wait()
+        _wait_for_device(device)
+        start_s = time.perf_counter()
+        scatters += [link.reduce_scatter(index, buffer) for index, buffer in enumerate(buffers[1:], start=1)]
+        for scatter in scatters:
+            scatter.wait()
+        _wait_for_device(device)
+        seconds = time.perf_counter() - start_s
+        # Peers may still receive from the buffers, which are freed on return: finish both legs of each.
+        for gather in [link.all_gather(scatter) for scatter in scatters]:
+            gather.wait()
+        _wait_for_device(device)
+        return seconds
 
 
 def _wait_for_device(device: torch.device) -> None:

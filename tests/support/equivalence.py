@@ -69,7 +69,7 @@ class Case:
     model: Callable[[], nn.Module] = OddNet
     optimizer: Factory = ADAMW
     world_size: int = 2
-    steps: int = 20
+    steps: int = 14
     ddp: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of `DistributedDataParallel`."""
     dear: Mapping[str, Any] = field(default_factory=dict)
