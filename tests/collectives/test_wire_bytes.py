@@ -4,7 +4,6 @@ rank.
 
 from __future__ import annotations
 
-import gc
 import sys
 from functools import partial
 
@@ -14,9 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from equivalence import Case, Run
+from harness import run_ranks
 from models import INPUTS, OUTPUTS
 from wire import tcp_bytes_sent
 
+# In fresh processes: connections of an earlier test could close between two readings.
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's TCP_INFO")
 
 STEPS = 8
@@ -42,7 +43,6 @@ class WideNet(nn.Module):
 
 def _sent_in_steady_state(case: Case, with_dear: bool) -> tuple[float, float]:
     """Bytes per step over the last steps, as the kernel counts and as `stats()` says."""
-    gc.collect()  # connections of earlier tests close now, not between two readings
     run = Run(case, with_dear)
     counted: list[int] = []
     claimed: list[int] = []
@@ -72,15 +72,15 @@ def _send_a_megabyte() -> int:
     return tcp_bytes_sent() - before
 
 
-def test_the_meter_counts_what_gloo_sends(on_ranks) -> None:
-    sender, receiver = on_ranks(_send_a_megabyte, 2)
+def test_the_meter_counts_what_gloo_sends() -> None:
+    sender, receiver = run_ranks(_send_a_megabyte, 2)
     assert sender == pytest.approx(1_000_000, rel=0.01)
     assert receiver < 10_000
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_bytes_on_the_wire_are_optimal_and_what_stats_say(on_ranks, world_size, dtype) -> None:
+def test_bytes_on_the_wire_are_optimal_and_what_stats_say(world_size, dtype) -> None:
     case = Case(
         model=partial(WideNet, dtype),
         world_size=world_size,
@@ -90,13 +90,13 @@ def test_bytes_on_the_wire_are_optimal_and_what_stats_say(on_ranks, world_size, 
     )
     size = sum(p.numel() * p.element_size() for p in WideNet(dtype).parameters())
     optimum = 2 * (world_size - 1) / world_size * size
-    for counted, claimed in on_ranks(_sent_in_steady_state, world_size, case, True):
+    for counted, claimed in run_ranks(_sent_in_steady_state, world_size, case, True):
         assert counted == pytest.approx(optimum, rel=TOLERANCE)
         assert claimed == pytest.approx(counted, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("schedule", ["dear", "allreduce"])
-def test_a_16_bit_wire_halves_them(on_ranks, schedule) -> None:
+def test_a_16_bit_wire_halves_them(schedule) -> None:
     case = Case(
         model=partial(WideNet, torch.float32),
         steps=2 * STEPS,
@@ -104,6 +104,6 @@ def test_a_16_bit_wire_halves_them(on_ranks, schedule) -> None:
         strict=False,
     )
     optimum = sum(p.numel() * torch.bfloat16.itemsize for p in WideNet(torch.float32).parameters())
-    for counted, claimed in on_ranks(_sent_in_steady_state, 2, case, True):
+    for counted, claimed in run_ranks(_sent_in_steady_state, 2, case, True):
         assert counted == pytest.approx(optimum, rel=TOLERANCE)
         assert claimed == pytest.approx(counted, rel=TOLERANCE)

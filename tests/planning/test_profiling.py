@@ -74,6 +74,7 @@ def _measured() -> ComputeProfile:
     return profile.compute
 
 
+@pytest.mark.alone
 def test_layers_are_measured_in_order_and_in_proportion_and_waits_are_left_out(on_ranks) -> None:
     compute = on_ranks(_measured, 2)[0]
     assert compute.use_s[0] < compute.use_s[1] < compute.use_s[2] < compute.forward_s

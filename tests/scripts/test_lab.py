@@ -82,6 +82,7 @@ def least_s(rate_bits_per_s: float) -> float:
     return (SIZE_BYTES - BURST_BYTES) * 8 / rate_bits_per_s
 
 
+@pytest.mark.alone
 @needs_lab
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_links_are_as_fast_as_asked_for(hosts: int) -> None:
