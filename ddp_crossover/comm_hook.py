@@ -44,13 +44,8 @@ from ddp_crossover.parameters.pending_parameter import PendingParameter, touch
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.session import Planning
 from ddp_crossover.stats import DearStats, FallbackLog
-from ddp_crossover.torch_internals import (
-    GradBucket,
-    allow_foreach,
-    managed_parameters,
-    process_group_timeout,
-    settle_before_use,
-)
+from ddp_crossover.torch_internals.ddp import GradBucket, managed_parameters, process_group_timeout
+from ddp_crossover.torch_internals.dispatch import allow_foreach, settle_before_use
 from ddp_crossover.tracing.recording import recording
 from ddp_crossover.tracing.trace import Trace
 
@@ -132,7 +127,7 @@ class DearState:
         self._fallbacks = FallbackLog(self._link.rank)
         self._plain_reason = why_plain_all_reduce(ddp, options.schedule)
         require_same_setup(self._link, named, optimizers, options)
-        self._turns = Turns(lease, self._link.clock, self._fallbacks)
+        self._turns = Turns(lease, self._link.clock, self._fallbacks.note)
         backend = dist.get_backend(ddp.process_group)
         self._planning = Planning(named, options, self._link, backend, self._turns)
         self._planning.load_tuned()

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_crossover.collectives.all_reduce import all_reduce_sum, stream_for_all_reduces
-from ddp_crossover.torch_internals import GradBucket, call_after_backward
+from ddp_crossover.torch_internals.autograd import call_after_backward
+from ddp_crossover.torch_internals.ddp import GradBucket
 from ddp_crossover.tracing.clock import CommClock
 from ddp_crossover.tracing.recording import recording
 from ddp_crossover.tracing.trace import Trace

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.profiler import record_function
 
-from ddp_crossover.collectives.leg import Meanwhile
+from ddp_crossover.collectives.leg import HostWait
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.collectives.wire import scale_into, travels_as
@@ -48,11 +48,12 @@ from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.reduced_gradients import ReducedGradients
 from ddp_crossover.parameters.slots import GroupInFlight, GroupState, Slot
-from ddp_crossover.torch_internals import GradBucket, allow_foreach, is_traced, outside_of_modes
+from ddp_crossover.torch_internals.ddp import GradBucket
+from ddp_crossover.torch_internals.dispatch import allow_foreach, is_traced, outside_of_modes
 
 _SPARE_NUMEL = 2**14
 # Receives of scatter legs are posted this many legs ahead, so that a faster rank can send. Each one costs memory.
-_EXPECTED_LEGS = 4
+_ANNOUNCED_LEGS = 4
 
 
 class Phase(enum.Enum):
@@ -98,7 +99,7 @@ class Pipeline:
         self.plan = plan
         self.link = link
         self.turns = turns
-        self.order = StreamOrder(link)
+        self.order = StreamOrder(link.streams)
         self.phase = Phase.IDLE
         self.iteration = 0
         self.lock = lock or threading.RLock()
@@ -119,8 +120,7 @@ class Pipeline:
             arena: _zeros(numel, travels_as(like[arena].dtype, wire_dtype), like[arena].device, memory.get(arena))
             for arena, numel in plan.arena_numel.items()
         }
-        for arena in self._arenas.values():
-            link.adopt(arena)
+        link.use_arenas(self._arenas.values())
         allow_foreach(PendingGrad)
         self.slots = [
             Slot(
@@ -163,10 +163,10 @@ class Pipeline:
         self._arrived.clear()
         self.gradients.begin_backward()
         self.iteration += 1
-        self.link.next_iteration()
+        self.link.begin_iteration()
         self.phase = Phase.BACKWARD
-        for index in range(_EXPECTED_LEGS):
-            self._expect(index)
+        for index in range(_ANNOUNCED_LEGS):
+            self._announce(index)
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Copy one DDP bucket into the fusion buffers and launch the scatter legs of groups that became complete.
@@ -187,7 +187,7 @@ class Pipeline:
             staging = self._stagings[index] = plan_staging(
                 buffer, [self.slot_of[p] for p in parameters], parameters, bucket.gradients(), self._arenas
             )
-        self.link.soon(functools.partial(self._copy, buffer, staging.copies))
+        self.link.stage(functools.partial(self._copy, buffer, staging.copies))
         self._arrived.append(staging)
         self.gradients.bucket_arrives(buffer, staging.slots)
         for group, pieces in staging.arrivals:
@@ -204,7 +204,7 @@ class Pipeline:
 
     def _launch(self, group: GroupInFlight) -> None:
         index = group.spec.index
-        self._expect(index + _EXPECTED_LEGS)
+        self._announce(index + _ANNOUNCED_LEGS)
         if not group.spec.split:
             group.scatter = group.gather = self.link.all_reduce_leg(index, group.buffer)
             group.state = GroupState.GATHERING
@@ -216,10 +216,10 @@ class Pipeline:
         for follower in self._followers.get(index, ()):
             self._gather(self.groups[follower])
 
-    def _expect(self, index: int) -> None:
+    def _announce(self, index: int) -> None:
         if self.every_group_arrives and index < len(self.groups) and not self.groups[index].is_launched:
             self.groups[index].state = GroupState.ANNOUNCED
-            self.link.expect(index, self.groups[index].buffer)
+            self.link.announce(index, self.groups[index].buffer)
 
     def end_backward(self) -> None:
         """Launch the gather legs in use order and make every ``.grad`` a PendingGrad unless a script keeps it."""
@@ -229,7 +229,7 @@ class Pipeline:
         for group in unused:
             group.state = GroupState.UNUSED
         self._gather_in_use_order()
-        self.link.all_scattered()
+        self.link.end_scatter_legs()
         with self.lock:
             kept = self.gradients.make_pending(some_unused=bool(unused))
             self.phase = Phase.REDUCED
@@ -295,12 +295,12 @@ class Pipeline:
             # No profiler range if the leg is done, where it only costs time, or if `torch.jit.trace` would record it.
             unnamed = group.gather.is_done() or is_traced()
             named = contextlib.nullcontext() if unnamed else record_function(f"ddp_crossover::wait[{index}]")
-            with named, self.waiting(index) as meanwhile:
+            with named, self.waiting(index) as host_wait:
                 # Protects the optimizer and readers of `.grad` from partly gathered gradients.
-                group.gather.wait(meanwhile)
+                group.gather.wait(host_wait)
             group.state = GroupState.COMPLETE
 
-    def waiting(self, what: int | str) -> contextlib.AbstractContextManager[Meanwhile | None]:
+    def waiting(self, what: int | str) -> contextlib.AbstractContextManager[HostWait | None]:
         """Context of a wait for communication; ``what`` identifies the same wait in each step, see :class:`Turns`."""
         return self.turns.gap(what)
 
@@ -320,11 +320,11 @@ class Pipeline:
             self.gradients.is_retiring = False
         if self.phase is Phase.BACKWARD and not self.link.is_closed:
             self._close_broken_backward()
-        with self.waiting("end of iteration") as meanwhile:
+        with self.waiting("end of iteration") as host_wait:
             for group in self.groups:
                 if group.gather is not None:
                     # Protects peers that still receive from this buffer.
-                    group.gather.wait(meanwhile)
+                    group.gather.wait(host_wait)
         self.phase = Phase.IDLE
 
     def _close_broken_backward(self) -> None:
@@ -332,7 +332,7 @@ class Pipeline:
 
         The values that they carry do not matter.
         """
-        self.link.finish_jobs()
+        self.link.finish_staging()
         for index, group in enumerate(self.groups):
             if group.state is GroupState.ANNOUNCED:
                 group.scatter = self.link.reduce_scatter(index, group.buffer)

@@ -1,11 +1,11 @@
-"""Jobs that share hosts: one after the other, all at once, and all at once with a lease. The device is emulated.
+"""Measure jobs that share hosts: one after the other, all at once, and all at once with a lease.
 
     sudo python scripts/bench_lease.py --cases equal --quick          # a first look, under two minutes
     sudo python scripts/bench_lease.py --json lease.json --plot lease.png
 
-Each case runs some jobs on all hosts of a lab (network namespaces with shaped links, one core each), which
-share the host's core, its link and a device that only one job's kernel uses at a time. docs/lease-bench.md says what
-the figures mean. Needs root.
+Each case runs some jobs on all hosts of a lab (network namespaces with shaped links, one core each). The jobs of a host
+share its core, its link and a device that runs one job's kernel at a time. The device is emulated. Needs root.
+docs/lease-bench.md explains the figures.
 """
 
 import argparse
@@ -13,57 +13,40 @@ import sys
 from typing import Any
 
 import torch
-from rich.console import Console
 
-import bench_record
-from bench_lab.launch import CaseFailed, on_hosts
-from bench_lab.report import Display
+from bench_kit import record
+from bench_kit.launch import on_lab
+from bench_kit.run import Bench, run_cases
 from bench_lease_parts import chart, report
 from bench_lease_parts.cases import make_case
 from bench_lease_parts.conductor import run_case
 from bench_lease_parts.figures import summarize
 from bench_lease_parts.options import parse_args
-from lab import Lab, LabError
-
-REFUSED_EXIT_CODE = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all cases; 2 if the lab cannot be built, 1 if a case failed."""
+    """Run all cases; returns 2 if the lab cannot be built, 1 if a case failed, else 0."""
     args = parse_args(__doc__, arguments)
-    console = Console()
-    record: dict[str, Any] = {"configuration": configuration(args), "cases": []}
-    console.print("  ".join(f"{key}={value}" for key, value in record["configuration"].items()), highlight=False)
-    try:
-        with (
-            Lab(args.hosts, rate=None if args.rate == "none" else args.rate) as lab,
-            Display(console, len(args.cases)) as display,
-        ):
-            for name in args.cases:
-                display.begin(name)
-                settings = make_case(name, args)
-                case = summarize(settings, run_case(settings, args.hosts, on_hosts(lab), display.update))
-                report.print_case(console, case, record["configuration"]["network"])
-                record["cases"].append(case)
-                bench_record.write(args, record, chart.draw)
-    except LabError as error:
-        print(f"bench_lease: {error}", file=sys.stderr)
-        return REFUSED_EXIT_CODE
-    except CaseFailed as error:
-        print(f"bench_lease: {error}", file=sys.stderr)
-        return 1
-    return 0
+    bench = Bench(
+        "bench_lease",
+        on_lab(args.hosts, args.rate),
+        lambda settings, run_ranks, progress: summarize(settings, run_case(settings, args.hosts, run_ranks, progress)),
+        report.print_case,
+        chart.draw,
+    )
+    return run_cases(bench, [make_case(name, args) for name in args.cases], args, configuration(args))
 
 
 def configuration(args: argparse.Namespace) -> dict[str, Any]:
     """Everything that the figures depend on."""
-    return {
-        "device": "EMULATED: sleeps in time slices, one job's at a time",
-        "network": f"{args.hosts} hosts, {args.rate} each way",
-        "torch": torch.__version__,
-        "backend": "gloo",
-        "all_jobs_share": "SGD, gradient_as_bucket_view=True, 1 thread per rank, 1 core per host",
-    } | bench_record.surroundings(args)
+    return record.configuration(
+        args,
+        device="EMULATED: sleeps in time slices, one job's at a time",
+        network=f"{args.hosts} hosts, {args.rate} each way",
+        torch=torch.__version__,
+        backend="gloo",
+        all_jobs_share="SGD, gradient_as_bucket_view=True, 1 thread per rank, 1 core per host",
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What DeAR costs per step where there is nothing to gain: hooks and waits at world size 1.
+"""Measure the cost of DeAR per step where there is nothing to gain: hooks and waits at world size 1.
 
     python scripts/bench_overhead.py
     python scripts/bench_overhead.py --optimizer adamw --rounds 20 --json overhead.json
@@ -10,12 +10,10 @@ that a slow moment of the machine hits both. The overhead is the median over rou
 
 import argparse
 import contextlib
-import json
 import math
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +27,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
-from bench_record import surroundings
+from bench_kit import record
+from bench_kit.options import add_results, make_parser, positive_int
+from bench_kit.rounds import spread, turns
 
 SCALING_LAYERS = (250, 500, 1000, 2000)
 # The growth counts as linear up to this exponent: timings of a shared machine do not resolve less.
@@ -58,16 +58,16 @@ class Measurement(NamedTuple):
         return self.dear_s - self.ddp_s
 
     def summary(self) -> dict[str, Any]:
-        """Medians, quartiles of the overhead, and what it comes to for one parameter tensor."""
-        low, median, high = np.quantile(self.overheads_s, (0.25, 0.5, 0.75))
+        """Medians, quartiles of the overhead, and the overhead per parameter tensor."""
+        overhead_s = spread(self.overheads_s.tolist())
         return {
             "model": self.name,
             "parameters": self.parameters,
             "ddp_ms": 1e3 * statistics.median(self.ddp_s),
             "dear_ms": 1e3 * statistics.median(self.dear_s),
-            "overhead_ms": 1e3 * median,
-            "overhead_quartiles_ms": [1e3 * low, 1e3 * high],
-            "overhead_per_parameter_us": 1e6 * median / self.parameters,
+            "overhead_ms": 1e3 * overhead_s["median"],
+            "overhead_quartiles_ms": [1e3 * overhead_s["low"], 1e3 * overhead_s["high"]],
+            "overhead_per_parameter_us": 1e6 * overhead_s["median"] / self.parameters,
             "rounds_ddp_s": self.ddp_s.tolist(),
             "rounds_dear_s": self.dear_s.tolist(),
         }
@@ -108,7 +108,7 @@ def make_step(case: Case, optimizer_name: str, hook: str, stack: contextlib.Exit
 
 
 def seconds_per_step(step: Callable[[], None], steps: int) -> float:
-    """Mean over a round. DeAR applies each update one step later, so a round has `steps`, too."""
+    """Mean over a turn. DeAR applies each update one step later, so a turn of it has `steps` updates, too."""
     start = time.perf_counter()
     for _ in range(steps):
         step()
@@ -116,15 +116,15 @@ def seconds_per_step(step: Callable[[], None], steps: int) -> float:
 
 
 def measure(case: Case, args: argparse.Namespace) -> Measurement:
-    """Warm both up, then let them take turns; who goes first alternates as well."""
+    """Warm both up, then let them take turns; the one that goes first alternates."""
     rounds: dict[str, list[float]] = {"none": [], "dear": []}
     with contextlib.ExitStack() as stack:
         steps = {hook: make_step(case, args.optimizer, hook, stack) for hook in rounds}
         for step in steps.values():
             seconds_per_step(step, args.warmup)
-        for number in range(args.rounds):
-            for hook in sorted(steps, reverse=number % 2 == 0):
-                rounds[hook].append(seconds_per_step(steps[hook], args.steps))
+        for turn in turns(len(steps), args.rounds):
+            hook = list(steps)[turn.index]
+            rounds[hook].append(seconds_per_step(steps[hook], args.steps))
     parameters = sum(1 for _ in case.build().parameters())
     ddp_s, dear_s = np.array(rounds["none"]), np.array(rounds["dear"])
     return Measurement(case.name, parameters, ddp_s, dear_s)
@@ -162,16 +162,6 @@ def growth(measurements: list[Measurement]) -> dict[str, Any]:
     }
 
 
-def configuration(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything that the figures depend on."""
-    return {
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "backend": "gloo",
-        "world_size": 1,
-    } | surroundings(args)
-
-
 def print_results(console: Console, summaries: list[dict[str, Any]], fit: dict[str, Any]) -> None:
     """One row a model, and the growth."""
     table = Table(title="Extra time per step at world size 1", title_justify="left", box=box.SIMPLE)
@@ -193,28 +183,30 @@ def print_results(console: Console, summaries: list[dict[str, Any]], fit: dict[s
     )
 
 
-def main() -> None:
-    """Measure, print, and write what `--json` asks for."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="plain SGD")
-    parser.add_argument("--rounds", type=int, default=15, help="turns that each of the two takes")
-    parser.add_argument("--steps", type=int, default=3, help="steps per turn")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before the first turn")
-    parser.add_argument("--width", type=int, default=32, help="of the MLPs")
-    parser.add_argument("--batch-size", type=int, default=2, help="rows or 64x64 images")
-    parser.add_argument("--threads", type=int, default=1, help="of torch, within an operator")
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    args = parser.parse_args()
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("--optimizer", choices=("sgd", "adamw"), default="sgd", help="SGD is without momentum (%(default)s)")
+    add("--rounds", type=positive_int, default=15, help="turns that each of the two takes (%(default)s)")
+    add("--steps", type=positive_int, default=3, help="steps per turn (%(default)s)")
+    add("--warmup", type=positive_int, default=5, help="steps before the first turn (%(default)s)")
+    add("--width", type=positive_int, default=32, help="width of the MLPs (%(default)s)")
+    add("--batch-size", type=positive_int, default=2, help="rows, or images of 64 pixels (%(default)s)")
+    add("--threads", type=positive_int, default=1, help="threads of torch within an operator (%(default)s)")
+    add_results(parser)
+    return parser.parse_args()
 
+
+def main() -> None:
+    """Measure, print, and write the file that `--json` asks for."""
+    args = parse_args()
     torch.set_num_threads(args.threads)
     # Gradients of a deep MLP underflow, and denormal numbers would take longer than normal ones.
     torch.set_flush_denormal(True)
     console = Console()
-    config = configuration(args)
-    console.print("  ".join(f"{key}={value}" for key, value in config.items()), highlight=False)
+    config = record.configuration(args, torch=torch.__version__, backend="gloo", world_size=1)
+    record.show_configuration(config)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     measurements = []
     for case in cases(args.width, args.batch_size):
@@ -225,9 +217,7 @@ def main() -> None:
     summaries = [m.summary() for m in measurements]
     fit = growth([m for m in measurements if m.name.startswith("MLP")])
     print_results(console, summaries, fit)
-    if args.json:
-        result = {"configuration": config, "models": summaries, "growth": fit}
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    record.write({"configuration": config, "models": summaries, "growth": fit}, args.json)
 
 
 if __name__ == "__main__":

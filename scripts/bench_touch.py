@@ -1,17 +1,14 @@
-"""What a pending parameter costs: each thing that is done to it between `step()` and its use, by name.
+"""Measure each thing that is done to a pending parameter between `step()` and its use, one by one.
 
     python scripts/bench_touch.py
     python scripts/bench_touch.py --json touch.json
 
-One process, no communication: parameters of the size of a small layer, best of some rounds over all of them, because
-whatever else a shared machine does only adds to a time. An optimizer update itself is not in it.
+One process, no communication: parameters of the size of a small layer. The best of some rounds over all of them counts,
+because other work on a shared machine only adds to a time. The update itself is not measured.
 """
 
-import argparse
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn import Parameter
 
-from bench_record import surroundings
+from bench_kit import record
+from bench_kit.options import add_results, make_parser, positive_int
 from ddp_crossover.parameters.lazy_params import LazyParams
 from ddp_crossover.parameters.pending_parameter import arm, disarm
 
@@ -36,87 +34,107 @@ def seconds_each(parameters: int, rounds: int, work: Callable[[], Any], undo: Ca
     return best_s / parameters
 
 
-def measure(count: int, rounds: int) -> dict[str, float]:
-    """Microseconds per parameter and step."""
-    parameters = [Parameter(torch.zeros(32, 32)) for _ in range(count)]
-    params = LazyParams([(f"p{index}", parameter) for index, parameter in enumerate(parameters)])
-    lazies = params.all
+class Pending:
+    """Parameters, and each thing that happens to a pending one, done to all of them."""
 
-    def bring_up_to_date(pending: Any) -> None:
+    def __init__(self, count: int) -> None:
+        self.parameters = [Parameter(torch.zeros(32, 32)) for _ in range(count)]
+        self.params = LazyParams([(f"p{index}", parameter) for index, parameter in enumerate(self.parameters)])
+        self.params.bring_up_to_date = self._bring_up_to_date
+        self.lazies = self.params.all
+
+    @staticmethod
+    def _bring_up_to_date(pending: Any) -> None:
         for lazy in pending:
             lazy.uncover()
             lazy.is_waiting = False
 
-    params.bring_up_to_date = bring_up_to_date
+    def note(self, *, hide: bool = False) -> None:
+        """Note an update of all, as `step()` does."""
+        self.params.make_lazy(self.lazies, lambda _: None, hide_values=hide)
 
-    def arm_all() -> None:
-        for lazy in lazies:
+    def show(self) -> None:
+        """Undo `note`."""
+        self.uncover()
+        for lazy in self.lazies:
+            lazy.is_waiting, lazy.shadow = False, None
+        self.disarm()
+
+    def why_not_lazy(self) -> None:
+        """Ask whether the memory of each is its own."""
+        self.params.why_not_lazy(self.lazies)
+
+    def arm(self) -> None:
+        """Change the class of all."""
+        for lazy in self.lazies:
             arm(lazy.parameter, lazy)
 
-    def disarm_all() -> None:
-        for parameter in parameters:
+    def disarm(self) -> None:
+        """Undo `arm`."""
+        for parameter in self.parameters:
             disarm(parameter)
 
-    def cover_all() -> None:
-        for lazy in lazies:
+    def cover(self) -> None:
+        """Put the cover over the memory of all."""
+        for lazy in self.lazies:
             lazy.cover()
 
-    def uncover_all() -> None:
-        for lazy in lazies:
+    def uncover(self) -> None:
+        """Undo `cover`."""
+        for lazy in self.lazies:
             lazy.uncover()
 
-    def show() -> None:
-        uncover_all()
-        for lazy in lazies:
-            lazy.is_waiting, lazy.shadow = False, None
-        disarm_all()
-
-    def detach_all() -> None:
-        for parameter in parameters:
+    def detach(self) -> None:
+        """Touch all with a cheap operator."""
+        for parameter in self.parameters:
             parameter.detach()
 
-    def note(*, hide: bool = False) -> None:
-        params.make_lazy(lazies, lambda _: None, hide_values=hide)
+    def read_grads(self) -> None:
+        """Read an attribute of all through the pending parameter."""
+        _ = [parameter.grad for parameter in self.parameters]
 
-    def nothing() -> None:
-        pass
+    def read_plain_grads(self) -> None:
+        """Read the same attribute of the plain tensors."""
+        _ = [lazy.memory.grad for lazy in self.lazies]
 
-    def each(work: Callable[[], Any], undo: Callable[[], Any] = nothing) -> float:
+
+def measure(count: int, rounds: int) -> dict[str, float]:
+    """Microseconds per parameter and step."""
+
+    def each(work: Callable[[], Any], undo: Callable[[], Any] = lambda: None) -> float:
         return 1e6 * seconds_each(count, rounds, work, undo)
 
-    plain = each(detach_all)
+    them = Pending(count)
+    plain = each(them.detach)
     costs = {
-        "step(): is its memory its own? (why_not_lazy)": each(lambda: params.why_not_lazy(lazies)),
-        "step(): note the update, change the class (make_lazy)": each(note, show),
-        "  of this, the change of class (arm)": each(arm_all, disarm_all),
+        "step(): is its memory its own? (why_not_lazy)": each(them.why_not_lazy),
+        "step(): note the update, change the class (make_lazy)": each(them.note, them.show),
+        "  of this, the change of class (arm)": each(them.arm, them.disarm),
     }
-    note()
-    uncover_all()
-    costs["  of this, the cover (cover)"] = each(cover_all, uncover_all)
-    cover_all()
-    costs["taking the cover off before the update (uncover)"] = each(uncover_all, cover_all)
-    costs["first touch, by an operator (LazyParam.use)"] = each(detach_all, note) - plain
-    show()
-    arm_all()
-    costs["  of this, the change back (disarm)"] = each(disarm_all, arm_all)
-    costs["reading .grad or .shape of a pending one, per read"] = each(
-        lambda: [parameter.grad for parameter in parameters]
-    ) - each(lambda: [lazy.memory.grad for lazy in lazies])
-    disarm_all()
-    costs["strict: hide the value of 32 x 32"] = each(lambda: note(hide=True), show) - each(note, show)
-    costs["later touches, and operators on plain parameters"] = each(detach_all) - plain
+    them.note()
+    them.uncover()
+    costs["  of this, the cover (cover)"] = each(them.cover, them.uncover)
+    them.cover()
+    costs["taking the cover off before the update (uncover)"] = each(them.uncover, them.cover)
+    costs["first touch, by an operator (LazyParam.use)"] = each(them.detach, them.note) - plain
+    them.show()
+    them.arm()
+    costs["  of this, the change back (disarm)"] = each(them.disarm, them.arm)
+    reads = "reading .grad or .shape of a pending one, per read"
+    costs[reads] = each(them.read_grads) - each(them.read_plain_grads)
+    them.disarm()
+    hidden = each(lambda: them.note(hide=True), them.show)
+    costs["strict: hide the value of 32 x 32"] = hidden - each(them.note, them.show)
+    costs["later touches, and operators on plain parameters"] = each(them.detach) - plain
     return costs
 
 
 def main() -> None:
-    """Measure, print, and write what `--json` asks for."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--parameters", type=int, default=2000, help="how many of them")
-    parser.add_argument("--rounds", type=int, default=50, help="repetitions, of which the best counts")
-    parser.add_argument("--json", type=Path, help="file for all figures")
+    """Measure, print, and write the file that `--json` asks for."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--parameters", type=positive_int, default=2000, help="number of parameters (%(default)s)")
+    parser.add_argument("--rounds", type=positive_int, default=50, help="rounds; the best counts (%(default)s)")
+    add_results(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
     costs_us = measure(args.parameters, args.rounds)
@@ -126,9 +144,8 @@ def main() -> None:
     for name, cost_us in costs_us.items():
         table.add_row(name, f"{cost_us:.2f}")
     Console().print(table)
-    if args.json:
-        result = {"configuration": {"torch": torch.__version__} | surroundings(args), "us": costs_us}
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    config = record.configuration(args, torch=torch.__version__)
+    record.write({"configuration": config, "us": costs_us}, args.json)
 
 
 if __name__ == "__main__":

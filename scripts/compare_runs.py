@@ -1,11 +1,10 @@
-"""Put a run of plain DDP and a run of DeAR side by side; fail if one bit of the models differs.
+"""Compare a run of plain DDP with a run of DeAR; fail if one bit of the models differs.
 
     python scripts/compare_runs.py runs/demo/none runs/demo/dear
 
 Each argument is what `train.py --json X.json --save-params X.pt` wrote, without the ending.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -14,6 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 from rich.table import Table
+
+from bench_kit.options import add_results, make_parser
+from bench_kit.record import write
 
 
 class Difference(NamedTuple):
@@ -32,7 +34,7 @@ def read_run(stem: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         params: dict[str, torch.Tensor] = torch.load(params_path, weights_only=True)
     except FileNotFoundError as error:
         raise SystemExit(
-            f"compare_runs.py: error: {error.filename} is not there; train.py writes it with "
+            f"compare_runs.py: error: {error.filename} does not exist; train.py writes it with "
             f"--json {json_path} --save-params {params_path}"
         ) from error
     return record, params
@@ -94,10 +96,10 @@ def median_and_range(run: dict[str, Any], key: str, scale: float) -> str:
 
 def main() -> int:
     """Print the comparison; 0 if the models are bit-identical, and on all ranks, else 1."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("ddp", type=Path, help="the run of plain DDP, such as runs/demo/none")
     parser.add_argument("dear", type=Path, help="the run of DeAR, such as runs/demo/dear")
-    parser.add_argument("--json", type=Path, help="file for the result")
+    add_results(parser)
     args = parser.parse_args()
     (ddp, ddp_params), (dear, dear_params) = read_run(args.ddp), read_run(args.dear)
     if len(ddp["epochs"]) != len(dear["epochs"]):
@@ -118,15 +120,14 @@ def main() -> int:
         console.print("[red]different[/]: parameters_sha256 is not the same on all ranks of both runs")
     for reason, times in dear["fallbacks"].items():
         console.print(f"DeAR fell back {times} time(s): {reason}", markup=False)
-    if args.json:
-        result = {
-            "identical": identical,
-            "largest_difference": found.largest,
-            "first_difference": found.where,
-            "ddp": ddp,
-            "dear": dear,
-        }
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    result = {
+        "identical": identical,
+        "largest_difference": found.largest,
+        "first_difference": found.where,
+        "ddp": ddp,
+        "dear": dear,
+    }
+    write(result, args.json)
     return 0 if identical else 1
 
 

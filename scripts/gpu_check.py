@@ -1,4 +1,4 @@
-"""Check on a GPU all that needs one: exactness over NCCL and gloo, streams, no host synchronization.
+"""Check everything that needs a GPU: exactness over NCCL and gloo, streams, no host synchronization.
 
     python scripts/gpu_check.py                          # everything, under 10 minutes
     python scripts/gpu_check.py --json gpu.json
@@ -11,7 +11,6 @@ is no GPU. See docs/gpu.md.
 
 import argparse
 import importlib.util
-import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -21,10 +20,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from gpu import cases, checks, report
-from gpu.cases import Case
-from gpu.ranks import Launch, Outcome, run_check
-from gpu.report import Row
+from bench_kit.options import add_results, make_parser
+from bench_kit.record import write
+from gpu_check_parts import cases, checks, report
+from gpu_check_parts.cases import Case
+from gpu_check_parts.ranks import Launch, Outcome, run_check
+from gpu_check_parts.report import Row
 
 # An experimental setting of NCCL 2.30 and later; see NCCL's list of environment variables.
 SHARED_GPU_SINCE = (2, 30)
@@ -43,15 +44,19 @@ AS_TWO_HOSTS = {
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose check or name contains this (all)")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses without a GPU (%(default)s)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose check or name contains this")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses without a GPU")
-    parser.add_argument("--jobs", type=int, default=3, metavar="N", help="cases side by side, where that is safe")
-    parser.add_argument("--budget-s", type=float, default=560.0, help="start no case after this many seconds")
-    parser.add_argument("--timeout-s", type=float, default=90.0, help="time limit of one case")
+    parser.add_argument(
+        "--jobs", type=int, default=3, metavar="N", help="cases side by side, where that is safe (%(default)s)"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=560.0, help="start no case after this many seconds (%(default)g)"
+    )
+    parser.add_argument("--timeout-s", type=float, default=90.0, help="seconds for one case (%(default)g)")
+    add_results(parser)
     args = parser.parse_args()
     if args.jobs < 1 or args.budget_s <= 0 or args.timeout_s <= 0:
         parser.error("--jobs, --budget-s and --timeout-s must be greater than 0")
@@ -73,7 +78,7 @@ class Runner:
         return time.monotonic() - self.start_s
 
     def wants(self, case: Case) -> bool:
-        """Whether ``--only`` lets it through."""
+        """Whether ``--only`` selects this case."""
         return self.args.only.lower() in f"{case.group} {case.name}".lower()
 
     def run_all(self, wanted: Iterable[Case]) -> None:
@@ -93,7 +98,7 @@ class Runner:
         return row
 
     def outcome(self, case: Case) -> Outcome:
-        """What becomes of a case."""
+        """Run a case if that is possible, and judge its outcome."""
         left_s = self.args.budget_s - self.elapsed_s
         if left_s <= 0:
             return Outcome("not run", [], f"--budget-s {self.args.budget_s:g} was used up", 0.0)
@@ -157,7 +162,7 @@ def run_everything(runner: Runner) -> None:
 
 
 def failed(rows: Sequence[Row]) -> bool:
-    """Whether the exit code must tell."""
+    """Whether a case failed or was not run for lack of time."""
     return any(row.outcome.result in ("FAIL", "not run") for row in rows)
 
 
@@ -182,13 +187,12 @@ def main() -> int:
         run_everything(runner)
     finally:
         report.print_results(console, runner.rows, runner.elapsed_s)
-        if args.json is not None:
-            record = {
-                "environment": about,
-                "elapsed_s": round(runner.elapsed_s, 1),
-                "cases": [row.as_json() for row in runner.rows],
-            }
-            args.json.write_text(json.dumps(record, indent=1) + "\n")
+        record = {
+            "environment": about,
+            "elapsed_s": round(runner.elapsed_s, 1),
+            "cases": [row.as_json() for row in runner.rows],
+        }
+        write(record, args.json)
     return 1 if failed(runner.rows) else 0
 
 

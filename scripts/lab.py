@@ -44,9 +44,9 @@ REFUSED_EXIT_CODE = 2
 
 
 def why_no_lab() -> str | None:
-    """What keeps this process from building a lab and what to do about it; None when nothing does.
+    """The reason why this process cannot build a lab, with the way out; None if it can.
 
-    Tries the real thing on a namespace that is removed again, in about 30 ms.
+    Builds and removes a namespace with all that a lab needs, in about 30 ms.
     """
     for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("taskset", "util-linux")):
         if shutil.which(tool) is None:
@@ -61,14 +61,15 @@ def why_no_lab() -> str | None:
         (lambda: links.shape(host, Shaping("1gbit", "256kb", "20ms")), module.format("sch_tbf")),
         (lambda: namespaces.call("ip", "netns", "exec", host, "true"), rights),
     )
-    try:
-        for attempt, way_out in trials:
-            try:
-                attempt()
-            except LabError as error:
-                return f"the lab cannot be built here: {error}; {way_out}"
-    finally:
-        namespaces.remove(namespaces.existing(host))
+    with ending_signals_raise():
+        try:
+            for attempt, way_out in trials:
+                try:
+                    attempt()
+                except LabError as error:
+                    return f"the lab cannot be built here: {error}; {way_out}"
+        finally:
+            namespaces.remove_all(host)
     return None
 
 
@@ -96,8 +97,8 @@ class Lab:
         self._signals = contextlib.ExitStack()
 
     def __enter__(self) -> "Lab":
-        self._signals.enter_context(ending_signals_raise())
         try:
+            self._signals.enter_context(ending_signals_raise())
             if reason := why_no_lab():
                 raise LabError(reason)
             namespaces.remove(namespaces.leftovers())
@@ -108,19 +109,21 @@ class Lab:
             raise
         return self
 
+    @uninterrupted
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._close()
 
+    @uninterrupted
     def _close(self) -> None:
-        with self._signals, uninterrupted():
-            namespaces.remove(namespaces.existing(self._prefix))
+        with self._signals:
+            namespaces.remove_all(self._prefix)
 
     def reshape(self, rate: str | None, *, burst: str | None = None, latency: str | None = None) -> None:
         """Change the rate of every host, also while they run (from `on_line` or another thread); None: no limit.
 
-        What is not given stays. Raises LabError when `tc` refuses the values.
+        An argument that is not given keeps its value. Raises LabError when `tc` refuses the values.
         """
         self._shaping = Shaping(rate, burst or self._shaping.burst, latency or self._shaping.latency)
         self._shape()
@@ -141,7 +144,7 @@ class Lab:
 
         `env` adds to this process's environment and torchrun's variables, and wins over both.
         `on_line(rank, "stdout" or "stderr", line)` is called as lines come, on the calling thread.
-        What a command leaves running is ended with it. Raises LabError with the end of the output
+        Processes that a command leaves behind are ended with it. Raises LabError with the end of the output
         of the first host that failed (the others are ended soon after), or when `timeout_s` is over.
         """
         run = Run(on_line)
@@ -156,8 +159,7 @@ class Lab:
             if run.failed is not None:
                 run.follow(FAILURE_GRACE_S, until=lambda: run.ended)
         finally:
-            with uninterrupted():
-                self._end(run)
+            self._end(run)
         results = [host.result() for host in run.hosts]
         if timed_out:
             raise LabError(f"the hosts had not ended after {timeout_s:g} s", results)
@@ -165,8 +167,9 @@ class Lab:
             raise LabError(_failure(run.failed.result()), results, run.failed.rank)
         return results
 
+    @uninterrupted
     def _end(self, run: Run) -> None:
-        """End what still runs, and take in the last of its output. Nothing runs any more afterwards."""
+        """End the commands that still run, and read the rest of their output."""
         try:
             run.send(signal.SIGTERM)
             run.follow(END_GRACE_S, until=lambda: run.ended)
@@ -175,14 +178,15 @@ class Lab:
             namespaces.kill_processes(self._namespaces)
             run.reap()
         try:
-            # Everybody who could write is gone, so this reads what is left in the pipes and returns.
+            # All writers have ended, so this reads the rest from the pipes and returns.
             run.follow(END_GRACE_S, until=lambda: False)
         finally:
             run.close()
 
     def _environment(self, rank: int) -> dict[str, str]:
-        """What torchrun gives a worker (torch/distributed/elastic/agent/server/local_elastic_agent.py), and
-        which way to the others.
+        """The variables that torchrun gives a worker, and the interface to the other hosts.
+
+        Source: torch/distributed/elastic/agent/server/local_elastic_agent.py.
         """
         return {
             "RANK": str(rank),
@@ -220,7 +224,7 @@ def _failure(result: HostResult) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build the lab, run the command, show what it says; the exit code of the first host that failed."""
+    """Build the lab, run the command, show its output; returns the exit code of the first host that failed."""
     args = _parse_args(arguments)
 
     def show(rank: int, stream: str, line: str) -> None:
@@ -251,11 +255,11 @@ def _exit_code(error: LabError) -> int:
 
 def _parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, choices=range(2, MAX_HOSTS + 1), default=2, help="default: 2")
-    parser.add_argument("--rate", default="1gbit", help="each host sends at most so fast; 'none': no limit (1gbit)")
+    parser.add_argument("--hosts", type=int, choices=range(2, MAX_HOSTS + 1), default=2, help="number of hosts (2)")
+    parser.add_argument("--rate", default="1gbit", help="each host sends at most this fast; 'none': no limit (1gbit)")
     parser.add_argument("--burst", default="256kb", help="sent at once after a pause, see tc-tbf(8) (256kb)")
     parser.add_argument("--latency", default="20ms", help="longest wait in the queue before packets drop (20ms)")
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="then all hosts are ended (600)")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="time limit for all hosts (600)")
     parser.add_argument("--json", action="store_true", help="results as JSON on stdout; the hosts' lines go to stderr")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what every host runs")
     args = parser.parse_args(arguments)

@@ -8,17 +8,16 @@ were written for GPUs run on CPUs, over gloo. A test that passes without us must
 something that is refused; see `DOCUMENTED`. Exit code 1 if one does not.
 """
 
-import argparse
-import json
 import sys
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from pytorch_ddp_parts import runner
+from bench_kit.options import add_results, make_parser
+from bench_kit.record import write
+from pytorch_ddp_tests_parts import runner
 
 # Tests that may fail with us, and why.
 _PICKLE = "pickles the model as a whole, which is refused while attached: save state_dict(), or detach() first"
@@ -39,14 +38,11 @@ DOCUMENTED = {
 
 def main() -> int:
     """Run all of them, print what differs, and write what `--json` asks for."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--only", default="", help="tests whose name contains this")
-    parser.add_argument("--ranks", type=int, default=2, help="processes")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one test")
-    parser.add_argument("--json", type=Path, help="file for all results")
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", default="", metavar="TEXT", help="only tests whose name contains this (all)")
+    parser.add_argument("--ranks", type=int, default=2, help="processes of each test (%(default)s)")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one test (%(default)s)")
+    add_results(parser)
     args = parser.parse_args()
     tests = runner.load(args.ranks)
     names = [name for name in runner.names(tests) if args.only in name]
@@ -76,8 +72,7 @@ def main() -> int:
         f"{len(rows)} tests: {len(passing)} pass without us, {len(same)} of these with us "
         f"({pipelined} with a model attached), {failed} fail without a documented reason"
     )
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+    write(rows, args.json)
     return 1 if failed else 0
 
 

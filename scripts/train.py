@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import ddp_crossover as dx
-from training import checkpoint, data, record
-from training.display import Display
-from training.options import AMP_DTYPES, parse_args
+from train_parts import checkpoint, data, record
+from train_parts.display import Display
+from train_parts.options import AMP_DTYPES, parse_args
 
 STATEFUL = ("optimizer", "scheduler", "scaler")  # what a checkpoint holds besides the model
 
@@ -250,7 +250,7 @@ def start_ranks(choice: str) -> torch.device:
 
 def main() -> None:
     """Run under torchrun, once per rank."""
-    args = parse_args((__doc__ or "").split("\n\n")[0])
+    args = parse_args(__doc__ or "")
     # Runs that repeat bit for bit need both on CUDA; neither has an effect on a CPU.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)

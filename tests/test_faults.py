@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_crossover.collectives.gloo_legs import GlooScatterLeg
 from ddp_crossover.collectives.gloo_link import GlooLink
+from ddp_crossover.collectives.gloo_scatter import GlooScatterLeg
 from equivalence import SGD, Case, Run, check_case, snapshot
 from harness import Outcome, run_faulty_ranks, run_ranks
 from models import DeepNet
@@ -109,6 +109,7 @@ def test_a_rank_that_stops_training_ends_the_others_within_the_timeout() -> None
 
 def _wait_for_a_stopped_peer_and_get_interrupted() -> str:
     if dist.get_rank() == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background inherit that it is ignored
         interrupt = threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGINT))
         interrupt.daemon = True
         interrupt.start()
@@ -208,15 +209,15 @@ def test_after_an_exception_in_backward_nothing_trains_on_garbage(on_ranks, laye
 def _legs_of_a_broken_backward(goes_on: bool) -> None:
     """What was announced to peers before backward raised is over when the next one begins, or after detach."""
     legs: list[GlooScatterLeg] = []
-    expect = GlooLink.expect
+    announce = GlooLink.announce
 
     def noting(link: GlooLink, group: int, buffer: torch.Tensor) -> None:
-        expect(link, group, buffer)
-        legs.append(link._expected[group])
+        announce(link, group, buffer)
+        legs.append(link.early_receives.legs[group])
 
     # One bucket per layer, one group per gradient: when it raises, some are announced and not on their way.
     run = Run(Case(model=DeepNet, optimizer=SGD, ddp={"bucket_cap_mb": 1e-4}, steps=FAULT_AT), with_dear=True)
-    with mock.patch.object(GlooLink, "expect", noting):
+    with mock.patch.object(GlooLink, "announce", noting):
         run.model.module[6].register_forward_hook(lambda module, inputs, output: _FailingBackward.apply(output))
         for x, y in run.batches():
             run.optimizer.zero_grad()
@@ -227,12 +228,12 @@ def _legs_of_a_broken_backward(goes_on: bool) -> None:
         with pytest.raises(ZeroDivisionError):
             run.loss(run.model(x), y).backward()
         link, broken = run.state._link, list(legs)
-        assert link._expected and set(link._expected.values()) < set(broken)
+        assert link.early_receives.legs and set(link.early_receives.legs.values()) < set(broken)
         if goes_on:
             run.state._reducer.pipeline.retire()  # as the first bucket of the next backward does
         else:
             run.state.detach()
-        assert not link._expected
+        assert not link.early_receives.legs
         assert all(leg.is_done() for leg in broken)
     run.detach()
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_crossover.collectives.leg import Meanwhile
+from ddp_crossover.collectives.leg import HostWait
 from ddp_crossover.tracing.clock import CommClock
 
 
@@ -72,12 +72,12 @@ def stream_for_all_reduces(process_group: dist.ProcessGroup, device: torch.devic
     return torch.cuda.Stream(device) if is_nccl else None
 
 
-def wait_for_futures(futures: Sequence[torch.futures.Future[Tensor]], meanwhile: Meanwhile) -> None:
+def wait_for_futures(futures: Sequence[torch.futures.Future[Tensor]], host_wait: HostWait) -> None:
     """Wait on the host until all futures have a result or an error; errors stay in the futures."""
     done = threading.Event()
     torch.futures.collect_all(list(futures)).add_done_callback(lambda _: done.set())
     if not done.is_set():
-        while not done.wait(meanwhile()):
+        while not done.wait(host_wait.poll()):
             pass
 
 

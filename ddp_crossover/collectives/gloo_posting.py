@@ -1,4 +1,4 @@
-"""Decides what the posting thread of ``gloo_link`` does next.
+"""Decides what the posting thread of a gloo link does next.
 
 Work that cannot wait comes first: exchanges of norms, then staging and scatter legs in the order of the calls. Gather
 legs use the remaining time of the link. With the planned schedule they are posted when they are ready, the most urgent
@@ -14,54 +14,34 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
-from ddp_crossover.collectives.gloo_legs import GlooGatherLeg
-from ddp_crossover.collectives.socket_backlog import SocketBacklog
+from ddp_crossover.collectives.pace import Pace
 
 Job = Callable[[], None]
 _Order = Callable[[], None]
 
-# A gather leg is posted this long before the link runs idle; waking the thread takes part of it.
-_LEAD_S = 2e-3
-# The same if no later leg would have to wait behind the gather leg.
-_RELAXED_LEAD_S = 8e-3
-# The backlog at which to post a gather leg while the speed of the link is not known.
-_LEAD_BYTES = 2**18
-# The kernel does not notify about sent bytes, so the backlog must be polled.
-_SHORTEST_NAP_S = 2e-4
 _YIELD_S = 1e-4
 # Pacing is an optimization, so it must not hold a leg back for long: the backlog may be that of a dead peer.
 _LONGEST_HOLD_S = 1.0
 
 
-class Pace:
-    """Tells when the link has almost nothing left to send.
+class GatherToPost(Protocol):
+    """The part of a gather leg that is used here.
 
     Attributes:
-        s_per_byte: seconds that the link takes to send a byte; 0 while not known.
-        is_relaxed: whether no scatter leg follows in this iteration.
-
-    Args:
-        backlog: backlog of the link's sockets.
+        urgency: legs that are ready are posted in this order, smaller first; None: in the order of the calls.
+        paced: whether to post the leg only when the link has almost nothing left to send.
     """
 
-    def __init__(self, backlog: SocketBacklog) -> None:
-        self.s_per_byte = 0.0
-        self.is_relaxed = False
-        self._backlog = backlog
+    urgency: int | None
+    paced: bool
 
-    def idle_in_s(self, *, is_most_urgent: bool) -> float:
-        """0 if it is time to post a gather leg, else the number of seconds after which to ask again.
+    def is_ready(self) -> bool:
+        """Whether the leg can be posted."""
 
-        Args:
-            is_most_urgent: whether no unposted gather leg is more urgent than this one.
-        """
-        # The gather leg that the next forward needs first is ready last: 8 ms of other legs ahead of it would lengthen
-        # every step by 8 ms.
-        lead_s = _RELAXED_LEAD_S if self.is_relaxed and is_most_urgent else _LEAD_S
-        lead_bytes = lead_s / self.s_per_byte if self.s_per_byte else _LEAD_BYTES
-        too_much_bytes = self._backlog.unacknowledged_bytes() - lead_bytes
-        return max(too_much_bytes * self.s_per_byte, _SHORTEST_NAP_S) if too_much_bytes > 0 else 0.0
+    def post(self) -> None:
+        """Post the leg."""
 
 
 class PostQueue:
@@ -78,10 +58,10 @@ class PostQueue:
         # Used by the posting thread only.
         self._urgent: deque[Job] = deque()
         self._jobs: deque[Job] = deque()
-        self._in_order: deque[GlooGatherLeg] = deque()
-        self._as_ready: list[GlooGatherLeg] = []
+        self._in_order: deque[GatherToPost] = deque()
+        self._as_ready: list[GatherToPost] = []
         self._is_closed = False
-        self._held: tuple[GlooGatherLeg | None, float] = (None, 0.0)
+        self._held: tuple[GatherToPost | None, float] = (None, 0.0)
 
     def put_urgent(self, job: Job) -> None:
         """Queue ``job`` ahead of everything else."""
@@ -91,34 +71,34 @@ class PostQueue:
         """Queue ``job`` after the jobs put before it, ahead of gather legs."""
         self._inbox.put(lambda: self._jobs.append(job))
 
-    def put_gather(self, leg: GlooGatherLeg) -> None:
+    def put_gather(self, leg: GatherToPost) -> None:
         """Queue a gather leg, to be posted when its scatter leg is done and the schedule allows it."""
         self._inbox.put(lambda: self._sort_in(leg))
 
-    def look_again(self) -> None:
+    def wake(self) -> None:
         """Wake the posting thread: a scatter leg has ended, so a gather leg may be ready."""
         self._inbox.put(lambda: None)
 
     def stop_pacing(self) -> None:
         """Hold no leg back any more, because the link has failed: the remaining legs then fail at once."""
         self._is_pacing = False
-        self.look_again()
+        self.wake()
 
     def close(self) -> None:
         """Let the posting thread end after the jobs and gather legs that are ready."""
         self._inbox.put(self._close)
 
-    def next(self) -> Job | GlooGatherLeg | None:
-        """Wait for the next job or gather leg; None once closed. Call it on the posting thread only."""
+    def next(self) -> Job | None:
+        """Wait for the next job, which may post a gather leg; None once closed. Call it on the posting thread only."""
         while True:
             while not self._inbox.empty():
                 self._inbox.get()()
             for jobs in (self._urgent, self._jobs):
                 if jobs:
                     return jobs.popleft()
-            if self._in_order and self._in_order[0].scatter.is_done():
-                return self._in_order.popleft()
-            place = next((i for i, leg in enumerate(self._as_ready) if leg.scatter.is_done()), None)
+            if self._in_order and self._in_order[0].is_ready():
+                return self._in_order.popleft().post
+            place = next((i for i, leg in enumerate(self._as_ready) if leg.is_ready()), None)
             wait_s = None
             if place is not None:
                 leg = self._as_ready[place]
@@ -126,7 +106,7 @@ class PostQueue:
                 wait_s = self.pace.idle_in_s(is_most_urgent=place == 0) if held else 0.0
                 if not wait_s:
                     self._held = (None, 0.0)  # drop the reference: a leg keeps its buffer alive
-                    return self._as_ready.pop(place)
+                    return self._as_ready.pop(place).post
             if self._is_closed:
                 return None
             with contextlib.suppress(queue.Empty):
@@ -136,7 +116,7 @@ class PostQueue:
                     # with it for the interpreter's lock and, on hosts with few cores, for a core.
                     time.sleep(_YIELD_S)
 
-    def _sort_in(self, leg: GlooGatherLeg) -> None:
+    def _sort_in(self, leg: GatherToPost) -> None:
         if leg.urgency is None:
             self._in_order.append(leg)
         else:
@@ -145,7 +125,7 @@ class PostQueue:
     def _close(self) -> None:
         self._is_closed = True
 
-    def _held_for_long(self, leg: GlooGatherLeg) -> bool:
+    def _held_for_long(self, leg: GatherToPost) -> bool:
         if self._held[0] is not leg:
             self._held = (leg, time.monotonic())
         return not self._is_pacing or time.monotonic() - self._held[1] > _LONGEST_HOLD_S

@@ -8,14 +8,18 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Meanwhile(Protocol):
-    """Callback polled while the host waits for a leg."""
+class HostWait(Protocol):
+    """One wait of the host for a leg, polled while it lasts."""
 
-    def __call__(self) -> float:
-        """Called during a wait; returns the number of seconds after which to call again."""
+    def poll(self) -> float:
+        """Called while the host waits; returns the number of seconds after which to call again."""
 
     def is_worth_blocking(self) -> bool:
         """Whether the host should block even if only a CUDA stream has to wait."""
+
+
+# Fusion groups are numbered from 0. The tag of a message has 16 bits for this number, see ``gloo_messages``.
+MAX_GROUPS = 2**16 - 1
 
 
 class LegError(RuntimeError):
@@ -32,13 +36,13 @@ class Leg(ABC):
     label: str
 
     @abstractmethod
-    def wait(self, meanwhile: Meanwhile | None = None) -> None:
+    def wait(self, host_wait: HostWait | None = None) -> None:
         """Wait until the caller's later work can use the result and, after a gather leg, overwrite the buffer.
 
-        On CUDA the current stream waits; the host waits, too, on gloo or if ``meanwhile`` asks for it.
+        On CUDA the current stream waits; the host waits, too, on gloo or if ``host_wait`` asks for it.
 
         Args:
-            meanwhile: called repeatedly while the host waits.
+            host_wait: polled repeatedly while the host waits.
 
         Raises:
             LegError: if this leg or an earlier one failed.

@@ -8,47 +8,84 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_crossover.collectives.leg import Leg, ScatterLeg
+from ddp_crossover.collectives.meter import LinkMeter
+from ddp_crossover.collectives.pace import Pace
+from ddp_crossover.collectives.staging_queue import StagingQueue
+from ddp_crossover.collectives.stream_order import CudaStreams
 from ddp_crossover.tracing.clock import CommClock
 
-MAX_GROUPS = 2**16 - 1
+
+class EarlyReceives(Protocol):
+    """Receives of scatter legs that this rank has not started yet."""
+
+    def post(self, iteration: int, group: int, buffer: Tensor) -> None:
+        """Post the receives of this group's scatter leg in this iteration."""
 
 
 class Link(ABC):
     """Runs legs on one process group.
+
+    What only some links need is a part, which is None on the others. Links differ in their parts, and in the abstract
+    methods below.
 
     Attributes:
         process_group: the process group, used by the link only.
         owns_process_group: whether closing the link destroys the process group.
         rank: this process' rank in the group.
         world_size: number of ranks in the group.
-        sent_bytes: payload bytes that this rank has sent so far.
-        clock: measures times of legs and waits.
-        orders_gathers: whether ranks may send gather legs in different orders, so that the link chooses the order.
+        iteration: number of the training iteration to which legs that are started now belong.
+        meter: the clock of the legs, and the bytes that they have sent.
         has_fused_all_reduce: whether an all-reduce is one operation, not a scatter and a gather leg.
-        sums_in_fp32: whether 16-bit buffers are added up in fp32 and rounded once; ignored by a link whose backend
-            adds by itself.
-        gave_up: whether the last wait for a leg was ended by an exception, such as KeyboardInterrupt.
+        all_reduce_stream: stream for :func:`all_reduce_sum` on another process group, which stays usable after the
+            link is closed; None if that function needs none.
         is_closed: whether the link is closed, so that no leg can be started.
+        staging: stages gradients on another thread. None: the caller does, and on CUDA its stream keeps the order.
+        early_receives: posts receives ahead of scatter legs. None: legs match by their order, or begin with a copy.
+        pace: when the link, which chooses the order of gather legs by itself, posts them. None: all ranks must start
+            gather legs in the same order.
+        streams: the CUDA streams of the legs; None on CPU, where work is done in the order of the calls.
     """
 
-    process_group: dist.ProcessGroup
     owns_process_group: bool = False
-    sums_in_fp32: bool = False
-    rank: int
-    world_size: int
-    sent_bytes: int
-    clock: CommClock
-    orders_gathers: bool = False
-    has_fused_all_reduce: bool = True
-    gave_up: bool = False
+    has_fused_all_reduce: bool = False
+    all_reduce_stream: torch.cuda.Stream | None = None
     is_closed: bool = False
+    staging: StagingQueue | None = None
+    early_receives: EarlyReceives | None = None
+    pace: Pace | None = None
+    streams: CudaStreams | None = None
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group = process_group
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+        self.iteration = 0
+        self.meter = LinkMeter()
+
+    @property
+    def clock(self) -> CommClock:
+        """Measures times of legs and waits."""
+        return self.meter.clock
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload bytes that this rank has sent so far."""
+        return self.meter.sent_bytes
+
+    @property
+    def orders_gathers(self) -> bool:
+        """Whether ranks may send gather legs in different orders, so that the link chooses the order."""
+        return self.pace is not None
+
+    # Every link has its own way to run legs.
 
     @abstractmethod
     def reduce_scatter(self, group: int, buffer: Tensor) -> ScatterLeg:
@@ -56,9 +93,6 @@ class Link(ABC):
 
         Never blocks. ``buffer`` belongs to the link until the gather leg has ended.
         """
-
-    def expect(self, group: int, buffer: Tensor) -> None:  # noqa: B027  (nothing to do if legs match by their order)
-        """Announce a scatter leg of this group in this iteration, so that faster peers can send already."""
 
     @abstractmethod
     def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> Leg:
@@ -70,62 +104,73 @@ class Link(ABC):
                 link would be idle. None: in the order of the calls.
         """
 
-    def soon(self, job: Callable[[], None]) -> None:
-        """Run ``job`` before any leg that is started later, possibly on another thread; on CUDA at once."""
-        job()
-
-    def finish_jobs(self) -> None:  # noqa: B027  (nothing to wait for if jobs run at once)
-        """Wait until all jobs given to :meth:`soon` have run."""
-
-    def set_pace(self, s_per_byte: float) -> None:  # noqa: B027  (a fixed order needs no pace)
-        """Set how many seconds the link takes to send a byte, from which it tells when it runs idle."""
-
-    def all_reduce_leg(self, group: int, buffer: Tensor) -> ScatterLeg:
-        """Start both legs as one, if :attr:`has_fused_all_reduce`; afterwards the whole buffer holds the sum."""
-        raise NotImplementedError
-
-    @property
-    def all_reduce_stream(self) -> torch.cuda.Stream | None:
-        """Stream for :func:`all_reduce_sum` on another process group, usable even after the link is closed."""
-        return None
-
     @abstractmethod
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         """Start to all-reduce ``buffer`` in place; the future's value is ``buffer``, summed over ranks."""
+
+    def all_reduce_leg(self, group: int, buffer: Tensor) -> ScatterLeg:
+        """Start both legs as one, if :attr:`has_fused_all_reduce`; afterwards the whole buffer holds the sum."""
+        raise NotImplementedError("this link has no fused all-reduce: a plan for it splits every group into two legs")
 
     @abstractmethod
     def all_gather_small(self, value: Tensor) -> Tensor:
         """Gather a small tensor from all ranks, in rank order; shape ``(world_size, *value.shape)``."""
 
-    @abstractmethod
-    def next_iteration(self) -> None:
+    # An iteration, in the order of the calls.
+
+    def begin_iteration(self) -> None:
         """Begin the next training iteration, to which all legs started from now on belong."""
+        self.iteration += 1
+        if self.pace is not None:
+            self.pace.is_relaxed = False
 
-    @contextlib.contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """Leave ``sent_bytes`` and ``clock`` unchanged by legs inside the block, which are not training."""
-        sent_bytes, clock = self.sent_bytes, self.clock
-        self.clock = CommClock()
-        try:
-            yield
-        finally:
-            self.sent_bytes, self.clock = sent_bytes, clock
+    def announce(self, group: int, buffer: Tensor) -> None:
+        """Announce a scatter leg of this group in this iteration, so that faster peers can send already."""
+        if self.early_receives is not None:
+            self.early_receives.post(self.iteration, group, buffer)
 
-    def all_scattered(self) -> None:  # noqa: B027  (matters only if the link orders the legs)
+    def stage(self, job: Callable[[], None]) -> None:
+        """Run ``job``, which fills fusion buffers, before any leg that is started later."""
+        if self.staging is not None:
+            self.staging.put(job)
+        else:
+            job()
+
+    def finish_staging(self) -> None:
+        """Wait until all jobs given to :meth:`stage` have run."""
+        if self.staging is not None:
+            self.staging.finish()
+
+    def end_scatter_legs(self) -> None:
         """Note that no scatter leg follows in this iteration."""
+        if self.pace is not None:
+            self.pace.is_relaxed = True
 
-    def adopt(self, buffer: Tensor) -> None:  # noqa: B027  (only CUDA memory needs this)
-        """Prepare memory for use by legs, so that it may be dropped while the last leg is still under way."""
+    # Memory, speed and streams.
 
-    def prepare(self, memory: Tensor) -> None:  # noqa: B027  (nothing to do if groups connect when created)
-        """Create connections now instead of at the first legs, by legs in ``memory``. All ranks must call it."""
+    def connect(self, arenas: Collection[Tensor]) -> None:
+        """Take the first arenas, and connect to the peers now instead of at the first legs. All ranks must call it."""
+        self.use_arenas(arenas)
 
-    def forget_sizes(self) -> None:  # noqa: B027  (only links that keep memory need this)
-        """Free memory kept for the sizes of past legs, because other sizes follow. No leg may be under way."""
+    def use_arenas(self, arenas: Collection[Tensor]) -> None:
+        """Take the arenas of all later legs, and free memory kept for legs of other sizes. No leg may be under way.
+
+        An arena may be dropped while its last leg is still under way.
+        """
+        if self.streams is not None:
+            for arena in arenas:
+                self.streams.keep_until_done(arena)
+
+    def set_pace(self, s_per_byte: float) -> None:
+        """Set how many seconds the link takes to send a byte, from which a link with a pace tells when it runs idle."""
+        if self.pace is not None:
+            self.pace.s_per_byte = s_per_byte
 
     def current_stream(self) -> torch.cuda.Stream | None:
         """The caller's current CUDA stream; None on CPU, where work is done in the order of the calls."""
-        return None
+        return None if self.streams is None else self.streams.current()
+
+    # The end.
 
     def shut_down(self) -> None:
         """Close the link at the end of the program, or when the model is garbage-collected."""

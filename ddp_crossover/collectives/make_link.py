@@ -31,7 +31,7 @@ def make_link(
         device: device of the gradients.
         timeout: time after which a leg fails.
         own_group: process group for the link; a new one by default.
-        sums_in_fp32: see :class:`Link`.
+        sums_in_fp32: whether gloo links add up 16-bit buffers in fp32 and round once. NCCL adds by itself.
 
     Raises:
         ValueError: if the backend is neither gloo nor NCCL, or ``own_group`` has other ranks.
@@ -50,26 +50,26 @@ def make_link(
             f"process_group has the ranks {others}, but the model is replicated over {ranks}: "
             "make it over the same ranks, or leave it out"
         )
-
-    def new_group(purpose: str) -> dist.ProcessGroup:
-        group = dist.new_group(
-            ranks=ranks,
-            timeout=timeout,
-            backend=backend,
-            # For a subgroup: ranks outside of it do not have the model, so they do not call new_group().
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
-            group_desc=f"ddp_crossover {purpose}",
-        )
-        return cast(dist.ProcessGroup, group)  # never NON_GROUP_MEMBER: only members call this
-
     before = connected_tcp_sockets()
-    process_group = own_group if own_group is not None else new_group("legs")
+    process_group = own_group if own_group is not None else _new_group("legs", ranks, backend, timeout)
     if link is NcclLink:
-        made: Link = NcclLink(process_group, device, small_group=new_group("norms"))
+        made: Link = NcclLink(process_group, device, small_group=_new_group("norms", ranks, backend, timeout))
     else:
         # New sockets are those of the new group. The sockets of a given `own_group` are unknown; the backlog is then
         # empty, and gather legs are posted as soon as they are ready.
-        made = link(process_group, device, SocketBacklog(connected_tcp_sockets() - before))
+        backlog = SocketBacklog(connected_tcp_sockets() - before)
+        made = link(process_group, device, backlog, sums_in_fp32=sums_in_fp32)
     made.owns_process_group = own_group is None
-    made.sums_in_fp32 = sums_in_fp32
     return made
+
+
+def _new_group(purpose: str, ranks: list[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    group = dist.new_group(
+        ranks=ranks,
+        timeout=timeout,
+        backend=backend,
+        # For a subgroup: ranks outside of it do not have the model, so they do not call new_group().
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
+        group_desc=f"ddp_crossover {purpose}",
+    )
+    return cast(dist.ProcessGroup, group)  # never NON_GROUP_MEMBER: only members call this

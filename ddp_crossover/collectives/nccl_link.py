@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
-from ddp_crossover.collectives.leg import Leg, Meanwhile, ScatterLeg, slice_bounds
+from ddp_crossover.collectives.leg import HostWait, Leg, ScatterLeg, slice_bounds
 from ddp_crossover.collectives.link import Link, release
-from ddp_crossover.tracing.clock import CommClock
+from ddp_crossover.collectives.stream_order import CudaStreams
 
 # torch 2.13 renamed both functions; the old names warn from then on.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -34,15 +35,15 @@ class _NcclLeg(Leg):
         self._done.record(stream)
         self._device = stream.device
 
-    def wait(self, meanwhile: Meanwhile | None = None) -> None:
+    def wait(self, host_wait: HostWait | None = None) -> None:
         stream = torch.cuda.current_stream(self._device)
-        if meanwhile is not None and not self._done.query() and meanwhile.is_worth_blocking():
-            self._wait_on_host(stream, meanwhile)
+        if host_wait is not None and not self._done.query() and host_wait.is_worth_blocking():
+            self._wait_on_host(stream, host_wait)
         begin = self._clock.mark(stream)
         stream.wait_event(self._done)
         self._clock.span("wait", begin, stream, group=self.group, what=self.label)
 
-    def _wait_on_host(self, stream: torch.cuda.Stream, meanwhile: Meanwhile) -> None:
+    def _wait_on_host(self, stream: torch.cuda.Stream, host_wait: HostWait) -> None:
         """Block the host until the leg is done, so that another job can use the GPU meanwhile.
 
         A gap in the lease can be given only when ``stream`` has nothing left to compute, so drain the stream first.
@@ -51,7 +52,7 @@ class _NcclLeg(Leg):
         drained.record(stream)
         drained.synchronize()
         while not self._done.query():
-            time.sleep(meanwhile())
+            time.sleep(host_wait.poll())
 
 
 class _NcclScatterLeg(_NcclLeg, ScatterLeg):
@@ -70,6 +71,8 @@ class NcclLink(Link):
     Small exchanges have their own process group and stream: on those of the legs, a norm would be known only after
     all gather legs that have been enqueued before it.
 
+    It has no staging thread, announcements or pace: the streams keep the order, and NCCL matches operations by it.
+
     ``sent_bytes`` is an estimate, what a ring sends: ``(n - 1) / n`` of the buffer per leg. NCCL does not report it.
 
     Args:
@@ -78,27 +81,24 @@ class NcclLink(Link):
         small_group: process group for small exchanges, over the same ranks. The link owns and destroys it.
     """
 
+    has_fused_all_reduce = True
+
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, small_group: dist.ProcessGroup) -> None:
-        self.rank = dist.get_rank(process_group)
-        self.world_size = dist.get_world_size(process_group)
-        self.sent_bytes = 0
-        self.clock = CommClock()
-        self.process_group = process_group
+        super().__init__(process_group)
         self._small_group = small_group
         self._device = device
         # High priority: communication kernels are small, and would otherwise wait behind compute kernels.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._small_stream = torch.cuda.Stream(device, priority=-1)
-
-    def next_iteration(self) -> None:
-        """Do nothing: NCCL matches operations by their order, so iterations need no tags."""
+        self.all_reduce_stream = self._stream
+        self.streams = CudaStreams(device, (self._stream,))
 
     def reduce_scatter(self, group: int, buffer: Tensor) -> _NcclScatterLeg:
         low, high = slice_bounds(buffer.numel(), self.world_size, self.rank)
         shard = buffer[low:high]
         with record_function(f"ddp_crossover::reduce_scatter[{group}]"):
             # Wait for the staging copies, which run on the caller's stream.
-            self._stream.wait_stream(self.current_stream())
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
             begin = self.clock.mark(self._stream)
             with torch.cuda.stream(self._stream):
                 _reduce_scatter(shard, buffer, group=self.process_group)
@@ -122,7 +122,7 @@ class NcclLink(Link):
         low, high = slice_bounds(buffer.numel(), self.world_size, self.rank)
         with record_function(f"ddp_crossover::all_reduce[{group}]"):
             # Wait for the staging copies, which run on the caller's stream.
-            self._stream.wait_stream(self.current_stream())
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
             begin = self.clock.mark(self._stream)
             with torch.cuda.stream(self._stream):
                 dist.all_reduce(buffer, group=self.process_group)
@@ -137,39 +137,29 @@ class NcclLink(Link):
         with record_function(f"ddp_crossover::all_reduce[{group}]"):
             return all_reduce_sum(buffer, self.process_group, self.clock, group, self._stream)
 
-    @property
-    def all_reduce_stream(self) -> torch.cuda.Stream:
-        return self._stream
-
     def all_gather_small(self, value: Tensor) -> Tensor:
         rows = value.new_empty((self.world_size, *value.shape))
         # Wait for `value`, which is written on the caller's stream.
-        self._small_stream.wait_stream(self.current_stream())
+        self._small_stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._small_stream):
             _all_gather(rows.view(-1), value.reshape(-1), group=self._small_group)
         # Make the caller's stream wait for the rows before it reads them.
-        self.current_stream().wait_stream(self._small_stream)
+        torch.cuda.current_stream(self._device).wait_stream(self._small_stream)
         return rows
 
-    def prepare(self, memory: Tensor) -> None:
-        """Make NCCL create its communicators and connections now, with legs in ``memory``, which they overwrite.
+    def connect(self, arenas: Collection[Tensor]) -> None:
+        """Make NCCL create its communicators and connections now, with legs that overwrite the largest arena.
 
         NCCL chooses its algorithm by size and connects for each algorithm on first use, so small and large legs run.
         """
-        with self.unrecorded():
+        super().connect(arenas)
+        memory = max(arenas, key=lambda arena: arena.nbytes)
+        with self.meter.unrecorded():
             for numel in (self.world_size, min(memory.numel(), _LARGE_NUMEL)):
                 buffer = memory[: numel // self.world_size * self.world_size].zero_()
                 self.all_gather(self.reduce_scatter(0, buffer)).wait()
                 self.all_reduce_leg(0, buffer).wait()
             self.all_gather_small(torch.zeros(1, device=self._device))
-
-    def adopt(self, buffer: Tensor) -> None:
-        # The buffer is allocated at attach, possibly on another stream than the training stream.
-        for stream in (self._stream, self.current_stream()):
-            buffer.record_stream(stream)
-
-    def current_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device)
 
     def shut_down(self) -> None:
         """Do nothing: destroying an NCCL group is a collective operation.
@@ -190,4 +180,4 @@ class NcclLink(Link):
         super().close()
 
     def _count(self, buffer: Tensor) -> None:
-        self.sent_bytes += buffer.nbytes * (self.world_size - 1) // self.world_size
+        self.meter.sent_bytes += buffer.nbytes * (self.world_size - 1) // self.world_size

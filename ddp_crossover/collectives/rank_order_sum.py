@@ -21,7 +21,7 @@ class ScratchPool:
         self._lock = threading.Lock()  # legs are posted on one thread and reduced on another
         self._free: dict[torch.dtype, list[Tensor]] = {}
 
-    def take(self, like: Tensor) -> Tensor:
+    def allocate(self, like: Tensor) -> Tensor:
         """An uninitialized flat CPU tensor with the dtype and number of elements of ``like``."""
         numel = like.numel()
         with self._lock:
@@ -34,8 +34,8 @@ class ScratchPool:
         # Not empty_like(): pinned or otherwise special memory has no benefit here.
         return torch.empty(numel, dtype=like.dtype)
 
-    def give_back(self, tensors: list[Tensor]) -> None:
-        """Return tensors from :meth:`take` to the pool; nothing may be received into them any more."""
+    def free(self, tensors: list[Tensor]) -> None:
+        """Return tensors of :meth:`allocate` to the pool; nothing may be received into them any more."""
         with self._lock:
             for tensor in tensors:
                 whole = tensor if tensor._base is None else tensor._base

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
-from ddp_crossover.collectives.gloo_legs import GlooGatherLeg, GlooScatterLeg
-from ddp_crossover.collectives.gloo_link import GlooLink
-from ddp_crossover.collectives.leg import Meanwhile, ScatterLeg
+from ddp_crossover.collectives.gloo_gather import GlooGatherLeg
+from ddp_crossover.collectives.gloo_leg import GlooCommContext
+from ddp_crossover.collectives.gloo_link import PeerLink
+from ddp_crossover.collectives.gloo_scatter import GlooScatterLeg
+from ddp_crossover.collectives.leg import HostWait, ScatterLeg
 from ddp_crossover.collectives.socket_backlog import SocketBacklog
+from ddp_crossover.collectives.stream_order import CudaStreams
 
 
 class _StagedScatterLeg(GlooScatterLeg):
     """A reduce-scatter of the host copy of a device buffer."""
 
-    def __init__(self, link: StagedGlooLink, group: int, buffer: Tensor, host: Tensor) -> None:
-        super().__init__(link, group, host)
+    def __init__(
+        self,
+        context: GlooCommContext,
+        iteration: int,
+        group: int,
+        buffer: Tensor,
+        host: Tensor,
+        copy_stream: torch.cuda.Stream,
+    ) -> None:
+        super().__init__(context, iteration, group, host)
         self.device_buffer = buffer
         # Blocking event: the posting thread sleeps while it waits, instead of occupying a core.
         self._copied = torch.cuda.Event(blocking=True)
-        copy_stream = link.to_host_stream
         copy_stream.wait_stream(torch.cuda.current_stream(buffer.device))
         with torch.cuda.stream(copy_stream):
             host.copy_(buffer, non_blocking=True)
@@ -37,67 +47,78 @@ class _StagedScatterLeg(GlooScatterLeg):
 class _StagedGatherLeg(GlooGatherLeg):
     """An all-gather that ends with the copy back to the device."""
 
-    def __init__(self, link: StagedGlooLink, scatter: _StagedScatterLeg, urgency: int | None) -> None:
-        super().__init__(link, scatter, urgency)
+    def __init__(
+        self,
+        context: GlooCommContext,
+        scatter: _StagedScatterLeg,
+        urgency: int | None,
+        copy_stream: torch.cuda.Stream,
+    ) -> None:
+        super().__init__(context, scatter, urgency)
         self.device_buffer = scatter.device_buffer
-        self.on_device = torch.cuda.Event()
+        self.copy_stream = copy_stream
+        self._on_device = torch.cuda.Event()
 
-    def wait(self, meanwhile: Meanwhile | None = None) -> None:
-        super().wait(meanwhile)
-        torch.cuda.current_stream(self.device_buffer.device).wait_event(self.on_device)
+    def wait(self, host_wait: HostWait | None = None) -> None:
+        super().wait(host_wait)
+        torch.cuda.current_stream(self.device_buffer.device).wait_event(self._on_device)
+
+    def after_receiving(self) -> None:
+        with torch.cuda.device(self.device_buffer.device), torch.cuda.stream(self.copy_stream):
+            self.device_buffer.copy_(self.scatter.buffer, non_blocking=True)
+            self._on_device.record(self.copy_stream)
 
 
-class StagedGlooLink(GlooLink):
-    """Peer exchange of CUDA tensors. The host has to wait for legs, because the CPU moves the bytes."""
+class StagedGlooLink(PeerLink):
+    """Peer exchange of CUDA tensors. The host has to wait for legs, because the CPU moves the bytes.
 
-    def __init__(self, process_group: dist.ProcessGroup, device: torch.device, backlog: SocketBacklog) -> None:
-        self.to_host_stream = torch.cuda.Stream(device)
+    Gradients are staged on the caller's stream, which keeps the order. No leg is announced: a leg begins with the copy
+    to the host, so its receives are posted with it.
+
+    Args:
+        process_group: process group for the legs.
+        device: device of the gradients.
+        backlog: backlog of the group's sockets.
+        sums_in_fp32: whether 16-bit buffers are added up in fp32 and rounded once.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        backlog: SocketBacklog,
+        *,
+        sums_in_fp32: bool = False,
+    ) -> None:
+        # First, because it may fail: the base class starts threads.
+        self._to_host_stream = torch.cuda.Stream(device)
         self._to_device_stream = torch.cuda.Stream(device)
-        self._device = device
+        super().__init__(process_group, backlog, sums_in_fp32=sums_in_fp32)
         self._host_buffers: dict[int, Tensor] = {}
-        super().__init__(process_group, device, backlog)
-
-    def expect(self, group: int, buffer: Tensor) -> None:
-        """Do nothing: a leg here begins with the copy to the host, so receives are posted with it."""
+        self.streams = CudaStreams(device, (self._to_host_stream, self._to_device_stream))
 
     def reduce_scatter(self, group: int, buffer: Tensor) -> GlooScatterLeg:
         host = self._host_buffers.get(group)
         if host is None or host.numel() != buffer.numel() or host.dtype != buffer.dtype:
             host = torch.empty(buffer.numel(), dtype=buffer.dtype, pin_memory=True)
             self._host_buffers[group] = host
-        return self._start_scatter(_StagedScatterLeg(self, group, buffer, host))
+        leg = _StagedScatterLeg(self._context, self.iteration, group, buffer, host, self._to_host_stream)
+        leg.start()
+        return leg
 
     def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> GlooGatherLeg:
         assert isinstance(scatter, _StagedScatterLeg)
-        return self._start_gather(_StagedGatherLeg(self, scatter, urgency))
+        leg = _StagedGatherLeg(self._context, scatter, urgency, self._to_device_stream)
+        leg.start()
+        return leg
 
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        self.sent_bytes += 2 * buffer.nbytes * (self.world_size - 1) // self.world_size  # as in a ring
+        self.meter.sent_bytes += 2 * buffer.nbytes * (self.world_size - 1) // self.world_size  # as in a ring
         return all_reduce_sum(buffer, self.process_group, self.clock, group)
 
-    def forget_sizes(self) -> None:
-        super().forget_sizes()
+    def use_arenas(self, arenas: Collection[Tensor]) -> None:
+        super().use_arenas(arenas)
         self._host_buffers.clear()
-
-    def soon(self, job: Callable[[], None]) -> None:
-        job()  # the CUDA stream keeps the order
-
-    def finish_jobs(self) -> None:
-        """Do nothing: :meth:`soon` runs jobs at once."""
 
     def all_gather_small(self, value: Tensor) -> Tensor:
         return super().all_gather_small(value.cpu()).to(value.device)
-
-    def adopt(self, buffer: Tensor) -> None:
-        # The buffer is allocated at attach, possibly on another stream than the training stream.
-        for stream in (self.to_host_stream, self._to_device_stream, self.current_stream()):
-            buffer.record_stream(stream)
-
-    def current_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device)
-
-    def after_gather(self, leg: GlooGatherLeg) -> None:
-        assert isinstance(leg, _StagedGatherLeg)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._to_device_stream):
-            leg.device_buffer.copy_(leg.scatter.buffer, non_blocking=True)
-            leg.on_device.record(self._to_device_stream)

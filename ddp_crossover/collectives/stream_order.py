@@ -1,11 +1,32 @@
-"""Makes CUDA streams wait for each other's writes."""
+"""CUDA streams: those on which legs run, and how other streams wait for each other's writes."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ddp_crossover.collectives.link import Link
+
+class CudaStreams:
+    """The streams of one link.
+
+    Args:
+        device: their device.
+        legs: streams on which legs read and write fusion buffers.
+    """
+
+    def __init__(self, device: torch.device, legs: tuple[torch.cuda.Stream, ...]) -> None:
+        self._device = device
+        self._legs = legs
+
+    def current(self) -> torch.cuda.Stream:
+        """The caller's current stream on the link's device."""
+        return torch.cuda.current_stream(self._device)
+
+    def keep_until_done(self, memory: Tensor) -> None:
+        """Let the allocator keep ``memory`` until legs are done with it, even if it is dropped before."""
+        # The memory is allocated at attach, possibly on another stream than the training stream.
+        for stream in (*self._legs, self.current()):
+            memory.record_stream(stream)
 
 
 class StreamOrder:
@@ -14,19 +35,22 @@ class StreamOrder:
     An update is applied once, on the stream that is current at the first wait point that needs it. If a module on
     another stream then uses parameters of the same fusion group, no update is left to apply, so its stream has to wait
     for the earlier one.
+
+    Args:
+        streams: the streams of the link; None on CPU, where there is nothing to order.
     """
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, streams: CudaStreams | None) -> None:
+        self._streams = streams
         self._stream: torch.cuda.Stream | None = None
         self._written: torch.cuda.Event | None = None
 
     def join(self) -> None:
         """Wait for the work noted by :meth:`mark`; call it before reading or writing the same data. Free on CPU."""
-        if self._stream is None or self._written is None:
+        if self._stream is None or self._written is None or self._streams is None:
             return
-        stream = self._link.current_stream()
-        if stream is not None and stream != self._stream:
+        stream = self._streams.current()
+        if stream != self._stream:
             stream.wait_event(self._written)
 
     def mark(self) -> None:
@@ -34,12 +58,13 @@ class StreamOrder:
 
         Callers have already called :meth:`join`, so one event covers earlier streams.
         """
-        self._stream = self._link.current_stream()
-        if self._stream is not None:
-            self._written = self._written or torch.cuda.Event()
-            self._written.record(self._stream)
+        if self._streams is None:
+            return
+        self._stream = self._streams.current()
+        self._written = self._written or torch.cuda.Event()
+        self._written.record(self._stream)
 
     def keep(self, tensor: Tensor) -> None:
         """Keep ``tensor``, maybe from another stream, until the current stream has read it, even if it is dropped."""
-        if (stream := self._link.current_stream()) is not None:
-            tensor.record_stream(stream)
+        if self._streams is not None:
+            tensor.record_stream(self._streams.current())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_crossover.torch_internals import bucket_cap_bytes, has_run_forward, rebuild_buckets
+from ddp_crossover.torch_internals.ddp import bucket_cap_bytes, has_run_forward, rebuild_buckets
 
 # Size of DDP's buckets: small enough that gradients reach the hook early, and not too many of them, because each hook
 # call costs tens of microseconds.

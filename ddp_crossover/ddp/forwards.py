@@ -14,7 +14,12 @@ from ddp_crossover.hooks import Hook
 from ddp_crossover.parameters.early_reads import Looks
 from ddp_crossover.parameters.lazy_params import LazyParams
 from ddp_crossover.stats import FallbackLog
-from ddp_crossover.torch_internals import call_around_compiled, called_by_compiled_code, is_compiled, on_compile_start
+from ddp_crossover.torch_internals.compiled import (
+    call_around_compiled,
+    called_by_compiled_code,
+    is_compiled,
+    on_compile_start,
+)
 
 # Number of compilations after which parameters are taken for the cause: dynamo also compiles anew when shapes change,
 # so a single compilation means nothing. It gives up after eight.

@@ -14,7 +14,7 @@ from ddp_crossover.collectives.all_reduce import wait_for_futures
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.wire import scale_into, travels_as
 from ddp_crossover.gpu_sharing.turns import Turns
-from ddp_crossover.torch_internals import GradBucket
+from ddp_crossover.torch_internals.ddp import GradBucket
 
 
 class PlainAllReduce:
@@ -43,7 +43,7 @@ class PlainAllReduce:
 
     def begin_backward(self) -> None:
         """Begin the next iteration."""
-        self._link.next_iteration()
+        self._link.begin_iteration()
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """All-reduce one bucket; the future's value are its gradients, averaged over ranks."""
@@ -61,10 +61,10 @@ class PlainAllReduce:
         """Wait on the host for the all-reduces, if a lease is held: DDP's C++ wait would block while holding it."""
         if not self._under_way or not self._is_on_cpu:
             return
-        with self._turns.gap("all-reduces") as meanwhile:
-            if meanwhile is None:
+        with self._turns.gap("all-reduces") as host_wait:
+            if host_wait is None:
                 return
-            wait_for_futures(self._under_way, meanwhile)
+            wait_for_futures(self._under_way, host_wait)
             # Release the lease: `step()` takes its own turn, and the script may first load another micro-batch.
             self._turns.release()
             self._link.clock.waited(self._last_bucket_s, "all-reduces")

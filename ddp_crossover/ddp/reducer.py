@@ -32,13 +32,8 @@ from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError, StaleReadGuard
 from ddp_crossover.planning.session import Orders, Planning
 from ddp_crossover.stats import FallbackLog, StepLog
-from ddp_crossover.torch_internals import (
-    GradBucket,
-    call_after_backward,
-    comm_hooks_of,
-    forget_comm_hooks,
-    rebuild_buckets,
-)
+from ddp_crossover.torch_internals.autograd import call_after_backward
+from ddp_crossover.torch_internals.ddp import GradBucket, comm_hooks_of, forget_comm_hooks, rebuild_buckets
 
 
 class Reducer:
@@ -263,7 +258,7 @@ class Reducer:
         if self._plain_reason is not None or not self._use_order.is_known:
             return
         if self._layouts.settled_anew():
-            with self._turns.away():
+            with self._turns.released():
                 plan = self._planning.begin(Orders(self._layouts.arrival_order(), self._use_order.ranks()))
             self._use(plan)
             self._layouts.adopt()
@@ -272,10 +267,10 @@ class Reducer:
 
     def _use(self, plan: FusionPlan) -> None:
         """Switch plans. Called between iterations, when no update is pending and no leg is under way."""
-        self._link.forget_sizes()
         if self.pipeline is not None:
             self._memory = self.pipeline.release()
         if plan.schedule is Schedule.ALLREDUCE:
+            self._link.use_arenas(self._memory.values())
             self.pipeline, self._reduction = None, self._plain
         else:
             self.pipeline = self._reduction = self._make_pipeline(plan)
@@ -349,7 +344,7 @@ class Reducer:
         self._guard.end_forward()
         # Protects gradients that are still being staged: the next backward writes into DDP's buckets before it calls
         # the hook.
-        self._link.finish_jobs()
+        self._link.finish_staging()
 
     def _timing(self, note_use: Callable[[LazyParam], None]) -> Callable[[LazyParam], None]:
         profiler = self._planning.profiler

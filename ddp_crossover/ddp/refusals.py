@@ -11,12 +11,7 @@ from torch.optim import LBFGS, Optimizer
 
 from ddp_crossover.ddp.refused_methods import JOIN_ADVICE
 from ddp_crossover.fusion import Schedule
-from ddp_crossover.torch_internals import (
-    has_comm_hook,
-    is_joining,
-    is_updated_in_backward,
-    managed_parameters,
-)
+from ddp_crossover.torch_internals.ddp import has_comm_hook, is_joining, is_updated_in_backward, managed_parameters
 
 
 def refuse_model(ddp: object) -> None:

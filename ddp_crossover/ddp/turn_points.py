@@ -13,13 +13,10 @@ from torch.optim import Optimizer
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.hooks import Hook
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
-from ddp_crossover.torch_internals import (
-    call_after_backward,
-    call_around_compiled,
-    has_hooks,
-    is_compiled,
-    tensors_in,
-)
+from ddp_crossover.torch_internals.autograd import call_after_backward
+from ddp_crossover.torch_internals.compiled import call_around_compiled, is_compiled
+from ddp_crossover.torch_internals.dispatch import tensors_in
+from ddp_crossover.torch_internals.optimizers import has_hooks
 
 
 class TurnPoints:

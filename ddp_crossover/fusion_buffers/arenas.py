@@ -39,7 +39,5 @@ def make_arenas(
         arena: torch.empty(numel, dtype=travels_as(like[arena].dtype, wire_dtype), device=like[arena].device)
         for arena, numel in arena_capacity(specs, link.world_size).items()
     }
-    for arena in arenas.values():
-        link.adopt(arena)
-    link.prepare(max(arenas.values(), key=lambda arena: arena.nbytes))
+    link.connect(arenas.values())
     return arenas

@@ -1,4 +1,4 @@
-"""The GPU lease: run its broker, see who holds what and where the time goes."""
+"""Run the broker of the GPU lease, and show which job holds which GPU and how jobs spend their time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from .broker import Broker, BrokerSettings
-from .connection import RefusedError, ask_status
-from .figures import with_shares
-from .places import Place, PlaceError
+from .broker.server import Broker, BrokerSettings
+from .client.connection import RefusedError, ask_status
+from .directory import BrokerDirectory, DirectoryError
 from .protocol import ProtocolError
+from .shares import with_shares
 
 _STATUS_S = 2.0
 
@@ -26,43 +26,52 @@ _STATUS_S = 2.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verbs and their options to ``parser``."""
     verbs = parser.add_subparsers(dest="verb", required=True)
-    serve = verbs.add_parser("serve", help="run the broker here, for containers that share its directory")
-    serve.add_argument("--allow-uid", type=int, action="append", default=[], help="another user who may connect")
-    serve.add_argument("--group", help="group that may reach the socket; its users also need --allow-uid")
-    serve.add_argument("--idle-exit-s", type=float, default=math.inf, help="exit after so long without a client")
-    status = verbs.add_parser("status", help="show who holds what")
-    status.add_argument("--json", action="store_true", help="print it as JSON")
-    top = verbs.add_parser("top", help="follow who holds what, and how each job's time is spent")
-    top.add_argument("--interval", type=float, default=1.0, help="seconds that each row is about (default: 1)")
+    serve = verbs.add_parser("serve", help="run a broker in the foreground, for containers that share its directory")
+    add = serve.add_argument
+    add("--allow-uid", type=int, action="append", default=[], help="id of another user who may connect; repeatable")
+    add("--group", help="group whose members can reach the socket; each of them also needs --allow-uid")
+    add("--idle-exit-s", type=float, default=math.inf, help="seconds without clients before it exits (default: never)")
+    status = verbs.add_parser("status", help="show which job holds each resource and which jobs wait for it")
+    status.add_argument("--json", action="store_true", help="print the status as JSON")
+    top = verbs.add_parser("top", help="show the status and how each job spends its time, updated until Ctrl-C")
+    top.add_argument("--interval", type=float, default=1.0, help="seconds that each update covers (default: 1)")
     top.add_argument("--once", action="store_true", help="show one interval and exit")
-    top.add_argument("--json", action="store_true", help="print a line of JSON for each interval")
+    top.add_argument("--json", action="store_true", help="print one line of JSON for each interval")
     for verb in (serve, status, top):
-        verb.add_argument("--directory", help="where the socket is; the default is the user's own place")
+        verb.add_argument("--directory", help="directory of the broker's socket (default: the one that jobs use)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the verb in ``args`` and return the exit status."""
-    place = Place(args.directory)
+    directory = BrokerDirectory(args.directory)
     try:
         if args.verb == "serve":
-            return _serve(place, args)
-        return _status(place, args.json) if args.verb == "status" else _top(place, args)
-    except (OSError, KeyError, PlaceError, ProtocolError, RefusedError) as error:
+            return _serve(directory, args)
+        return _status(directory, args.json) if args.verb == "status" else _top(directory, args)
+    except (OSError, DirectoryError, ProtocolError, RefusedError) as error:
         print(f"lease {args.verb}: {error}", file=sys.stderr)
         return 1
 
 
-def _ask(place: Place) -> dict[str, Any]:
-    status: dict[str, Any] = json.loads(ask_status(place, _STATUS_S))
+def _ask(directory: BrokerDirectory) -> dict[str, Any]:
+    try:
+        status: dict[str, Any] = json.loads(ask_status(directory, _STATUS_S))
+    except (FileNotFoundError, ConnectionRefusedError):
+        raise ConnectionError(
+            f"no broker serves {directory.path}: start a job that has a lease, or run `lease serve`"
+        ) from None
     return status
 
 
-def _serve(place: Place, args: argparse.Namespace) -> int:
+def _serve(directory: BrokerDirectory, args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     settings = BrokerSettings(frozenset(args.allow_uid), args.group, args.idle_exit_s)
-    broker = Broker(place, settings)
+    broker = Broker(directory, settings)
     if not broker.serving:
-        print(f"lease serve: another broker serves {place.directory}", file=sys.stderr)
+        print(
+            f"lease serve: another broker already serves {directory.path}: end it, or choose another --directory",
+            file=sys.stderr,
+        )
         return 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with contextlib.suppress(KeyboardInterrupt):
@@ -70,20 +79,20 @@ def _serve(place: Place, args: argparse.Namespace) -> int:
     return 0
 
 
-def _status(place: Place, as_json: bool) -> int:
-    answer = with_shares(_ask(place))
+def _status(directory: BrokerDirectory, as_json: bool) -> int:
+    answer = with_shares(_ask(directory))
     if as_json:
         print(json.dumps(answer, indent=2))
         return 0
-    print(f"broker {answer['pid']} in {place.directory}: {answer['grants']} grants, {answer['evictions']} evictions")
+    print(f"broker {answer['pid']} in {directory.path}: {answer['grants']} grants, {answer['evictions']} evictions")
     for resource in answer["resources"]:
         waiting = ", ".join(resource["waiting"]) or "nobody"
         print(f"{resource['resource']}: held by {resource['holder'] or 'nobody'}, {waiting} waiting")
     return 0
 
 
-def _top(place: Place, args: argparse.Namespace) -> int:
-    statuses = itertools.islice(_intervals(place, args.interval), 1 if args.once else None)
+def _top(directory: BrokerDirectory, args: argparse.Namespace) -> int:
+    statuses = itertools.islice(_intervals(directory, args.interval), 1 if args.once else None)
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
         if args.json:
             for status in statuses:
@@ -96,11 +105,11 @@ def _top(place: Place, args: argparse.Namespace) -> int:
     return 0
 
 
-def _intervals(place: Place, interval_s: float) -> Iterator[dict[str, Any]]:
+def _intervals(directory: BrokerDirectory, interval_s: float) -> Iterator[dict[str, Any]]:
     """Yield the status with shares at the end of each interval, forever."""
-    before = _ask(place)
+    before = _ask(directory)
     while True:
         time.sleep(interval_s)
-        now = with_shares(_ask(place), before)
+        now = with_shares(_ask(directory), before)
         yield now
         before = now

@@ -23,7 +23,7 @@ _HELLO = struct.Struct(f"<B7xd{NAME_BYTES}s{NAME_BYTES}s")  # role, weight, job,
 MESSAGE_BYTES = _HEADER.size
 HELLO_BYTES = _HEADER.size + _HELLO.size
 STATUS_BYTES = 1 << 18
-"""Room for the answer to STATUS: JSON, the only message that is not of fixed size."""
+"""Maximum size of the answer to STATUS. It is JSON, the only message that is not of fixed size."""
 
 
 class Kind(IntEnum):
@@ -60,12 +60,13 @@ class Refusal(IntEnum):
 
 
 REFUSALS: dict[int, str] = {
-    Refusal.MALFORMED: "it did not understand the message",
-    Refusal.VERSION: "it speaks another version of the protocol: end it, or use one version of ddp_crossover per host",
-    Refusal.NOT_ALLOWED: "this user is not allowed: start it with `lease serve --allow-uid`",
-    Refusal.FULL: "its limit of connections, jobs or resources is reached",
-    Refusal.MISMATCH: "the job is already there with another weight or role: job names must be unique",
+    Refusal.MALFORMED: "a message is malformed",
+    Refusal.VERSION: "it uses another version of the protocol: end that broker, or use one version of ddp_crossover",
+    Refusal.NOT_ALLOWED: "this user may not connect: start the broker with `lease serve --allow-uid`",
+    Refusal.FULL: "its limit of connections, jobs or resources is reached: end jobs that are no longer needed",
+    Refusal.MISMATCH: "the job is already connected with another weight or role: job names must be unique",
 }
+"""What a client tells its user about a refusal, after "the broker refused the connection:"."""
 
 
 class ProtocolError(Exception):
@@ -104,17 +105,19 @@ class Hello(NamedTuple):
 def decode(data: bytes) -> Message:
     """Decode ``data``; of HELLO only the header. Raises :class:`ProtocolError`."""
     if len(data) not in (MESSAGE_BYTES, HELLO_BYTES):
-        raise ProtocolError(Refusal.MALFORMED, f"{len(data)} bytes are no message")
+        raise ProtocolError(Refusal.MALFORMED, f"a message must not have {len(data)} bytes")
     magic, version, kind, value, request, fence = _HEADER.unpack_from(data)
     if magic != MAGIC:
-        raise ProtocolError(Refusal.MALFORMED, "wrong magic number")
+        raise ProtocolError(Refusal.MALFORMED, "the magic number is wrong")
     if version != VERSION:
-        raise ProtocolError(Refusal.VERSION, f"version {version}, ours is {VERSION}")
+        raise ProtocolError(
+            Refusal.VERSION, f"the peer uses version {version} of the protocol, this process version {VERSION}"
+        )
     known = _KINDS.get(kind)
     if known is None:
-        raise ProtocolError(Refusal.MALFORMED, f"unknown kind {kind}")
+        raise ProtocolError(Refusal.MALFORMED, f"message kind {kind} is unknown")
     if (known is Kind.HELLO) != (len(data) == HELLO_BYTES):
-        raise ProtocolError(Refusal.MALFORMED, f"{len(data)} bytes are no {known.name}")
+        raise ProtocolError(Refusal.MALFORMED, f"a {known.name} message must not have {len(data)} bytes")
     return Message(known, value, request, fence)
 
 
@@ -123,13 +126,13 @@ def decode_hello(data: bytes) -> Hello:
     role, weight, job, resource = _HELLO.unpack_from(data, _HEADER.size)
     try:
         hello = Hello(job.rstrip(b"\0").decode(), resource.rstrip(b"\0").decode(), Role(role), weight)
-        require_sound(hello)
+        require_valid(hello)
     except ValueError as error:
         raise ProtocolError(Refusal.MALFORMED, str(error)) from None
     return hello
 
 
-def require_sound(hello: Hello) -> None:
+def require_valid(hello: Hello) -> None:
     """Raise ``ValueError`` for a name or weight that the protocol cannot carry."""
     for what, name in (("job", hello.job), ("resource", hello.resource)):
         if not name or not name.isprintable() or len(name.encode()) > NAME_BYTES:

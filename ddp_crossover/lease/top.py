@@ -11,18 +11,18 @@ from rich.table import Table
 from rich.text import Text
 
 _LEGEND = (
-    "held, waits, gap: shares of a job's time; alone, it would not wait. "
-    "filled: share of its gaps in which another job held. /s: hand-offs to it."
+    "held, waits, gap: shares of a job's time. filled: share of its gaps in which another job held. "
+    "/s: hand-offs to the job per second."
 )
 
 
 def as_table(status: dict[str, Any]) -> RenderableType:
-    """Render ``status``, which has shares (:func:`.figures.with_shares`), as one table per resource."""
+    """Render ``status``, which has shares (:func:`.shares.with_shares`), as one table per resource."""
     parts: list[RenderableType] = []
     for resource in sorted(status["resources"], key=lambda r: r["resource"]):
         parts += [_headline(resource), _jobs(resource), Text()]
     if not parts:
-        parts = [Text("nobody is connected"), Text()]
+        parts = [Text("no job is connected"), Text()]
     return Group(*parts, Text(_LEGEND, style="dim"))
 
 

@@ -30,13 +30,9 @@ from ddp_crossover.parameters.early_reads import Looks, is_saving
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
 from ddp_crossover.parameters.slots import Slot
 from ddp_crossover.stats import FallbackLog
-from ddp_crossover.torch_internals import (
-    called_by_compiled_code,
-    has_hooks,
-    keeps_overwritten_values,
-    move_to_front,
-    step_pre_hooks,
-)
+from ddp_crossover.torch_internals.autograd import keeps_overwritten_values
+from ddp_crossover.torch_internals.compiled import called_by_compiled_code
+from ddp_crossover.torch_internals.optimizers import has_hooks, move_to_front, step_pre_hooks
 
 
 class DeferredUpdates:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_crossover.torch_internals import STEP_HOOKS, raw_step
+from ddp_crossover.torch_internals.optimizers import STEP_HOOKS, raw_step
 
 # Includes `step`, because a learning-rate scheduler wraps it on the instance, to count the calls.
 _NOT_TAKEN_OVER = frozenset(("param_groups", "state", "step", *STEP_HOOKS))

@@ -29,7 +29,7 @@ from ddp_crossover.optim.optimizer_snapshot import (
     reads_attributes,
 )
 from ddp_crossover.optim.outside_settings import changeable_setting
-from ddp_crossover.torch_internals import has_hooks, has_raw_step, raw_step
+from ddp_crossover.torch_internals.optimizers import has_hooks, has_raw_step, raw_step
 
 # Enough steps for counters that act every few steps, and magnitudes on both sides of a threshold on gradients.
 _STEPS = 12

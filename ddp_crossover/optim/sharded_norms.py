@@ -80,7 +80,7 @@ def total_norm(pipeline: Pipeline, gradients: Gradients, norm_type: float) -> Te
             part.mul_(factor.abs())
         parts.append(part)
     own: Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type)
-    with pipeline.waiting("norms"), pipeline.turns.away():
+    with pipeline.waiting("norms"), pipeline.turns.released():
         of_ranks = pipeline.link.all_gather_small(own)
     total: Tensor = torch.linalg.vector_norm(of_ranks, norm_type)
     return total
@@ -131,9 +131,9 @@ def _reduced_shard(pipeline: Pipeline, group: GroupInFlight, low: int, high: int
     if group.is_complete:
         return group.buffer[low:high]
     assert group.scatter is not None
-    with pipeline.waiting(f"scatter {group.spec.index}") as meanwhile:
+    with pipeline.waiting(f"scatter {group.spec.index}") as host_wait:
         # Protects the norm from incomplete sums.
-        group.scatter.wait(meanwhile)
+        group.scatter.wait(host_wait)
     return group.scatter.shard()
 
 

@@ -19,7 +19,7 @@ from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, ToUpdate
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError
 from ddp_crossover.parameters.slots import Slot
 from ddp_crossover.stats import logger
-from ddp_crossover.torch_internals import unrecorded
+from ddp_crossover.torch_internals.autograd import unrecorded
 
 
 class DeferredUpdate(NamedTuple):

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_crossover.parameters.pending_gradient import PendingGrad
-from ddp_crossover.torch_internals import references_to_bucket_view, references_to_memory
+from ddp_crossover.torch_internals.ddp import references_to_bucket_view
+from ddp_crossover.torch_internals.memory import references_to_memory
 
 
 class KeptGradients:

@@ -32,7 +32,8 @@ from ddp_crossover.hooks import Hook
 from ddp_crossover.own_threads import refuse_to_wait
 from ddp_crossover.parameters.bystanders import may_look
 from ddp_crossover.parameters.pending_parameter import arm, disarm, is_armed, is_armed_by, touch
-from ddp_crossover.torch_internals import cover_of, is_in_backward, set_data, storage_use_count, unrecorded
+from ddp_crossover.torch_internals.autograd import is_in_backward, unrecorded
+from ddp_crossover.torch_internals.memory import cover_of, set_data, storage_use_count
 
 
 class StaleParameterError(RuntimeError):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ddp_crossover.own_threads import refuse_to_wait
-from ddp_crossover.torch_internals import use_count
+from ddp_crossover.torch_internals.memory import use_count
 
 # Attributes and methods that need no value. All others wait for it.
 _METADATA_NAMES = (

@@ -18,7 +18,8 @@ from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.slots import GroupInFlight, GroupState, Slot
-from ddp_crossover.torch_internals import is_in_backward, outside_of_modes
+from ddp_crossover.torch_internals.autograd import is_in_backward
+from ddp_crossover.torch_internals.dispatch import outside_of_modes
 
 
 class ReducedGradients:
@@ -91,7 +92,7 @@ class ReducedGradients:
             slot.scales = ()
             pending = slot.pending.take(grad)
             if self._kept.excess(grad):
-                self._link.finish_jobs()  # staging jobs hold references to DDP's buckets, which count here
+                self._link.finish_staging()  # staging jobs hold references to DDP's buckets, which count here
                 if self._kept.excess(grad):
                     doubtful.append(slot)
                     continue
@@ -109,7 +110,7 @@ class ReducedGradients:
 
     def _make_one_pending(self, slot: Slot, grad: Tensor, pending: PendingGrad) -> None:
         memory = grad.resolve() if type(grad) is PendingGrad else grad
-        pending.arm(slot.deliver, memory, self._link.finish_jobs)
+        pending.arm(slot.deliver, memory, self._link.finish_staging)
         if pending is not grad:
             slot.parameter.grad = pending
 

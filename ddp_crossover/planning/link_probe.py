@@ -23,7 +23,7 @@ def probe_link(link: Link, model_bytes: int, device: torch.device) -> LinkModel:
     Takes about as long as sending 80 MiB; less if the model has less than 16 MiB.
 
     Args:
-        link: the link to measure; its ``sent_bytes`` and ``clock`` do not change.
+        link: the link to measure; its ``meter`` does not change.
         model_bytes: bytes of all gradients, which limit the sizes of the probed legs.
         device: device of the gradients.
 
@@ -33,7 +33,7 @@ def probe_link(link: Link, model_bytes: int, device: torch.device) -> LinkModel:
     if link.world_size == 1:
         return LinkModel(0.0, 0.0, 0.0)
     large_bytes = max(min(_LARGEST_BYTES, model_bytes // 4), 4 * _SMALL_BYTES)
-    with link.unrecorded():
+    with link.meter.unrecorded():
         _time_legs(link, device, 1, _SMALL_BYTES)  # warm-up: connections, memory
         lone = [(_sent(link, size), _best_s(link, device, 1, size)) for size in (_SMALL_BYTES, large_bytes)]
         # Bursts use no tiny legs: a leg's host cost is hidden only if the link is busy for longer than that.
@@ -60,7 +60,7 @@ def _time_legs(link: Link, device: torch.device, legs: int, buffer_bytes: int) -
     """
     sizes = [max(buffer_bytes, _PRIMING_BYTES), *[buffer_bytes] * legs]
     buffers = [torch.zeros(size // 4 // link.world_size * link.world_size, device=device) for size in sizes]
-    link.next_iteration()
+    link.begin_iteration()
     link.all_gather_small(torch.zeros(1, device=device))  # a barrier, so that all ranks begin together
     scatters: list[ScatterLeg] = [link.reduce_scatter(0, buffers[0])]
     scatters[0].wait()

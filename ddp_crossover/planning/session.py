@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ddp_crossover.collectives.agreement import all_gather_json, require_equal
-from ddp_crossover.collectives.link import MAX_GROUPS, Link
+from ddp_crossover.collectives.leg import MAX_GROUPS
+from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.wire import travels_as
 from ddp_crossover.fusion import MB, FusionPlan, GradientSpec, Schedule, plan_fusion
 from ddp_crossover.gpu_sharing.turns import Turns
@@ -145,12 +146,12 @@ class Planning:
     def at_step_boundary(self) -> FusionPlan | None:
         """Advance planning by one step; returns the plan to switch to now, or None to stay."""
         if self.stage is Stage.PROFILING and self.profiler is not None and self.profiler.done:
-            with self._turns.away():
+            with self._turns.released():
                 return self._leave_profiling()
         if self.stage is Stage.TUNING:
             self._step_marks.append(self._stopwatch.mark())
             if len(self._step_marks) > TRIAL_STEPS:
-                with self._turns.away():
+                with self._turns.released():
                     return self._end_trial()
         return None
 

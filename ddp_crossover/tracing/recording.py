@@ -15,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_crossover.hooks import Hook
-from ddp_crossover.torch_internals import call_after_backward, has_hooks, tensors_in
+from ddp_crossover.torch_internals.autograd import call_after_backward
+from ddp_crossover.torch_internals.dispatch import tensors_in
+from ddp_crossover.torch_internals.optimizers import has_hooks
 from ddp_crossover.tracing.clock import CommClock
 from ddp_crossover.tracing.trace import Moment, Trace
 

@@ -1,1 +1,1 @@
-"""What `scripts/bench_lease.py` is made of: the emulated device, jobs and who conducts them, figures, report."""
+"""The parts of `bench_lease.py`: the emulated device, jobs and their conductor, figures, report."""

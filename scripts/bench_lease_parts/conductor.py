@@ -1,21 +1,22 @@
-"""Who tells the jobs when to run: every arm in each round, all jobs of an arm in the same window.
+"""Tells the jobs when to run: every arm in each round, all jobs of an arm in the same window.
 
     begin - all jobs of the arm train for `settle_s` - window of `window_s`, in which all of them train - end
 
-A job is told its window beforehand and trains until after the end, so nobody ever has the hosts to itself in a window.
+A job is told its window beforehand and trains until after the end, so no job ever has the hosts to itself in a window.
 The conductor is a thread of the bench's process; network namespaces do not matter to Unix sockets with a path.
 """
 
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench_lab.launch import OnProgress, RunRanks, rank_environment
+from bench_kit.launch import OnProgress, RunRanks, rank_environment
+from bench_kit.rounds import turns
 from bench_lease_parts.figures import steps_between
 from bench_lease_parts.settings import CaseSettings
 
@@ -32,7 +33,7 @@ class Window(NamedTuple):
 
 
 class Arm(NamedTuple):
-    """Which jobs train in a window, and which of their networks: `plain`, or `leased`, which heeds the lease."""
+    """Which jobs train in a window, and which of their networks: `plain` or, with the lease, `leased`."""
 
     name: str
     jobs: tuple[int, ...]
@@ -41,9 +42,9 @@ class Arm(NamedTuple):
 
 def arms_of(settings: CaseSettings) -> list[Arm]:
     """Each job alone, the first one also with its lease, and all at once without and with a lease."""
-    everybody = tuple(range(len(settings.jobs)))
-    solos = [Arm(f"solo {settings.jobs[job].name}", (job,), "plain") for job in everybody]
-    together = [Arm("co-run", everybody, "plain"), Arm("lease", everybody, "leased")]
+    all_jobs = tuple(range(len(settings.jobs)))
+    solos = [Arm(f"solo {settings.jobs[job].name}", (job,), "plain") for job in all_jobs]
+    together = [Arm("co-run", all_jobs, "plain"), Arm("lease", all_jobs, "leased")]
     return [*solos, Arm("solo leased", (0,), "leased"), *together]
 
 
@@ -53,7 +54,7 @@ def run_case(settings: CaseSettings, hosts: int, run_ranks: RunRanks, on_progres
     Args:
         settings: the case.
         hosts: number of hosts.
-        run_ranks: runs a command once per host, see `bench_lab.launch`.
+        run_ranks: runs a command once per host, see `bench_kit.launch`.
         on_progress: told what is done now, and the share of all work that is behind.
 
     Raises:
@@ -68,7 +69,7 @@ def run_case(settings: CaseSettings, hosts: int, run_ranks: RunRanks, on_progres
                 run_ranks(["-m", "bench_lease_parts.host", name], rank_environment(), lambda line: None)
             except BaseException as error:
                 with contextlib.suppress(OSError):
-                    Client(listener.address, family="AF_UNIX").close()  # or it would wait for ranks for ever
+                    Client(listener.address, family="AF_UNIX").close()  # or the conductor would wait for ranks for ever
                 # Ranks that ended took the conductor with them, unless it was the other way round.
                 if not isinstance(conducted.exception(), EOFError | ConnectionError | None):
                     raise conducted.exception() from error
@@ -85,7 +86,7 @@ class Conductor:
         self._windows = 0
 
     def conduct(self) -> dict[str, Any]:
-        """Everything that was measured. Raises EOFError or ConnectionError when a rank has ended too early."""
+        """Measure the case; returns all figures. Raises EOFError or ConnectionError when a rank has ended too early."""
         with contextlib.ExitStack() as stack:
             while len(self._ranks) < len(self._settings.jobs) * self._hosts:
                 rank = stack.enter_context(self._listener.accept())
@@ -97,7 +98,7 @@ class Conductor:
                 self._progress(f"warming up {settings.name}", 0.0)
                 prepared.append(self._ask([job], "prepare", round(settings.link_s * bytes_per_s / 4))[job][0])
             probes = self._ask([0], "probe")[0]
-            rounds = list(self._rounds())
+            rounds = self._rounds()
             facts = self._ask(list(jobs), "close")
         return {
             "link_bytes_per_s": bytes_per_s,
@@ -107,19 +108,17 @@ class Conductor:
             "facts": [facts[job] for job in jobs],
         }
 
-    def _rounds(self) -> Iterator[dict[str, Any]]:
+    def _rounds(self) -> list[dict[str, Any]]:
         arms = arms_of(self._settings)
         self._progress("rehearsing", 0.0)
-        for arm in arms[-2:]:  # what the leased network learns of its gaps, it learns here
+        for arm in arms[-2:]:  # the leased network learns here how long its waits are
             self._window(arm)
-        for number in range(self._settings.rounds):
-            first = number % len(arms)
-            measured = {}
-            for place, arm in enumerate(arms[first:] + arms[:first]):
-                behind = (number + place / len(arms)) / self._settings.rounds
-                self._progress(f"round {number + 1} of {self._settings.rounds}: {arm.name}", behind)
-                measured[arm.name] = self._window(arm)
-            yield measured
+        rounds: list[dict[str, Any]] = [{} for _ in range(self._settings.rounds)]
+        for turn in turns(len(arms), len(rounds)):
+            arm = arms[turn.index]
+            self._progress(f"round {turn.round + 1} of {len(rounds)}: {arm.name}", turn.behind)
+            rounds[turn.round][arm.name] = self._window(arm)
+        return rounds
 
     def _window(self, arm: Arm) -> dict[int, dict[str, Any]]:
         """For each job of the arm: its steps in the window on each host; all its steps, and what adds up over them."""

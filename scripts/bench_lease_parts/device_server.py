@@ -1,6 +1,6 @@
 """The emulated device of a host as a process that its jobs submit kernels to.
 
-A kernel costs one message each way, whoever else uses the device: slices are a matter of arithmetic on the server's
+A kernel costs one message each way, however many jobs use the device: slices are arithmetic on the server's
 side. Submitting blocks the thread that submits, without the GIL and without using the core.
 """
 
@@ -11,7 +11,7 @@ import socket
 import struct
 import time
 
-from bench_lab.paced import Pace, sleep_accurately
+from bench_kit.paced import Pace, sleep_accurately
 from bench_lease_parts.device import Device
 
 DEVICE_VARIABLE = "BENCH_DEVICE_FD"

@@ -1,4 +1,4 @@
-"""From windows to what is reported. Pure.
+"""Turns the figures of windows into the record. Pure.
 
 *Throughput* of a window counts every job's progress in seconds of its own solo step: the sum over jobs of (steps in the
 window) * T_i, over the length of the window. Jobs one after the other make 1, whatever they are, so it is the speed-up
@@ -15,9 +15,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from bench_lab.summary import spread
+from bench_kit.rounds import jain_index, spread
 from bench_lease_parts.settings import CaseSettings
 
 
@@ -68,11 +66,6 @@ def in_proportion(jobs: Sequence[StepTimes], settings: CaseSettings) -> list[Ste
     return scaled
 
 
-def jain(shares: Sequence[float]) -> float:
-    """Jain's index of fairness: 1 where all are equal, 1/n where one has everything."""
-    return sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares))
-
-
 def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any]:
     """One case, as in the JSON file.
 
@@ -109,11 +102,11 @@ def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any
         "link_bytes_per_s": measured["link_bytes_per_s"],
         "jobs": [
             {"name": job.name, "parameters": prepared["parameters"], **times[index]._asdict(),
-             "solo_step_s": spread(np.array(solos_s[index]))}
+             "solo_step_s": spread(solos_s[index])}
             for index, (job, prepared) in enumerate(zip(settings.jobs, measured["jobs"], strict=True))
         ],
         "bound": best,
-        "solo_slower_with_lease": spread(np.array(solo_leased)),
+        "solo_slower_with_lease": spread(solo_leased),
         "arms": {arm: _over_rounds(rounds) for arm, rounds in per_round.items()},
         "rounds": measured["rounds"],
         "facts": measured["facts"],
@@ -143,7 +136,7 @@ def _of_window(
         "slower": [settings.window_s / n / solo_s - 1 for n, solo_s in zip(steps, solos_s, strict=True)],
         "idle_filled": sum(device_s[1:]) / (settings.window_s - device_s[0]),
         "device_share": [seconds / sum(device_s) for seconds in device_s],
-        "jain": jain([device_s[index] / settings.jobs[index].weight for index in peers]),
+        "jain": jain_index([device_s[index] / settings.jobs[index].weight for index in peers]),
         "grants_per_s": sum(job["grants"] / job["run_s"] for job in window.values()) / hosts,
         "unleased": sum(job["unleased"] for job in window.values()),
         **_gaps(window[0]),
@@ -162,9 +155,9 @@ def _over_rounds(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         key: sum(a_round[key] for a_round in rounds)
         if key == "unleased"
-        else [spread(np.array(values)) for values in zip(*(a_round[key] for a_round in rounds), strict=True)]
+        else [spread(values) for values in zip(*(a_round[key] for a_round in rounds), strict=True)]
         if isinstance(rounds[0][key], list)
-        else spread(np.array([a_round[key] for a_round in rounds]))
+        else spread([a_round[key] for a_round in rounds])
         for key in rounds[0]
         if all(key in a_round for a_round in rounds)
     }

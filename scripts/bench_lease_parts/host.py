@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench_lease_parts.device_server import DEVICE_VARIABLE, serve_device
 from bench_lease_parts.settings import CaseSettings
-from ddp_crossover.lease.places import DIRECTORY_VARIABLE
+from ddp_crossover.lease.directory import DIRECTORY_VARIABLE
 
 
 def main() -> int:

@@ -19,10 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import ddp_crossover as dx
-from bench_lab.arms import LEARNING_RATE, WARM_UP_STEPS, Arm
-from bench_lab.paced import COLUMNS, layer_sizes, paced_network, sleep_accurately
-from bench_lab.rank import all_reduces_s
-from bench_lab.workloads import Workload
+from bench_kit.paced import COLUMNS, layer_sizes, sleep_accurately
+from bench_kit.training import LEARNING_RATE, WARM_UP_STEPS, Arm, Workload, all_reduces_s, paced_workload, set_pace
 from bench_lease_parts.conductor import CONDUCTOR_SOCKET, Window
 from bench_lease_parts.device_server import DevicePace
 from bench_lease_parts.settings import CaseSettings, JobSettings
@@ -32,14 +30,12 @@ CALIBRATION_NUMEL = 2_000_000
 TIMEOUT = timedelta(seconds=120)
 WARM_UP_LIMIT = 60
 LEASE_START_S = 10.0
-CALIBRATION_STEPS = 3
-CALIBRATION_TURNS = 3
 PROBE_KERNEL_S = 0.002
 PROBE_KERNELS = 200
 
 
 class Job:
-    """One rank of one job. Public methods are what the conductor may ask for; those of training jobs are collective."""
+    """One rank of one job. The conductor calls the public methods; those of training jobs are collective."""
 
     def __init__(self, directory: Path, index: int) -> None:
         case = CaseSettings.read(directory)
@@ -76,16 +72,16 @@ class Job:
         Returns what compute alone and the link alone take for a step, in seconds.
         """
         sizes = sizes_of_layers(self._settings, parameters)
-        x = torch.ones(1)
-        workload = Workload(
-            lambda: paced_network(sizes, 1, self._pace),
-            lambda network: network(x).sum(),
-            lambda network: list(network.children()),
-            self._pace,
-        )
+        workload = paced_workload(sizes, 1, self._pace)
         if not self._lease.wait_until_connected(LEASE_START_S):
             raise RuntimeError(f"no lease within {LEASE_START_S} s: {self._lease.stats().unleased}")
-        compute_s = self._set_pace(self._make_arm(workload, None, communicates=False))
+        compute_only = self._make_arm(workload, None, communicates=False)
+        for _ in range(WARM_UP_STEPS):
+            compute_only.step()
+        # On a GPU the part of compute that is not sleep would be kernels, too.
+        compute_s = statistics.median(
+            set_pace(self._pace, self._settings.layers, self._settings.compute_s, compute_only)
+        )
         link_s = 0.0
         if self._settings.kind == "training":
             link_s = min(all_reduces_s(torch.zeros(sum(sizes)), warm_up=2, times=5))
@@ -112,38 +108,12 @@ class Job:
         return {"ends_s": ends_s, "sums": {key: after[key] - before[key] for key in after}}
 
     def close(self) -> dict[str, Any]:
-        """Leave; returns what is worth knowing beside the times."""
+        """Leave; returns the facts of both arms, and why turns were taken without the lease."""
         facts = {name: arm.facts() for name, arm in self._arms.items()}
         for arm in self._arms.values():
             arm.close()
         self._lease.close()
         return facts | {"unleased": dict(self._lease.stats().unleased)}
-
-    def _set_pace(self, compute_only: Arm) -> float:
-        """Let a step without communication take as long as the settings say, sleeps and the rest of it together.
-
-        On a GPU that rest would be kernels, too. Returns how long it does take.
-        """
-        asked_s = self._settings.compute_s
-        for _ in range(WARM_UP_STEPS):
-            compute_only.step()
-        not_sleep_s = min(self._turns_s(compute_only)) - asked_s
-        self._pace.forward_s = max(0.0, asked_s - not_sleep_s) / 3 / self._settings.layers
-        return statistics.median(self._turns_s(compute_only))
-
-    def _turns_s(self, arm: Arm) -> list[float]:
-        """Seconds per step, means over ranks, of a few turns."""
-        own_s = []
-        for _ in range(CALIBRATION_TURNS):
-            dist.barrier()
-            arm.step()
-            start = time.perf_counter()
-            for _ in range(CALIBRATION_STEPS):
-                arm.step()
-            own_s.append((time.perf_counter() - start) / CALIBRATION_STEPS)
-        sums_s = torch.tensor(own_s, dtype=torch.float64)
-        dist.all_reduce(sums_s)
-        return (sums_s / dist.get_world_size()).tolist()
 
     def _make_arm(self, workload: Workload, lease: GpuLease | None, communicates: bool = True) -> Arm:
         network = workload.build()
@@ -175,7 +145,7 @@ class Job:
         return sums
 
     def _rest(self, arm: Arm) -> None:
-        """Finish what was put off, and leave the device to others."""
+        """Finish deferred work, and leave the device to others."""
         arm.drain()
         self._lease.release()
 

@@ -63,7 +63,7 @@ def _cells(arm: dict[str, Any]) -> list[str]:
 
 
 def _notes(case: dict[str, Any]) -> list[str]:
-    """What the table has no room for."""
+    """Lines below the table."""
     slower = case["solo_slower_with_lease"]
     notes = [
         f"{case['jobs'][0]['name']} alone with its lease on: {slower['median']:+.1%} per step "

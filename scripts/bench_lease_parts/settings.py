@@ -1,4 +1,4 @@
-"""What one case of the bench is: everything that hosts and jobs need to know. Travels to them as JSON."""
+"""The settings of one case, which hosts and jobs read from a JSON file."""
 
 import dataclasses
 import json

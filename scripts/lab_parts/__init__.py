@@ -1,1 +1,1 @@
-"""What `scripts/lab.py` is made of: namespaces and links, and the commands that run in them."""
+"""The parts of `lab.py`: namespaces and links, and the commands that run in them."""

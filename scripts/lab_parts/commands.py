@@ -1,4 +1,4 @@
-"""The commands of one run, one per host: their output and their ends, followed on the caller's thread.
+"""The commands of one run, one per host: their output and their exit codes, read on the caller's thread.
 
 Knows processes and pipes, and nothing of networks.
 """
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from lab_parts.results import HostResult
+from lab_parts.signals import uninterrupted
 
 # Called with the rank, "stdout" or "stderr", and a line without its end.
 OnLine = Callable[[int, str, str], None]
@@ -45,7 +46,7 @@ class HostCommand:
         self.seconds = time.monotonic() - self._start_s
 
     def add_output(self, stream: str, data: bytes, on_line: OnLine | None) -> None:
-        """Keep what came; hand on each line as soon as it is whole, and the rest at the end (no data)."""
+        """Keep new output, and call `on_line` for each complete line; empty data is the end, and ends the last line."""
         text = self.output[stream]
         text += data
         end = text.rfind(b"\n") + 1 if data else len(text)
@@ -81,6 +82,7 @@ class Run:
         self._on_line = on_line
         self._selector = selectors.DefaultSelector()
 
+    @uninterrupted  # a command that has started must be in the list of those to end
     def start(self, rank: int, command: Sequence[str], env: Mapping[str, str]) -> None:
         """Start one host's command."""
         host = HostCommand(rank, command, env)
@@ -94,7 +96,7 @@ class Run:
         return all(host.ended for host in self.hosts)
 
     def follow(self, limit_s: float, until: Callable[[], bool]) -> None:
-        """Take in output and ends until a condition holds, nothing more can come, or the time is over."""
+        """Read output and note ends until a condition holds, all pipes are closed, or the time is over."""
         deadline_s = time.monotonic() + limit_s
         while self._selector.get_map() and not until():
             left_s = deadline_s - time.monotonic()
@@ -117,12 +119,12 @@ class Run:
         host.add_output(what, data, self._on_line)
 
     def send(self, signal_number: int) -> None:
-        """Send a signal to all that still run."""
+        """Send a signal to all commands that still run."""
         for host in self.hosts:
             host.send(signal_number)
 
     def reap(self) -> None:
-        """Take in the ends of commands that have been killed."""
+        """Wait for commands that have been killed."""
         for host in self.hosts:
             if not host.ended:
                 host.note_end()

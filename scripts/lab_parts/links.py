@@ -1,6 +1,6 @@
 """Hosts and the links between them, with `ip` and `tc` of iproute2.
 
-Every interface is made inside of a namespace, so deleting the namespaces deletes all.
+Every interface is made inside of a namespace, so deleting the namespaces deletes all interfaces.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def add_bridge(host: str) -> None:
 
 
 def shape(host: str, shaping: Shaping) -> None:
-    """Limit what a host sends, in place of the limit that there was. Packets in the queue are kept."""
+    """Limit what a host sends; replaces an earlier limit. Packets in the queue are kept."""
     if shaping.rate is None:
         discipline: tuple[str, ...] = ("noqueue",)
     else:

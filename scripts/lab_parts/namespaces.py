@@ -1,7 +1,7 @@
-"""Network namespaces of the lab: their names, their processes, and those that a dead lab left behind.
+"""Network namespaces of the lab: their names, the processes in them, and those that a killed lab left behind.
 
-A name holds its owner: `ddplab.<pid>.<start time of pid>.<lab>.<part>`. A pid alone could belong to
-somebody else by now; with its start time it cannot.
+A name holds its owner: `ddplab.<pid>.<start time of pid>.<lab>.<part>`. A pid alone may have been
+given to another process by now; pid and start time together have not.
 """
 
 import contextlib
@@ -15,19 +15,21 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lab_parts.results import LabError
+from lab_parts.signals import ENDING_SIGNALS, uninterrupted
 
 FAMILY = "ddplab"
 # Where `ip netns` keeps its names (iproute2, ip-netns(8)).
 NETNS_DIR = Path("/run/netns")
-# A killed process is gone within milliseconds, unless the kernel is busy with it.
+# A killed process ends within milliseconds, unless the kernel is busy with it.
 KILL_TIMEOUT_S = 5.0
 
 
+@uninterrupted
 def call(*command: str) -> None:
-    """Run a command of the system; raises LabError with what it said when it fails."""
-    # In a session of its own, a Ctrl-C does not reach it: half a cleaning up would be worse than none. Blocked, it does
-    # not reach it on its way there, either.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    """Run a command of the system; raises LabError with its error message when it fails."""
+    # A Ctrl-C must not reach the command, which may be half of a clean-up: it runs in a session of its own, and with
+    # blocked signals until it is there.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True)
     finally:
@@ -54,7 +56,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def existing(prefix: str) -> list[str]:
-    """Names of the namespaces that are there, of one lab or of the whole family."""
+    """Names of the existing namespaces of one lab, or of the whole family."""
     return sorted(path.name for path in NETNS_DIR.glob(f"{prefix}*"))
 
 
@@ -69,7 +71,7 @@ def _owner_lives(name: str) -> bool:
 
 
 def remove(names: Iterable[str]) -> None:
-    """End every process in these namespaces and delete them. One that is gone already is no error."""
+    """End every process in these namespaces and delete them. Those that are deleted already are skipped."""
     names = list(names)
     kill_processes(names)
     for name in names:
@@ -81,8 +83,14 @@ def remove(names: Iterable[str]) -> None:
                 raise
 
 
+@uninterrupted
+def remove_all(prefix: str) -> None:
+    """Remove all namespaces whose names begin like this."""
+    remove(existing(prefix))
+
+
 def kill_processes(names: Iterable[str]) -> None:
-    """SIGKILL whatever runs in these namespaces, also what left its process group, and wait until it is gone."""
+    """SIGKILL all processes in these namespaces, also those that left their process group, and wait for their end."""
     names = list(names)
     deadline_s = time.monotonic() + KILL_TIMEOUT_S
     while pids := processes(names):

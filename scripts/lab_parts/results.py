@@ -1,11 +1,11 @@
-"""What a run of the lab gives, and what it raises."""
+"""The results of a run of the lab, and its error."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class HostResult(NamedTuple):
-    """What became of one host's command. A negative `returncode` is the signal that ended it."""
+    """How one host's command ended. A negative `returncode` is the signal that ended it."""
 
     rank: int
     returncode: int
@@ -17,8 +17,8 @@ class HostResult(NamedTuple):
 class LabError(Exception):
     """The lab cannot be built, a host failed, or time ran out.
 
-    `results` holds what every host has said, empty if nothing ran; `failed_rank` the host that
-    failed first, None after a timeout.
+    `results` holds the output of every host, and is empty if nothing ran. `failed_rank` is the host that
+    failed first, and None after a timeout.
     """
 
     def __init__(self, message: str, results: Sequence[HostResult] = (), failed_rank: int | None = None) -> None:

@@ -116,7 +116,7 @@ def test_a_trace(devices) -> None:
 def test_legs_and_the_order_of_streams(devices) -> None:
     link = _link()
     link.clock.trace = Trace(device=MODELS)
-    order = StreamOrder(link)
+    order = StreamOrder(link.streams)
     order.mark()
     order.join()
     leg = _NcclLeg(link, "gather leg", 0, link._stream)

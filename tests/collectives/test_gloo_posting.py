@@ -15,26 +15,28 @@ from typing import Any, NamedTuple
 import pytest
 
 from ddp_crossover.collectives import gloo_posting
-from ddp_crossover.collectives.gloo_legs import GlooGatherLeg, GlooScatterLeg
-from ddp_crossover.collectives.gloo_posting import Pace, PostQueue
+from ddp_crossover.collectives.gloo_gather import GlooGatherLeg
+from ddp_crossover.collectives.gloo_posting import PostQueue
+from ddp_crossover.collectives.gloo_scatter import GlooScatterLeg
+from ddp_crossover.collectives.pace import Pace
 from ddp_crossover.collectives.socket_backlog import SocketBacklog
 from tcp import drain, fill, tcp_pair
 
 SOON_S = 10.0
 # Longer than the queue naps, so that a leg which is not there by then is held back.
 NOT_YET_S = 0.2
-LINK: Any = SimpleNamespace(iteration=0, rank=0, world_size=1, leg_is_over=lambda _: None)
+CONTEXT: Any = SimpleNamespace(open_legs=set())
 
 
 def scatter(done: bool = True) -> GlooScatterLeg:
-    leg = GlooScatterLeg(LINK, 0, None)  # type: ignore[arg-type]
+    leg = GlooScatterLeg(CONTEXT, 0, 0, None)  # type: ignore[arg-type]
     if done:
         leg.finish()
     return leg
 
 
 def gather(urgency: int | None, *, done: bool = True, paced: bool = False) -> GlooGatherLeg:
-    return GlooGatherLeg(LINK, scatter(done), urgency, paced=paced)
+    return GlooGatherLeg(CONTEXT, scatter(done), urgency, paced=paced)
 
 
 class Posting(NamedTuple):
@@ -92,7 +94,7 @@ def test_norms_go_first_then_jobs_in_order_then_gather_legs(posting) -> None:
     posting.queue.put(jobs[2])
     posting.queue.put_urgent(jobs[0])
     posting.start()
-    assert [posting.next_taken() for _ in range(5)] == [*jobs, legs[1], legs[0]]
+    assert [posting.next_taken() for _ in range(5)] == [*jobs, legs[1].post, legs[0].post]
 
 
 def test_a_job_overtakes_gather_legs_that_wait_for_the_link(posting) -> None:
@@ -106,7 +108,7 @@ def test_a_job_overtakes_gather_legs_that_wait_for_the_link(posting) -> None:
     assert posting.next_taken() is job
     assert posting.nothing_taken()
     drain(posting.reader, written)
-    assert posting.next_taken() is leg
+    assert posting.next_taken() == leg.post
 
 
 def test_the_most_urgent_gather_leg_that_is_ready_goes_first(posting) -> None:
@@ -114,11 +116,11 @@ def test_the_most_urgent_gather_leg_that_is_ready_goes_first(posting) -> None:
     for leg in legs.values():
         posting.queue.put_gather(leg)
     posting.start()
-    assert [posting.next_taken() for _ in range(3)] == [legs[0], legs[3], legs[5]]
+    assert [posting.next_taken() for _ in range(3)] == [legs[0].post, legs[3].post, legs[5].post]
     assert posting.nothing_taken()
     legs[1].scatter.finish()
-    posting.queue.look_again()
-    assert posting.next_taken() is legs[1]
+    posting.queue.wake()
+    assert posting.next_taken() == legs[1].post
 
 
 def test_one_that_becomes_ready_while_the_link_is_busy_is_chosen_if_it_is_more_urgent(posting) -> None:
@@ -129,10 +131,10 @@ def test_one_that_becomes_ready_while_the_link_is_busy_is_chosen_if_it_is_more_u
     posting.start()
     assert posting.nothing_taken()
     early.scatter.finish()
-    posting.queue.look_again()
+    posting.queue.wake()
     assert posting.nothing_taken()
     drain(posting.reader, written)
-    assert [posting.next_taken() for _ in range(2)] == [early, late]
+    assert [posting.next_taken() for _ in range(2)] == [early.post, late.post]
 
 
 @pytest.mark.parametrize("s_per_byte", [8e-8, 0.0], ids=["speed_known", "speed_unknown"])
@@ -143,10 +145,10 @@ def test_a_paced_leg_waits_for_the_link_and_an_unpaced_one_does_not(posting, s_p
     posting.queue.put_gather(paced)
     posting.queue.put_gather(unpaced)
     posting.start()
-    assert posting.next_taken() is unpaced
+    assert posting.next_taken() == unpaced.post
     assert posting.nothing_taken()
     drain(posting.reader, written)
-    assert posting.next_taken() is paced
+    assert posting.next_taken() == paced.post
 
 
 def test_a_paced_leg_goes_earlier_where_no_scatter_leg_can_follow(posting) -> None:
@@ -159,7 +161,7 @@ def test_a_paced_leg_goes_earlier_where_no_scatter_leg_can_follow(posting) -> No
     posting.start()
     assert posting.nothing_taken()
     pace.is_relaxed = True
-    assert posting.next_taken() is leg
+    assert posting.next_taken() == leg.post
 
 
 def test_no_leg_goes_earlier_while_a_more_urgent_one_is_on_its_way(posting) -> None:
@@ -174,8 +176,8 @@ def test_no_leg_goes_earlier_while_a_more_urgent_one_is_on_its_way(posting) -> N
     posting.start()
     assert posting.nothing_taken()
     urgent.scatter.finish()
-    posting.queue.look_again()
-    assert [posting.next_taken() for _ in range(2)] == [urgent, other]
+    posting.queue.wake()
+    assert [posting.next_taken() for _ in range(2)] == [urgent.post, other.post]
 
 
 def test_a_backlog_that_never_drains_holds_a_leg_back_for_a_while_only(posting, monkeypatch) -> None:
@@ -185,7 +187,7 @@ def test_a_backlog_that_never_drains_holds_a_leg_back_for_a_while_only(posting, 
     posting.start()
     assert posting.nothing_taken()
     monkeypatch.setattr(gloo_posting, "_LONGEST_HOLD_S", 0.05)
-    assert posting.next_taken() is leg
+    assert posting.next_taken() == leg.post
 
 
 def test_after_a_failure_nothing_is_held_back(posting) -> None:
@@ -196,7 +198,7 @@ def test_after_a_failure_nothing_is_held_back(posting) -> None:
     posting.start()
     assert posting.nothing_taken()
     posting.queue.stop_pacing()
-    assert [posting.next_taken() for _ in range(2)] == legs
+    assert [posting.next_taken() for _ in range(2)] == [leg.post for leg in legs]
 
 
 def test_gather_legs_without_urgency_keep_their_order(posting) -> None:
@@ -205,11 +207,11 @@ def test_gather_legs_without_urgency_keep_their_order(posting) -> None:
     for leg in legs:
         posting.queue.put_gather(leg)
     posting.start()
-    assert posting.next_taken() is legs[0]
+    assert posting.next_taken() == legs[0].post
     assert posting.nothing_taken()
     legs[1].scatter.finish()
-    posting.queue.look_again()
-    assert [posting.next_taken() for _ in range(2)] == legs[1:]
+    posting.queue.wake()
+    assert [posting.next_taken() for _ in range(2)] == [leg.post for leg in legs[1:]]
     assert written
 
 

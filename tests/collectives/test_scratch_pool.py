@@ -25,18 +25,18 @@ def free_tensors(pool: ScratchPool) -> list[torch.Tensor]:
 
 def test_a_smaller_request_reuses_a_larger_tensor_which_stays_whole() -> None:
     pool = ScratchPool()
-    large = pool.take(like(100))
-    pool.give_back([large])
-    small = pool.take(like(7))
+    large = pool.allocate(like(100))
+    pool.free([large])
+    small = pool.allocate(like(7))
     assert small.numel() == 7 and memory(small) == memory(large)
-    pool.give_back([small])
+    pool.free([small])
     assert [tensor.numel() for tensor in free_tensors(pool)] == [100]
 
 
 def test_memory_of_one_dtype_is_not_given_out_as_another() -> None:
     pool = ScratchPool()
-    pool.give_back([pool.take(like(10))])
-    assert pool.take(like(5, torch.bfloat16)).dtype == torch.bfloat16
+    pool.free([pool.allocate(like(10))])
+    assert pool.allocate(like(5, torch.bfloat16)).dtype == torch.bfloat16
 
 
 @given(st.lists(st.one_of(SIZES.map(lambda n: ("take", n)), SIZES.map(lambda n: ("give back", n)))))
@@ -46,10 +46,10 @@ def test_there_are_never_more_tensors_than_were_in_use_at_once(events) -> None:
     most = 0
     for event, number in events:
         if event == "take":
-            taken.append(pool.take(like(number)))
+            taken.append(pool.allocate(like(number)))
             assert taken[-1].shape == (number,)
         elif taken:
-            pool.give_back([taken.pop(number % len(taken))])
+            pool.free([taken.pop(number % len(taken))])
         most = max(most, len(taken))
         everywhere = [*taken, *free_tensors(pool)]
         assert len(everywhere) <= most

@@ -78,7 +78,7 @@ def _sockets_of_a_link() -> tuple[int, int]:
     with_link = connected_tcp_sockets()
     later = torch.distributed.new_group()
     others = before | connected_tcp_sockets() - with_link
-    watched = set(run.state._link._queue.pace._backlog._fds)
+    watched = set(run.state._link.pace._backlog._fds)
     torch.distributed.destroy_process_group(later)
     run.detach()
     return len(watched), len(watched & others)

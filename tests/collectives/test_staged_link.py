@@ -36,12 +36,12 @@ def sums(world_size: int, dtype: torch.dtype) -> list[torch.Tensor]:
         link = StagedGlooLink(dist.new_group(), device, SocketBacklog([]))
         results = []
         for iteration in range(2):
-            link.next_iteration()
+            link.begin_iteration()
             buffers = [
                 torch.full((world_size * numel,), float(10**link.rank + iteration), dtype=dtype) for numel in (1, 5, 40)
             ]
             for group, buffer in enumerate(buffers):
-                link.expect(group, buffer)
+                link.announce(group, buffer)
             scatters = [link.reduce_scatter(group, buffer) for group, buffer in enumerate(buffers)]
             for gather in [link.all_gather(scatter, urgency) for urgency, scatter in enumerate(scatters)]:
                 gather.wait()

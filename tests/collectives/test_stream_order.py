@@ -21,7 +21,7 @@ import ddp_crossover as dx
 from ddp_crossover.collectives import nccl_link
 from ddp_crossover.collectives.stream_order import StreamOrder
 from fake_streams import FakeStream, Gpu, fake_gpu
-from gpu.training import Job, Recipe
+from gpu_check_parts.training import Job, Recipe
 
 ADAMW = {"lr": 0.01}
 RECIPES = {

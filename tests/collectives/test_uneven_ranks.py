@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_crossover.collectives.gloo_gather import GlooGatherLeg
 from ddp_crossover.collectives.gloo_link import GlooLink
 from ddp_crossover.collectives.rank_order_sum import ScratchPool
 from equivalence import Case, Run, check_case, plain_loop
@@ -47,20 +48,20 @@ def _arrived_early() -> list[bool]:
 
     if is_slow:
         _slow_in_backward(run, seconds)
-    take, start = ScratchPool.take, GlooLink.reduce_scatter
+    allocate, start = ScratchPool.allocate, GlooLink.reduce_scatter
 
-    def take_empty(pool: ScratchPool, like: torch.Tensor) -> torch.Tensor:
-        return take(pool, like).fill_(float("nan"))
+    def allocate_nan(pool: ScratchPool, like: torch.Tensor) -> torch.Tensor:
+        return allocate(pool, like).fill_(float("nan"))
 
     def look(link: GlooLink, group: int, buffer: torch.Tensor) -> Any:
         nonlocal woken
         if woken and run.state.plan is not None:
             woken = False
-            leg = link._expected.get(group)
+            leg = link.early_receives.legs.get(group)
             seen.append(leg is not None and bool(leg.incoming) and not any(t.isnan().any() for t in leg.incoming))
         return start(link, group, buffer)
 
-    with mock.patch.object(ScratchPool, "take", take_empty), mock.patch.object(GlooLink, "reduce_scatter", look):
+    with mock.patch.object(ScratchPool, "allocate", allocate_nan), mock.patch.object(GlooLink, "reduce_scatter", look):
         for _ in plain_loop(run):
             pass
     run.detach()
@@ -78,14 +79,14 @@ def _in_random_order(run: Run, seed: int) -> Iterator[Any]:
     """Every rank posts its gather legs when it likes, and comes late to backward when it likes."""
     draw = random.Random(1000 * seed + run.rank)
     posted: list[int] = []
-    post = GlooLink._post_gather
+    post = GlooGatherLeg.post
 
-    def post_later(link: GlooLink, leg: Any) -> None:
+    def post_later(leg: GlooGatherLeg) -> None:
         time.sleep(draw.choice((0, 0, 2e-3)))  # meanwhile more become ready, of which the most urgent goes first
         posted.append(leg.group)
-        post(link, leg)
+        post(leg)
 
-    with mock.patch.object(GlooLink, "_post_gather", post_later):
+    with mock.patch.object(GlooGatherLeg, "post", post_later):
         run.attach()
         _slow_in_backward(run, lambda: draw.choice((0, 0, 0, 5e-3)))
         yield from plain_loop(run)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
-from ddp_crossover.torch_internals import GradBucket
+from ddp_crossover.torch_internals.ddp import GradBucket
 from equivalence import Case, Run, check_case, optimizer
 from models import INPUTS, OUTPUTS
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from ddp_crossover.lease.client import GpuLease
-from ddp_crossover.lease.page import PageReader
-from ddp_crossover.lease.places import DIRECTORY_VARIABLE, Place, PlaceError
+from ddp_crossover.lease.directory import DIRECTORY_VARIABLE, BrokerDirectory, DirectoryError
 from ddp_crossover.lease.protocol import HELLO_BYTES, Hello, Role
+from ddp_crossover.lease.state_page import PageReader
 from lease_processes import HERE, PACKAGE, TIMEOUT_S, LeaseProcesses, eventually
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
@@ -32,31 +32,31 @@ def own_place(lease_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_directory_is_closed_to_others(own_place: Path) -> None:
-    place = Place()
-    place.make()
-    assert place.directory == own_place
+    directory = BrokerDirectory()
+    directory.make()
+    assert directory.path == own_place
     assert own_place.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_runtime_directory_of_another_user_is_not_taken(own_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/nonexistent")
-    assert Place().directory == Path(f"/tmp/ddp_crossover-{os.geteuid()}")
+    assert BrokerDirectory().path == Path(f"/tmp/ddp_crossover-{os.geteuid()}")
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
 def test_an_open_directory_is_refused(own_place: Path, mode: int) -> None:
     own_place.mkdir()
     own_place.chmod(mode)
-    with pytest.raises(PlaceError, match="open to others"):
-        Place().make()
-    with pytest.raises(PlaceError, match="open to others"):
-        Place().owner()
+    with pytest.raises(DirectoryError, match="open to other users"):
+        BrokerDirectory().make()
+    with pytest.raises(DirectoryError, match="open to other users"):
+        BrokerDirectory().owner()
 
 
 def test_a_link_in_its_place_is_refused(own_place: Path, tmp_path: Path) -> None:
     own_place.symlink_to(tmp_path)
-    with pytest.raises(PlaceError, match="no directory"):
-        Place().make()
+    with pytest.raises(DirectoryError, match="not a directory"):
+        BrokerDirectory().make()
 
 
 @needs_root
@@ -75,8 +75,8 @@ def test_a_directory_of_another_user_means_no_lease(own_place: Path) -> None:
 def test_a_directory_of_another_user_is_not_looked_into(own_place: Path) -> None:
     own_place.mkdir(mode=0o700)
     os.chown(own_place, STRANGER, -1)
-    with pytest.raises(PlaceError, match="another user"):
-        Place().owner()
+    with pytest.raises(DirectoryError, match="another user"):
+        BrokerDirectory().owner()
 
 
 @needs_root
@@ -186,7 +186,7 @@ def test_a_full_dev_shm_changes_nothing(processes: LeaseProcesses) -> None:
 
 def test_the_broker_does_not_load_torch() -> None:
     """It would be a process of hundreds of megabytes, seconds after it is needed."""
-    program = f"import sys; sys.path.append({PACKAGE!r}); import lease.spawn, lease.client, lease.command; "
+    program = f"import sys; sys.path.append({PACKAGE!r}); import lease.broker.process, lease.client, lease.command; "
     program += "print([name for name in ('torch', 'numpy', 'ddp_crossover') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, cwd=HERE)
     assert done.stdout == "[]\n", done.stderr

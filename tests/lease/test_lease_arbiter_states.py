@@ -6,10 +6,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ddp_crossover.lease.arbiter import AHEAD_S, EQUAL_S, Arbiter, Grant
-from ddp_crossover.lease.holds import JobKey
+from ddp_crossover.lease.broker.arbiter import Arbiter, Grant
+from ddp_crossover.lease.broker.fairness import AHEAD_S, EQUAL_S
+from ddp_crossover.lease.broker.jobs import JobKey
+from ddp_crossover.lease.broker.ties import LONGEST_S
 from ddp_crossover.lease.protocol import Role
-from ddp_crossover.lease.ties import LONGEST_S
 
 RESOURCES = ["GPU-0", "GPU-1"]
 JOBS = {
@@ -35,7 +36,7 @@ class ArbiterMachine(RuleBasedStateMachine):
         self.waiting: dict[int, int] = {}  # member: request
         self.told: dict[int, int] = {}  # member: fence under which it believes to hold
         self.owners: dict[int, tuple[JobKey, str]] = {}  # of every fence there was
-        self.kept_free: set[str] = set()  # before the arbiter was called last
+        self.reserved: set[str] = set()  # before the arbiter was called last
         self.next_member = 1
 
     # ---- what members do
@@ -81,7 +82,7 @@ class ArbiterMachine(RuleBasedStateMachine):
             fence = self.told.pop(member)
             self._hear(self.arbiter.release(member, fence, request, self.now_s))
 
-    # A tie: those that led in one may stand back when they come again.
+    # A tie: the GPU may be reserved for other jobs when those that went first come again.
     @rule(some=st.lists(picks, min_size=2, max_size=4), again=st.integers(0, 4))
     def come_together(self, some: list[int], again: int) -> None:
         members = sorted(filter(None, map(self._pick, some)), key=self.members.__getitem__, reverse=True)
@@ -125,11 +126,11 @@ class ArbiterMachine(RuleBasedStateMachine):
             self._hear(self.arbiter.evict(resource, self.now_s))
 
     @rule()
-    def give_what_was_kept_free_for_long_enough(self) -> None:
-        for resource, until_s in self.arbiter.kept_free().items():
+    def end_reservations_that_are_over(self) -> None:
+        for resource, until_s in self.arbiter.reserved().items():
             if until_s <= self.now_s:
-                self._hear(self.arbiter.give(resource, self.now_s))
-                assert resource not in self.arbiter.kept_free()
+                self._hear(self.arbiter.end_reservation(resource, self.now_s))
+                assert resource not in self.arbiter.reserved()
 
     # ---- what must hold
 
@@ -152,10 +153,10 @@ class ArbiterMachine(RuleBasedStateMachine):
             assert set(self.arbiter.queue(resource)) == jobs
             holder = self.arbiter_holder(resource)
             if holder is None:
-                assert self.arbiter.kept_free()[resource] <= self.now_s + LONGEST_S
+                assert self.arbiter.reserved()[resource] <= self.now_s + LONGEST_S
                 assert self.arbiter.view(resource).waiters == len(jobs) == 1
                 continue
-            assert resource not in self.arbiter.kept_free()
+            assert resource not in self.arbiter.reserved()
             assert jobs != {holder}, "ranks of the holder wait though no other job does"
             assert self.arbiter.view(resource).waiters == len(jobs - {holder})
 
@@ -164,7 +165,7 @@ class ArbiterMachine(RuleBasedStateMachine):
         while self.waiting:
             before = len(self.waiting)
             self.now_s += 1.0
-            self.give_what_was_kept_free_for_long_enough()
+            self.end_reservations_that_are_over()
             for resource in self.arbiter.resources():
                 for member in self.arbiter.holders(resource):
                     self._hear(self.arbiter.release(member, self.told.pop(member), 0, self.now_s))
@@ -195,14 +196,14 @@ class ArbiterMachine(RuleBasedStateMachine):
                 self._must_have_been_next(key, resource)
             else:
                 assert fence == self.arbiter.view(resource).fence
-        self.kept_free = set(self.arbiter.kept_free())
+        self.reserved = set(self.arbiter.reserved())
 
     def _must_have_been_next(self, key: JobKey, resource: str) -> None:
         for rival in self.arbiter.queue(resource):
             assert JOBS[key][0] <= JOBS[rival][0], "a filler went before a peer"
-            # What was kept free goes to the one for whom it was.
-            if rival != key and JOBS[key][0] is JOBS[rival][0] and resource not in self.kept_free:
-                assert self.arbiter.virtual_s(key) <= self.arbiter.virtual_s(rival) + AHEAD_S
+            # A reserved resource goes to the job for which it was reserved.
+            if rival != key and JOBS[key][0] is JOBS[rival][0] and resource not in self.reserved:
+                assert self.arbiter._jobs[key].virtual_s <= self.arbiter._jobs[rival].virtual_s + AHEAD_S
 
 
 ArbiterMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

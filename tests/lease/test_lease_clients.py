@@ -158,7 +158,7 @@ def test_who_has_waited_long_enough_goes_on_unleased(
 ) -> None:
     other = processes.actor("other")
     other.call("acquire")
-    impatient = GpuLease("cpu:0", job="impatient", directory=lease_directory, max_wait_s=0.05)
+    impatient = GpuLease("cpu:0", job="impatient", directory=lease_directory, max_wait_s=0.05, max_stall_s=2.0)
     try:
         assert impatient.wait_until_connected(20)
         with caplog.at_level(logging.WARNING, "ddp_crossover"):

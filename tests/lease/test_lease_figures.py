@@ -20,9 +20,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_crossover.lease.figures import ResourceFigures, with_shares
-from ddp_crossover.lease.holds import JobKey
+from ddp_crossover.lease.broker.figures import ResourceFigures
+from ddp_crossover.lease.broker.jobs import JobKey
+from ddp_crossover.lease.shares import with_shares
 from lease_processes import PACKAGE, TIMEOUT_S, LeaseProcesses, eventually
+from sigint import default_sigint
 
 A, B, F = JobKey(0, "a"), JobKey(0, "b"), JobKey(0, "filler")
 
@@ -194,7 +196,7 @@ def test_top_of_a_pipe_is_plain_text(processes: LeaseProcesses, lease_directory:
 def test_top_without_a_broker_says_so(lease_directory: Path) -> None:
     shown = subprocess.run(_top("--once", directory=lease_directory), capture_output=True, text=True, timeout=60)
     assert shown.returncode == 1
-    assert "No such file" in shown.stderr
+    assert "no broker serves" in shown.stderr
 
 
 def test_top_on_a_terminal_follows_until_it_is_told_to_end(processes: LeaseProcesses, lease_directory: Path) -> None:
@@ -206,7 +208,7 @@ def test_top_on_a_terminal_follows_until_it_is_told_to_end(processes: LeaseProce
     environment.pop("COLUMNS", None)
     environment.pop("LINES", None)
     command = _top("--interval", "0.2", directory=lease_directory)
-    top = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment)
+    top = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment, preexec_fn=default_sigint)
     seen = ""
 
     def read_until(text: str) -> None:

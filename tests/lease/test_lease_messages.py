@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_crossover.lease.client import GpuLease
-from ddp_crossover.lease.connection import ask
-from ddp_crossover.lease.page import PageWriter
+from ddp_crossover.lease.client.connection import ask
 from ddp_crossover.lease.protocol import (
     HELLO_BYTES,
     MESSAGE_BYTES,
@@ -31,6 +30,7 @@ from ddp_crossover.lease.protocol import (
     decode,
     decode_hello,
 )
+from ddp_crossover.lease.state_page import PageWriter, ResourceState
 from lease_processes import LeaseProcesses, RawClient, eventually
 
 HELLO = Hello("job", "cpu:0", Role.PEER, 1.0).encode()
@@ -218,7 +218,7 @@ class FakeBroker:
         self.client.send(data)
 
     def grant(self, request: int, fence: int) -> None:
-        self.page.show(0, fence, 0, 0, 0)
+        self.page.show(0, ResourceState(fence=fence))
         self.send(Message(Kind.GRANT, request=request, fence=fence).encode())
 
     def end(self) -> None:
@@ -273,7 +273,7 @@ def test_a_grant_that_came_too_late_to_hold_is_asked_for_again(fake: tuple[FakeB
     broker, lease = fake
     thread, answers = _in_thread(lease)
     first = broker.receive()
-    broker.page.show(0, 8, 0, 0, 0)  # another's
+    broker.page.show(0, ResourceState(fence=8))  # another's
     broker.send(Message(Kind.GRANT, request=first.request, fence=7).encode())
     second = broker.receive()
     assert (second.kind, second.request) == (Kind.REQUEST, first.request + 1)
@@ -314,7 +314,7 @@ def test_a_hold_that_the_broker_has_ended_is_not_released(fake: tuple[FakeBroker
     broker.grant(request, 7)
     thread.join(20)
     assert lease.holding
-    broker.page.show(0, 9, 0, 1, 1)
+    broker.page.show(0, ResourceState(fence=9, waiters=1, pressed=1))
     assert not lease.holding
     assert lease.contended
     lease.release()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp_crossover.lease.client import GpuLease
-from ddp_crossover.lease.instrument import Instrument
-from ddp_crossover.lease.run_ahead import RunAhead
+from ddp_crossover.lease.client.instrument import Instrument
+from ddp_crossover.lease.client.run_ahead import RunAhead
 from lease_processes import LeaseProcesses
 
 LIMIT_S = 0.004

@@ -1,4 +1,4 @@
-"""Who stands back for whom where jobs come together, and what that may cost."""
+"""For which job a free GPU is reserved after a tie, and what that may cost."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_crossover.lease.arbiter import Arbiter
-from ddp_crossover.lease.holds import JobKey
+from ddp_crossover.lease.broker.arbiter import Arbiter
+from ddp_crossover.lease.broker.jobs import JobKey
+from ddp_crossover.lease.broker.ties import BUDGET_RATE, BUDGET_S, LONGEST_S, TIE
 from ddp_crossover.lease.protocol import Role
-from ddp_crossover.lease.ties import CREDIT_RATE, CREDIT_S, LONGEST_S, TIE
 
 GPU = "GPU-0"
 HOLD_S = 0.1
@@ -54,7 +54,7 @@ class OneGpu:
         self.now_s += HOLD_S
 
 
-def test_who_led_in_a_tie_stands_back_for_the_one_whose_name_sorts_first() -> None:
+def test_after_a_tie_the_gpu_is_reserved_for_the_job_whose_name_sorts_first() -> None:
     gpu = OneGpu()
     gpu.tie("b", "a")
     gpu.ask("b")
@@ -67,30 +67,30 @@ def test_who_led_in_a_tie_stands_back_for_the_one_whose_name_sorts_first() -> No
     assert gpu.holder == "b"
 
 
-def test_whose_name_sorts_first_does_not_stand_back() -> None:
+def test_the_job_whose_name_sorts_first_waits_for_no_reservation() -> None:
     gpu = OneGpu()
     gpu.tie("a", "b")
     gpu.ask("a")
     assert gpu.holder == "a"
 
 
-def test_jobs_that_do_not_come_together_do_not_stand_back() -> None:
+def test_nothing_is_reserved_for_jobs_that_do_not_come_together() -> None:
     gpu = OneGpu()
     gpu.tie("b", "a", late_s=1.1 * TIE * HOLD_S)
     gpu.ask("b")
     assert gpu.holder == "b"
 
 
-def test_it_does_not_wait_for_longer_than_a_tie_lasts_and_only_once() -> None:
+def test_a_reservation_lasts_no_longer_than_a_tie_and_is_made_once() -> None:
     gpu = OneGpu()
     gpu.tie("b", "a")
     gpu.ask("b")
-    [until_s] = gpu.arbiter.kept_free().values()
+    [until_s] = gpu.arbiter.reserved().values()
     assert until_s == pytest.approx(gpu.now_s + TIE * HOLD_S)
     gpu.now_s = until_s
-    gpu.arbiter.give(GPU, gpu.now_s)
+    gpu.arbiter.end_reservation(GPU, gpu.now_s)
     assert gpu.holder == "b"
-    assert not gpu.arbiter.kept_free()
+    assert not gpu.arbiter.reserved()
     gpu.release(HOLD_S)
     gpu.ask("b")
     assert gpu.holder == "b"
@@ -107,7 +107,7 @@ def test_a_tie_is_forgotten_once_the_jobs_come_apart() -> None:
     assert gpu.holder == "b"
 
 
-def test_nobody_stands_back_for_a_job_that_has_left() -> None:
+def test_nothing_is_reserved_for_a_job_that_has_left() -> None:
     gpu = OneGpu()
     gpu.tie("b", "a")
     gpu.arbiter.leave(MEMBERS["a"], gpu.now_s)
@@ -115,7 +115,7 @@ def test_nobody_stands_back_for_a_job_that_has_left() -> None:
     assert gpu.holder == "b"
 
 
-def test_a_job_that_leaves_is_waited_for_no_longer() -> None:
+def test_a_reservation_ends_when_its_job_leaves() -> None:
     gpu = OneGpu()
     gpu.tie("b", "a")
     gpu.ask("b")
@@ -124,12 +124,12 @@ def test_a_job_that_leaves_is_waited_for_no_longer() -> None:
     assert gpu.holder == "b"
 
 
-def test_who_stands_back_and_gives_up_is_forgotten() -> None:
+def test_a_job_that_cancels_while_it_waits_for_a_reservation_is_forgotten() -> None:
     gpu = OneGpu()
     gpu.tie("b", "a")
     gpu.ask("b")
     gpu.arbiter.cancel(MEMBERS["b"], gpu.requests["b"], gpu.now_s)
-    assert not gpu.arbiter.kept_free()
+    assert not gpu.arbiter.reserved()
     assert gpu.arbiter.view(GPU).waiters == 0
     gpu.ask("b")
     assert gpu.holder == "b"
@@ -146,7 +146,7 @@ def test_a_third_job_is_not_kept_waiting_for_an_absent_one() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**6), st.lists(st.floats(0.001, 0.3), min_size=3, max_size=3), st.floats(0.0, 0.5))
-def test_a_gpu_is_kept_free_for_a_bounded_part_of_the_time(seed: int, away_s: list[float], noise: float) -> None:
+def test_a_gpu_is_reserved_for_a_bounded_part_of_the_time(seed: int, away_s: list[float], noise: float) -> None:
     """Jobs that hold and are away for similar times, which ties a lot of them."""
     rng = random.Random(seed)
     gpu = OneGpu("abc")
@@ -155,25 +155,25 @@ def test_a_gpu_is_kept_free_for_a_bounded_part_of_the_time(seed: int, away_s: li
     ends_s = kept_s = 0.0
     led = {"a": True, "b": True, "c": True}  # whether it has had a turn since it last stood back
     while gpu.now_s < start_s + 20.0:
-        kept = gpu.arbiter.kept_free()
+        kept = gpu.arbiter.reserved()
         due = [*comes_s.values(), *kept.values(), *([ends_s] if gpu.holder else [])]
         before_s, gpu.now_s = gpu.now_s, min(due)
         kept_s += (gpu.now_s - before_s) * bool(kept)
-        assert kept_s <= CREDIT_S + CREDIT_RATE * (gpu.now_s - start_s) + 1e-9
+        assert kept_s <= BUDGET_S + BUDGET_RATE * (gpu.now_s - start_s) + 1e-9
         holder = gpu.holder
         if holder and ends_s <= gpu.now_s:
             gpu.release()
             comes_s[holder] = gpu.now_s + away_s["abc".index(holder)] * (1 + rng.uniform(0, noise))
         for resource, until_s in kept.items():
             if until_s <= gpu.now_s:
-                gpu.arbiter.give(resource, gpu.now_s)
+                gpu.arbiter.end_reservation(resource, gpu.now_s)
         for job in [job for job, at_s in comes_s.items() if at_s <= gpu.now_s]:
             del comes_s[job]
             gpu.ask(job)
-            if gpu.arbiter.kept_free() and not kept:
-                assert led[job], "it stands back again without a turn in between"
+            if gpu.arbiter.reserved() and not kept:
+                assert led[job], "the job waits for a second reservation without a turn in between"
                 led[job] = False
-                assert max(gpu.arbiter.kept_free().values()) <= gpu.now_s + LONGEST_S
+                assert max(gpu.arbiter.reserved().values()) <= gpu.now_s + LONGEST_S
         if gpu.holder not in (None, holder):
             led[gpu.holder] = True
             ends_s = gpu.now_s + rng.choice([0.02, 0.1, 0.3])

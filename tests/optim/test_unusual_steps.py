@@ -82,7 +82,7 @@ def _collect_on_the_posting_thread() -> bool:
     _train(ddp, adam, 8)
     gc.disable()
     ddp.__dict__["owner"] = [ddp, state]  # a cycle, as a trainer makes it
-    posting, collected = state._link._queue, threading.Event()
+    posting, collected = state._link._context.threads.posting, threading.Event()
     del ddp, state
     posting.put(lambda: (gc.collect(), collected.set()))
     return collected.wait(10)

@@ -7,7 +7,7 @@ import torch
 from torch.utils import _foreach_utils
 
 from ddp_crossover.parameters.pending_gradient import PendingGrad
-from ddp_crossover.torch_internals import allow_foreach
+from ddp_crossover.torch_internals.dispatch import allow_foreach
 from equivalence import SGD, Case, Run
 
 

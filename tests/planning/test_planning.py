@@ -167,7 +167,7 @@ def _switch_and_look(schedules: tuple[str, ...]) -> int:
         nonlocal switches
         before, link = reducer.pipeline, reducer._link
         assert isinstance(link, GlooLink)
-        assert not link._open
+        assert not link._context.open_legs
         switches += reducer._planning.has_begun
         if before is not None:
             assert before.phase is Phase.IDLE
@@ -202,7 +202,7 @@ def _memory_of_a_tuning_run() -> tuple[int, int, int]:
     gradients = sum(p.nbytes for p in job.ddp.parameters())
     job.state.synchronize()
     dist.barrier()
-    free = [tensor for tensors in job.state._link._scratch._free.values() for tensor in tensors]
+    free = [tensor for tensors in job.state._link._context.scratch._free.values() for tensor in tensors]
     assert len({choice.fusion_mb for choice in job.planning.choices}) > 3
     job.state.detach()
     return gradients, _storage_bytes(arenas), _storage_bytes(free)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
-from ddp_crossover.collectives.gloo_legs import GlooLeg
+from ddp_crossover.collectives.gloo_leg import GlooLeg
 from ddp_crossover.planning.compute_profiler import ComputeProfiler, Stopwatch
 from ddp_crossover.planning.cost_model import ComputeProfile
 
@@ -57,9 +57,9 @@ def _measured() -> ComputeProfile:
     state = dx.attach(ddp, optimizer, tune=False)
     wait = GlooLeg.wait
 
-    def slow_wait(leg: GlooLeg, meanwhile: Any = None) -> None:
+    def slow_wait(leg: GlooLeg, host_wait: Any = None) -> None:
         time.sleep(WAIT_S)
-        wait(leg, meanwhile)
+        wait(leg, host_wait)
 
     with mock.patch.object(GlooLeg, "wait", slow_wait):
         while state.tuning:

@@ -14,9 +14,10 @@ import torch
 
 import bench
 import lab
-from bench_lab import launch, options, paced
-from bench_lab.settings import CaseSettings
-from bench_lab.summary import summarize
+from bench_kit import launch, paced
+from bench_parts import options
+from bench_parts.settings import CaseSettings
+from bench_parts.summary import summarize
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 150
@@ -100,8 +101,7 @@ def test_without_a_lab_it_says_why_and_exits_with_2(
 def test_ranks_run_on_the_hosts_of_a_lab() -> None:
     lines: list[str] = []
     say_rank = ["-c", "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['SAY'])"]
-    with lab.Lab(2) as hosts:
-        run_ranks = launch.on_hosts(hosts)
+    with launch.on_lab(2, "none") as run_ranks:
         run_ranks(say_rank, {"SAY": "so"}, lines.append)
         assert sorted(line.strip() for line in lines) == ["0 2 so", "1 2 so"]
         with pytest.raises(launch.CaseFailed, match="out of paper"):

@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 import bench_lease
 import lab
-from bench_lab.launch import CaseFailed
+from bench_kit.launch import CaseFailed
+from bench_kit.rounds import jain_index
 from bench_lease_parts import options, report
 from bench_lease_parts.cases import JOBS, make_case
 from bench_lease_parts.conductor import arms_of, run_case
-from bench_lease_parts.figures import StepTimes, bound, in_proportion, jain, steps_between, summarize
+from bench_lease_parts.figures import StepTimes, bound, in_proportion, steps_between, summarize
 from bench_lease_parts.job import sizes_of_layers
 from bench_lease_parts.settings import CaseSettings
 
@@ -55,12 +54,6 @@ def test_what_only_computes_counts_as_what_the_main_job_leaves() -> None:
     assert in_proportion(times, case("weights")) == times
 
 
-@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8))
-def test_jains_index(shares: list[float]) -> None:
-    assert 1 / len(shares) <= jain(shares) * (1 + 1e-9) and jain(shares) <= 1 + 1e-9
-    assert jain([shares[0]] * len(shares)) == pytest.approx(1)
-
-
 def window(*steps: float) -> dict[int, dict[str, Any]]:
     """A window in which each job made so many steps on both hosts."""
     figures = {"run_s": 20.0, "grants": 80, "unleased": 1, "lost": 0, "waited_s": 0.0}
@@ -92,14 +85,14 @@ def test_progress_is_measured_in_solo_steps() -> None:
     assert [slower["median"] for slower in co_run["slower"]] == pytest.approx([1.5, 2 / 3])
     # Of 10 s, job a's 10 steps take 3 on the device; job b has 4.5 of the other 7.
     assert co_run["idle_filled"]["median"] == pytest.approx(4.5 / 7)
-    assert co_run["jain"]["median"] == pytest.approx(jain([10, 15]))
+    assert co_run["jain"]["median"] == pytest.approx(jain_index([10, 15]))
     assert leased["unleased"] == 4 and leased["grants_per_s"]["median"] == pytest.approx(2 * 80 / 20 / 2)
 
 
 def test_fairness_is_that_of_shares_over_weights() -> None:
     result = summarize(case("weights"), measured(solo=(100, 100), co_run=(50, 50), lease=(20, 80)))
     assert result["arms"]["lease"]["jain"]["median"] == pytest.approx(1)
-    assert result["arms"]["co-run"]["jain"]["median"] == pytest.approx(jain([1, 0.25]))
+    assert result["arms"]["co-run"]["jain"]["median"] == pytest.approx(jain_index([1, 0.25]))
     assert [share["median"] for share in result["arms"]["lease"]["device_share"]] == pytest.approx([0.2, 0.8])
 
 

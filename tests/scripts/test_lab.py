@@ -11,13 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from lab import Lab, LabError, why_no_lab
 from lab_parts import namespaces
+from sigint import default_sigint, ignored_sigint
 
 LAB = Path(__file__).parents[2] / "scripts" / "lab.py"
 REASON = why_no_lab() if sys.platform == "linux" else "needs Linux"
@@ -216,10 +217,38 @@ def test_two_labs_live_side_by_side() -> None:
         transfer_s(first)
 
 
-def start_cli(*arguments: str) -> subprocess.Popen[str]:
+# Sends SIGINT at the entry of the n-th function that is called from the moment on when the lab is left: at every place
+# where Python lets a handler run. Prints whether it came to that, and that the lab is gone.
+INTERRUPT_AT_CALL = """
+import signal, sys
+sys.path.insert(0, {scripts!r})
+from lab import Lab
+from lab_parts import namespaces
+lab, calls = Lab(hosts=2, rate=None), 0
+
+def interrupt(frame, event, argument):
+    global calls
+    if event == "call":
+        calls += 1
+        if calls == int(sys.argv[1]):
+            signal.raise_signal(signal.SIGINT)
+
+try:
+    with lab:
+        sys.setprofile(interrupt)
+except KeyboardInterrupt:
+    pass
+sys.setprofile(None)
+print(calls >= int(sys.argv[1]), namespaces.existing(lab._prefix))
+"""
+
+
+def start_cli(*arguments: str, sigint: Callable[[], None] = default_sigint) -> subprocess.Popen[str]:
     """The command line in a session of its own, so that signals can reach its group as from a terminal."""
     command = [sys.executable, str(LAB), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=sigint
+    )
 
 
 def start_stubborn(tmp_path: Path) -> tuple[subprocess.Popen[str], list[int]]:
@@ -249,6 +278,19 @@ def test_a_signal_removes_the_lab_and_is_the_exit_code(number: int) -> None:
 
 
 @needs_lab
+def test_in_the_background_it_works_and_ignores_a_ctrl_c(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    job = start_cli("--", "sh", "-c", f"echo ready; while ! test -e {gate}; do sleep 0.01; done", sigint=ignored_sigint)
+    assert job.stdout is not None
+    assert [job.stdout.readline() for _ in range(2)]
+    os.killpg(job.pid, signal.SIGINT)
+    gate.touch()
+    _, errors = job.communicate(timeout=20)
+    assert (job.returncode, errors) == (0, "")
+    assert own_namespaces(job.pid) == []
+
+
+@needs_lab
 def test_an_impatient_user_does_not_stop_the_cleaning_up(tmp_path: Path) -> None:
     job, pids = start_stubborn(tmp_path)
     while job.poll() is None and own_namespaces(job.pid):
@@ -257,6 +299,15 @@ def test_an_impatient_user_does_not_stop_the_cleaning_up(tmp_path: Path) -> None
     job.communicate(timeout=20)
     assert own_namespaces(job.pid) == []
     assert [pid for pid in pids if namespaces.start_ticks(pid)] == []
+
+
+@needs_lab
+@pytest.mark.parametrize("call", [1, 2, 3, 4, 8, 32, 128])
+def test_a_signal_at_any_call_of_the_cleaning_up_does_not_stop_it(call: int) -> None:
+    code = INTERRUPT_AT_CALL.format(scripts=str(LAB.parent))
+    command = [*python(code), str(call)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, preexec_fn=default_sigint)
+    assert (done.stdout, done.stderr) == ("True []\n", "")
 
 
 @needs_lab

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import train
-from training import checkpoint, data, options
+from train_parts import checkpoint, data, options
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB_TIMEOUT_S = 60

@@ -24,7 +24,7 @@ from ddp_crossover import ddp_timer, dear
 from ddp_crossover.collectives import make_link, nccl_link
 from ddp_crossover.ddp import reducer
 from ddp_crossover.parameters.pending_gradient import PendingGrad
-from ddp_crossover.torch_internals import call_after_backward
+from ddp_crossover.torch_internals.autograd import call_after_backward
 
 _REAL_FUTURE = torch.futures.Future
 # They make another tensor of the same memory, and neither read nor write it.

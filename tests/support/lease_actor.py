@@ -92,7 +92,7 @@ class Actor:
 
     def fork_with_open_socket(self):
         """Fork a child that keeps the connection open, as one that was forked behind Python's back would."""
-        duplicate = os.dup(self.lease._keeper.connection._sock.fileno())
+        duplicate = os.dup(self.lease._reconnector.connection._sock.fileno())
         answer = self.fork()
         os.close(duplicate)
         return answer

@@ -7,16 +7,16 @@ import sys
 
 sys.path.append(sys.argv[1])
 
-from lease.arbiter import Limits
-from lease.broker import Broker, BrokerSettings
-from lease.places import Place
-from lease.spawn import log_to_file
+from lease.broker.arbiter import Limits
+from lease.broker.process import log_to_file
+from lease.broker.server import Broker, BrokerSettings
+from lease.directory import BrokerDirectory
 
-place = Place(sys.argv[2])
+directory = BrokerDirectory(sys.argv[2])
 options = json.loads(sys.argv[3])
 options["allowed_uids"] = frozenset(options.get("allowed_uids", []))
-broker = Broker(place, BrokerSettings(**options, limits=Limits(**json.loads(sys.argv[4]))))
+broker = Broker(directory, BrokerSettings(**options, limits=Limits(**json.loads(sys.argv[4]))))
 print("serving" if broker.serving else "another one serves", flush=True)
 if broker.serving:
-    log_to_file(place)
+    log_to_file(directory)
     broker.serve_forever()

@@ -8,8 +8,8 @@ from collections.abc import Callable, Generator
 from itertools import count
 from typing import NamedTuple
 
-from ddp_crossover.lease.arbiter import Arbiter, Grant
-from ddp_crossover.lease.holds import JobKey
+from ddp_crossover.lease.broker.arbiter import Arbiter, Grant
+from ddp_crossover.lease.broker.jobs import JobKey
 from ddp_crossover.lease.protocol import Role
 
 GPU = "GPU-0"
@@ -111,14 +111,14 @@ class Cluster:
         self._watch(host)
 
     def _watch(self, host: int) -> None:
-        """As the broker does: look again when a resource has been held back for long enough."""
-        for until_s in self.arbiters[host].kept_free().values():
+        """End a reservation when its time is over, as the broker does."""
+        for until_s in self.arbiters[host].reserved().values():
             self.at(until_s, lambda: self._look(host))
 
     def _look(self, host: int) -> None:
-        for resource, until_s in self.arbiters[host].kept_free().items():
+        for resource, until_s in self.arbiters[host].reserved().items():
             if until_s <= self.now_s:
-                self._grant(host, self.arbiters[host].give(resource, self.now_s))
+                self._grant(host, self.arbiters[host].end_reservation(resource, self.now_s))
 
 
 def plain_steps(compute_s: float, link_s: float, late_s: float = 0.0) -> Callable[[Cluster, _Rank], Rank]:

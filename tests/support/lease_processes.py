@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import ddp_crossover
-from ddp_crossover.lease.connection import ask, ask_status
-from ddp_crossover.lease.page import PageReader
-from ddp_crossover.lease.places import Place
+from ddp_crossover.lease.client.connection import ask, ask_status
+from ddp_crossover.lease.directory import BrokerDirectory
 from ddp_crossover.lease.protocol import HELLO_BYTES, Hello, Kind, Message, Role, decode
+from ddp_crossover.lease.state_page import PageReader
 
 TIMEOUT_S = 20.0
 HERE = Path(__file__).parent
@@ -160,7 +160,7 @@ class LeaseProcesses:
         return client
 
     def status(self) -> dict[str, Any]:
-        return json.loads(ask_status(Place(self.directory), TIMEOUT_S))
+        return json.loads(ask_status(BrokerDirectory(self.directory), TIMEOUT_S))
 
     def end(self) -> None:
         spawned = self._spawned_broker()

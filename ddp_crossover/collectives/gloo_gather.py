@@ -1,0 +1,138 @@
+"""The all-gather of a fusion group over gloo, see [Note: legs over gloo], and that of small tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from ddp_crossover.collectives.gloo_leg import GlooCommContext, GlooLeg
+from ddp_crossover.collectives.gloo_messages import MessageKind, Slice, message_tag, small_exchange_tag
+from ddp_crossover.collectives.gloo_scatter import GlooScatterLeg
+
+
+class GlooGatherLeg(GlooLeg):
+    """An all-gather that starts when its scatter leg is done, and ends when our sends from the buffer are done, too.
+
+    Args:
+        context: what all legs of the link share.
+        scatter: the scatter leg of the same group.
+        urgency: of the legs that are ready, the one with the smallest urgency is posted first; None keeps the order
+            of the calls.
+        paced: whether to post it only when the link has almost nothing left to send.
+        on_done: called when the leg has ended, with its error if it has failed.
+    """
+
+    is_gather = True
+
+    def __init__(
+        self,
+        context: GlooCommContext,
+        scatter: GlooScatterLeg,
+        urgency: int | None = None,
+        *,
+        paced: bool = True,
+        on_done: Callable[[BaseException | None], None] | None = None,
+    ) -> None:
+        super().__init__(context, f"gather leg of fusion group {scatter.group}")
+        self.scatter = scatter
+        self.urgency = urgency
+        self.paced = paced
+        self.group = scatter.group
+        self._on_done = on_done
+
+    def start(self) -> None:
+        """Queue the leg for the posting thread. Runs on the training thread."""
+        context = self._context
+        context.failures.check()
+        self.times = context.meter.clock.leg_started("gather", self.group)
+        context.threads.posting.put_gather(self)
+        self._note_open()
+
+    def is_ready(self) -> bool:
+        """Whether it can be posted, because its scatter leg is done."""
+        return self.scatter.is_done()
+
+    def post(self) -> None:
+        """Send our reduced slice to all peers. Runs on the posting thread."""
+        context, messages, scatter = self._context, self._context.messages, self.scatter
+        try:
+            scatter.wait()  # already done; raises the scatter leg's error, if any
+            with record_function(f"ddp_crossover::all_gather[{self.group}]"):
+                context.meter.clock.leg_posted(self.times)
+                scatter.sends += messages.send(
+                    [Slice(peer, scatter.shard()) for peer in messages.peers],
+                    message_tag(MessageKind.GATHER, scatter.iteration, self.group),
+                )
+        except Exception as error:
+            self._end(error)
+        else:
+            context.threads.wait(self._complete)
+
+    def _complete(self) -> None:
+        """Wait for the peers' slices, and for our sends. Runs on a waiting thread of its own."""
+        try:
+            self._context.failures.check()
+            _wait_for_all(self.scatter.gather_receives)
+            # After this leg the caller may write into the buffer: scale it, step in place, stage new gradients.
+            _wait_for_all(self.scatter.sends)
+            self.after_receiving()
+        except Exception as error:
+            self._end(error)
+        else:
+            self._end(None)
+
+    def after_receiving(self) -> None:
+        """Copy the gathered buffer to where it is needed. Runs on a waiting thread."""
+
+    def finish(self, error: BaseException | None = None) -> None:
+        super().finish(error)
+        if self._on_done is not None:
+            self._on_done(error)
+            self._on_done = None  # close() may finish a leg again if a signal handler interrupted its start
+
+
+class GlooSmallGather(GlooLeg):
+    """An all-gather of small tensors, which overtakes all other legs."""
+
+    def __init__(self, context: GlooCommContext, number: int, value: Tensor) -> None:
+        super().__init__(context, "exchange of norms")
+        messages = context.messages
+        self.rows = value.new_empty((messages.world_size, *value.shape))
+        self.rows[messages.rank] = value
+        self._tag = small_exchange_tag(number)
+
+    def start(self) -> None:
+        """Queue the exchange for the posting thread. Runs on the training thread."""
+        self._context.failures.check()
+        self._context.threads.posting.put_urgent(self._post)
+        self._note_open()
+
+    def _post(self) -> None:
+        """Post all messages. Runs on the posting thread."""
+        messages = self._context.messages
+        own = self.rows[messages.rank]
+        try:
+            works = messages.receive([Slice(peer, self.rows[peer]) for peer in messages.peers], self._tag)
+            works += messages.send([Slice(peer, own) for peer in messages.peers], self._tag)
+        except Exception as error:
+            self.finish(error)
+            return
+        # Finish on the reducing thread: the waiting threads may all be blocked by gather legs.
+        self._context.threads.reduce(lambda: self._complete(works))
+
+    def _complete(self, works: Sequence[dist.Work]) -> None:
+        """Wait for all messages. Runs on the reducing thread."""
+        try:
+            _wait_for_all(works)
+        except Exception as error:
+            self.finish(error)
+        else:
+            self.finish()
+
+
+def _wait_for_all(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,98 @@
+"""Messages between this rank and its peers: slices of buffers, matched by tag.
+
+One tag per iteration, leg and fusion group: a late message never matches another leg's receive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_crossover.collectives.leg import MAX_GROUPS
+from ddp_crossover.collectives.meter import LinkMeter
+
+# A gloo tag has 31 bits: 14 of the iteration, 1 of the kind, 16 of the group.
+_ITERATIONS = 2**14
+_NO_GROUP = MAX_GROUPS
+_ABORT = timedelta(milliseconds=1)
+
+
+class MessageKind(enum.IntEnum):
+    """Which leg a message belongs to."""
+
+    SCATTER = 0
+    GATHER = 1
+
+
+class Slice(NamedTuple):
+    """Memory to send to one peer, or to fill with what one peer sends."""
+
+    peer: int
+    memory: Tensor
+
+
+def message_tag(kind: MessageKind, iteration: int, group: int) -> int:
+    """The tag of all messages of one leg."""
+    return (iteration % _ITERATIONS) << 17 | kind << 16 | group
+
+
+def small_exchange_tag(number: int) -> int:
+    """The tag of the exchange of small tensors with this number."""
+    return message_tag(MessageKind.SCATTER, number, _NO_GROUP)
+
+
+class PeerMessages:
+    """Sends slices to the peers of one process group, and receives theirs. No call blocks.
+
+    Args:
+        process_group: the group; its backend is gloo.
+        meter: counts the bytes that are sent.
+
+    Attributes:
+        rank: this process' rank in the group.
+        world_size: number of ranks in the group.
+        peers: the other ranks.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, meter: LinkMeter) -> None:
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+        self.peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        self._process_group = process_group
+        self._meter = meter
+
+    def receive(self, slices: Sequence[Slice], tag: int) -> list[dist.Work]:
+        """Post receives; empty slices are left out on both sides."""
+        return [
+            cast(dist.Work, dist.irecv(memory, group=self._process_group, group_src=peer, tag=tag))
+            for peer, memory in slices
+            if memory.numel()
+        ]
+
+    def send(self, slices: Sequence[Slice], tag: int) -> list[dist.Work]:
+        """Post sends; empty slices are left out on both sides."""
+        slices = [one for one in slices if one.memory.numel()]
+        self._meter.sent_bytes += sum(one.memory.nbytes for one in slices)
+        return [
+            cast(dist.Work, dist.isend(memory, group=self._process_group, group_dst=peer, tag=tag))
+            for peer, memory in slices
+        ]
+
+    def abort(self) -> None:
+        """End all waits in gloo on this rank and its peers: a timed-out receive closes all connections of its group."""
+        tag = message_tag(MessageKind.GATHER, 0, _NO_GROUP)
+        for peer in self.peers:
+            with contextlib.suppress(Exception):  # the timeout, which is intended
+                [receive] = self.receive([Slice(peer, torch.empty(1))], tag)
+                receive.wait(_ABORT)
+
+    def close(self) -> None:
+        """Drop the reference to the process group: the last one closes its sockets."""
+        del self._process_group

@@ -1,0 +1,129 @@
+"""The reduce-scatter of a fusion group over gloo, see [Note: legs over gloo]."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from ddp_crossover.collectives.gloo_leg import GlooCommContext, GlooLeg
+from ddp_crossover.collectives.gloo_messages import MessageKind, Slice, message_tag
+from ddp_crossover.collectives.leg import ScatterLeg, slice_bounds
+from ddp_crossover.collectives.rank_order_sum import add_in_rank_order
+
+
+class GlooScatterLeg(GlooLeg, ScatterLeg):
+    """A reduce-scatter, and the receives of the all-gather that will follow it.
+
+    Attributes:
+        is_announced: whether ``Link.announce`` announced it; its receives are then posted earlier than its sends.
+        gather_receives: receives of the peers' reduced slices.
+        sends: sends of both legs.
+    """
+
+    is_announced = False
+
+    def __init__(self, context: GlooCommContext, iteration: int, group: int, buffer: Tensor) -> None:
+        super().__init__(context, f"scatter leg of fusion group {group}")
+        self.iteration = iteration
+        self.group = group
+        self.buffer = buffer
+        self.gather_receives: list[dist.Work] = []
+        self.sends: list[dist.Work] = []
+        self.incoming: list[Tensor] = []
+        self._scatter_receives: list[dist.Work] = []
+
+    def shard(self) -> Tensor:
+        return self._slice_of(self._context.messages.rank)
+
+    def start(self) -> None:
+        """Queue the leg for the posting thread. Runs on the training thread."""
+        context = self._context
+        context.failures.check()
+        self.times = context.meter.clock.leg_started("scatter", self.group)
+        context.threads.posting.put(self.post)
+        self._note_open()
+
+    def post_receives(self) -> None:
+        """Post the receives of the peers' slices. Runs on the posting thread."""
+        messages = self._context.messages
+        try:
+            self._context.failures.check()
+            shard = self.shard()
+            self.incoming = [self._context.scratch.allocate(shard) for _ in messages.peers]
+            self._scatter_receives = messages.receive(
+                [Slice(*pair) for pair in zip(messages.peers, self.incoming, strict=True)],
+                message_tag(MessageKind.SCATTER, self.iteration, self.group),
+            )
+        except Exception as error:
+            self._context.failures.record(self.label, error)
+
+    def post(self) -> None:
+        """Post the receives of both legs and the sends of this one. Runs on the posting thread."""
+        if not self.is_announced:
+            self.post_receives()
+        context, messages = self._context, self._context.messages
+        try:
+            context.failures.check()
+            with record_function(f"ddp_crossover::reduce_scatter[{self.group}]"):
+                self.before_posting()
+                slices = [Slice(peer, self._slice_of(peer)) for peer in messages.peers]
+                # Safe before our sends: a peer sends its reduced slice only after it has received our slice.
+                self.gather_receives = messages.receive(
+                    slices, message_tag(MessageKind.GATHER, self.iteration, self.group)
+                )
+                context.meter.clock.leg_posted(self.times)
+                self.sends = messages.send(slices, message_tag(MessageKind.SCATTER, self.iteration, self.group))
+        except Exception as error:
+            self._end(error)
+        else:
+            context.threads.reduce(self._reduce)
+
+    def before_posting(self) -> None:
+        """Make the buffer ready to be sent. Runs on the posting thread."""
+
+    def _reduce(self) -> None:
+        """Add up the slices of all ranks. Runs on the reducing thread."""
+        context = self._context
+        try:
+            context.failures.check()
+            for receive in self._scatter_receives:
+                receive.wait()
+            add_in_rank_order(self.shard(), context.messages.rank, self.incoming, in_fp32=context.sums_in_fp32)
+            context.scratch.free(self.incoming)
+            self.incoming = []
+        except Exception as error:
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _slice_of(self, rank: int) -> Tensor:
+        low, high = slice_bounds(self.buffer.numel(), self._context.messages.world_size, rank)
+        return self.buffer[low:high]
+
+
+class AnnouncedLegs:
+    """Scatter legs whose receives were posted before the legs are started, so that faster peers can send already.
+
+    Args:
+        context: what all legs of the link share.
+
+    Attributes:
+        legs: the announced legs, by group.
+    """
+
+    def __init__(self, context: GlooCommContext) -> None:
+        self.legs: dict[int, GlooScatterLeg] = {}
+        self._context = context
+
+    def post(self, iteration: int, group: int, buffer: Tensor) -> None:
+        """Post the receives of this group's scatter leg in this iteration."""
+        self._context.failures.check()
+        leg = self.legs[group] = GlooScatterLeg(self._context, iteration, group, buffer)
+        leg.is_announced = True
+        self._context.threads.posting.put(leg.post_receives)
+
+    def take(self, group: int, iteration: int) -> GlooScatterLeg | None:
+        """Remove and return the group's leg; None if it was not announced in this iteration."""
+        leg = self.legs.pop(group, None)
+        return leg if leg is not None and leg.iteration == iteration else None

@@ -1,0 +1,44 @@
+"""Decides when the link is idle enough for a gather leg, which would delay every scatter leg behind it."""
+
+from __future__ import annotations
+
+from ddp_crossover.collectives.socket_backlog import SocketBacklog
+
+# A gather leg is posted this long before the link runs idle; waking the thread takes part of it.
+_LEAD_S = 2e-3
+# The same if no later leg would have to wait behind the gather leg.
+_RELAXED_LEAD_S = 8e-3
+# The backlog at which to post a gather leg while the speed of the link is not known.
+_LEAD_BYTES = 2**18
+# The kernel does not notify about sent bytes, so the backlog must be polled.
+_SHORTEST_NAP_S = 2e-4
+
+
+class Pace:
+    """Tells when the link has almost nothing left to send.
+
+    Attributes:
+        s_per_byte: seconds that the link takes to send a byte; 0 while not known.
+        is_relaxed: whether no scatter leg follows in this iteration.
+
+    Args:
+        backlog: backlog of the link's sockets.
+    """
+
+    def __init__(self, backlog: SocketBacklog) -> None:
+        self.s_per_byte = 0.0
+        self.is_relaxed = False
+        self._backlog = backlog
+
+    def idle_in_s(self, *, is_most_urgent: bool) -> float:
+        """0 if it is time to post a gather leg, else the number of seconds after which to ask again.
+
+        Args:
+            is_most_urgent: whether no unposted gather leg is more urgent than this one.
+        """
+        # The gather leg that the next forward needs first is ready last: 8 ms of other legs ahead of it would lengthen
+        # every step by 8 ms.
+        lead_s = _RELAXED_LEAD_S if self.is_relaxed and is_most_urgent else _LEAD_S
+        lead_bytes = lead_s / self.s_per_byte if self.s_per_byte else _LEAD_BYTES
+        too_much_bytes = self._backlog.unacknowledged_bytes() - lead_bytes
+        return max(too_much_bytes * self.s_per_byte, _SHORTEST_NAP_S) if too_much_bytes > 0 else 0.0

@@ -1,0 +1,87 @@
+"""Holds the lease: acquires it for a turn, gives it back, and notes in the ledger what that cost."""
+
+from __future__ import annotations
+
+import time
+
+from ddp_crossover.gpu_sharing.gap_policy import ExpectedWaits
+from ddp_crossover.gpu_sharing.ledger import Ledger
+from ddp_crossover.lease.client import GpuLease
+from ddp_crossover.tracing.clock import CommClock
+
+
+class LeaseHolder:
+    """One job's turns on its device, one after the other.
+
+    Args:
+        lease: the lease.
+        clock: records turns while a trace is taken.
+        ledger: adds up what turns cost.
+        expected: learns what a hand-off costs.
+
+    Attributes:
+        is_wanted: whether compute wants a turn now, or after the present wait.
+    """
+
+    def __init__(self, lease: GpuLease, clock: CommClock, ledger: Ledger, expected: ExpectedWaits) -> None:
+        self.is_wanted = False
+        self._lease = lease
+        self._clock = clock
+        self._ledger = ledger
+        self._expected = expected
+        # The present turn: when it was granted, and how long it had to wait for another job.
+        self._granted_s: float | None = None
+        self._late_s = 0.0
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether a turn has begun and the broker has not ended it."""
+        return self._granted_s is not None and self._lease.holding
+
+    def acquire(self) -> None:
+        """Begin a turn if one is wanted and none is held. If the lease cannot be had, compute runs without it."""
+        if self.is_wanted and not self.is_holding:
+            self._acquire()
+
+    def release(self) -> None:
+        """End the turn, if there is one."""
+        if self._granted_s is None:
+            return
+        contended = self._lease.contended
+        self._ledger.hand_offs += contended
+        self._ledger.disturbances += contended
+        start_s = time.perf_counter()
+        self._lease.release()
+        now_s = time.perf_counter()
+        if not contended:  # otherwise it includes draining the stream, which is compute
+            self._expected.note_release(now_s - start_s)
+        self._end_turn(now_s)
+
+    def _acquire(self) -> None:
+        lease, ledger = self._lease, self._ledger
+        self._end_turn(time.perf_counter())  # the broker may have ended the last turn
+        was_taken = lease.taken
+        start_s = time.perf_counter()
+        granted = lease.acquire(eager=True)
+        now_s = time.perf_counter()
+        self._late_s = now_s - start_s if was_taken else 0.0
+        ledger.regrant_s += now_s - start_s
+        if was_taken:
+            ledger.disturbances += 1
+        elif granted:
+            self._expected.note_acquire(now_s - start_s)
+        if granted:
+            self._granted_s = now_s
+        else:
+            self.is_wanted = False  # do not ask again before the next turn is wanted
+            ledger.slowed_s += self._late_s
+        if self._clock.trace is not None:
+            self._clock.trace.add("lease_wait", start_s, now_s, detail=lease.job)
+
+    def _end_turn(self, now_s: float) -> None:
+        if self._granted_s is None:
+            return
+        self._ledger.turn_ended(now_s - self._granted_s, self._late_s)
+        if self._clock.trace is not None:
+            self._clock.trace.add("held", self._granted_s, now_s, detail=self._lease.job)
+        self._granted_s = None

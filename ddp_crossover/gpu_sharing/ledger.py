@@ -1,0 +1,60 @@
+"""Figures of how one job has shared its device. Only adds up: no clock, no lease, no decisions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class StepFigures(NamedTuple):
+    """What one step has added to a :class:`Ledger`.
+
+    Attributes:
+        elapsed_s: duration of the step.
+        filled_s: time inside gaps in which another job held the lease.
+        slowed_s: time by which sharing has slowed this job down.
+        was_disturbed: whether another job has wanted or held the device.
+    """
+
+    elapsed_s: float
+    filled_s: float
+    slowed_s: float
+    was_disturbed: bool
+
+
+class Ledger:
+    """Sums since attach; what the attributes mean stands at :class:`ddp_crossover.stats.LeaseUse`.
+
+    Attributes:
+        disturbances: how often another job has wanted or held the device so far.
+    """
+
+    def __init__(self) -> None:
+        self.held_s = self.given_s = self.filled_s = self.regrant_s = self.slowed_s = 0.0
+        self.gaps = self.hand_offs = self.disturbances = 0
+        # When the last step ended, and filled_s, slowed_s and disturbances at that time.
+        self._last_step: tuple[float, float, float, int] | None = None
+
+    def turn_ended(self, held_s: float, late_s: float) -> None:
+        """Note a turn that was held for ``held_s``, after a wait of ``late_s`` for another job.
+
+        A turn that waits no longer than it holds would have ended as late on a device that is shared in slices.
+        """
+        self.held_s += held_s
+        self.slowed_s += max(0.0, late_s - held_s)
+
+    def gap_ended(self, given_s: float, filled_s: float) -> None:
+        """Note a gap: for how long the lease was free, and for how long another job has held it meanwhile."""
+        self.gaps += 1
+        self.given_s += given_s
+        self.filled_s += filled_s
+        self.disturbances += 1
+
+    def step_ended(self, now_s: float) -> StepFigures | None:
+        """Return the figures since the last step ended; None for the first step."""
+        before, self._last_step = self._last_step, (now_s, self.filled_s, self.slowed_s, self.disturbances)
+        if before is None:
+            return None
+        since_s, filled_s, slowed_s, disturbances = before
+        return StepFigures(
+            now_s - since_s, self.filled_s - filled_s, self.slowed_s - slowed_s, self.disturbances > disturbances
+        )

@@ -1,0 +1,294 @@
+"""Decides which job may hold which resource. Pure: no sockets and no clock; callers pass the time in seconds.
+
+A *member* is one connection: one process of one job, on one resource. All members of a job on a resource hold it
+together, under one fence. This module knows when a hold begins and ends. Which waiting job is next is decided by
+:mod:`.fairness`, and whether a free resource is reserved for a job that is about to come by :mod:`.ties`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..protocol import Role
+from ..state_page import ResourceState, tag_of
+from . import fairness
+from .holds import Hold, Member, Resource, Waiting, Wish
+from .jobs import Job, JobKey
+
+
+class Grant(NamedTuple):
+    """A grant to be sent to ``member``: the number of its request and the fence to hold under."""
+
+    member: int
+    request: int
+    fence: int
+
+
+class MismatchError(ValueError):
+    """The members of one job disagree on its weight or role."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a hold may last, in seconds, once another job waits for its resource.
+
+    Attributes:
+        hold_s: limit for any hold, after which the resource goes to the next job and the fence is stale. A filler that
+            waits for a peer does not start this limit.
+        filler_s: limit for a filler's hold once a peer waits.
+    """
+
+    hold_s: float = 10.0
+    filler_s: float = 0.1
+
+
+class Arbiter:
+    """The state of all resources of a host. Methods that change it return the resulting grants."""
+
+    def __init__(self, first_fence: int, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self._next_fence = first_fence
+        self._jobs: dict[JobKey, Job] = {}
+        self._members: dict[int, Member] = {}
+        self._resources: dict[str, Resource] = {}
+
+    # ---- joining and leaving
+
+    def join(self, member: int, key: JobKey, resource: str, role: Role, weight: float) -> None:
+        """Add ``member``, a number never used before, to a job. Raises :class:`MismatchError`."""
+        assert member not in self._members
+        job = self._jobs.get(key) or Job(key, role, weight)
+        if (job.role, job.weight) != (role, weight):
+            raise MismatchError(
+                f"job {key.name!r} is already connected as a {job.role.name.lower()} of weight {job.weight}"
+            )
+        self._jobs[key] = job
+        res = self._resources.setdefault(resource, Resource(resource))
+        self._members[member] = Member(member, job, res)
+        res.members.add(self._members[member])
+        self._count_shared(res)
+
+    def leave(self, member: int, now_s: float) -> list[Grant]:
+        """Remove ``member``, ending its request and its part in a hold."""
+        m = self._members[member]
+        job, res = m.job, m.resource
+        if not any(other.job is job for other in res.members - {m}):
+            res.ties.forget(job.key, now_s)
+        grants = self._give_up(m, now_s)
+        del self._members[member]
+        res.members.discard(m)
+        self._count_shared(res, job)
+        if not any(other.job is job for other in self._members.values()):
+            del self._jobs[job.key]
+        if not res.members:
+            del self._resources[res.name]
+        return grants
+
+    # ---- requests of members
+
+    def request(self, member: int, request: int, now_s: float) -> list[Grant]:
+        """Queue ``member`` for its resource. Late and duplicate requests are ignored."""
+        m = self._members[member]
+        if request <= m.last_request:
+            return []
+        m.last_request = request
+        res, hold = m.resource, m.resource.hold
+        if hold is not None and m.wish is Wish.HOLDING:
+            return [Grant(member, request, hold.fence)]
+        m.wish = Wish.WAITING
+        if hold is not None:
+            fairness.charge(res, hold, now_s)  # the requesting job starts level with this time
+        finds_free = hold is None and not res.queue
+        self._enqueue(m, now_s)
+        return self._arbitrate(res, now_s, finds_free)
+
+    def release(self, member: int, fence: int, again: int, now_s: float) -> list[Grant]:
+        """End the hold of ``member`` under ``fence``, and queue it again as request ``again`` unless that is 0.
+
+        The next job is then chosen by virtual time and may be the same one. With a stale fence nothing is released, but
+        ``again`` is still queued.
+        """
+        m = self._members[member]
+        hold = m.resource.hold
+        if m.wish is not Wish.HOLDING or hold is None or hold.fence != fence:
+            return self.request(member, again, now_s) if again else []
+        wish = Wish.IDLE
+        if again > m.last_request:
+            m.last_request = again
+            wish = Wish.WAITING
+            # Queue it later than EQUAL_S: it must come after every waiting job, not tie with the last one.
+            self._enqueue(m, now_s + 2 * fairness.EQUAL_S)
+        self._stop_holding(m, hold, wish, now_s)
+        return self._arbitrate(m.resource, now_s)
+
+    def cancel(self, member: int, request: int, now_s: float) -> list[Grant]:
+        """Withdraw the requests of ``member`` up to number ``request``, whether granted or not."""
+        m = self._members[member]
+        if request < m.last_request:
+            return []
+        m.last_request = request
+        return self._give_up(m, now_s)
+
+    # ---- time
+
+    def evict(self, resource: str, now_s: float) -> list[Grant]:
+        """End the hold on ``resource`` without the holder's consent. Its fence is stale from then on."""
+        res = self._resources[resource]
+        hold = res.hold
+        if hold is None:
+            return []
+        for m in res.members_of(hold.job, Wish.HOLDING):
+            self._stop_holding(m, hold, Wish.IDLE, now_s)
+        return self._arbitrate(res, now_s)
+
+    def overdue(self, now_s: float) -> list[str]:
+        """Resources whose hold has reached its limit and must be evicted."""
+        return [r.name for r in self._resources.values() if r.hold is not None and r.hold.ends_s <= now_s]
+
+    def reserved(self) -> dict[str, float]:
+        """Free resources that are reserved although a job waits, with the time at which to end the reservation."""
+        reservations = {name: res.ties.reservation for name, res in self._resources.items()}
+        return {name: each.until_s for name, each in reservations.items() if each is not None}
+
+    def end_reservation(self, resource: str, now_s: float) -> list[Grant]:
+        """Grant a resource whose time in :meth:`reserved` is over."""
+        return self._arbitrate(self._resources[resource], now_s)
+
+    # ---- queries
+
+    def view(self, resource: str) -> ResourceState:
+        """The state to show on the page; an unknown resource counts as free."""
+        res = self._resources.get(resource)
+        if res is None:
+            return ResourceState()
+        hold = res.hold
+        tied = int(res.ties.tied)
+        if hold is None:
+            return ResourceState(waiters=len(res.queue), tied=tied)
+        waiters = len(res.queue) - (hold.job.key in res.queue)
+        yielding = hold.fence if hold.job.role is Role.FILLER and res.peer_waits else 0
+        return ResourceState(hold.fence, yielding, waiters, int(hold.contested), tied, tag_of(hold.job.key.name))
+
+    def holders(self, resource: str) -> frozenset[int]:
+        """Members that currently hold the resource."""
+        return frozenset(m.number for m in self._resources[resource].members if m.wish is Wish.HOLDING)
+
+    def contended(self) -> list[str]:
+        """Resources for which at least one job waits."""
+        return [r.name for r in self._resources.values() if r.queue]
+
+    def jobs_of(self, uid: int) -> set[JobKey]:
+        return {key for key in self._jobs if key.uid == uid}
+
+    def resources(self) -> list[str]:
+        return list(self._resources)
+
+    def queue(self, resource: str) -> list[JobKey]:
+        """Jobs that wait for the resource, in no particular order."""
+        return list(self._resources[resource].queue)
+
+    def holding_job(self, resource: str) -> JobKey | None:
+        res = self._resources.get(resource)
+        return res.hold.job.key if res is not None and res.hold is not None else None
+
+    # ---- internals
+
+    def _count_shared(self, res: Resource, *gone: Job) -> None:
+        """Recount, after members of ``res`` changed, on how many resources its jobs compete with other jobs."""
+        jobs = {m.job.key: m.job for m in res.members}
+        res.shared = len(jobs) > 1
+        jobs |= {job.key: job for job in gone}
+        used: dict[JobKey, set[str]] = {key: set() for key in jobs}
+        for m in self._members.values():
+            if m.job.key in used:
+                used[m.job.key].add(m.resource.name)
+        for key, job in jobs.items():
+            job.shared_resources = sum(self._resources[name].shared for name in used[key])
+
+    def _enqueue(self, m: Member, since_s: float) -> None:
+        res, job = m.resource, m.job
+        if job.key not in res.queue:
+            fairness.start_waiting(res, job)
+            res.queue[job.key] = Waiting(job, since_s)
+
+    def _give_up(self, m: Member, now_s: float) -> list[Grant]:
+        """Remove ``m`` from the queue or from the hold."""
+        res = m.resource
+        if m.wish is Wish.WAITING:
+            m.wish = Wish.IDLE
+            if not res.members_of(m.job, Wish.WAITING):
+                del res.queue[m.job.key]
+        elif m.wish is Wish.HOLDING and res.hold is not None:
+            self._stop_holding(m, res.hold, Wish.IDLE, now_s)
+        return self._arbitrate(res, now_s)
+
+    def _stop_holding(self, m: Member, hold: Hold, wish: Wish, now_s: float) -> None:
+        """End the part of ``m`` in ``hold``; its wish is ``wish`` from then on. The last member ends the hold."""
+        res = m.resource
+        m.wish = wish
+        hold.served.add(m)
+        if res.members_of(hold.job, Wish.HOLDING):
+            return
+        fairness.charge(res, hold, now_s)
+        res.hold = None
+        if hold.found_free:
+            waiting = res.queue.items()
+            rivals = {key: each.since_s for key, each in waiting if each.job.role is hold.job.role}
+            res.ties.note_hold(hold.job.key, rivals, hold.start_s, now_s)
+
+    def _arbitrate(self, res: Resource, now_s: float, finds_free: bool = False) -> list[Grant]:
+        """Start the next hold if the resource is free, and return grants for members that may join the hold now."""
+        hold = res.hold
+        if hold is None:
+            job = self._next_job(res, now_s, finds_free)
+            if job is None:
+                return []
+            hold = res.hold = self._start(res, job, now_s, finds_free)
+        else:
+            fairness.charge(res, hold, now_s)
+        hold.contested = self._is_contested(res, hold)
+        waiting = res.members_of(hold.job, Wish.WAITING)
+        # While another job waits, admit each member once per fence: alternating ranks would never end the hold.
+        admitted = waiting - hold.served if hold.contested else waiting
+        grants = []
+        for m in sorted(admitted, key=lambda m: m.number):
+            m.wish = Wish.HOLDING
+            grants.append(Grant(m.number, m.last_request, hold.fence))
+        if admitted == waiting:
+            res.queue.pop(hold.job.key, None)
+        self._limit(res, hold, now_s)
+        return grants
+
+    def _start(self, res: Resource, job: Job, now_s: float, found_free: bool) -> Hold:
+        fence = self._next_fence
+        self._next_fence += 1
+        fairness.start_holding(res, job)
+        return Hold(job, fence, start_s=now_s, found_free=found_free, charged_until_s=now_s)
+
+    def _next_job(self, res: Resource, now_s: float, finds_free: bool) -> Job | None:
+        """The job to be granted ``res``; None if no job waits or the resource is reserved for another job."""
+        if not res.queue:
+            res.ties.end_reservation(now_s)
+            return None
+        first = fairness.next_job(list(res.queue.values()))
+        key = res.ties.choose(first.key, res.queue, finds_free, now_s)
+        return self._jobs[key] if key is not None else None
+
+    def _is_contested(self, res: Resource, hold: Hold) -> bool:
+        """Whether another job presses the holder. A waiting filler does not press a peer: it waits for a gap."""
+        for waiting in res.queue.values():  # noqa: SIM110 - any() would add a generator frame to every hand-off
+            if waiting.job is not hold.job and waiting.job.role <= hold.job.role:
+                return True
+        return False
+
+    def _limit(self, res: Resource, hold: Hold, now_s: float) -> None:
+        """Start, change or lift the limit of ``hold``, depending on the jobs that wait."""
+        limit_s = math.inf
+        if hold.contested:
+            yields = hold.job.role is Role.FILLER and res.peer_waits
+            limit_s = self.limits.filler_s if yields else self.limits.hold_s
+        if limit_s != hold.limit_s:
+            hold.limit_s = limit_s
+            hold.ends_s = now_s + limit_s

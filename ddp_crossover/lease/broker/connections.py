@@ -1,0 +1,113 @@
+"""The sockets and processes of a broker's clients, in one epoll set."""
+
+from __future__ import annotations
+
+import os
+import resource as rlimits
+import select
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..peer_process import Peer, open_pidfd, peer_of
+from ..protocol import HELLO_BYTES
+from .jobs import JobKey
+
+_CONNECTIONS = 480
+
+
+class Joined(NamedTuple):
+    """What a connection has said in HELLO."""
+
+    key: JobKey
+    resource: str
+
+
+@dataclass(eq=False, slots=True)
+class Connection:
+    """A client: its socket, its process, and its number as a member of its job."""
+
+    sock: socket.socket
+    peer: Peer
+    pidfd: int | None
+    member: int
+    opened_s: float
+    joined: Joined | None = None  # set by HELLO
+
+    def receive(self) -> bytes | None:
+        """The next message; empty at the end of the connection, None if there is none. Raises ``OSError``."""
+        try:
+            # Read one byte more than the largest message, so that a truncated oversized message is not accepted.
+            return self.sock.recv(HELLO_BYTES + 1)
+        except BlockingIOError:
+            return None
+
+
+class Connections:
+    """All connections. Iterating over it may be combined with :meth:`remove`."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.capacity = _CONNECTIONS
+        files = rlimits.getrlimit(rlimits.RLIMIT_NOFILE)[0]
+        if files != rlimits.RLIM_INFINITY:
+            self.capacity = min(self.capacity, (files - 32) // 2)  # each needs a socket and a pidfd
+        self._listener = listener
+        self._epoll = select.epoll()
+        self._epoll.register(listener, select.EPOLLIN)
+        self._by_fd: dict[int, Connection] = {}  # keyed by socket and by pidfd
+        self._by_member: dict[int, Connection] = {}
+        self._next_member = 1
+        self._to_close: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._by_member)
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(list(self._by_member.values()))
+
+    def get(self, member: int) -> Connection | None:
+        return self._by_member.get(member)
+
+    def poll(self, timeout_s: float) -> list[int]:
+        """Wait for events and return their descriptors."""
+        return [fd for fd, _ in self._epoll.poll(timeout_s)]
+
+    def is_listener(self, fd: int) -> bool:
+        return fd == self._listener.fileno()
+
+    def find(self, fd: int) -> Connection | None:
+        """The connection of a socket or pidfd; None if it was removed since the event occurred."""
+        return self._by_fd.get(fd)
+
+    def accept(self) -> Connection:
+        """Accept a connection. Raises ``OSError``."""
+        sock, _ = self._listener.accept()
+        sock.setblocking(False)
+        peer = peer_of(sock)
+        connection = Connection(sock, peer, open_pidfd(sock, peer.pid), self._next_member, time.monotonic())
+        self._next_member += 1
+        self._by_member[connection.member] = connection
+        for fd in (sock.fileno(), connection.pidfd):
+            if fd is not None:
+                self._by_fd[fd] = connection
+                self._epoll.register(fd, select.EPOLLIN)
+        return connection
+
+    def remove(self, connection: Connection) -> bool:
+        """Forget a connection, which :meth:`close_removed` will close. Returns False if it was removed before."""
+        if self._by_member.pop(connection.member, None) is None:
+            return False
+        for fd in (connection.sock.detach(), connection.pidfd):
+            if fd is not None:
+                del self._by_fd[fd]
+                self._epoll.unregister(fd)
+                self._to_close.append(fd)
+        return True
+
+    def close_removed(self) -> None:
+        """Close removed connections, after all events of a poll: a reused descriptor would get those of the old one."""
+        for fd in self._to_close:
+            os.close(fd)
+        self._to_close.clear()

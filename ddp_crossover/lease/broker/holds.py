@@ -1,0 +1,75 @@
+"""The arbiter's records of members, holds and resources."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple
+
+from ..protocol import Role
+from .jobs import Job, JobKey
+from .ties import Ties
+
+
+class Wish(Enum):
+    """What a member wants of its resource."""
+
+    IDLE = auto()  # nothing: it has not requested the resource, or has released it or cancelled its request
+    WAITING = auto()  # it has sent REQUEST, or RELEASE with a new request
+    HOLDING = auto()  # it was sent GRANT
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One connection of one process of a job, on one resource."""
+
+    number: int
+    job: Job
+    resource: Resource
+    last_request: int = 0
+    wish: Wish = Wish.IDLE
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """A job's turn on a resource. It lasts until none of the job's members is HOLDING."""
+
+    job: Job
+    fence: int
+    start_s: float
+    found_free: bool  # no job held or waited for the resource when this job requested it
+    charged_until_s: float
+    served: set[Member] = field(default_factory=set)  # members that have held and released under this fence
+    contested: bool = False  # another job waits that is entitled to a turn
+    uncontested_s: float = 0.0  # uncontested time that was charged
+    limit_s: float = math.inf
+    ends_s: float = math.inf
+
+
+class Waiting(NamedTuple):
+    """A job in the queue of a resource, and since when it waits."""
+
+    job: Job
+    since_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Resource:
+    """A GPU or core, with its waiting jobs and its current hold."""
+
+    name: str
+    members: set[Member] = field(default_factory=set)
+    queue: dict[JobKey, Waiting] = field(default_factory=dict)
+    hold: Hold | None = None
+    ties: Ties = field(default_factory=Ties)
+    shared: bool = False  # whether members of several jobs are connected
+    # Per role, a lower bound on the virtual time of active jobs, see fairness.start_waiting().
+    floors_s: dict[Role, float] = field(default_factory=lambda: dict.fromkeys(Role, 0.0))
+
+    def members_of(self, job: Job, wish: Wish) -> set[Member]:
+        return {member for member in self.members if member.job is job and member.wish is wish}
+
+    @property
+    def peer_waits(self) -> bool:
+        return any(waiting.job.role is Role.PEER for waiting in self.queue.values())

@@ -1,0 +1,90 @@
+"""Starts ranks: on the hosts of a lab, or as processes over loopback."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lab import Lab, LabError
+from lab_parts.signals import ending_signals_raise, uninterrupted
+
+ROOT = Path(__file__).resolve().parents[2]
+# Long enough for BERT-base at 1 Gb/s with all arms; a case that hangs is ended by the ranks' own timeout.
+CASE_TIMEOUT_S = 4 * 3600.0
+# A rank prints these lines for the bench, not for the user: one JSON object each.
+NEWS_BEGIN = '{"doing"'
+OnProgress = Callable[[str, float], None]
+"""Called with what is done now, and the share of a case that is over."""
+RunRanks = Callable[[list[str], dict[str, str], Callable[[str], None]], None]
+"""Runs `python ARGUMENTS` once per rank with additional environment variables; calls back with each line of output."""
+
+
+class CaseFailed(Exception):
+    """A rank ended with an error; holds what it printed."""
+
+
+def rank_environment() -> dict[str, str]:
+    """The variables that a rank needs beside torchrun's."""
+    paths = [str(ROOT), str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+@contextlib.contextmanager
+def over_loopback(world_size: int) -> Iterator[RunRanks]:
+    """Ranks as processes of this machine, started by torchrun. No network lies between them."""
+
+    def run_ranks(arguments: list[str], environment: dict[str, str], on_line: Callable[[str], None]) -> None:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+        job = subprocess.Popen(
+            [sys.executable, *torchrun, *arguments],
+            env=os.environ | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert job.stdout is not None
+        lines = []
+        try:
+            for line in job.stdout:
+                on_line(line)
+                lines.append(line)
+            if job.wait() != 0:
+                raise CaseFailed("".join(line for line in lines if not line.startswith(NEWS_BEGIN)))
+        finally:
+            _end(job)
+
+    with ending_signals_raise():
+        yield run_ranks
+
+
+@uninterrupted
+def _end(job: subprocess.Popen[str]) -> None:
+    if job.poll() is None:
+        os.killpg(job.pid, signal.SIGTERM)  # torchrun then ends its ranks
+        job.wait()
+
+
+@contextlib.contextmanager
+def on_lab(
+    hosts: int, rate: str, burst: str = "256kb", latency: str = "20ms", *, timeout_s: float = CASE_TIMEOUT_S
+) -> Iterator[RunRanks]:
+    """Ranks on the hosts of a lab, one each; `rate` may be "none". Raises LabError where no lab can be built."""
+    with Lab(hosts, rate=None if rate == "none" else rate, burst=burst, latency=latency) as lab:
+
+        def run_ranks(arguments: list[str], environment: dict[str, str], on_line: Callable[[str], None]) -> None:
+            try:
+                lab.run(
+                    [sys.executable, *arguments],
+                    env=environment,
+                    timeout_s=timeout_s,
+                    on_line=lambda rank, stream, line: on_line(line),
+                )
+            except LabError as error:
+                raise CaseFailed(str(error)) from error
+
+        yield run_ranks

@@ -1,0 +1,45 @@
+"""Interleaved rounds, and the figures that come out of them. Pure.
+
+In each round every candidate takes a turn, and a different one begins: a slow moment of the machine hits all of them
+alike, and ratios taken within a round are free of it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Turn(NamedTuple):
+    """One turn of a round. `behind` is the share of all turns that are over when it begins."""
+
+    round: int
+    index: int
+    behind: float
+
+
+def turns(candidates: int, rounds: int) -> Iterator[Turn]:
+    """The turns of all rounds: every candidate once in each, and in each round the next one begins."""
+    for number in range(rounds):
+        for place in range(candidates):
+            behind = (number + place / candidates) / rounds
+            yield Turn(number, (number + place) % candidates, behind)
+
+
+def quantile(values: Iterable[float], part: float) -> float:
+    """The value that this part of all values stays below, interpolated between neighbours."""
+    ordered = sorted(float(value) for value in values)
+    place = part * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    return {"median": quantile(values, 0.5), "low": quantile(values, 0.25), "high": quantile(values, 0.75)}
+
+
+def jain_index(shares: Sequence[float]) -> float:
+    """Jain's index of fairness: 1 where all shares are equal, 1/n where one has everything."""
+    return sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares))

@@ -1,0 +1,1 @@
+"""The parts of `bench.py`: workloads, arms, the ranks' program, figures, table and chart."""

@@ -1,0 +1,132 @@
+"""Arms: the ways of training that are compared. Each has its own network, wrapper and optimizer."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+
+import ddp_crossover as dx
+from bench_kit.training import LEARNING_RATE, Arm, ArmRefused, Workload
+
+DEFAULT_BUCKET_MB = 25.0
+POWER_SGD_RANK = 4
+POWER_SGD_START = 2
+
+OURS: dict[str, dict[str, Any]] = {
+    "dear": {"schedule": "dear"},
+    "auto": {"schedule": "auto"},
+    "allreduce": {"schedule": "allreduce"},
+    "auto-bf16": {"schedule": "auto", "wire_dtype": torch.bfloat16},
+}
+MEANING = {
+    "noop": "DDP without communication (torch's noop_hook): compute alone",
+    "ddp": "plain DDP, once for each size in --buckets",
+    "ddp-bf16": "DDP with torch's bf16_compress_hook",
+    "ddp-powersgd": f"DDP with torch's PowerSGD hook, rank {POWER_SGD_RANK}",
+    "zero": "DDP with ZeroRedundancyOptimizer",
+    "fsdp2": "fully_shard(reshard_after_forward=False), block by block",
+    "dear": 'ddp_crossover, schedule="dear"',
+    "auto": 'ddp_crossover, schedule="auto"',
+    "auto-bf16": 'ddp_crossover, schedule="auto", bf16 on the wire',
+    "allreduce": 'ddp_crossover, schedule="allreduce"',
+}
+
+
+class ArmName(NamedTuple):
+    """An arm as on the command line: `ddp@4` is plain DDP with `bucket_cap_mb=4`."""
+
+    kind: str
+    bucket_mb: float
+
+    @classmethod
+    def parse(cls, text: str) -> "ArmName":
+        """Raises ValueError for what is not an arm."""
+        kind, _, bucket_mb = text.partition("@")
+        if kind not in MEANING:
+            raise ValueError(f"no arm is called {kind!r}: choose from {', '.join(MEANING)}")
+        with contextlib.suppress(ValueError):
+            if (size := float(bucket_mb or DEFAULT_BUCKET_MB)) > 0:
+                return cls(kind, size)
+        raise ValueError(f"{text}: after @ comes DDP's bucket_cap_mb, a positive number of MiB")
+
+    def __str__(self) -> str:
+        always = self.kind == "ddp"
+        return f"{self.kind}@{self.bucket_mb:g}" if always or self.bucket_mb != DEFAULT_BUCKET_MB else self.kind
+
+
+def make_arm(name: ArmName, workload: Workload, fusion_mb: float | None) -> Arm:
+    """Build an arm. Collective.
+
+    Raises:
+        ArmRefused: if torch or this version of ours cannot do it here.
+    """
+    network = workload.build()
+    if name.kind == "fsdp2":
+        return Arm(workload, network, _sharded(network, workload.units(network)))
+    ddp = DistributedDataParallel(network, bucket_cap_mb=name.bucket_mb, gradient_as_bucket_view=True)
+    if name.kind == "zero":
+        # Its own type check reads a list only.
+        parameters = list(ddp.parameters())
+        return Arm(workload, ddp, ZeroRedundancyOptimizer(parameters, optimizer_class=SGD, lr=LEARNING_RATE))
+    optimizer = SGD(ddp.parameters(), lr=LEARNING_RATE)
+    if name.kind in OURS:
+        return Arm(workload, ddp, optimizer, _attached(ddp, optimizer, OURS[name.kind], fusion_mb))
+    if name.kind in _PEER_HOOKS:
+        try:
+            _PEER_HOOKS[name.kind](ddp)
+        except TypeError as error:
+            raise ArmRefused(f"refused by {dist.get_backend()}: {error}") from error
+    return Arm(workload, ddp, optimizer)
+
+
+_PEER_HOOKS: dict[str, Callable[[DistributedDataParallel], None]] = {
+    "noop": lambda ddp: ddp.register_comm_hook(None, noop_hook),
+    "ddp-bf16": lambda ddp: ddp.register_comm_hook(None, default_hooks.bf16_compress_hook),
+    "ddp-powersgd": lambda ddp: ddp.register_comm_hook([], power_sgd_hook),
+}
+
+
+def power_sgd_hook(
+    states: list[powerSGD_hook.PowerSGDState], bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Torch's PowerSGD hook with a process group for each bucket.
+
+    The hook starts its second and third all-reduce from callbacks, so those of two buckets come in an order that
+    differs between ranks. On one gloo group they would be taken for each other, and hang.
+    """
+    if bucket.index() == len(states):
+        states.append(
+            powerSGD_hook.PowerSGDState(
+                dist.new_group(), matrix_approximation_rank=POWER_SGD_RANK, start_powerSGD_iter=POWER_SGD_START
+            )
+        )
+    state = states[bucket.index()]
+    if not bucket.is_last():  # torch counts iterations by the last bucket, which this state never sees
+        state.iter += 1
+    return powerSGD_hook.powerSGD_hook(state, bucket)
+
+
+def _attached(
+    ddp: DistributedDataParallel, optimizer: Optimizer, options: dict[str, Any], fusion_mb: float | None
+) -> dx.DearState:
+    try:
+        return dx.attach(ddp, optimizer, fusion_mb=fusion_mb, **options)
+    except TypeError as error:
+        raise ArmRefused(f"refused by this version of ddp_crossover: {error}") from error
+
+
+def _sharded(network: nn.Module, units: list[nn.Module]) -> Optimizer:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for unit in [*units, network]:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+    return SGD(network.parameters(), lr=LEARNING_RATE)

@@ -1,0 +1,144 @@
+"""The rank's side: `python -m bench_parts.rank SETTINGS RESULT`, once per rank, with torchrun's environment.
+
+All arms live in this process and take turns, a few steps each, so that a slow moment of the machine hits all of them.
+"""
+
+import gc
+import json
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench_kit.paced import sleep_accurately
+from bench_kit.rounds import turns
+from bench_kit.training import Arm, ArmRefused, Workload, all_reduces_s, mean_over_ranks, set_pace
+from bench_parts.arms import ArmName, make_arm
+from bench_parts.prediction import predicted_steps_s
+from bench_parts.settings import CaseSettings
+from bench_parts.workloads import make_workload
+
+ALL_REDUCES_PER_TURN = 2
+# Weights, gradients and one more buffer of that size, for an arm on one host.
+COPIES_PER_ARM = 3
+TIMEOUT = timedelta(seconds=120)
+
+
+class Rank:
+    """One rank of one case.
+
+    Args:
+        settings: the case.
+        progress: called with what is done now, and the share of all work that is behind.
+    """
+
+    def __init__(self, settings: CaseSettings, progress: Callable[[str, float], None]) -> None:
+        self._settings, self._progress = settings, progress
+        self._workload: Workload = make_workload(settings)
+        numels = [parameter.numel() for parameter in self._workload.build().parameters()]
+        self._parameters, self._tensors = sum(numels), len(numels)
+        self._flat = torch.zeros(self._parameters)
+        refuse_too_many_arms(len(settings.arms), self._flat.nbytes)
+        self._arms: dict[str, Arm] = {}
+        self._refused: dict[str, str] = {}
+        self._warm_up_steps: dict[str, int] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Measure; returns every figure, with times that hold for all ranks together."""
+        a_s = min(all_reduces_s(self._flat, warm_up=2, times=5))
+        self._start("noop")
+        if self._settings.ratio is not None:
+            assert self._workload.pace is not None
+            sleep_accurately()
+            set_pace(self._workload.pace, self._tensors, a_s / self._settings.ratio, self._arms["noop"])
+        for name in self._settings.arms:
+            if name != "noop":
+                self._start(name)
+        # All objects of now stay alive: the garbage collector need not look through them during a turn.
+        gc.collect()
+        gc.freeze()
+        flat_s, rounds_s = self._rounds()
+        facts = {name: arm.facts() for name, arm in self._arms.items()}
+        for name, step_s in predicted_steps_s(self._arms).items():
+            facts[name]["predicted_step_s"] = step_s
+        for arm in self._arms.values():
+            arm.close()
+        return {
+            "parameters": self._parameters,
+            "tensors": self._tensors,
+            "gradient_bytes": self._flat.nbytes,
+            "calibration_s": a_s,
+            "forward_s": self._workload.pace.forward_s if self._workload.pace else None,
+            "threads": torch.get_num_threads(),
+            "all_reduces_s": flat_s,
+            "rounds_s": rounds_s,
+            "refused": self._refused,
+            "warm_up_steps": self._warm_up_steps,
+            "facts": facts,
+        }
+
+    def _start(self, name: str) -> None:
+        self._progress(f"warming up {name}", 0.0)
+        try:
+            arm = make_arm(ArmName.parse(name), self._workload, self._settings.fusion_mb)
+            self._warm_up_steps[name] = arm.warm_up(self._settings.warm_up_limit)
+            arm.drain()
+        except ArmRefused as reason:
+            self._refused[name] = str(reason)
+        except RuntimeError as error:
+            # A backend's own refusal comes with the first step, on all ranks alike.
+            self._refused[name] = f"failed on {dist.get_backend()}: {str(error).splitlines()[0]}"
+        else:
+            self._arms[name] = arm
+
+    def _rounds(self) -> tuple[list[float], dict[str, list[float]]]:
+        """Seconds of all flat all-reduces, and for each arm seconds per step of each round."""
+        names = ["", *self._arms]  # the flat all-reduce takes a turn as well
+        own_s: dict[str, list[float]] = {name: [] for name in self._arms}
+        flat_s: list[float] = []
+        for turn in turns(len(names), self._settings.rounds):
+            name = names[turn.index]
+            doing = f"round {turn.round + 1} of {self._settings.rounds}: {name or 'flat all-reduce'}"
+            self._progress(doing, turn.behind)
+            if name:
+                own_s[name].append(self._arms[name].turn_s(self._settings.steps))
+            else:
+                flat_s += all_reduces_s(self._flat, warm_up=1, times=ALL_REDUCES_PER_TURN)
+        return flat_s, {name: mean_over_ranks(times) for name, times in own_s.items()}
+
+
+def refuse_too_many_arms(arms: int, gradient_bytes: int) -> None:
+    """Raise MemoryError if the arms of all hosts, which share this machine's memory, would not fit."""
+    wanted_bytes = COPIES_PER_ARM * gradient_bytes * arms * dist.get_world_size()
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available_bytes = 1024 * int(meminfo["MemAvailable"].split()[0])
+    if wanted_bytes > available_bytes:
+        raise MemoryError(
+            f"{arms} arms on {dist.get_world_size()} hosts need about {wanted_bytes / 2**30:.0f} GiB of memory, and "
+            f"{available_bytes / 2**30:.0f} GiB are free: choose fewer with --arms and --buckets"
+        )
+
+
+def main() -> None:
+    """Run one rank; rank 0 prints its progress, one JSON object a line, and writes the result."""
+    settings, result_file = CaseSettings.read(Path(sys.argv[1])), Path(sys.argv[2])
+    torch.set_flush_denormal(True)  # gradients of a network that has learned its one batch would slow it down
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    is_first = dist.get_rank() == 0
+
+    def progress(what: str, behind: float) -> None:
+        if is_first:
+            print(json.dumps({"doing": what, "behind": behind}), flush=True)
+
+    result = Rank(settings, progress).run()
+    if is_first:
+        result_file.write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

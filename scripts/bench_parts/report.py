@@ -1,0 +1,57 @@
+"""The table of each case."""
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+def print_case(console: Console, case: dict[str, Any], network: str) -> None:
+    """A table with a row for each arm."""
+    console.print()
+    console.print(f"[bold]{escape(case['case'])}[/]  ({escape(network)})", highlight=False)
+    console.print(
+        f"{case['parameters'] / 1e6:.1f} M parameters in {case['tensors']} tensors. "
+        f"A = {case['all_reduce_best_s'] * 1e3:.0f} ms at best (median {case['all_reduce_median_s'] * 1e3:.0f}), "
+        f"C = {case['compute_s'] * 1e3:.0f} ms, A/C = {case['ratio_measured']:.2f}, "
+        f"T* = max(C, A) = {case['bound_s'] * 1e3:.0f} ms",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table(box=box.SIMPLE, padding=(0, 1))
+    table.add_column("arm", no_wrap=True)
+    for heading in ("ms", "quartiles", "sim", "T/T*", "over best DDP", "25 MB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for arm in case["arms"]:
+        if not arm["refused"]:
+            table.add_row(*_cells(arm))
+    console.print(table)
+    for note in _notes(case):
+        console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _cells(arm: dict[str, Any]) -> list[str]:
+    step_s, over_best, over_default = arm["step_s"], arm["speedup_over_best_ddp"], arm["speedup_over_default_ddp"]
+    return [
+        arm["arm"],
+        f"{step_s['median'] * 1e3:.1f}",
+        f"{step_s['low'] * 1e3:.0f}..{step_s['high'] * 1e3:.0f}",
+        f"{arm['predicted_step_s'] * 1e3:.0f}" if "predicted_step_s" in arm else "",
+        f"{arm['over_bound']['median']:.3f}",
+        f"{over_best['median']:.2f} ({over_best['low']:.2f}..{over_best['high']:.2f})" if over_best else "",
+        f"{over_default['median']:.2f}" if over_default else "",
+    ]
+
+
+def _notes(case: dict[str, Any]) -> list[str]:
+    """Lines below the table: refusals, tuning and fallbacks of each arm."""
+    notes = [f"best bucket size of DDP: {case['best_ddp']}"] if case["best_ddp"] else []
+    for arm in case["arms"]:
+        if arm["refused"]:
+            notes.append(f"{arm['arm']}: {arm['refused']}")
+        if arm.get("tuning"):
+            notes.append(f"{arm['arm']}: {arm['tuning']}")
+        notes += [f"{arm['arm']}: {times} times {reason}" for reason, times in arm.get("fallbacks", {}).items()]
+    return notes

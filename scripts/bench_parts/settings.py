@@ -1,0 +1,55 @@
+"""The settings of one case, which its ranks read from a JSON file."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class CaseSettings:
+    """One workload, measured with all arms in the same processes.
+
+    Attributes:
+        workload: `paced`, or one of the names in `real.MODELS`.
+        arms: arms as on the command line, with the bucket sweep written out; `noop` is among them.
+        rounds: turns that each arm takes.
+        steps: timed steps of a turn.
+        ratio: A/C to set for `paced`; None for real compute.
+        blocks: blocks of `paced`; the units that FSDP2 shards.
+        weights_per_block: paced weights in a block.
+        parameters: elements of all weights of `paced` together.
+        profile: `uniform` or `heavy-end`, see `paced.layer_sizes`.
+        tokens: tokens in a batch of `transformer`.
+        fusion_mb: passed to `DearState` where given.
+        warm_up_limit: steps after which an arm of ours counts as never settled.
+    """
+
+    workload: str
+    arms: tuple[str, ...]
+    rounds: int
+    steps: int
+    ratio: float | None = None
+    blocks: int = 8
+    weights_per_block: int = 4
+    parameters: int = 10_000_000
+    profile: str = "uniform"
+    tokens: int = 320
+    fusion_mb: float | None = None
+    warm_up_limit: int = 150
+
+    @property
+    def name(self) -> str:
+        """The case in one short phrase."""
+        if self.workload != "paced":
+            return f"transformer, {self.tokens} tokens" if self.workload == "transformer" else self.workload
+        return f"paced, {self.profile}, A/C {self.ratio:g}"
+
+    def write(self, path: Path) -> None:
+        """Write the settings to a file."""
+        path.write_text(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> "CaseSettings":
+        """Read what `write` wrote."""
+        values = json.loads(path.read_text())
+        return cls(**values | {"arms": tuple(values["arms"])})

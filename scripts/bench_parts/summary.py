@@ -1,0 +1,69 @@
+"""Turns the ranks' figures into the record: medians, quartiles, the bound, ratios. Pure."""
+
+import dataclasses
+import statistics
+from typing import Any
+
+import numpy as np
+
+from bench_kit.rounds import spread
+from bench_parts.arms import DEFAULT_BUCKET_MB, ArmName
+from bench_parts.settings import CaseSettings
+
+
+def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any]:
+    """One case, as in the JSON file.
+
+    Args:
+        settings: the case.
+        measured: what `rank.Rank.run` returned.
+    """
+    rounds_s = {name: np.array(times) for name, times in measured["rounds_s"].items()}
+    all_reduce_best_s = min(measured["all_reduces_s"])
+    compute_s = float(np.median(rounds_s["noop"]))
+    bound_s = max(compute_s, all_reduce_best_s)
+    sweep = {name: times for name, times in rounds_s.items() if ArmName.parse(name).kind == "ddp"}
+    best = min(sweep, key=lambda name: float(np.median(sweep[name])), default=None)
+    default = str(ArmName("ddp", DEFAULT_BUCKET_MB))
+    return {
+        "case": settings.name,
+        "settings": dataclasses.asdict(settings),
+        "parameters": measured["parameters"],
+        "tensors": measured["tensors"],
+        "gradient_bytes": measured["gradient_bytes"],
+        "threads_per_rank": measured["threads"],
+        "all_reduce_at_start_s": measured["calibration_s"],
+        "paced_forward_s_per_layer": measured["forward_s"],
+        "all_reduce_best_s": all_reduce_best_s,
+        "all_reduce_median_s": statistics.median(measured["all_reduces_s"]),
+        "all_reduces_s": measured["all_reduces_s"],
+        "compute_s": compute_s,
+        "ratio_measured": all_reduce_best_s / compute_s,
+        "bound_s": bound_s,
+        "best_ddp": best,
+        "arms": [_arm(name, measured, bound_s, sweep.get(best or ""), sweep.get(default)) for name in settings.arms],
+    }
+
+
+def _arm(
+    name: str, measured: dict[str, Any], bound_s: float, best_ddp_s: np.ndarray | None, default_ddp_s: np.ndarray | None
+) -> dict[str, Any]:
+    """One arm's part; the last two are the rounds of DDP at its best and at its default bucket size."""
+    arm: dict[str, Any] = {"arm": name, "refused": measured["refused"].get(name)}
+    if name not in measured["rounds_s"]:
+        return arm
+    rounds_s = np.array(measured["rounds_s"][name])
+    return arm | {
+        "step_s": spread(rounds_s),
+        "over_bound": spread(rounds_s / bound_s),
+        "speedup_over_best_ddp": _speedup(best_ddp_s, rounds_s),
+        "speedup_over_default_ddp": _speedup(default_ddp_s, rounds_s),
+        "warm_up_steps": measured["warm_up_steps"][name],
+        "rounds_s": measured["rounds_s"][name],
+        **measured["facts"][name],
+    }
+
+
+def _speedup(reference_s: np.ndarray | None, times_s: np.ndarray) -> dict[str, float] | None:
+    """How many times faster than `reference_s`: ratios of the same round, then their median and quartiles."""
+    return None if reference_s is None else spread(reference_s / times_s)

@@ -1,0 +1,164 @@
+"""All cases: what is checked, on how many ranks, over which backend."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpu_check_parts import checks
+from gpu_check_parts.ranks import Launch
+from gpu_check_parts.training import Recipe
+
+# Needed by cuBLAS for deterministic results. Loopback: no host name has to resolve.
+ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_DEBUG": "WARN",
+}
+ADAMW = {"lr": 0.01}
+SGD = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
+# Groups of one large matrix each.
+WIDE = {"model": "wide", "fusion_mb": 4.0, "steps": 8}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    Attributes:
+        group: what kind of check.
+        name: which one.
+        check: runs on every rank.
+        arguments: of the check, after the device.
+        launch: how its ranks are started.
+        alone: times or loads the device, so nothing else may run beside it.
+        needs_cuda: cannot be rehearsed on a CPU.
+    """
+
+    group: str
+    name: str
+    check: Callable[..., dict[str, Any]]
+    arguments: tuple[Any, ...]
+    launch: Launch
+    alone: bool = False
+    needs_cuda: bool = False
+
+
+def one_rank(device: str, **options: Any) -> Launch:
+    """A single rank: over NCCL on a GPU, over gloo in a rehearsal."""
+    return Launch("gloo" if device == "cpu" else "nccl", (device,), ENVIRONMENT, **options)
+
+
+def core_recipes(device: str) -> Iterator[tuple[str, Recipe]]:
+    """The core of the equivalence matrix."""
+    yield "SGD", Recipe()
+    yield "SGD momentum nesterov weight decay", Recipe(options=SGD)
+    yield "SGD, gradients apart from buckets", Recipe(options=SGD, bucket_view=False)
+    yield "Adam", Recipe("Adam", ADAMW)
+    yield "AdamW", Recipe("AdamW", ADAMW)
+    yield "AdamW foreach", Recipe("AdamW", ADAMW | {"foreach": True})
+    yield "AdamW one by one", Recipe("AdamW", ADAMW | {"foreach": False, "capturable": False})
+    yield "AdamW fused", Recipe("AdamW", ADAMW | {"fused": True})
+    if device != "cpu":  # torch refuses it there
+        yield "AdamW capturable", Recipe("AdamW", ADAMW | {"capturable": True})
+    yield "AdamW, gradients apart from buckets", Recipe("AdamW", ADAMW, bucket_view=False)
+    yield "AdamW strict", Recipe("AdamW", ADAMW, strict=True)
+    yield "AdamW fused strict", Recipe("AdamW", ADAMW | {"fused": True}, strict=True)
+    yield "convolutions, batch norm, channels last", Recipe("AdamW", ADAMW, model="conv")
+    yield "bf16 parameters", Recipe("AdamW", ADAMW, dtype="bfloat16")
+    yield "autocast bf16", Recipe("AdamW", ADAMW, autocast="bfloat16")
+    yield "zero_grad(set_to_none=False)", Recipe("AdamW", ADAMW, set_to_none=False)
+    yield (
+        "zero_grad(set_to_none=False), gradients apart",
+        Recipe("AdamW", ADAMW, set_to_none=False, bucket_view=False),
+    )
+    yield "no_sync accumulation", Recipe("AdamW", ADAMW, accumulate=3)
+    yield "no_sync accumulation, gradients apart", Recipe(options=SGD, accumulate=3, bucket_view=False)
+    yield "bf16 on the wire", Recipe("AdamW", ADAMW, wire_dtype="bfloat16")
+    yield "bf16 on the wire, stock clipping", Recipe("AdamW", ADAMW, wire_dtype="bfloat16", clip="stock")
+    yield "stock clipping", Recipe("AdamW", ADAMW, clip="stock")
+    yield "own clipping", Recipe("SGD", SGD, clip="own")
+    for scaler in ("stock", "own"):
+        scaled = {"scaler": scaler, "poisoned_step": 9, "autocast": "float16"}
+        yield f"fp16, {scaler} GradScaler, a skipped step", Recipe("AdamW", ADAMW, **scaled)
+        yield f"fp16, {scaler} GradScaler, fused", Recipe("AdamW", ADAMW | {"fused": True}, **scaled)
+    yield (
+        "fp16, own GradScaler and own clipping",
+        Recipe("SGD", SGD, scaler="own", poisoned_step=9, autocast="float16", clip="own"),
+    )
+
+
+def one_rank_cases(device: str) -> Iterator[Case]:
+    """World size 1."""
+    launch = one_rank(device)
+    for name, recipe in core_recipes(device):
+        yield Case("equivalence", name, checks.equivalence, (recipe,), launch)
+    bound = one_rank(device, bind_device=True)
+    yield Case(
+        "equivalence", "AdamW, device_id bound", checks.equivalence, (Recipe("AdamW", ADAMW),), bound, needs_cuda=True
+    )
+    steady = {
+        "SGD": Recipe(options=SGD),
+        "AdamW": Recipe("AdamW", ADAMW),
+        "AdamW fused": Recipe("AdamW", ADAMW | {"fused": True}),
+        "no_sync accumulation": Recipe("AdamW", ADAMW, accumulate=2),
+        "bf16 on the wire": Recipe("AdamW", ADAMW, wire_dtype="bfloat16"),
+        "stock clipping": Recipe("AdamW", ADAMW, clip="stock"),
+        "own clipping": Recipe("AdamW", ADAMW, clip="own"),
+        "own GradScaler, fused": Recipe("AdamW", ADAMW | {"fused": True}, scaler="own", autocast="float16"),
+    }
+    for name, recipe in steady.items():
+        # Few groups: the driver itself blocks the host once about a thousand kernels are waiting.
+        few_groups = replace(recipe, fusion_mb=0.05)
+        yield Case("no host sync", name, checks.no_host_sync, (few_groups,), launch, alone=True, needs_cuda=True)
+    yield from _stream_cases(device, launch, "streams")
+
+
+def _stream_cases(device: str, launch: Launch, group: str) -> Iterator[Case]:
+    sgd, adamw = Recipe(options=SGD, **WIDE), Recipe("AdamW", {"lr": 0.001}, **WIDE)
+    late = checks.equivalence_with_late_legs
+    recipes = {
+        "late gradients, late legs": adamw,
+        "late legs, gradients apart from buckets": Recipe(options=SGD, bucket_view=False, **WIDE),
+        "late legs, stock clipping": Recipe(options=SGD, clip="stock", **WIDE),
+        "late legs, own clipping": Recipe(options=SGD, clip="own", **WIDE),
+        "late legs, branches on two streams": Recipe(options=SGD, model="branches", fusion_mb=1.0, steps=8),
+        "late legs, accumulation": Recipe(options=SGD, accumulate=2, **WIDE),
+    }
+    for name, recipe in recipes.items():
+        yield Case(group, name, late, (checks.on(recipe, device),), launch, alone=True)
+    side = checks.equivalence_on_side_stream
+    yield Case(group, "training on a side stream", side, (adamw,), launch, alone=True, needs_cuda=True)
+    for missing in ("without_wait_for_legs", "without_wait_for_gradients"):
+        yield Case(
+            group,
+            f"control: {missing.replace('_', ' ')}",
+            checks.missing_wait_is_noticed,
+            (sgd, missing),
+            launch,
+            alone=True,
+            needs_cuda=True,
+        )
+
+
+def two_rank_cases(device: str, launch: Launch, group: str) -> Iterator[Case]:
+    """World size 2, on a launch that has been tried."""
+    recipes = {
+        "SGD momentum nesterov weight decay": Recipe(options=SGD),
+        "AdamW, gradients apart from buckets": Recipe("AdamW", ADAMW, bucket_view=False),
+        "AdamW fused strict": Recipe("AdamW", ADAMW | {"fused": True}, strict=True),
+        "convolutions, batch norm, channels last": Recipe("AdamW", ADAMW, model="conv"),
+        "no_sync accumulation": Recipe("AdamW", ADAMW, accumulate=3),
+        "bf16 on the wire": Recipe("AdamW", ADAMW, wire_dtype="bfloat16"),
+        "fp16 on the wire, own GradScaler, a skipped step": Recipe(
+            "AdamW", ADAMW, scaler="own", poisoned_step=9, wire_dtype="float16"
+        ),
+        "stock clipping": Recipe("AdamW", ADAMW, clip="stock"),
+        "own clipping": Recipe("SGD", SGD, clip="own"),
+        "fp16, own GradScaler, a skipped step": Recipe(
+            "AdamW", ADAMW, scaler="own", poisoned_step=9, autocast="float16"
+        ),
+    }
+    for name, recipe in recipes.items():
+        yield Case(group, name, checks.equivalence, (recipe,), launch, alone=True)
+    late = checks.on(Recipe("AdamW", {"lr": 0.001}, **WIDE), device)
+    yield Case(group, "late gradients, late legs", checks.equivalence_with_late_legs, (late,), launch, alone=True)

@@ -1,1 +1,0 @@
-"""The parts of `pytorch_ddp_tests.py`."""

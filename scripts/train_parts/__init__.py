@@ -1,0 +1,1 @@
+"""The parts of `train.py` beside the training loop: options, data, checkpoints, display, the record."""

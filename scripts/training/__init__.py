@@ -1,1 +1,0 @@
-"""What `train.py` needs beside the training loop: data, checkpoints, timing, display."""

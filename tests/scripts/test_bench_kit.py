@@ -1,0 +1,72 @@
+"""The kit of the benches: the order of turns, quantiles, fairness, the record; and a whole run of a small bench."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench_kit import record
+from bench_kit.rounds import jain_index, quantile, spread, turns
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+TIMEOUT_S = 100
+
+
+def test_every_candidate_takes_a_turn_in_each_round_and_another_one_begins() -> None:
+    order = [(turn.round, turn.index) for turn in turns(candidates=3, rounds=2)]
+    assert order == [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (1, 0)]
+    assert [turn.behind for turn in turns(3, 2)] == pytest.approx([0, 1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6])
+
+
+@given(st.lists(st.floats(-100, 100), min_size=1, max_size=20), st.floats(0, 1))
+def test_quantiles_are_those_of_numpy(values: list[float], part: float) -> None:
+    assert quantile(values, part) == pytest.approx(float(np.quantile(values, part)), abs=1e-9)
+
+
+def test_a_spread_is_median_and_quartiles() -> None:
+    assert spread([4.0, 1.0, 2.0, 3.0, 5.0]) == {"median": 3.0, "low": 2.0, "high": 4.0}
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8))
+def test_jains_index(shares: list[float]) -> None:
+    assert 1 / len(shares) <= jain_index(shares) * (1 + 1e-9) and jain_index(shares) <= 1 + 1e-9
+    assert jain_index([shares[0]] * len(shares)) == pytest.approx(1)
+
+
+def test_the_record_holds_the_machine_and_all_arguments(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "record.json"
+    config = record.configuration(Namespace(rounds=3, json=file), backend="gloo")
+    record.write({"configuration": config}, file)
+    written = json.loads(file.read_text())["configuration"]
+    assert (written["backend"], written["rounds"], written["json"]) == ("gloo", 3, str(file))
+    assert {"python", "kernel", "machine", "processor", "cores"} <= written.keys()
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda script: script.name)
+def test_every_script_begins_with_the_command_to_run(script: Path) -> None:
+    text = ast.get_docstring(ast.parse(script.read_text()))
+    assert text is not None
+    assert [line for line in text.splitlines() if line.startswith("    ") and f"scripts/{script.name}" in line]
+
+
+def test_every_step_of_the_lease_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "handoff.json"
+    small = "--rounds 1 --turns 30 --kills 1 --stops 1 --share-s 0.1"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "bench_handoff.py"), *small.split(), "--json", str(file)],
+        env=os.environ | {"PYTHONPATH": str(SCRIPTS.parent)},
+        capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rounds = json.loads(file.read_text())["rounds"]
+    assert len(rounds) == 10 and all(name in done.stdout for name in rounds)
+    assert all(figures[0].keys() == {"samples", "p50", "p99"} for figures in rounds.values())
+    assert rounds["hand-off, us"][0]["p50"] > 0
