@@ -325,7 +325,9 @@ class DearState:
         raise TypeError("a DearState belongs to one model: copy ddp.module, and attach to the copy")
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a DearState cannot be pickled: save state_dict() of model and optimizer")
+        raise TypeError(
+            "a DearState cannot be pickled: save the state_dict() of the model and of the optimizer instead"
+        )
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Reduce one bucket; the implementation of :func:`dear_hook`."""

@@ -127,7 +127,7 @@ class FusionPlan:
             lines.append(
                 f"  [{group.index}] {group.arena}: {group.numel} elements, padding {group.padding}, "
                 f"parameters {group.pieces[0].parameter}..{group.pieces[-1].parameter}, "
-                f"gathered {self.use_order.index(group.index) + 1}.{how}"
+                f"gather position {self.use_order.index(group.index) + 1}{how}"
             )
         return "\n".join(lines)
 

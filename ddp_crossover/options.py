@@ -42,8 +42,9 @@ class Options:
             raise ValueError(f"fusion_mb must be greater than 0 (MiB per fusion group), got {self.fusion_mb}")
         if self.tuned_file is not None and (self.schedule is not Schedule.AUTO or self.fusion_mb is not None):
             raise ValueError(
-                "tuned_file keeps the group size that tuning has found, and nothing is tuned with fusion_mb or with "
-                f"schedule={str(self.schedule)!r}: leave tuned_file out, or tune with schedule='auto' and no fusion_mb"
+                "tuned_file keeps the group size that the tuner finds, and the tuner runs only with schedule='auto' "
+                f"and without fusion_mb, got schedule={str(self.schedule)!r} and fusion_mb={self.fusion_mb}: leave out "
+                "tuned_file, or let the tuner run"
             )
         if self.wire_dtype is not None and self.wire_dtype not in WIRE_DTYPES:
             raise ValueError(

@@ -45,6 +45,7 @@ def refuse_to_wait() -> None:
     """
     if is_own_thread():
         raise RuntimeError(
-            "a finalizer (__del__), which the collector of garbage runs in a thread of ddp_crossover, uses a parameter "
-            "or gradient that may be on the wire: nothing can be waited for there"
+            "a finalizer (__del__), which the garbage collector runs in a thread of ddp_crossover, uses a parameter or "
+            "gradient that may be on the wire, and this thread must not wait for it: do not use parameters or "
+            "gradients in __del__"
         )

@@ -152,8 +152,8 @@ class CompiledCode:
             if self._compiled_before_step == _COMPILED_AGAIN:
                 self.needs_gradients = True
                 self._fallbacks.note(
-                    "a compiled function runs between backward and step(), and may take gradients in: backward waits "
-                    "for all gradients. To overlap them leave optimizer.step() and clipping uncompiled"
+                    "a compiled function runs between backward and optimizer.step() and may read gradients, so "
+                    "backward waits for all of them. To overlap them, leave optimizer.step() and clipping uncompiled"
                 )
         if not self._params.armed():
             return
@@ -163,11 +163,14 @@ class CompiledCode:
                 self._compiled_inside += 1
                 if self._compiled_inside == _COMPILED_AGAIN:
                     self._fallbacks.note(
-                        "forward calls a compiled function that uses parameters it is not given by a compiled module: "
-                        "all updates are applied before forward begins. To overlap them compile the modules instead"
+                        "forward calls a compiled function, outside of compiled modules, that uses parameters, so all "
+                        "updates are applied before forward begins. To overlap them, compile the modules instead"
                     )
         else:
             self._compiled_outside += 1
             if self._compiled_outside == _COMPILED_AGAIN:
-                self._params.why_none_is_lazy = "may be used by a compiled function between step() and forward"
+                self._params.why_none_is_lazy = (
+                    "may be used by a compiled function between optimizer.step() and the next forward. Leave that "
+                    "function uncompiled to have updates deferred"
+                )
         self._params.use_all()

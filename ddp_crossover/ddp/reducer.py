@@ -294,7 +294,10 @@ class Reducer:
 
     def _why_plain(self) -> str | None:
         if self._planning.has_begun and self._planning.settled:
-            return "plain all-reduce in the hook was faster than every pipeline that was tried: nothing is deferred"
+            return (
+                "plain all-reduce is at least as fast as the pipeline here, so gradients are reduced by plain "
+                "all-reduces and nothing is deferred; set fusion_mb to use the pipeline anyway"
+            )
         return self._plain_reason
 
     # Forwards, and other readers of parameters.
@@ -357,10 +360,12 @@ class Reducer:
         """Handle a gradient that arrives for a parameter which this forward has not touched."""
         if self.pipeline is None:
             # No update was pending yet, so this read was right; never defer updates of this parameter.
-            lazy.why_never_lazy = "is read in forward where torch does not tell, as by TorchScript or an extension"
+            lazy.why_never_lazy = (
+                "is read in forward by code that bypasses __torch_function__ (TorchScript or a C++ extension)"
+            )
             return
         raise StaleParameterError(
-            f"{lazy.name} was used by this forward in a way that torch does not tell of (as by TorchScript or an "
-            "extension) and that no earlier forward has shown, so perhaps before its update was applied. Call "
+            f"this forward used {lazy.name} in code that bypasses __torch_function__ (TorchScript or a C++ extension), "
+            "which no earlier forward had done, so perhaps before its deferred update was applied: call "
             "state.synchronize() before such a forward, or attach with schedule='allreduce'"
         )

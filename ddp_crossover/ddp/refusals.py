@@ -46,7 +46,7 @@ def refuse_model(ddp: object) -> None:
         )
     if getattr(ddp, "_delay_all_reduce_all_params", False):
         raise ValueError(
-            "delay_all_reduce_named_params holds all parameters, so nothing is left to the hook: delay only "
+            "delay_all_reduce_named_params lists all parameters, so no gradient reaches the hook: delay only "
             "some of them, or leave the argument out"
         )
     _refuse_parameters(ddp)
@@ -56,8 +56,8 @@ def _refuse_parameters(ddp: DistributedDataParallel) -> None:
     for name, module in ddp.module.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ValueError(
-                f"{name}.weight has sparse gradients, which have no place in a flat buffer: build {name} with "
-                "sparse=False"
+                f"{name}.weight has sparse gradients, which cannot be copied into a flat fusion buffer: build {name} "
+                "with sparse=False"
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
@@ -80,13 +80,13 @@ def _refuse_parameters(ddp: DistributedDataParallel) -> None:
 def refuse_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[object]) -> None:
     """Raise TypeError or ValueError unless ``deferred_updates`` can drive every optimizer."""
     if not optimizers:
-        raise ValueError("dear_hook needs the optimizer (or a list of them) of the model, got none")
+        raise ValueError("optimizer is an empty list: pass the optimizer of the model, or a list of all its optimizers")
     managed = {id(parameter) for _, parameter in managed_parameters(ddp)}
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"{kind} is no torch.optim.Optimizer: pass the optimizer that it wraps, whose step() "
+                f"optimizer is a {kind}, not a torch.optim.Optimizer: pass the optimizer that it wraps, whose step() "
                 "updates the parameters"
             )
         if isinstance(optimizer, LBFGS):
@@ -103,7 +103,10 @@ def refuse_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[object]
 def why_plain_all_reduce(ddp: DistributedDataParallel, schedule: Schedule) -> str | None:
     """Return why this model must be trained with plain all-reduces, or None if it can take the pipeline."""
     if schedule is Schedule.ALLREDUCE:
-        return "schedule='allreduce': plain all-reduce in the hook, as asked for"
+        return "schedule='allreduce': gradients are reduced by plain all-reduces, as asked for"
     if ddp.is_multi_device_module:
-        return "the module spans several devices: plain all-reduce in the hook"
+        return (
+            "the module's parameters are on several devices, so gradients are reduced by plain all-reduces and "
+            "nothing is deferred. Keep each replica on one device to overlap communication with forward"
+        )
     return None

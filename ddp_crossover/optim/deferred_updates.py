@@ -141,7 +141,9 @@ class DeferredUpdates:
 
     def _note_waits(self, optimizer: Optimizer, reason: str | None) -> None:
         self._looks.is_explained = True
-        self._fallbacks.note(f"{type(optimizer).__name__}.step() waits for all gradients: {reason}")
+        self._fallbacks.note(
+            f"{type(optimizer).__name__}.step() waits for all gradients and defers nothing, because {reason}"
+        )
 
     def refuse_to_go_on(self) -> None:
         """Raise StaleParameterError if the last ``step()`` was taken back, or if an update failed midway."""
@@ -171,8 +173,8 @@ class DeferredUpdates:
         if optimizer not in self._separable and any(p in pipeline.slot_of for p in optimizer_parameters(optimizer)):
             self._note_waits(
                 optimizer,
-                "it was not attached. Give all optimizers to attach(); after replacing one, call state.detach() and "
-                "attach again",
+                "this optimizer was not attached. Pass a list of all optimizers to attach(); after replacing one, call "
+                "state.detach() and attach again",
             )
 
     def _before_step(
@@ -186,8 +188,8 @@ class DeferredUpdates:
         self._stepped_in = pipeline.iteration
         if pipeline.phase is Phase.BACKWARD and _has_gradients(optimizer):
             raise RuntimeError(
-                "optimizer.step() after a backward that did not finish: its gradients have not been "
-                "summed over ranks. Skip this step, set the gradients to None, and restart from a checkpoint"
+                "optimizer.step() was called after a backward that did not finish, so its gradients have not been "
+                "summed over ranks: skip this step, set the gradients to None, and restart from a checkpoint"
             )
         if pipeline.updates:
             # Also updates of other optimizers: two optimizers may share a parameter.
@@ -195,11 +197,17 @@ class DeferredUpdates:
             pipeline.apply_pending([slot for slot in slots if slot is not None])
         reason = self._separable.why_not(optimizer, test_again=True)
         if reason is None and (len(args) > 2 or set(kwargs) - {"closure"}):
-            reason = "it was called with arguments besides the closure"
+            reason = "it was called with other arguments than a closure"
         if reason is None and called_by_compiled_code():
-            reason = "it is called by compiled code, which adds up in another way"
+            reason = (
+                "it is called by compiled code, which rounds sums in another way. Call optimizer.step() outside of "
+                "torch.compile"
+            )
         if reason is None and keeps_overwritten_values():
-            reason = "it is called inside of allow_mutation_on_saved_tensors(), which keeps what an update overwrites"
+            reason = (
+                "it is called inside of torch.autograd.graph.allow_mutation_on_saved_tensors(), which clones what an "
+                "update overwrites. Call it outside of that context"
+            )
         if reason is not None:
             self._note_waits(optimizer, reason)
         if reason is not None or not self.enabled:

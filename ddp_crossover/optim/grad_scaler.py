@@ -38,7 +38,7 @@ class GradScaler(torch.amp.GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         slots = [*gradients.on_the_wire, *gradients.in_memory]
         if not allow_fp16 and any(slot.parameter.dtype is torch.float16 for slot in slots):
-            raise ValueError("Attempting to unscale FP16 gradients: keep the parameters in fp32.")
+            raise ValueError("Attempting to unscale FP16 gradients: keep the parameters in fp32 and use torch.autocast")
         found = shards.found_inf(pipeline, gradients)
         shards.scale(gradients, inv_scale.to(found.device).reshape(()))
         return {found.device: found}

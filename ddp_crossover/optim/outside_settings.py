@@ -132,7 +132,7 @@ class _Search:
         self._functions.add(function)
         # Not by `__module__`, which `functools.wraps` copies.
         if _is_trusted(function.__globals__.get("__name__")):
-            self._add(f"what {function.__name__}() calls", *_wrapped(function))
+            self._add(f"a function that {function.__name__}() calls", *_wrapped(function))
             return
         self._meet(function)
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
@@ -151,7 +151,7 @@ class _Search:
             elif instruction.opname in _ATTRIBUTES:
                 self._read(name)
             elif instruction.opname == "IMPORT_NAME" and not _is_trusted(name):
-                self._add(f"the module {name}, which it imports", _UNKNOWN)
+                self._add(f"the module {name} (imported while it runs)", _UNKNOWN)
         for text in _texts(code.co_consts):
             self._read(text)
 

@@ -46,23 +46,28 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
     """
     name = _unknown_attribute(optimizer)
     if name is not None and isinstance(inner := getattr(optimizer, name), Optimizer):
-        return f"it steps another optimizer. Attach that one, its .{name} ({type(inner).__name__}), instead"
+        return f"it wraps another optimizer. Attach that one, its .{name} ({type(inner).__name__}), instead"
     if not has_hooks(optimizer):
-        return "its class does not call Optimizer.__init__(), so nothing can be hooked to its step()"
+        return "its class does not call Optimizer.__init__(), so its step() takes no hooks"
     if not has_raw_step(optimizer):
-        return "its step() has been replaced, or is not torch.optim's kind of step()"
+        return (
+            "its step() is not the plain method of a torch.optim.Optimizer class: something has replaced or wrapped it"
+        )
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        return "differentiable=True"
+        return "a param group has differentiable=True"
     if name is not None:
-        return f"it keeps something of its own in .{name}"
+        return f"its attribute .{name} may hold parameters or another optimizer"
     if _knows_parameters_by_id(optimizer):
-        return "it tells its parameters apart by their id()"
+        return (
+            "it stores the id() of parameters, and deferred updates run on other tensor objects. Keep what belongs to "
+            "a parameter in optimizer.state"
+        )
     if (reason := _why_settings_may_change(optimizer)) is not None:
         return reason
     for group in optimizer.param_groups:
         for key, value in group.items():
             if key not in ("params", "param_names") and isinstance(value, list) and len(value) == len(group["params"]):
-                return f"its {key!r} may have an entry for each parameter"
+                return f"the list {key!r} in a param group may have an entry for each parameter"
     failure = ""
     # Empty state first. Some optimizers (Adagrad up to torch 2.11) create state in `__init__`, and fail without it.
     for with_state in (False, True):
@@ -70,7 +75,7 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
             with _random_states_kept(optimizer):
                 return _try(optimizer, with_state)
         except Exception as error:
-            failure = f"a trial on a small clone failed ({type(error).__name__}: {error})"
+            failure = f"a trial step on a small clone of it failed ({type(error).__name__}: {error})"
     return failure
 
 
@@ -93,9 +98,9 @@ def _try(optimizer: Optimizer, with_state: bool) -> str | None:
         attributes = copy.deepcopy([vars(parameter) for parameter in whole.parameters])
         result = raw_step(whole.optimizer)(whole.optimizer)
         if not _same([vars(parameter) for parameter in whole.parameters], attributes):
-            return "its step() sets attributes of the parameters, which may be looked at before it is applied"
+            return "its step() sets attributes of the parameters, which may be read before a deferred update sets them"
         if not _same([parameter.grad for parameter in whole.parameters], gradients):
-            return "its step() changes gradients, which may be looked at before it is applied"
+            return "its step() changes gradients, which may be read before a deferred update changes them"
         split.set_gradients(step)
         returned = split.step_one_by_one()
         if split.closure_calls != step + 1:
@@ -103,7 +108,10 @@ def _try(optimizer: Optimizer, with_state: bool) -> str | None:
         if not _same(returned, result):
             return "its step() returns something that depends on the parameters"
     if not _same(whole.everything(), split.everything()):
-        return "it updates parameters together (a trial on a small clone gave different results)"
+        return (
+            "it does not update each parameter independently (updating them all at once and one by one in "
+            "a trial on a small clone gave different results)"
+        )
     return None
 
 
@@ -218,13 +226,21 @@ def _why_settings_may_change(optimizer: Optimizer) -> str | None:
     for group in optimizer.param_groups:
         for key, value in hyperparameters(group).items():
             if not _is_plain(value, Tensor):
-                return f"its param groups hold a {type(value).__name__} in {key!r}, of which no copy can be kept"
+                return (
+                    f"its param groups hold a {type(value).__name__} in {key!r}, which cannot be copied for a deferred "
+                    "update. Use numbers, strings or tensors"
+                )
         for parameter in group["params"] if reads_attributes(optimizer) else ():
             for name, value in vars(parameter).items():
                 if not _is_plain(value, Tensor):
-                    return f"a parameter has a {type(value).__name__} in .{name}, of which no copy can be kept"
+                    return (
+                        f"a parameter has a {type(value).__name__} in .{name}, which cannot be copied for a deferred "
+                        "update. Use numbers, strings or tensors"
+                    )
     what = changeable_setting(optimizer)
-    return None if what is None else f"its step() reads {what}, which may change before a deferred update is made"
+    if what is None:
+        return None
+    return f"its step() reads {what}, which may change before a deferred update runs. Pass it in a param group"
 
 
 def _knows_parameters_by_id(optimizer: Optimizer) -> bool:

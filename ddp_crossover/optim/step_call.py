@@ -14,8 +14,8 @@ from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
 from ddp_crossover.stats import FallbackLog
 
 _KEPT = (
-    "has a gradient in memory that something else refers to (a tensor, view or buffer kept over backward). To have it "
-    "deferred keep clones, or drop them and set gradients to None"
+    "has a gradient whose memory the script keeps over backward (the tensor itself, a view of it, or a flat buffer). "
+    "Keep a clone instead, or drop it and set gradients to None, to have the update deferred"
 )
 
 
@@ -92,8 +92,8 @@ class Deferrable:
         self.note_not_deferred(never)
         if read_early:
             self._fallbacks.note(
-                "gradients were read or replaced before optimizer.step(): their update is not deferred. "
-                "To clip or unscale without a wait use state.clip_grad_norm_ and ddp_crossover.GradScaler"
+                "gradients were read or replaced before optimizer.step(), so their updates are not deferred. "
+                "To clip or unscale without a wait, use state.clip_grad_norm_ and ddp_crossover.GradScaler"
             )
         return candidates
 
@@ -105,7 +105,7 @@ class Deferrable:
         for reason, (first, *others) in names.items():
             self._looks.is_explained = True
             more = f" (and {len(others)} more)" if others else ""
-            self._fallbacks.note(f"the update of {first}{more} is not deferred, because it {reason}")
+            self._fallbacks.note(f"the update of {first}{more} is not deferred, because the parameter {reason}")
 
 
 def _without(parameters: list[Tensor], lazies: Sequence[LazyParam]) -> list[Tensor]:

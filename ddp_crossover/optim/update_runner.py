@@ -70,7 +70,7 @@ class UpdateRunner:
             StaleParameterError: training must restart from a checkpoint.
         """
         if self._broken:
-            raise StaleParameterError(f"{self._broken}: go on from a checkpoint that was saved before")
+            raise StaleParameterError(f"{self._broken}: restart training from a checkpoint")
 
     def take_back(self, error: LegError) -> None:
         """Drop the updates of the last ``step()``, some of which cannot be completed because of ``error``.
@@ -91,7 +91,7 @@ class UpdateRunner:
         pipeline.updates.clear()
         self._broken = f"the last optimizer.step() was taken back, because {error}"
         logger.warning(
-            "ddp_crossover: %s. Parameters and optimizer are as they were before it, and can be saved like that",
+            "ddp_crossover: %s. Parameters and optimizer state are those from before that step: save them and restart",
             self._broken,
         )
 
@@ -118,7 +118,10 @@ class UpdateRunner:
             self._step(claimed, pipeline.gradients.for_update(claimed))
         except BaseException as error:
             # As after a plain step() that raised: values can be read and saved, but training must not go on.
-            self._broken = f"an update of {slots[0].name} and others broke off ({type(error).__name__}: {error})"
+            self._broken = (
+                f"the deferred update of {slots[0].name} and its fusion group failed midway "
+                f"({type(error).__name__}: {error})"
+            )
             raise
         finally:
             params.updating = before
@@ -153,8 +156,9 @@ def _show_value(lazy: LazyParam) -> None:
         lazy.shadow = None
     if is_written:
         raise StaleParameterError(
-            f"{lazy.name} was written while its update was pending, by code that torch does not tell of (an extension, "
-            "or a pointer): what it wrote is older than the update. Call state.synchronize() before such a write"
+            f"{lazy.name} was written while its deferred update was pending, by code that bypasses __torch_function__ "
+            "(a C++ extension, or a pointer from data_ptr()): call state.synchronize() before such a write, so that it "
+            "changes the updated value"
         )
 
 

@@ -42,7 +42,7 @@ class Looks:
 
     def at_gradients(self) -> None:
         """Note that a gradient is needed that is still on the wire."""
-        self._note("reads gradients")
+        self._note("reads gradients that are still on the wire")
 
     def _note(self, what: str) -> None:
         if not self.is_explained:

@@ -82,7 +82,7 @@ class LazyParam:
         self.version = 0
         self.shadow: Tensor | None = None
         kind = type(parameter)
-        self.why_never_lazy = None if kind is Parameter else f"is a {kind.__name__}, not an nn.Parameter itself"
+        self.why_never_lazy = None if kind is Parameter else f"is a {kind.__name__}, a subclass of nn.Parameter"
         self.follow_memory()
 
     def follow_memory(self) -> None:
@@ -94,8 +94,9 @@ class LazyParam:
         self.neighbours = [self]
         self._cover = cover_of(
             self.memory.detach(),
-            f"{self.name} waits for its update, and is used in a way that torch does not tell of, as by "
-            "torch.tensor(p), TorchScript or an extension: use p.detach() there, or call state.synchronize() before",
+            f"{self.name} is used while its deferred update is pending, by code that bypasses __torch_function__ "
+            "(torch.tensor(p), TorchScript, a C++ extension): pass p.detach() instead of the parameter, or call "
+            "state.synchronize() first",
         )
 
     def cover(self) -> None:
@@ -138,9 +139,12 @@ class LazyParam:
         covered = sum(lazy.is_covered for lazy in self.neighbours) if extra else 0
         tensors, variables = references_alone
         if _references(self.storage) != (tensors + 2 * extra - covered, variables + extra):
-            return "has memory that something else refers to (.data, detach(), a view, a graph that is still alive)"
+            return (
+                "shares its memory with another tensor (p.data, p.detach(), a view, or an autograd graph that is still "
+                "alive). Drop that tensor before optimizer.step(), or keep a clone instead, to have the update deferred"
+            )
         if self.memory.device.type == "cpu" and self.storage.is_shared():
-            return "is in shared memory, where other processes may read it"
+            return "is in shared memory, where another process may read it at any time"
         return None
 
     @property
@@ -270,7 +274,7 @@ class LazyParams:
         for neighbours in in_storage.values():
             for lazy in neighbours if len(neighbours) > 1 else ():
                 if any(_overlap(lazy, other) for other in neighbours):
-                    lazy.why_never_lazy = "shares memory with another parameter"
+                    lazy.why_never_lazy = "overlaps in memory with another parameter"
 
 
 def _references(storage: torch.UntypedStorage) -> tuple[int, int]:

@@ -5,7 +5,7 @@ Torch looks up ``__torch_function__`` on the arguments of every operator, to see
 pending parameter uses this look-up to apply its update: it turns back into an ``nn.Parameter`` and reports that it
 overrides nothing, and the operator continues with the updated value.
 
-This module knows no optimizers and no communication: it is given a owner object to call for each pending parameter.
+This module knows no optimizers and no communication: it is given an owner object to call for each pending parameter.
 
 For the terms see [Note: DeAR's terms] in ``dear.py``.
 """

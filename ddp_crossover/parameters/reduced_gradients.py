@@ -1,4 +1,4 @@
-"""What a script finds in ``.grad`` after backward: a PendingGrad, until somebody needs the reduced gradient.
+"""What a script finds in ``.grad`` after backward: a PendingGrad, until some code needs the reduced gradient.
 
 A gradient whose memory a script keeps is delivered at the end of backward, because a later read could not be observed.
 This file does not know when legs are launched: it is given a function that waits for a fusion group.
@@ -189,7 +189,7 @@ class ReducedGradients:
         return bool(pending)
 
     def finish(self) -> None:
-        """Deliver what somebody still refers to and drop the rest: the next backward fills the fusion buffers anew."""
+        """Deliver gradients that a script still refers to and drop the rest, before backward fills the buffers anew."""
         for slot in self._slots:
             pool = slot.pending  # no local name for the PendingGrad: held_elsewhere() would count it
             if pool.current.resolved:

@@ -140,7 +140,10 @@ class ComputeProfile:
 
     def __post_init__(self) -> None:
         if len(self.use_s) != len(self.arrival_s):
-            raise ValueError(f"use_s names {len(self.use_s)} parameters, arrival_s {len(self.arrival_s)}")
+            raise ValueError(
+                f"use_s and arrival_s need one time per parameter: use_s has {len(self.use_s)}, "
+                f"arrival_s {len(self.arrival_s)}"
+            )
         times = (*self.use_s, *self.arrival_s, self.forward_s, self.backward_s, self.rest_s)
         if not all(0 <= time_s < math.inf for time_s in times):
             raise ValueError("every time of a ComputeProfile must be a finite number of seconds >= 0")

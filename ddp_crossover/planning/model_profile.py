@@ -41,7 +41,8 @@ class ModelProfile:
     def __post_init__(self) -> None:
         if len(self.specs) != len(self.compute.use_s):
             raise ValueError(
-                f"a profile names {len(self.specs)} parameters and holds times of {len(self.compute.use_s)}"
+                f"a profile needs compute times for each parameter: it has {len(self.specs)} parameters and times for "
+                f"{len(self.compute.use_s)}"
             )
 
     def save(self, path: Path) -> None:
@@ -66,7 +67,9 @@ class ModelProfile:
         try:
             return _model_profile(json.loads(path.read_text()))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{path} is not a profile file: {error!r}") from error
+            raise ValueError(
+                f"{path} is not a profile file ({error!r}): write one with state.profile().save(path)"
+            ) from error
 
 
 def _model_profile(document: Any) -> ModelProfile:

@@ -43,12 +43,10 @@ _MAX_REPEATED_TRIALS = 5
 class Stage(enum.Enum):
     """How far planning has come."""
 
-    OBSERVING = (
-        "the buckets of DDP and the order of use are being learned"  # -> PROFILING, or SETTLED if none is needed
-    )
-    PROFILING = "the first plan runs, compute times are measured"  # -> TUNING, or SETTLED without a tuner
+    OBSERVING = "learning DDP's buckets and the order in which forward uses parameters"  # -> PROFILING or SETTLED
+    PROFILING = "measuring compute times under a first plan"  # -> TUNING, or SETTLED without a tuner
     TUNING = "the tuner tries plans"  # -> SETTLED
-    SETTLED = "the plan stays"  # -> PROFILING: DDP's buckets have changed
+    SETTLED = "the plan is final"  # -> PROFILING: DDP's buckets have changed
 
 
 class Orders(NamedTuple):
@@ -195,7 +193,7 @@ class Planning:
             self.planned.plan.fusion_mb, Schedule.ALLREDUCE if self.planned.prefers_allreduce else Schedule.AUTO
         )
         if self._known is not None:
-            logger.info("ddp_crossover: %s, from %s", self._known, self._options.tuned_file)
+            logger.info("ddp_crossover: using %s, as stored in tuned_file %s", self._known, self._options.tuned_file)
             return self._plan_of(self._known)
         if not self._options.tune:
             return self._plan_of(start)
@@ -248,7 +246,7 @@ class Planning:
             save_tuned(self._options.tuned_file, key, model, result)
         except (TunedFileError, OSError) as error:
             # Log only the message: a handler that stores records would keep the exception's frames and locals alive.
-            logger.warning("ddp_crossover: what was tuned could not be kept: %s", str(error))
+            logger.warning("ddp_crossover: the result of tuning could not be saved to tuned_file: %s", str(error))
 
     def load_tuned(self) -> None:
         """Read the tuned file on rank 0, for all ranks. Call it early, before training time could be lost to an error.

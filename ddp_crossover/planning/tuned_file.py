@@ -115,7 +115,7 @@ def _read_entries(path: Path) -> dict[str, Any]:
 
 
 def _refuse(path: Path, why: str) -> NoReturn:
-    raise TunedFileError(f"{path} cannot be used: {why}. Move it away to tune anew, or give another path")
+    raise TunedFileError(f"tuned_file {path} cannot be used: {why}. Move it away to tune anew, or pass another path")
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def recording(
         if not has_hooks(optimizer):
             raise TypeError(
                 f"{type(optimizer).__name__} does not call Optimizer.__init__(), so a trace cannot see its step(): "
-                "give the optimizer that it steps"
+                "pass the optimizer that it wraps"
             )
     if clock.trace is not None:
         raise RuntimeError("this model is being traced already: leave the other trace() first")

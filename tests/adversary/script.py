@@ -30,9 +30,9 @@ from torch_features import HAS_COVERS
 
 # Reasons to fall back that the documents tell of.
 GRADIENTS_READ = "gradients were read or replaced before optimizer.step"
-PAST_EVERYTHING = "RuntimeError: .* in a way that torch does not tell of"
-KEPT = "has a gradient in memory that something else refers to"
-ALIASED = "has memory that something else refers to"
+PAST_EVERYTHING = "RuntimeError: .* by code that bypasses __torch_function__"
+KEPT = "has a gradient whose memory the script keeps"
+ALIASED = "shares its memory with another tensor"
 
 SEED = 1234
 STEPS = 10

@@ -65,7 +65,7 @@ def test_schedule_free_adamw_with_train_and_eval(run: Script) -> None:
             optimizer.train()
 
 
-@adversarial(needs=("lion_pytorch",), fallback="keeps something of its own")
+@adversarial(needs=("lion_pytorch",), fallback="may hold parameters or another optimizer")
 def test_lion_of_lucidrains(run: Script) -> None:
     from lion_pytorch import Lion
 

@@ -246,7 +246,7 @@ def test_deep_equilibrium_with_a_hook_for_its_backward(run: Script) -> None:
         run.log(train_step(model, optimizer, x, y))
 
 
-@adversarial(fallback="is read in forward where torch does not tell")
+@adversarial(fallback="is read in forward by code that bypasses __torch_function__")
 def test_parametrized_orthogonal_and_symmetric_matrices_with_cache(run: Script) -> None:
     from torch.nn.utils import parametrize
 

@@ -180,7 +180,7 @@ def test_the_reason_names_the_optimizer_to_attach_instead(on_ranks) -> None:
 def _trace() -> None:
     run = Run(Case(model=DeepNet, optimizer=_lookahead), with_dear=False)
     timer = dx.DdpTimer(run.model, run.optimizer)
-    with pytest.raises(TypeError, match="give the optimizer that it steps"), timer.trace():
+    with pytest.raises(TypeError, match="pass the optimizer that it wraps"), timer.trace():
         pass
 
 

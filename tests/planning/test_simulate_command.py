@@ -111,7 +111,7 @@ def test_a_ring_pays_latency_per_hop_and_direct_exchange_overhead_per_peer(capsy
         (
             '{"parameters": [], "compute": {"use_s": [0], "arrival_s": [0], '
             '"forward_s": 1, "backward_s": 1, "rest_s": 0}}',
-            "0 parameters and holds times of 1",
+            "it has 0 parameters and times for 1",
         ),
     ],
 )
