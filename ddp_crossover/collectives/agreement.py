@@ -31,7 +31,7 @@ def require_equal(what: str, value: dict[str, Any], process_group: dist.ProcessG
     """Raise :class:`DisagreementError` on every rank unless all ranks passed the same ``value``."""
     values = all_gather_json(value, process_group, device)
     for rank, other in enumerate(values):
-        difference = _first_difference(values[0], other)
+        difference = _first_difference(values[0], other, rank)
         if difference is not None:
             raise DisagreementError(
                 f"rank {rank} differs from rank 0 in its {what}: {difference}. "
@@ -39,15 +39,15 @@ def require_equal(what: str, value: dict[str, Any], process_group: dist.ProcessG
             )
 
 
-def _first_difference(left: Any, right: Any, where: str = "") -> str | None:
+def _first_difference(left: Any, right: Any, rank: int, where: str = "") -> str | None:
     if isinstance(left, list) and isinstance(right, list):
         left, right = dict(enumerate(left)), dict(enumerate(right))
     if isinstance(left, dict) and isinstance(right, dict):
         for key in [*left, *(key for key in right if key not in left)]:
             path = f"{where}.{key}" if where else str(key)
             if key not in right or key not in left:
-                return f"{path} is only on {'rank 0' if key in left else 'the other'}"
-            if (found := _first_difference(left[key], right[key], path)) is not None:
+                return f"{path} is only on rank {0 if key in left else rank}"
+            if (found := _first_difference(left[key], right[key], rank, path)) is not None:
                 return found
         return None
-    return None if left == right else f"{where} is {left!r} on rank 0, {right!r} here"
+    return None if left == right else f"{where} is {left!r} on rank 0 and {right!r} on rank {rank}"

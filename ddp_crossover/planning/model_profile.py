@@ -14,6 +14,7 @@ optional ``arena`` of a parameter names dtype and device; only parameters of the
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ class ModelProfile:
                 f"{len(self.compute.use_s)}"
             )
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON document."""
         document: dict[str, Any] = {
             "parameters": [asdict(spec) for spec in self.specs],
@@ -54,10 +55,10 @@ class ModelProfile:
         }
         if self.link is not None:
             document["link"] = self.link.to_json()
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        Path(path).write_text(json.dumps(document, indent=1) + "\n")
 
     @classmethod
-    def load(cls, path: Path) -> ModelProfile:
+    def load(cls, path: str | os.PathLike[str]) -> ModelProfile:
         """Read the JSON document.
 
         Raises:
@@ -65,7 +66,7 @@ class ModelProfile:
             ValueError: if the file is not a valid profile.
         """
         try:
-            return _model_profile(json.loads(path.read_text()))
+            return _model_profile(json.loads(Path(path).read_text()))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{path} is not a profile file ({error!r}): write one with state.profile().save(path)"
