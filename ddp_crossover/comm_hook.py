@@ -37,7 +37,7 @@ from ddp_crossover.optim import sharded_norms as shards
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
 from ddp_crossover.options import Options
 from ddp_crossover.own_threads import is_own_thread
-from ddp_crossover.parameters.early_reads import Looks
+from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.lazy_params import LazyParams
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.pending_parameter import PendingParameter, touch
@@ -137,12 +137,12 @@ class DearState:
             memory = make_arenas(self._planning.specs, named, self._link, wire_dtype)
             self._planning.measure_link()
             on_first_forward = let_gradients_arrive_early(ddp, named)
-        self._looks = Looks()
+        self._early_reads = EarlyReads()
         self._params = LazyParams(named)
         self._updates = DeferredUpdates(
             optimizers,
             self._params,
-            self._looks,
+            self._early_reads,
             self._fallbacks,
             strict=options.strict,
         )
@@ -150,7 +150,7 @@ class DearState:
             ddp,
             named,
             self._params,
-            self._looks,
+            self._early_reads,
             self._link,
             self._planning,
             self._updates,
@@ -243,7 +243,7 @@ class DearState:
             pipelined_iterations=self._reducer.pipelined_iterations,
             overlapped_steps=self._reducer.steps.overlapped,
             finished_steps=self._reducer.steps.finished,
-            looks=dict(self._looks.counts),
+            looks=dict(self._early_reads.counts),
             deferred_steps=self._updates.deferred_steps,
             elapsed_s=self._reducer.steps.elapsed_s(),
             communication_s=sums.communication_s,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.hooks import Hook
-from ddp_crossover.parameters.early_reads import Looks
+from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.lazy_params import LazyParams
 from ddp_crossover.stats import FallbackLog
 from ddp_crossover.torch_internals.compiled import (
@@ -85,7 +85,7 @@ class CompiledCode:
     Args:
         model: the module inside of DDP.
         params: its parameters.
-        looks: knows whether the model's forward is running.
+        early_reads: knows whether the model's forward is running.
         fallbacks: notified when compiled functions cost overlap.
         finish_gradients: waits for all pending gradients; returns whether any was pending.
 
@@ -97,13 +97,13 @@ class CompiledCode:
         self,
         model: nn.Module,
         params: LazyParams,
-        looks: Looks,
+        early_reads: EarlyReads,
         fallbacks: FallbackLog,
         finish_gradients: Callable[[], bool],
     ) -> None:
         self._model = model
         self._params = params
-        self._looks = looks
+        self._early_reads = early_reads
         self._fallbacks = fallbacks
         self._known: dict[nn.Module, Callable[[], None]] = {}
         self._depth = 0  # number of nested calls of compiled modules under way
@@ -147,7 +147,7 @@ class CompiledCode:
         return call_around_compiled(module, before, after)
 
     def _compiling(self) -> None:
-        if not self._looks.is_inside_forward and self._finish_gradients():
+        if not self._early_reads.is_inside_forward and self._finish_gradients():
             self._compiled_before_step += 1
             if self._compiled_before_step == _COMPILED_AGAIN:
                 self.needs_gradients = True
@@ -157,7 +157,7 @@ class CompiledCode:
                 )
         if not self._params.armed():
             return
-        if self._looks.is_inside_forward:
+        if self._early_reads.is_inside_forward:
             if not self._depth:
                 self._find()
                 self._compiled_inside += 1

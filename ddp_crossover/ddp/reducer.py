@@ -27,7 +27,7 @@ from ddp_crossover.fusion import FusionPlan, Schedule
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
 from ddp_crossover.options import Options
-from ddp_crossover.parameters.early_reads import Looks
+from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError, StaleReadGuard
 from ddp_crossover.planning.session import Orders, Planning
@@ -43,7 +43,7 @@ class Reducer:
         ddp: the model.
         named: the parameters that DDP manages, with their names.
         params: the same parameters, with their pending updates.
-        looks: records which code needs updates or gradients early.
+        early_reads: records which code needs updates or gradients early.
         link: runs the legs.
         planning: makes the plans.
         updates: defers the optimizers' updates.
@@ -60,7 +60,7 @@ class Reducer:
         ddp: DistributedDataParallel,
         named: Sequence[tuple[str, torch.nn.Parameter]],
         params: LazyParams,
-        looks: Looks,
+        early_reads: EarlyReads,
         link: Link,
         planning: Planning,
         updates: DeferredUpdates,
@@ -94,13 +94,13 @@ class Reducer:
         self.iterations = self.pipelined_iterations = 0
         self.steps = StepLog()
         self._params = params
-        self._looks = looks
+        self._early_reads = early_reads
         self._kept = KeptGradients()
         self._layouts = LayoutRecorder([parameter for _, parameter in named])
         self._use_order = UseOrder(len(named))
         self._guard = StaleReadGuard(params, self._stale_read)
         self._watch = ForwardWatch(ddp, self._before_forward, self._after_forward)
-        self._compiled = CompiledCode(ddp.module, params, looks, fallbacks, self.finish_gradients)
+        self._compiled = CompiledCode(ddp.module, params, early_reads, fallbacks, self.finish_gradients)
         params.on_use = self._guard.note_touch
         refuse_methods(ddp)
         self._in_backward = False
@@ -248,9 +248,9 @@ class Reducer:
             self._link.sent_bytes,
             self._fallbacks.counts,
             is_pipelined=self.pipeline is not None,
-            was_looked_at=self._looks.is_explained,
+            was_looked_at=self._early_reads.is_explained,
         )
-        self._looks.next_step()
+        self._early_reads.next_step()
 
     # The plan.
 
@@ -328,11 +328,11 @@ class Reducer:
             self._params.arm_all()  # no update is pending yet: arm parameters only to learn the use order
         note_use = self._use_order.begin_forward()
         self._params.on_use = note_use if self._planning.profiler is None else self._timing(note_use)
-        self._looks.is_inside_forward = True
+        self._early_reads.is_inside_forward = True
         self._compiled.before_forward()
 
     def _after_forward(self, returned: bool) -> None:
-        self._looks.is_inside_forward = False
+        self._early_reads.is_inside_forward = False
         self._params.on_use = self._guard.note_touch
         if not torch.is_grad_enabled():
             return

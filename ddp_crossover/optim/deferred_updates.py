@@ -26,7 +26,7 @@ from ddp_crossover.optim.optimizer_snapshot import StandIn, optimizer_parameters
 from ddp_crossover.optim.separable import Separable
 from ddp_crossover.optim.step_call import Deferrable, StepCall
 from ddp_crossover.optim.update_runner import DeferredUpdate, UpdateRunner
-from ddp_crossover.parameters.early_reads import Looks, is_saving
+from ddp_crossover.parameters.early_reads import EarlyReads, is_saving
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
 from ddp_crossover.parameters.slots import Slot
 from ddp_crossover.stats import FallbackLog
@@ -41,7 +41,7 @@ class DeferredUpdates:
     Args:
         optimizers: the optimizers.
         params: the parameters that DDP manages.
-        looks: records which line of the script forces pending updates or gradients early.
+        early_reads: records which line of the script forces pending updates or gradients early.
         fallbacks: records why a step or a parameter was not deferred.
         strict: fill pending parameters with NaN until they are updated.
     """
@@ -50,7 +50,7 @@ class DeferredUpdates:
         self,
         optimizers: Sequence[Optimizer],
         params: LazyParams,
-        looks: Looks,
+        early_reads: EarlyReads,
         fallbacks: FallbackLog,
         *,
         strict: bool,
@@ -58,13 +58,13 @@ class DeferredUpdates:
         self.pipeline: Pipeline | None = None
         self.enabled = True
         self._params = params
-        self._looks = looks
+        self._early_reads = early_reads
         self._fallbacks = fallbacks
         self._strict = strict
         self._running: StepCall | None = None
         self._runner = UpdateRunner(params, strict=strict)
         self._separable = Separable(optimizers)
-        self._deferrable = Deferrable(params, looks, fallbacks)
+        self._deferrable = Deferrable(params, early_reads, fallbacks)
         self.deferred_steps = 0
         params.bring_up_to_date = self.bring_up_to_date
         self._stepped_in = -1
@@ -113,8 +113,8 @@ class DeferredUpdates:
         slots = [slot for lazy in lazies if (slot := pipeline.slots[lazy.index]) in pipeline.updates]
         if not slots:
             return
-        self._looks.at_parameters()
-        if self._looks.is_inside_forward:
+        self._early_reads.note_parameter_read()
+        if self._early_reads.is_inside_forward:
             pipeline.apply_pending(slots)
             return
         try:
@@ -134,13 +134,13 @@ class DeferredUpdates:
     def _before_gradient_is_read(self, slot: Slot) -> None:
         pipeline = self.pipeline
         assert pipeline is not None
-        self._looks.at_gradients()
+        self._early_reads.note_gradient_read()
         update = pipeline.updates.get(slot)
         if isinstance(update, DeferredUpdate) and update.edits_gradient:
             pipeline.apply_pending([slot])
 
     def _note_waits(self, optimizer: Optimizer, reason: str | None) -> None:
-        self._looks.is_explained = True
+        self._early_reads.is_explained = True
         self._fallbacks.note(
             f"{type(optimizer).__name__}.step() waits for all gradients and defers nothing, because {reason}"
         )

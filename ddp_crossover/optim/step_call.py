@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, StandIn
-from ddp_crossover.parameters.early_reads import Looks
+from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
 from ddp_crossover.stats import FallbackLog
 
@@ -60,13 +60,13 @@ class Deferrable:
 
     Args:
         params: the parameters that DDP manages.
-        looks: told that a fall-back explains why a step was not overlapped.
+        early_reads: told that a fall-back explains why a step was not overlapped.
         fallbacks: records the reasons.
     """
 
-    def __init__(self, params: LazyParams, looks: Looks, fallbacks: FallbackLog) -> None:
+    def __init__(self, params: LazyParams, early_reads: EarlyReads, fallbacks: FallbackLog) -> None:
         self._params = params
-        self._looks = looks
+        self._early_reads = early_reads
         self._fallbacks = fallbacks
 
     def among(self, parameters: Sequence[Tensor], pipeline: Pipeline) -> list[LazyParam]:
@@ -103,7 +103,7 @@ class Deferrable:
         for lazy, reason in why_not.items():
             names.setdefault(reason, []).append(lazy.name)
         for reason, (first, *others) in names.items():
-            self._looks.is_explained = True
+            self._early_reads.is_explained = True
             more = f" (and {len(others)} more)" if others else ""
             self._fallbacks.note(f"the update of {first}{more} is not deferred, because the parameter {reason}")
 

@@ -17,7 +17,7 @@ _LIBRARIES = (os.sep + "site-packages" + os.sep, os.path.dirname(os.__file__) + 
 _SAVING = ("state_dict", "__reduce_ex__", "__deepcopy__")
 
 
-class Looks:
+class EarlyReads:
     """Records the first line of each step that needs an update or a gradient early.
 
     Attributes:
@@ -35,12 +35,12 @@ class Looks:
         """Start the record of the next step, whose gradients have been computed."""
         self.is_explained = False
 
-    def at_parameters(self) -> None:
+    def note_parameter_read(self) -> None:
         """Note that an update is needed now."""
         if not self.is_inside_forward:
             self._note("reads or writes parameters between optimizer.step() and the next forward")
 
-    def at_gradients(self) -> None:
+    def note_gradient_read(self) -> None:
         """Note that a gradient is needed that is still on the wire."""
         self._note("reads gradients that are still on the wire")
 
