@@ -24,14 +24,12 @@ from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.optim.lazy_state import make_state_lazy, make_state_plain
 from ddp_crossover.optim.optimizer_snapshot import StandIn, optimizer_parameters
 from ddp_crossover.optim.separable import Separable
-from ddp_crossover.optim.step_call import Deferrable, StepCall
+from ddp_crossover.optim.step_call import Deferrable, StepCall, why_call_waits
 from ddp_crossover.optim.update_runner import DeferredUpdate, UpdateRunner
 from ddp_crossover.parameters.early_reads import EarlyReads, is_saving
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
 from ddp_crossover.parameters.slots import Slot
 from ddp_crossover.stats import FallbackLog
-from ddp_crossover.torch_internals.autograd import keeps_overwritten_values
-from ddp_crossover.torch_internals.compiled import called_by_compiled_code
 from ddp_crossover.torch_internals.optimizers import has_hooks, move_to_front, step_pre_hooks
 
 
@@ -195,19 +193,7 @@ class DeferredUpdates:
             # Also updates of other optimizers: two optimizers may share a parameter.
             slots = [pipeline.slot_of.get(parameter) for parameter in optimizer_parameters(optimizer)]
             pipeline.apply_pending([slot for slot in slots if slot is not None])
-        reason = self._separable.why_not(optimizer, test_again=True)
-        if reason is None and (len(args) > 2 or set(kwargs) - {"closure"}):
-            reason = "it was called with other arguments than a closure"
-        if reason is None and called_by_compiled_code():
-            reason = (
-                "it is called by compiled code, which rounds sums in another way. Call optimizer.step() outside of "
-                "torch.compile"
-            )
-        if reason is None and keeps_overwritten_values():
-            reason = (
-                "it is called inside of torch.autograd.graph.allow_mutation_on_saved_tensors(), which clones what an "
-                "update overwrites. Call it outside of that context"
-            )
+        reason = self._separable.why_not(optimizer, test_again=True) or why_call_waits(args, kwargs)
         if reason is not None:
             self._note_waits(optimizer, reason)
         if reason is not None or not self.enabled:

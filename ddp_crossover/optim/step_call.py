@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -12,11 +13,30 @@ from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, StandIn
 from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
 from ddp_crossover.stats import FallbackLog
+from ddp_crossover.torch_internals.autograd import keeps_overwritten_values
+from ddp_crossover.torch_internals.compiled import called_by_compiled_code
 
 _KEPT = (
     "has a gradient whose memory the script keeps over backward (the tensor itself, a view of it, or a flat buffer). "
     "Keep a clone instead, or drop it and set gradients to None, to have the update deferred"
 )
+
+
+def why_call_waits(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Return why this call of ``step()`` cannot defer its updates, or None: its arguments, or the code around it."""
+    if len(args) > 2 or set(kwargs) - {"closure"}:
+        return "it was called with other arguments than a closure"
+    if called_by_compiled_code():
+        return (
+            "it is called by compiled code, which rounds sums in another way. Call optimizer.step() outside of "
+            "torch.compile"
+        )
+    if keeps_overwritten_values():
+        return (
+            "it is called inside of torch.autograd.graph.allow_mutation_on_saved_tensors(), which clones what an "
+            "update overwrites. Call it outside of that context"
+        )
+    return None
 
 
 class StepCall:
