@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from equivalence import Run, plain_loop
 
-# In the middle of the run, but not where every loop has a round number.
-RESUME_AT = 9
+# In the middle of the run: both parts are pipelined for most of their steps.
+RESUME_AT = 6
 
 
 def resume(run: Run, after: str, restart: Callable[[Run], None] | None = None) -> Iterator[Any]:
