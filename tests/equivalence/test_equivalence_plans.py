@@ -102,6 +102,7 @@ def test_plans_that_change_in_the_middle_are_exact(on_ranks, seed, name, world_s
         loop=partial(_under_random_plans, loop=case.loop, seed=seed),
         world_size=world_size,
         strict=strict,
+        steps=20,
         pipelined=False,
     )
     check_case(case, on_ranks)
