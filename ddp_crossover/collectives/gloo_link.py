@@ -75,14 +75,18 @@ class PeerLink(Link):
         context = self._context
         self.is_closed = context.failures.is_closed = True
         if context.failures.first is not None or context.open_legs:
-            context.failures.record("rest of the legs", RuntimeError("the model was given up first"))
+            context.failures.record("rest of the legs", _given_up())
             context.messages.abort()
         context.threads.join()
-        for leg in list(context.open_legs):
-            leg.finish(context.failures.first)
+        for leg in list(context.open_legs):  # also one that another thread has started meanwhile
+            leg.finish(context.failures.first or context.failures.record("rest of the legs", _given_up()))
         context.scratch.clear()
         context.messages.close()
         super().close()
+
+
+def _given_up() -> RuntimeError:
+    return RuntimeError("the model was given up first")
 
 
 class GlooLink(PeerLink):

@@ -7,6 +7,7 @@ slices; a few wait for gather legs. They know nothing about legs, only jobs.
 from __future__ import annotations
 
 import queue
+import threading
 
 from ddp_crossover.collectives.gloo_posting import Job, PostQueue
 from ddp_crossover.collectives.pace import Pace
@@ -49,11 +50,18 @@ class GlooThreads:
         """
         posting, reducing = self._threads
         # In the order in which they hand jobs on, so that no thread is given a job after it was told to end.
+        # After Ctrl-C in a join, too, each is told to end.
+        waiting: list[threading.Thread] = []
         self.posting.close()
-        posting.join()
-        self._reducing.put(None)
-        reducing.join()
-        for thread in self._waiters.close():
+        try:
+            posting.join()
+        finally:
+            self._reducing.put(None)
+            try:
+                reducing.join()
+            finally:
+                waiting = self._waiters.close()
+        for thread in waiting:
             thread.join()
 
     def _post_forever(self) -> None:

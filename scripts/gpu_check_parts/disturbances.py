@@ -78,7 +78,7 @@ def without_wait_for_legs(device: torch.device) -> Iterator[None]:
     """Nobody waits for a leg any more."""
     from ddp_crossover.collectives.nccl_link import _NcclLeg
 
-    with mock.patch.object(_NcclLeg, "wait", lambda leg: None):
+    with mock.patch.object(_NcclLeg, "wait", lambda leg, host_wait=None: None):
         yield
 
 

@@ -82,17 +82,23 @@ class Connections:
         return self._by_fd.get(fd)
 
     def accept(self) -> Connection:
-        """Accept a connection. Raises ``OSError``."""
+        """Accept a connection. Raises ``OSError``, and then nothing is left of it."""
         sock, _ = self._listener.accept()
         sock.setblocking(False)
         peer = peer_of(sock)
         connection = Connection(sock, peer, open_pidfd(sock, peer.pid), self._next_member, time.monotonic())
+        descriptors = [fd for fd in (sock.fileno(), connection.pidfd) if fd is not None]
+        try:
+            for fd in descriptors:
+                self._epoll.register(fd, select.EPOLLIN)
+        except OSError:
+            sock.detach()
+            for fd in descriptors:
+                os.close(fd)  # epoll forgets a descriptor that is closed
+            raise
         self._next_member += 1
         self._by_member[connection.member] = connection
-        for fd in (sock.fileno(), connection.pidfd):
-            if fd is not None:
-                self._by_fd[fd] = connection
-                self._epoll.register(fd, select.EPOLLIN)
+        self._by_fd |= dict.fromkeys(descriptors, connection)
         return connection
 
     def remove(self, connection: Connection) -> bool:

@@ -77,7 +77,7 @@ class Broker:
 
     def serve_forever(self) -> None:
         """Serve until the broker has been idle for ``idle_exit_s`` or its socket was removed or replaced."""
-        gc.disable()  # the broker creates no reference cycles, and a collection would delay grants
+        gc.disable()  # a collection would delay grants; what leaves breaks its reference cycles itself
         logger.info("pid %d serves %s", os.getpid(), self._directory.socket)
         try:
             while self.serving:
