@@ -168,20 +168,24 @@ class Pipeline:
         for index in range(_ANNOUNCED_LEGS):
             self._announce(index)
 
-    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: GradBucket, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
         """Copy one DDP bucket into the fusion buffers and launch the scatter legs of groups that became complete.
+
+        Args:
+            bucket: the bucket.
+            parameters: its parameters, of which DDP makes a new list at every call.
 
         Returns:
             A completed future of the bucket's own gradients: DDP takes them for reduced, and backward does not wait.
         """
         buffer = bucket.buffer().detach()
-        self._stage(bucket, buffer)
+        self._stage(bucket, buffer, parameters)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(buffer)
         return future
 
-    def _stage(self, bucket: GradBucket, buffer: Tensor) -> None:
-        index, parameters = bucket.index(), bucket.parameters()
+    def _stage(self, bucket: GradBucket, buffer: Tensor, parameters: list[Tensor]) -> None:
+        index = bucket.index()
         staging = self._stagings.get(index)
         if staging is None or not same_objects(staging.parameters, parameters):
             staging = self._stagings[index] = plan_staging(

@@ -45,7 +45,7 @@ class PlainAllReduce:
         """Begin the next iteration."""
         self._link.begin_iteration()
 
-    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: GradBucket, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
         """All-reduce one bucket; the future's value are its gradients, averaged over ranks."""
         buffer = bucket.buffer().detach()  # only values are sent, even under backward(create_graph=True)
         on_wire = buffer

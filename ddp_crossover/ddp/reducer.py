@@ -30,6 +30,7 @@ from ddp_crossover.options import Options
 from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError, StaleReadGuard
+from ddp_crossover.parameters.reduced_gradients import unwrap_gradients
 from ddp_crossover.planning.session import Orders, Planning
 from ddp_crossover.stats import FallbackLog, StepLog
 from ddp_crossover.torch_internals.autograd import call_after_backward
@@ -124,7 +125,7 @@ class Reducer:
         try:
             if self.pipeline is not None:
                 self.pipeline.retire()
-                self.pipeline.gradients.unwrap()
+            unwrap_gradients(lazy.parameter for lazy in self._params.all)
             self._params.use_all()
         finally:
             self.become_plain()
@@ -189,7 +190,7 @@ class Reducer:
         self._layouts.record(bucket.index(), parameters)
         if self._planning.profiler is not None:
             self._planning.profiler.arrived(map(self._index_of.__getitem__, parameters))
-        future = self._reduction.reduce(bucket)
+        future = self._reduction.reduce(bucket, parameters)
         if self._layouts.complete:
             # Queue again, for the graph task of the last bucket: reentrant checkpointing runs several graph tasks.
             call_after_backward(self._graph_task_ended)
@@ -358,7 +359,7 @@ class Reducer:
 
     def _stale_read(self, lazy: LazyParam) -> None:
         """Handle a gradient that arrives for a parameter which this forward has not touched."""
-        if self.pipeline is None:
+        if not self._planning.has_begun:
             # No update was pending yet, so this read was right; never defer updates of this parameter.
             lazy.why_never_lazy = (
                 "is read in forward by code that bypasses __torch_function__ (TorchScript or a C++ extension)"

@@ -71,7 +71,7 @@ class DeferredUpdates:
         self._handles: list[RemovableHandle] = [
             register_optimizer_step_post_hook(lambda other, *_: (call := after_any()) and call(other))
         ]
-        for optimizer in optimizers:
+        for optimizer in self._separable:  # each once, even if it was given twice
             if not has_hooks(optimizer):
                 self._note_waits(optimizer, self._separable.why_not(optimizer))
                 continue
@@ -97,8 +97,6 @@ class DeferredUpdates:
         self.pipeline = pipeline
         self._runner.use(pipeline)
         if pipeline is None:
-            for optimizer in self._separable:
-                make_state_plain(optimizer)
             return
         pipeline.gradients.on_read = self._before_gradient_is_read
         self._params.join = pipeline.order.join if pipeline.link.current_stream() is not None else None
@@ -182,6 +180,7 @@ class DeferredUpdates:
         self._runner.refuse_to_go_on()
         pipeline = self.pipeline
         if pipeline is None:
+            make_state_plain(optimizer)  # here, not in use(): that may run in a closure of a step, which has the state
             return None
         self._stepped_in = pipeline.iteration
         if pipeline.phase is Phase.BACKWARD and _has_gradients(optimizer):

@@ -52,5 +52,6 @@ def make_state_lazy(optimizer: Optimizer) -> LazyState:
 
 def make_state_plain(optimizer: Optimizer) -> None:
     """Replace a lazy state of the optimizer by an ordinary ``defaultdict``."""
-    if isinstance(optimizer.state, LazyState):
-        optimizer.state = defaultdict(optimizer.state.default_factory, optimizer.state)
+    state = getattr(optimizer, "state", None)  # a class that skips ``Optimizer.__init__`` may have none
+    if isinstance(state, LazyState):
+        optimizer.state = defaultdict(state.default_factory, state)

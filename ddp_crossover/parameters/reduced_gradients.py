@@ -183,9 +183,7 @@ class ReducedGradients:
     def unwrap(self) -> bool:
         """Replace every PendingGrad in ``.grad`` by its reduced gradient; returns whether any was pending."""
         pending = [slot for slot in self._slots if self.is_pending(slot)]
-        for slot in self._slots:
-            if isinstance(grad := slot.parameter.grad, PendingGrad):
-                slot.parameter.grad = grad.resolve()
+        unwrap_gradients(slot.parameter for slot in self._slots)
         return bool(pending)
 
     def finish(self) -> None:
@@ -198,6 +196,13 @@ class ReducedGradients:
                 pool.current.resolve()
             else:
                 pool.current.disarm()
+
+
+def unwrap_gradients(parameters: Iterable[Tensor]) -> None:
+    """Replace every PendingGrad in ``.grad`` by its reduced gradient, after a wait if it is pending."""
+    for parameter in parameters:
+        if isinstance(grad := parameter.grad, PendingGrad):
+            parameter.grad = grad.resolve()
 
 
 def _nothing(slot: Slot) -> None:

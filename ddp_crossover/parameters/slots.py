@@ -65,12 +65,13 @@ class Slot:
 class GroupState(enum.Enum):
     """How far a fusion group has come in an iteration."""
 
-    FILLING = "some of its gradients have not arrived"  # -> ANNOUNCED, SCATTERING or UNUSED
-    ANNOUNCED = "peers may send their gradients already"  # -> SCATTERING: the last gradient was staged
-    SCATTERING = "its scatter leg was started"  # -> GATHERING
+    # The next backward brings every state back to FILLING.
+    FILLING = "some of its gradients have not arrived"  # -> ANNOUNCED, or as from there
+    ANNOUNCED = "peers may send their gradients already"  # -> SCATTERING: the last gradient was staged; -> UNUSED
+    SCATTERING = "its scatter leg was started"  # -> GATHERING; skipped if both legs are one all-reduce
     GATHERING = "its gather leg was started"  # -> COMPLETE: code that needs a gradient has waited for it
-    COMPLETE = "its buffer holds the reduced gradients"  # -> FILLING: the next backward
-    UNUSED = "no rank has used its parameters, so nothing was sent"  # -> FILLING: the next backward
+    COMPLETE = "its buffer holds the reduced gradients"
+    UNUSED = "no rank has used its parameters, so nothing was sent"
 
 
 class GroupInFlight:

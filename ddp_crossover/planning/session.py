@@ -125,13 +125,13 @@ class Planning:
         self._tuner = None
         self._repeats_left = _MAX_REPEATED_TRIALS
         self.profiler = None
+        plan = self._checked(self._cut(self._first_mb(), self._options.schedule))
         self.stage = Stage.SETTLED
-        if self._options.schedule is Schedule.DEAR:
-            return self._checked(self._cut(self._first_mb(), Schedule.DEAR))
-        if self._options.fusion_mb is None or not self._link.orders_gathers:
+        is_planned = self._options.fusion_mb is None or not self._link.orders_gathers
+        if self._options.schedule is Schedule.AUTO and is_planned:
             self.stage = Stage.PROFILING
             self.profiler = ComputeProfiler(self._stopwatch, len(self.specs))
-        return self._checked(self._cut(self._first_mb(), Schedule.AUTO))
+        return plan
 
     @property
     def has_begun(self) -> bool:

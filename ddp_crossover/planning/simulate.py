@@ -61,7 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N,...",
         help="numbers of ranks, comma-separated. Default: 2,4,...,1024",
     )
-    parser.add_argument("--schedule", choices=SCHEDULES, help="predict only this one. Default: all three")
+    parser.add_argument(
+        "--schedule",
+        choices=[str(schedule) for schedule in SCHEDULES],
+        help="predict only this one. Default: all three",
+    )
     parser.add_argument(
         "--fusion-mb",
         type=float,

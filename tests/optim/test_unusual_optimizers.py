@@ -51,6 +51,14 @@ def _step_with_an_argument(run: Run) -> Iterator[Any]:
         yield loss
 
 
+def _twice(model: nn.Module) -> list[Optimizer]:
+    return [made := SGD(model.parameters(), lr=0.05, momentum=0.9), made]
+
+
+def test_an_optimizer_that_is_given_twice_steps_once(on_ranks) -> None:
+    check_case(Case(optimizer=_twice), on_ranks)
+
+
 def test_arguments_of_step_reach_the_update(on_ranks) -> None:
     check_case(Case(_step_with_an_argument, model=DeepNet, optimizer=_scaled, pipelined=False), on_ranks)
 

@@ -117,6 +117,22 @@ class JudgedPlanning(Planning):
         return choice
 
 
+class TurningPlainPlanning(Planning):
+    """Plans as always, and takes plain all-reduces from a certain step on."""
+
+    def __init__(self, *args: Any, after_steps: int) -> None:
+        super().__init__(*args)
+        self._steps_left = after_steps
+
+    def begin(self, orders: Orders) -> FusionPlan:
+        self._first_plan = super().begin(orders)
+        return self._first_plan
+
+    def at_step_boundary(self) -> FusionPlan | None:
+        self._steps_left -= 1
+        return None if self._steps_left else replace(self._first_plan, schedule=Schedule.ALLREDUCE)
+
+
 def random_launch_order(plan: FusionPlan, draw: random.Random) -> tuple[tuple[str, int], ...]:
     """Groups as they arrive; gather legs anywhere behind their scatter legs."""
     order = [("scatter" if group.split else "all_reduce", group.index) for group in plan.groups]
@@ -131,6 +147,13 @@ def random_launch_order(plan: FusionPlan, draw: random.Random) -> tuple[tuple[st
 def random_plans(seed: int, **options: Any) -> Iterator[None]:
     """Whatever is attached within it trains under random plans."""
     with mock.patch.object(comm_hook, "Planning", partial(RandomPlanning, seed=seed, **options)):
+        yield
+
+
+@contextmanager
+def plain_after(steps: int) -> Iterator[None]:
+    """Whatever is attached within it changes to plain all-reduces, this many steps after the first plan."""
+    with mock.patch.object(comm_hook, "Planning", partial(TurningPlainPlanning, after_steps=steps)):
         yield
 
 
