@@ -27,7 +27,7 @@ LOOPS = {
     "bucket_view": Case(ddp=BUCKET_VIEWS),
     "many_small_buckets": Case(model=DeepNet, ddp={"bucket_cap_mb": 1e-4}),
     "one_large_group": Case(model=DeepNet, dear={"fusion_mb": 25}),
-    "plan_by_default": Case(model=DeepNet, dear={"fusion_mb": None}),
+    "plan_by_default": Case(model=DeepNet, dear={"fusion_mb": None}, steps=20),  # until trials begin
     "papers_schedule": Case(model=DeepNet, dear={"schedule": "dear"}),
     "dropout": Case(model=DropoutNet),
     "zero_grad_keeping_memory": Case(loops.zero_grad_keeping_memory),
