@@ -31,7 +31,7 @@ from harness import run_ranks
 from models import INPUTS, OUTPUTS
 from rank_process import dump, load
 
-STEPS = 24
+STEPS = 12
 EVERY = 6  # after so many steps something is forked; the first few are not pipelined yet
 TIMEOUT_S = 25.0
 SPAWN_TIMEOUT_S = 60.0  # a new interpreter imports torch
