@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from bystanders import Child, evaluate, stack_case, train_step
-from equivalence import Run, check_case
+from bystanders import Child, evaluate, stack_case
+from equivalence import Run, check_case, train_step
 from harness import run_ranks
 from models import INPUTS, OUTPUTS
 from rank_process import dump, load
@@ -43,7 +43,7 @@ def _forking_steps(run: Run) -> Iterator[tuple[bool, Tensor]]:
     """Every step's loss, and whether it is time to fork."""
     run.attach()
     for index in range(run.case.steps):
-        loss = train_step(run, index)
+        loss = train_step(run, *run.batch(index))
         yield index % EVERY == EVERY - 1, loss
 
 
@@ -200,7 +200,7 @@ class _HardExamples(Dataset[tuple[Tensor, Tensor]]):
 def _mine_hard_examples(persistent: bool, run: Run) -> Iterator[Any]:
     run.attach()
     for index in range(6):
-        train_step(run, index)
+        train_step(run, *run.batch(index))
     loader = DataLoader(
         _HardExamples(run.model.module, run.rank),
         batch_size=4,
@@ -211,10 +211,7 @@ def _mine_hard_examples(persistent: bool, run: Run) -> Iterator[Any]:
     )
     for _ in range(3):
         for x, y in loader:
-            run.optimizer.zero_grad()
-            loss = run.loss(run.model(x), y)
-            loss.backward()
-            run.optimizer.step()
+            loss = train_step(run, x, y)
             yield loss, x
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
-from equivalence import SGD, Case, Run, check_case, plain_loop, snapshot
+from equivalence import SGD, Case, Run, check_case, plain_loop, snapshot, train_step
 from loops import accumulate_without_no_sync, zero_grad_keeping_memory
 from models import DeepNet, OddNet
 from wirings import SkippingNet
@@ -82,10 +82,7 @@ def _skip_a_frozen_head(run: Run) -> Iterator[Any]:
             for p in run.model.module.layers[0].parameters():
                 p.requires_grad_(False)
         x, y = run.batch(index)
-        run.optimizer.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        run.optimizer.step()
+        loss = train_step(run, x, y)
         yield loss
 
 

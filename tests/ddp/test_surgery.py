@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from equivalence import Case, Run, assert_same, check_case, optimizer, run_arm
+from equivalence import Case, Run, assert_same, check_case, optimizer, run_arm, train_step
 from models import INPUTS, OUTPUTS, OddNet
 
 SGD = optimizer(torch.optim.SGD, lr=0.1)
@@ -44,10 +44,7 @@ class Operate:
             x, y = run.batch(index)
             if index == self.step:
                 self.operation(run)
-            run.optimizer.zero_grad()
-            loss = run.loss(run.model(x), y)
-            loss.backward()
-            run.optimizer.step()
+            loss = train_step(run, x, y)
             yield loss
 
 

@@ -15,10 +15,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-from equivalence import SMALL_GROUPS_MB, Case, Factory, Run, check_case, optimizer, plain_loop, snapshot
+from equivalence import SMALL_GROUPS_MB, Case, Factory, Run, check_case, optimizer, plain_loop, snapshot, train_step
 from harness import run_ranks
 from models import DeepNet
-from stale_loops import train_step
 
 
 def _train(ddp: nn.Module, optimizer: Optimizer, steps: int) -> None:

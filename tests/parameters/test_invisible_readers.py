@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from equivalence import SGD, Case, Run, assert_same, assert_same_on_all_ranks, check_case, plain_loop, run_arm, snapshot
+from equivalence import (
+    SGD,
+    Case,
+    Run,
+    assert_same,
+    assert_same_on_all_ranks,
+    check_case,
+    plain_loop,
+    run_arm,
+    snapshot,
+    train_step,
+)
 from invisible_models import (
     CheckpointedMatricesNet,
     CompiledClosureNet,
@@ -29,7 +40,7 @@ from invisible_models import (
 from matrix import in_both_modes
 from models import DeepNet, MatrixNet
 from optimizers import MUON
-from stale_loops import LIMIT, train_step
+from stale_loops import LIMIT
 
 INVISIBLE = {
     "bias_in_script": (ScriptedBiasNet, "bias"),

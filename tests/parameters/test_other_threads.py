@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from bystanders import assert_same_ends, final_state, stack_case, train_alone, train_step
-from equivalence import Case, Run, check_case, snapshot
+from bystanders import assert_same_ends, final_state, stack_case, train_alone
+from equivalence import Case, Run, check_case, snapshot, train_step
 
 FIRST_LOOK = 2  # the first steps make the optimizer's state: a dict that grows must not be iterated over
 
@@ -136,7 +136,7 @@ def _look_between_steps(look: Look, run: Run) -> Iterator[Any]:
     onlooker = Onlooker(run)
     with ThreadPoolExecutor(1) as thread:
         for index in range(run.case.steps):
-            loss = train_step(run, index)
+            loss = train_step(run, *run.batch(index))
             looks = run.rank == 0 or index % 3 == 0
             yield loss, thread.submit(look, onlooker).result(timeout=10) if looks else None
 

@@ -21,8 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bystanders import StackNet, assert_same_ends, final_state, stack_case, train_alone, train_step
-from equivalence import Run, is_finite
+from bystanders import StackNet, assert_same_ends, final_state, stack_case, train_alone
+from equivalence import Run, is_finite, train_step
 from harness import run_faulty_ranks
 from models import INPUTS
 
@@ -116,7 +116,7 @@ def _train_with_signals(signals: Signals, reads_gradients: bool, view: bool) -> 
         while steps < MOST_STEPS:
             if steps == FIRST_SIGNAL:
                 stack.enter_context(signals(save, run.rank))
-            train_step(run, steps)
+            train_step(run, *run.batch(steps))
             steps += 1
             if steps % 20 == 0 and _all_ranks_have(len(saved) >= SAVES):
                 break
@@ -184,7 +184,7 @@ def _train_until_stopped(run: Run, after_s: float) -> bool:
         try:
             signal.setitimer(signal.ITIMER_REAL, after_s)
             for index in range(FIRST_SIGNAL, run.case.steps):
-                train_step(run, index)
+                train_step(run, *run.batch(index))
             signal.setitimer(signal.ITIMER_REAL, 0)
         # Backward hands on an exception in a hook as it pleases.
         except (_Stop, RuntimeError):
@@ -200,7 +200,7 @@ def _stop_again_and_again(trials: int) -> int:
         run = Run(stack_case(steps=14), with_dear=True)
         run.attach()
         for index in range(FIRST_SIGNAL):
-            train_step(run, index)
+            train_step(run, *run.batch(index))
         stopped += _train_until_stopped(run, after_s=draw.uniform(0.001, 0.06))
         _check_whole(_checkpoint(run))
         run.detach()
@@ -217,13 +217,13 @@ def _stop_the_first_rank(after_s: float) -> bytes | str:
     run = Run(stack_case(steps=400), with_dear=True)
     run.attach()
     for index in range(FIRST_SIGNAL):
-        train_step(run, index)
+        train_step(run, *run.batch(index))
     if run.rank == 0:
         assert _train_until_stopped(run, after_s)
         return _checkpoint(run)
     try:
         for index in range(FIRST_SIGNAL, run.case.steps):
-            train_step(run, index)
+            train_step(run, *run.batch(index))
     except Exception as error:
         return str(error)
     return "trained to the end without its peer"

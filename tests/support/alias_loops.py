@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from equivalence import Run, snapshot
+from equivalence import Run, snapshot, train_step
 from models import HIDDEN, INPUTS, OUTPUTS
-from stale_loops import LIMIT, train_step
+from stale_loops import LIMIT
 
 Alias = Callable[[nn.Parameter], torch.Tensor]
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence import Case, Run, assert_same, snapshot
+from equivalence import Case, Run, assert_same, snapshot, train_step
 from models import INPUTS, OUTPUTS
 from rank_process import dump, load
 
@@ -50,21 +50,11 @@ def stack_case(loop: Callable[[Run], Any] | None = None, view: bool = False, **o
     )
 
 
-def train_step(run: Run, index: int) -> Tensor:
-    """One step as in every tutorial."""
-    x, y = run.batch(index)
-    run.optimizer.zero_grad()
-    loss = run.loss(run.model(x), y)
-    loss.backward()
-    run.optimizer.step()
-    return loss
-
-
 def train_alone(case: Case) -> dict[str, Any]:
     """What plain DDP shows at the end, with nobody looking on."""
     run = Run(case, with_dear=False)
     for index in range(case.steps):
-        train_step(run, index)
+        train_step(run, *run.batch(index))
     return final_state(run)
 
 

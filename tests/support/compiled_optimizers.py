@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from equivalence import Run
+from equivalence import Run, train_step
 
 
 def _update(parameter: Tensor, gradient: Tensor, momentum: Tensor, lr: float) -> None:
@@ -56,10 +56,7 @@ def reset_loop(run: Run) -> Iterator[Any]:
     for index, (x, y) in enumerate(run.batches()):
         if index % 4 == 3:
             torch.compiler.reset()
-        run.optimizer.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        run.optimizer.step()
+        loss = train_step(run, x, y)
         yield loss
 
 

@@ -51,14 +51,19 @@ SGD = optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_dec
 ADAMW = optimizer(torch.optim.AdamW, lr=0.01)
 
 
+def train_step(run: Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The step of every tutorial; the update is pending when it returns. Returns the loss."""
+    run.optimizer.zero_grad()
+    loss = run.loss(run.model(x), y)
+    loss.backward()
+    run.optimizer.step()
+    return loss
+
+
 def plain_loop(run: Run) -> Iterator[Any]:
     """The loop of every tutorial."""
     for x, y in run.batches():
-        run.optimizer.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        run.optimizer.step()
-        yield loss
+        yield train_step(run, x, y)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from equivalence import Run, plain_loop, snapshot
+from equivalence import Run, plain_loop, snapshot, train_step
 
 
 def several_forwards_per_step(run: Run) -> Iterator[Any]:
@@ -26,10 +26,7 @@ def evaluate_between_steps(run: Run) -> Iterator[Any]:
     """After every step, through DDP and around it: both must see the updated weights."""
     x_eval, _ = run.batch(10_000)
     for x, y in run.batches():
-        run.optimizer.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        run.optimizer.step()
+        loss = train_step(run, x, y)
         run.model.eval()
         with torch.no_grad():
             through_ddp = run.model(x_eval)
@@ -55,10 +52,7 @@ def inference_mode_between_steps(run: Run) -> Iterator[Any]:
     """The pending update is applied inside `inference_mode`, yet must leave normal tensors behind."""
     x_eval, _ = run.batch(10_000)
     for x, y in run.batches():
-        run.optimizer.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        run.optimizer.step()
+        loss = train_step(run, x, y)
         with torch.inference_mode():
             output = run.model(x_eval)
         yield loss, output.clone()
@@ -67,20 +61,14 @@ def inference_mode_between_steps(run: Run) -> Iterator[Any]:
 def training_forward_without_backward(run: Run) -> Iterator[Any]:
     """With gradients enabled, between two steps, its graph thrown away."""
     for x, y in run.batches():
-        run.optimizer.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        run.optimizer.step()
+        loss = train_step(run, x, y)
         yield loss, run.model(x)
 
 
 def one_layer_alone(run: Run) -> Iterator[Any]:
     """After the step somebody calls one submodule, not the model."""
     for x, y in run.batches():
-        run.optimizer.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        run.optimizer.step()
+        loss = train_step(run, x, y)
         with torch.no_grad():
             yield loss, run.model.module.first(x)
 
@@ -212,10 +200,7 @@ def two_models_in_turn(run: Run) -> Iterator[Any]:
         other_loss = other.loss(other.model(x), run.model(x).detach())
         other_loss.backward()
         other.optimizer.step()
-        run.optimizer.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        run.optimizer.step()
+        loss = train_step(run, x, y)
         yield loss, other_loss
     yield snapshot(other.visible_state())
     other.detach()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from equivalence import Run
+from equivalence import Run, train_step
 
 
 def zero_grad_keeping_memory(run: Run) -> Iterator[Any]:
@@ -26,10 +26,7 @@ def zero_grad_of_the_model(run: Run) -> Iterator[Any]:
     """Through the module instead of the optimizer, and once more than needed."""
     for x, y in run.batches():
         run.model.zero_grad()
-        run.optimizer.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        run.optimizer.step()
+        loss = train_step(run, x, y)
         yield loss
 
 
@@ -139,10 +136,7 @@ def edit_hyperparameters_after_step(run: Run) -> Iterator[Any]:
     for index, (x, y) in enumerate(run.batches()):
         for group in run.optimizer.param_groups:
             group["lr"], group["weight_decay"] = 0.01 / (1 + index), 0.01
-        run.optimizer.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        run.optimizer.step()
+        loss = train_step(run, x, y)
         for group in run.optimizer.param_groups:
             group["lr"], group["weight_decay"] = 1e3, 1e3
         yield loss
@@ -185,10 +179,7 @@ def count_step_hooks(run: Run) -> Iterator[Any]:
     run.attach()
     run.optimizer.register_step_post_hook(count("after"))
     for x, y in run.batches():
-        run.optimizer.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        run.optimizer.step()
+        loss = train_step(run, x, y)
         yield loss, dict(calls)
 
 
@@ -219,10 +210,7 @@ def sometimes_no_step(run: Run) -> Iterator[Any]:
 def two_steps_per_backward(run: Run) -> Iterator[Any]:
     """The same gradients are applied twice."""
     for x, y in run.batches():
-        run.optimizer.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        run.optimizer.step()
+        loss = train_step(run, x, y)
         run.optimizer.step()
         yield loss
 

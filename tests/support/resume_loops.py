@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from equivalence import Run, plain_loop
+from equivalence import Run, plain_loop, train_step
 
 # In the middle of the run: both parts are pipelined for most of their steps.
 RESUME_AT = 6
@@ -32,10 +32,7 @@ def resume(run: Run, after: str, restart: Callable[[Run], None] | None = None) -
             if after == "backward":
                 loss.backward()
             restart(run)
-        run.optimizer.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        run.optimizer.step()
+        loss = train_step(run, x, y)
         if index == RESUME_AT and after == "step":
             restart(run)
         yield loss

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from equivalence import Run, snapshot
+from equivalence import Run, snapshot, train_step
 from models import HIDDEN, INPUTS, OUTPUTS
-from stale_loops import train_step
 
 DECAY = 0.9
 

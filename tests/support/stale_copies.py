@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from equivalence import Run, snapshot
+from equivalence import Run, snapshot, train_step
 from models import HIDDEN, INPUTS, OUTPUTS
-from stale_loops import train_step
 
 
 def by_deepcopy(value: Any) -> Any:

@@ -17,19 +17,10 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from equivalence import Run, snapshot
+from equivalence import Run, snapshot, train_step
 from models import HIDDEN, INPUTS, OUTPUTS
 
 LIMIT = 0.2
-
-
-def train_step(run: Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """One step of every tutorial; the update is pending when it returns."""
-    run.optimizer.zero_grad()
-    loss = run.loss(run.model(x), y)
-    loss.backward()
-    run.optimizer.step()
-    return loss
 
 
 def clip_data_of_a_list(run: Run) -> Iterator[Any]:

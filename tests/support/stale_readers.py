@@ -10,9 +10,8 @@ from torch import nn
 from torch.func import functional_call, functionalize, grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
-from equivalence import Run, snapshot
+from equivalence import Run, snapshot, train_step
 from models import HIDDEN, INPUTS, OUTPUTS
-from stale_loops import train_step
 
 LATE = 10  # long after the first forwards
 
