@@ -7,16 +7,40 @@ Example::
     state = dx.attach(ddp, optimizer)   # after building both; the training loop does not change
 """
 
-from ddp_crossover.collectives.agreement import DisagreementError
-from ddp_crossover.collectives.leg import LegError
-from ddp_crossover.comm_hook import DearState, attach, dear_hook
-from ddp_crossover.ddp_timer import DdpTimer
-from ddp_crossover.fusion import FusionPlan
-from ddp_crossover.lease.client import GpuLease
-from ddp_crossover.optim.grad_scaler import GradScaler
-from ddp_crossover.parameters.lazy_params import StaleParameterError
-from ddp_crossover.stats import DearStats, LeaseUse, StepStats
-from ddp_crossover.tracing.trace import Trace
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ddp_crossover.collectives.agreement import DisagreementError
+    from ddp_crossover.collectives.leg import LegError
+    from ddp_crossover.comm_hook import DearState, attach, dear_hook
+    from ddp_crossover.ddp_timer import DdpTimer
+    from ddp_crossover.fusion import FusionPlan
+    from ddp_crossover.lease.client import GpuLease
+    from ddp_crossover.optim.grad_scaler import GradScaler
+    from ddp_crossover.parameters.lazy_params import StaleParameterError
+    from ddp_crossover.stats import DearStats, LeaseUse, StepStats
+    from ddp_crossover.tracing.trace import Trace
+
+    __version__: str
+
+# Imported when they are first used: the commands that ask a broker must not wait for torch.
+_MODULES = {
+    "DdpTimer": "ddp_timer",
+    "DearState": "comm_hook",
+    "DearStats": "stats",
+    "DisagreementError": "collectives.agreement",
+    "FusionPlan": "fusion",
+    "GpuLease": "lease.client",
+    "GradScaler": "optim.grad_scaler",
+    "LeaseUse": "stats",
+    "LegError": "collectives.leg",
+    "StaleParameterError": "parameters.lazy_params",
+    "StepStats": "stats",
+    "Trace": "tracing.trace",
+    "attach": "comm_hook",
+    "dear_hook": "comm_hook",
+}
 
 __all__ = [
     "DdpTimer",
@@ -34,3 +58,18 @@ __all__ = [
     "attach",
     "dear_hook",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        value: object = import_module("importlib.metadata").version(__name__)
+    elif name in _MODULES:
+        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # asked for once only
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

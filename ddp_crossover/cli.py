@@ -11,6 +11,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+import ddp_crossover
+
 # Imported only when named on the command line, so that a command may need packages that the others do not.
 COMMANDS = {
     "simulate": "ddp_crossover.planning.simulate",
@@ -23,8 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; ``argv`` defaults to the arguments of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="python -m ddp_crossover", description="Tools around DDP communication.")
+    parser.add_argument("--version", action="version", version=f"ddp_crossover {ddp_crossover.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(COMMANDS) + "}")
-    asked_for = [name for name in COMMANDS if name in arguments[:1]] or list(COMMANDS)
+    asked_for = [name for name in COMMANDS if name in arguments[:1]]
+    if not asked_for and "--version" not in arguments:
+        asked_for = list(COMMANDS)  # for the help
     for name in asked_for:
         command = importlib.import_module(COMMANDS[name])
         summary = (command.__doc__ or "").partition("\n")[0]

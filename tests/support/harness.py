@@ -40,7 +40,7 @@ _FORKSERVER_PRELOAD = [
     "torch.nn.parallel",
     # DDP and every optimizer import it on first use, at 2 s in each rank.
     "torch._dynamo",
-    "ddp_crossover",
+    "ddp_crossover.comm_hook",
 ]
 
 

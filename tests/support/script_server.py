@@ -112,7 +112,7 @@ if __name__ == "__main__":
     import torch
     import torch._dynamo  # DDP and every optimizer import it on first use
 
-    import ddp_crossover  # noqa: F401
+    import ddp_crossover.comm_hook  # noqa: F401
 
     # Ranks that end need not look through all of torch for garbage: they would copy its memory for that.
     gc.freeze()

@@ -1,0 +1,51 @@
+"""`import ddp_crossover`: what it offers, and that commands which need no torch do not wait for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import ddp_crossover as dx
+
+
+def _in_a_new_interpreter(*arguments: str, status: int = 0) -> str:
+    job = subprocess.run(
+        [sys.executable, *arguments], cwd=Path(dx.__file__).parents[1], capture_output=True, text=True, timeout=60
+    )
+    assert job.returncode == status, job.stderr
+    return job.stdout + job.stderr
+
+
+@pytest.mark.parametrize("name", dx.__all__)
+def test_every_public_name_is_there(name) -> None:
+    assert getattr(dx, name).__module__.startswith("ddp_crossover.")
+    assert name in dir(dx)
+
+
+def test_what_is_not_there_is_an_attribute_error_that_names_it() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'atach'"):
+        dx.atach  # noqa: B018
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert dx.__version__ == version("ddp_crossover")
+    assert _in_a_new_interpreter("-m", "ddp_crossover", "--version") == f"ddp_crossover {dx.__version__}\n"
+
+
+def test_a_script_that_asks_for_nothing_imports_no_torch() -> None:
+    program = (
+        "import sys, ddp_crossover; print('torch' in sys.modules); ddp_crossover.attach; print('torch' in sys.modules)"
+    )
+    assert _in_a_new_interpreter("-c", program).split() == ["False", "True"]
+
+
+def test_asking_a_broker_imports_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir(mode=0o700)
+    lease = ("-X", "importtime", "-m", "ddp_crossover", "lease", "status", "--directory", str(tmp_path / "none"))
+    output = _in_a_new_interpreter(*lease, status=1)
+    assert "no broker serves" in output
+    assert "| torch\n" not in output and "ddp_crossover.lease.shares\n" in output
