@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 JOB_TIMEOUT_S = 120
 SMALL = (
     "--device", "cpu", "--model", "mobilenet_v3_small", "--epochs", "3",
-    "--limit-samples", "128", "--batch-size", "8", "--accumulate", "2",
+    "--limit-samples", "64", "--batch-size", "8", "--accumulate", "2",
 )  # fmt: skip
 
 

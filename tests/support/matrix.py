@@ -4,8 +4,8 @@ The full product would be some 20,000 runs. What is run, and why that is enough:
 
 * Each feature four times: on 1, 2 and 3 or 4 ranks and both with and without `strict`, with AdamW,
   with SGD, and with two optimizers out of the list in rotation (`spread`).
-* Each optimizer on 2 ranks, strict, with every feature that concerns the update itself
-  (test_equivalence_optimizers.py).
+* Each optimizer on 2 ranks, strict, with half of the features that concern the update itself, in
+  a checkerboard (test_equivalence_optimizers.py).
 
 Left out: pairs of two features, except those that are named as a feature of their own, and pairs of
 an optimizer with a feature that changes only which module runs when, beyond the rotation.
