@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from rank_process import DUMP_SIGNAL, dump, load, rank_main, stacks_file
 
-DEFAULT_TIMEOUT_S = 60.0
+DEFAULT_TIMEOUT_S = 120.0
 # How long ranks may take to leave once they have handed in their result.
 EXIT_TIMEOUT_S = 15.0
 
