@@ -13,13 +13,10 @@ import queue
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 from ddp_crossover.collectives.pace import Pace
-
-Job = Callable[[], None]
-_Order = Callable[[], None]
+from ddp_crossover.collectives.waiters import Job
 
 _YIELD_S = 1e-4
 # Pacing is an optimization, so it must not hold a leg back for long: the backlog may be that of a dead peer.
@@ -53,7 +50,7 @@ class PostQueue:
 
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
-        self._inbox: queue.SimpleQueue[_Order] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._is_pacing = True
         # Used by the posting thread only.
         self._urgent: deque[Job] = deque()

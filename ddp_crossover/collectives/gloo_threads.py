@@ -9,10 +9,10 @@ from __future__ import annotations
 import queue
 import threading
 
-from ddp_crossover.collectives.gloo_posting import Job, PostQueue
+from ddp_crossover.collectives.gloo_posting import PostQueue
 from ddp_crossover.collectives.pace import Pace
 from ddp_crossover.collectives.socket_backlog import SocketBacklog
-from ddp_crossover.collectives.waiters import Waiters
+from ddp_crossover.collectives.waiters import Job, Waiters
 from ddp_crossover.own_threads import start_thread
 
 # Ranks post gather legs in different orders, so legs that a peer has not posted yet pile up here.

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from ddp_crossover.collectives.gloo_failures import Failures
 from ddp_crossover.collectives.latch import Latch
-
-Job = Callable[[], None]
+from ddp_crossover.collectives.waiters import Job
 
 
 class StagingQueue:

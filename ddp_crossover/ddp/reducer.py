@@ -89,8 +89,6 @@ class Reducer:
         self._options = options
         self._plain_reason = plain_reason
         self._plain = PlainAllReduce(link, turns, self._device, options.wire_dtype)
-        # What reduces the buckets now. `pipeline` is the same object, or None with plain all-reduces.
-        self._reduction: PlainAllReduce | Pipeline = self._plain
         self.pipeline: Pipeline | None = None
         self.iterations = self.pipelined_iterations = 0
         self.steps = StepLog()
@@ -117,6 +115,11 @@ class Reducer:
         ddp = self._ddp()
         assert ddp is not None  # the model is running
         return ddp
+
+    @property
+    def _reduction(self) -> PlainAllReduce | Pipeline:
+        """What reduces the buckets now."""
+        return self.pipeline if self.pipeline is not None else self._plain
 
     def detach(self) -> None:
         """Apply pending updates, deliver pending gradients, and remove all hooks."""
@@ -272,9 +275,9 @@ class Reducer:
             self._memory = self.pipeline.release()
         if plan.schedule is Schedule.ALLREDUCE:
             self._link.use_arenas(self._memory.values())
-            self.pipeline, self._reduction = None, self._plain
+            self.pipeline = None
         else:
-            self.pipeline = self._reduction = self._make_pipeline(plan)
+            self.pipeline = self._make_pipeline(plan)
         self._turns.profiler = self._planning.profiler
         self._updates.use(self.pipeline)
 
