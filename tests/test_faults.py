@@ -240,7 +240,7 @@ def _legs_of_a_broken_backward(goes_on: bool) -> None:
 
 @pytest.mark.parametrize("goes_on", [True, False], ids=["next_backward", "detach"])
 def test_a_broken_backward_leaves_no_announced_leg_open(on_ranks, goes_on) -> None:
-    on_ranks(_legs_of_a_broken_backward, 2, goes_on, timeout_s=20)
+    on_ranks(_legs_of_a_broken_backward, 2, goes_on)
 
 
 def _parameters_before_the_fault() -> dict[str, torch.Tensor]:

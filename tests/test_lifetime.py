@@ -33,7 +33,7 @@ def _trained_run(with_dear: bool) -> Run:
 def _threads_left_by_detach() -> list[str]:
     before = {thread.ident for thread in threading.enumerate()}
     _trained_run(with_dear=True).detach()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         left = [t.name for t in threading.enumerate() if t.ident not in before]
         if not left:
@@ -119,7 +119,7 @@ def _zeroes_gradients_of_a_dropped_state() -> bool:
 
 
 def test_gradients_can_be_zeroed_after_model_and_state_were_dropped(on_ranks) -> None:
-    assert on_ranks(_zeroes_gradients_of_a_dropped_state, 2, timeout_s=20) == [True, True]
+    assert on_ranks(_zeroes_gradients_of_a_dropped_state, 2) == [True, True]
 
 
 def _threads_left_by_a_refused_attach() -> list[str]:

@@ -102,7 +102,7 @@ def _attach(setting: Callable[[], dict[str, Any]]) -> str | None:
     ],
 )
 def test_every_rank_is_told_which_rank_differs_and_in_what(on_ranks, setting, difference) -> None:
-    for message in on_ranks(_attach, 3, setting, timeout_s=30):
+    for message in on_ranks(_attach, 3, setting):
         assert message is not None, "not found at attach"
         assert re.search(rf"rank {ODD_RANK}\b", message), message
         assert re.search(difference, message), message

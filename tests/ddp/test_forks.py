@@ -33,10 +33,9 @@ from rank_process import dump, load
 
 STEPS = 12
 EVERY = 6  # after so many steps something is forked; the first few are not pipelined yet
-TIMEOUT_S = 25.0
 SPAWN_TIMEOUT_S = 60.0  # a new interpreter imports torch
 
-check_on_parents = partial(check_case, on_ranks=partial(run_ranks, timeout_s=TIMEOUT_S, have_children=True))
+check_on_parents = partial(check_case, on_ranks=partial(run_ranks, have_children=True))
 
 
 def _forking_steps(run: Run) -> Iterator[tuple[bool, Tensor]]:
@@ -112,7 +111,7 @@ def _read_gradients_in_a_child(run: Run) -> Iterator[Any]:
     ],
 )
 def test_a_forked_child_sees_what_plain_ddp_shows(on_ranks, loop, strict) -> None:
-    check_case(stack_case(loop, steps=STEPS, strict=strict), partial(on_ranks, timeout_s=TIMEOUT_S))
+    check_case(stack_case(loop, steps=STEPS, strict=strict), on_ranks)
 
 
 def _exit_in_a_child(run: Run) -> Iterator[Any]:
@@ -136,7 +135,7 @@ def _let_a_child_exit() -> None:
             os._exit(0)
         finally:
             os._exit(99)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if os.waitpid(pid, os.WNOHANG)[0]:
             return
@@ -148,7 +147,7 @@ def _let_a_child_exit() -> None:
 
 def test_a_forked_child_can_exit_and_its_parent_does_not_notice() -> None:
     """On fresh ranks: the exit handlers of ranks that are used again know of tests before this one."""
-    check_case(stack_case(_exit_in_a_child, steps=2 * EVERY), partial(run_ranks, timeout_s=TIMEOUT_S))
+    check_case(stack_case(_exit_in_a_child, steps=2 * EVERY), run_ranks)
 
 
 def _fork_beside_a_reader(run: Run) -> Iterator[Any]:
@@ -174,7 +173,7 @@ def _fork_beside_a_reader(run: Run) -> Iterator[Any]:
 
 
 def test_a_child_forked_while_another_thread_reads_is_not_locked_out(on_ranks) -> None:
-    check_case(stack_case(_fork_beside_a_reader, steps=60), partial(on_ranks, timeout_s=TIMEOUT_S))
+    check_case(stack_case(_fork_beside_a_reader, steps=6 * EVERY), on_ranks)
 
 
 class _HardExamples(Dataset[tuple[Tensor, Tensor]]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,8 @@ def lease(processes: LeaseProcesses, lease_directory: Path) -> Iterator[GpuLease
 def test_it_is_held_until_it_is_released(processes: LeaseProcesses, lease: GpuLease) -> None:
     other = processes.actor("other")
     assert lease.acquire(eager=True) and lease.holding
+    # Until the broker has read the request, it may read that of another job first.
+    eventually(lambda: processes.status()["resources"][0]["holder"])
     other.start("acquire")
     eventually(lambda: lease.contended)
     assert lease.holding and not other.has_answered()
@@ -92,8 +95,16 @@ def another_job_is_faster(processes: LeaseProcesses, lease: GpuLease) -> tuple[A
 
 def test_where_another_job_was_faster_it_is_not_held(processes: LeaseProcesses, lease: GpuLease) -> None:
     other, fence = another_job_is_faster(processes, lease)
-    other.send(Kind.RELEASE, fence=fence)
+
+    def release() -> None:
+        # Not before the lease has seen that another job holds: then it would simply be next.
+        eventually(lambda: lease.stats().lost == 1)
+        other.send(Kind.RELEASE, fence=fence)
+
+    releasing = threading.Thread(target=release)
+    releasing.start()
     assert lease.acquire()
+    releasing.join()
     assert lease.fence > fence
     assert lease.stats().lost == 1
 

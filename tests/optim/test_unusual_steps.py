@@ -88,7 +88,7 @@ def _collect_on_the_posting_thread() -> bool:
 
 
 def test_garbage_collected_on_the_posting_thread_does_not_hang() -> None:
-    assert all(run_ranks(_collect_on_the_posting_thread, 2, timeout_s=30))
+    assert all(run_ranks(_collect_on_the_posting_thread, 2))
 
 
 # 3. The state of the optimizer is one step late, and what is written to it comes before the update.

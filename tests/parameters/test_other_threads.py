@@ -128,7 +128,7 @@ def test_threads_that_look_on_at_all_ranks_change_nothing(on_ranks, look, view) 
 def _check_watched(on_ranks: Callable[..., Any], look: Look, watched: list[int], view: bool) -> None:
     case = stack_case(view=view)
     expected = on_ranks(train_alone, 2, case)
-    assert_same_ends(on_ranks(_train_watched, 2, case, look, watched, timeout_s=20), expected)
+    assert_same_ends(on_ranks(_train_watched, 2, case, look, watched), expected)
 
 
 def _look_between_steps(look: Look, run: Run) -> Iterator[Any]:
@@ -143,7 +143,7 @@ def _look_between_steps(look: Look, run: Run) -> Iterator[Any]:
 
 @pytest.mark.parametrize("look", LOOKS)
 def test_between_two_steps_a_thread_sees_what_plain_ddp_shows(on_ranks, look) -> None:
-    check_case(stack_case(partial(_look_between_steps, look), steps=20), partial(on_ranks, timeout_s=20))
+    check_case(stack_case(partial(_look_between_steps, look), steps=20), on_ranks)
 
 
 def _look_between_backward_and_step(run: Run) -> Iterator[Any]:
@@ -161,4 +161,4 @@ def _look_between_backward_and_step(run: Run) -> Iterator[Any]:
 
 @pytest.mark.parametrize("view", [True, False], ids=["view", "copy"])
 def test_a_thread_that_reads_gradients_during_step_gets_all_of_them(on_ranks, view) -> None:
-    check_case(stack_case(_look_between_backward_and_step, view), partial(on_ranks, timeout_s=20))
+    check_case(stack_case(_look_between_backward_and_step, view), on_ranks)

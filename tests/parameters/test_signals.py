@@ -164,7 +164,7 @@ def _step_alone(model: StackNet, optimizer: torch.optim.Optimizer) -> None:
 )
 def test_checkpoints_saved_by_a_signal_handler_are_whole_and_change_nothing(on_ranks, signals, reads_gradients) -> None:
     view = not reads_gradients
-    seen = on_ranks(_train_with_signals, 2, signals, reads_gradients, view, timeout_s=40)
+    seen = on_ranks(_train_with_signals, 2, signals, reads_gradients, view)
     assert all(one["saved"] >= SAVES for one in seen)
     expected = on_ranks(train_alone, 2, stack_case(view=view, steps=seen[0]["steps"]))
     assert_same_ends([one["end"] for one in seen], expected)
@@ -209,7 +209,7 @@ def _stop_again_and_again(trials: int) -> int:
 
 def test_after_an_exception_of_a_signal_handler_a_checkpoint_can_be_saved(on_ranks) -> None:
     trials = 30
-    [stopped] = on_ranks(_stop_again_and_again, 1, trials, timeout_s=60)
+    [stopped] = on_ranks(_stop_again_and_again, 1, trials)
     assert stopped > trials // 2, "most trials ended before the signal"
 
 

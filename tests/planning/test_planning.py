@@ -285,7 +285,7 @@ def _attach_with_a_broken_file(path: str) -> None:
 def test_a_tuned_file_that_cannot_be_read_ends_every_rank_at_attach(on_ranks, tmp_path) -> None:
     path = tmp_path / "tuned.json"
     path.write_text("nothing that anybody could read")
-    on_ranks(_attach_with_a_broken_file, 2, str(path), timeout_s=20)
+    on_ranks(_attach_with_a_broken_file, 2, str(path))
 
 
 def _tune_without_a_place_to_keep_it(path: str) -> tuple[list[str], float]:
@@ -309,6 +309,6 @@ def _tune_without_a_place_to_keep_it(path: str) -> tuple[list[str], float]:
 
 def test_a_tuned_file_that_cannot_be_written_costs_a_warning(on_ranks, tmp_path) -> None:
     path = tmp_path / "no such directory" / "tuned.json"
-    (warnings, best_mb), (silent, same_mb) = on_ranks(_tune_without_a_place_to_keep_it, 2, str(path), timeout_s=40)
+    (warnings, best_mb), (silent, same_mb) = on_ranks(_tune_without_a_place_to_keep_it, 2, str(path))
     assert len(warnings) == 1 and path.parent.name in warnings[0]
     assert silent == [] and same_mb == best_mb

@@ -74,7 +74,7 @@ def python(code: str) -> list[str]:
 
 
 def transfer_s(lab: Lab) -> float:
-    return float(lab.run(python(TRANSFER.format(size_bytes=SIZE_BYTES)), timeout_s=30.0)[0].stdout)
+    return float(lab.run(python(TRANSFER.format(size_bytes=SIZE_BYTES)), timeout_s=60.0)[0].stdout)
 
 
 def least_s(rate_bits_per_s: float) -> float:
@@ -134,7 +134,7 @@ def test_each_host_has_one_core_and_only_the_lab_network() -> None:
 def test_loopback_works_inside() -> None:
     connect = 'import socket; s = socket.create_server(("127.0.0.1", 0)); socket.create_connection(s.getsockname())'
     with Lab(hosts=2) as lab:
-        lab.run(python(connect), timeout_s=10.0)
+        lab.run(python(connect), timeout_s=60.0)
 
 
 @needs_lab
@@ -152,7 +152,7 @@ def test_lines_come_while_hosts_run(tmp_path: Path) -> None:
             gate.unlink()
 
     with Lab(hosts=2, rate=None) as lab:
-        results = lab.run(python(code), on_line=on_line, timeout_s=20.0)
+        results = lab.run(python(code), on_line=on_line, timeout_s=60.0)
     assert sorted(lines[:2]) == [(0, "stdout", "first"), (1, "stdout", "first")]
     assert sorted(lines[2:]) == [(0, "stderr", "last"), (1, "stderr", "last")]
     assert [(r.rank, r.returncode, r.stdout, r.stderr) for r in results] == [(r, 0, "first\n", "last") for r in (0, 1)]
@@ -192,7 +192,7 @@ def test_what_a_host_leaves_running_is_ended() -> None:
     leave = "import subprocess; print(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid)"
     with Lab(hosts=2, rate=None) as lab:
         # The children hold the pipes open, which must not keep the run from ending.
-        pids = [int(result.stdout) for result in lab.run(python(leave), timeout_s=20.0)]
+        pids = [int(result.stdout) for result in lab.run(python(leave), timeout_s=60.0)]
     assert [namespaces.start_ticks(pid) for pid in pids] == [None, None]
 
 

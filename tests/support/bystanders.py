@@ -25,7 +25,7 @@ LAYERS = 6
 # About one layer: a dozen legs are under way between `step()` and the next forward.
 GROUPS_MB = 0.002
 # For whatever is bound to hang once a lock or a thread is missing.
-CHILD_TIMEOUT_S = 10.0
+CHILD_TIMEOUT_S = 60.0
 
 
 class StackNet(nn.Sequential):
