@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ddp_crossover.comm_hook import DearState, attach, dear_hook
     from ddp_crossover.ddp_timer import DdpTimer
     from ddp_crossover.fusion import FusionPlan
+    from ddp_crossover.launch.auto import auto
     from ddp_crossover.lease.client import GpuLease
     from ddp_crossover.optim.grad_scaler import GradScaler
     from ddp_crossover.parameters.lazy_params import StaleParameterError
@@ -39,6 +40,7 @@ _MODULES = {
     "StepStats": "stats",
     "Trace": "tracing.trace",
     "attach": "comm_hook",
+    "auto": "launch.auto",
     "dear_hook": "comm_hook",
 }
 
@@ -56,6 +58,7 @@ __all__ = [
     "StepStats",
     "Trace",
     "attach",
+    "auto",
     "dear_hook",
 ]
 

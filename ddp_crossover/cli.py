@@ -15,6 +15,8 @@ import ddp_crossover
 
 # Imported only when named on the command line, so that a command may need packages that the others do not.
 COMMANDS = {
+    "run": "ddp_crossover.launch.run",
+    "verify": "ddp_crossover.launch.verify",
     "simulate": "ddp_crossover.planning.simulate",
     "timeline": "ddp_crossover.tracing.timeline",
     "lease": "ddp_crossover.lease.command",

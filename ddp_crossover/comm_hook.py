@@ -29,13 +29,13 @@ from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers, why_plai
 from ddp_crossover.ddp.same_setup import require_same_setup
 from ddp_crossover.ddp.turn_points import TurnPoints
 from ddp_crossover.dear import Phase
-from ddp_crossover.fusion import FusionPlan
+from ddp_crossover.fusion import FusionPlan, Schedule
 from ddp_crossover.fusion_buffers.arenas import make_arenas
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.optim import sharded_norms as shards
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
-from ddp_crossover.options import Options
+from ddp_crossover.options import Options, switched_off
 from ddp_crossover.own_threads import is_own_thread
 from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.lazy_params import LazyParams
@@ -112,6 +112,8 @@ class DearState:
             tuned_file=tuned_file,
             strict=strict,
         )
+        if switched_off():
+            options = Options(schedule=Schedule.ALLREDUCE)
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         refuse_optimizers(ddp, optimizers)
         self._optimizers = optimizers
@@ -173,6 +175,11 @@ class DearState:
         self._detached = False
 
     # What users call.
+
+    @property
+    def detached(self) -> bool:
+        """Whether :meth:`detach` was called, the model was dropped, or ``DDP_CROSSOVER=off`` is set."""
+        return self._detached
 
     @property
     def plan(self) -> FusionPlan | None:
@@ -360,7 +367,13 @@ def dear_hook(state: DearState, bucket: GradBucket) -> torch.futures.Future[torc
 
 
 def attach(ddp: DistributedDataParallel, optimizer: Optimizer | Sequence[Optimizer], **options: object) -> DearState:
-    """Build a :class:`DearState` and register :func:`dear_hook`; ``options`` are keyword arguments of the state."""
+    """Build a :class:`DearState` and register :func:`dear_hook`; ``options`` are keyword arguments of the state.
+
+    With ``DDP_CROSSOVER=off`` in the environment the state is detached, and ``ddp`` trains as without us.
+    """
     state = DearState(ddp, optimizer, **options)  # type: ignore[arg-type]
-    ddp.register_comm_hook(state, dear_hook)
+    if switched_off():
+        state.detach()
+    else:
+        ddp.register_comm_hook(state, dear_hook)
     return state

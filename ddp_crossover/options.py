@@ -10,6 +10,20 @@ import torch
 from ddp_crossover.collectives.wire import WIRE_DTYPES
 from ddp_crossover.fusion import Schedule
 
+SWITCH = "DDP_CROSSOVER"
+
+
+def switched_off() -> bool:
+    """Whether the environment says ``DDP_CROSSOVER=off``: then nothing is attached, and DDP trains as without us.
+
+    Raises:
+        ValueError: for a value that is neither on nor off.
+    """
+    value = os.environ.get(SWITCH, "on").strip().lower()
+    if value not in ("on", "1", "", "off", "0"):
+        raise ValueError(f"{SWITCH}={value} in the environment is neither on nor off: set it to off, or leave it out")
+    return value in ("off", "0")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:

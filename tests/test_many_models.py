@@ -72,7 +72,7 @@ def answers(script_server: ScriptServer, tmp_path: Path):
     """Runs what follows `_SWEEP` on ranks; what each has written."""
 
     def run(rest: str, world_size: int) -> list:
-        ends = script_server.run(_SWEEP + rest, tmp_path, world_size, timeout_s=120)
+        ends = script_server.run(_SWEEP + rest, tmp_path, world_size, timeout_s=300)
         assert [end.exitcode for end in ends] == [0] * world_size, ends
         return [json.loads((tmp_path / f"answer{rank}").read_text()) for rank in range(world_size)]
 

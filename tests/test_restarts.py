@@ -31,7 +31,7 @@ from restart_training import ALL_STEPS, Training, build, end, load, save, train
 ROOT = Path(__file__).resolve().parent.parent
 SUPPORT = ROOT / "tests" / "support"
 FIRST_STEPS = 8
-TORCHRUN_TIMEOUT_S = 120
+TORCHRUN_TIMEOUT_S = 300
 
 
 def _parts(training: Training) -> dict[str, Any]:

@@ -40,7 +40,7 @@ STEPS = 10
 GROUP_SIZES_MB = (1e-4, 2e-3)
 # From this world size on, the sums of plain DDP depend on gloo's ring; see reference.py.
 FIRST_AMBIGUOUS_WORLD_SIZE = 3
-TIMEOUT_S = 60.0
+TIMEOUT_S = 200.0
 # Set it to compare plain DDP with itself: what differs then is the loop's own doing.
 SELF_COMPARISON = "ADVERSARY_SELF"
 # Set it to run the loops with `strict=True` on 2 ranks, too.

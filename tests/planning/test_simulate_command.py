@@ -16,7 +16,7 @@ from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.model_profile import ModelProfile
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 60
+TIMEOUT_S = 200
 
 
 def profile_of(count: int, link: LinkModel | None, world_size: int = 2) -> ModelProfile:

@@ -20,7 +20,7 @@ from bench_parts.settings import CaseSettings
 from bench_parts.summary import summarize
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN_TIMEOUT_S = 150
+RUN_TIMEOUT_S = 450
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 

@@ -23,7 +23,7 @@ from bench_lease_parts.job import sizes_of_layers
 from bench_lease_parts.settings import CaseSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN_TIMEOUT_S = 240
+RUN_TIMEOUT_S = 450
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 

@@ -116,7 +116,7 @@ def started(target: Callable[..., None], *args: Any) -> Any:
     return process
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_processes_get_equal_shares_whatever_their_kernels() -> None:
     short_s, long_s = run_processes([0.010, 0.030], seconds=1.5)
     assert short_s == pytest.approx(long_s, rel=0.25)

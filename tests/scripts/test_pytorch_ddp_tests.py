@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 150
+TIMEOUT_S = 450
 
 
 def test_tests_of_pytorch_run_with_and_without_us(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import train
 from train_parts import checkpoint, data, options
 
 ROOT = Path(__file__).resolve().parents[2]
-JOB_TIMEOUT_S = 180
+JOB_TIMEOUT_S = 450
 SMALL = (
     "--device", "cpu", "--model", "mobilenet_v3_small", "--epochs", "3",
     "--limit-samples", "64", "--batch-size", "8", "--accumulate", "2",

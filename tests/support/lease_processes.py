@@ -21,7 +21,7 @@ from ddp_crossover.lease.directory import BrokerDirectory
 from ddp_crossover.lease.protocol import HELLO_BYTES, Hello, Kind, Message, Role, decode
 from ddp_crossover.lease.state_page import PageReader
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 HERE = Path(__file__).parent
 PACKAGE = str(Path(ddp_crossover.__file__).parent)
 

@@ -1,0 +1,1 @@
+"""Attaches to scripts that do not know of this package: ``dx.auto``, ``run``, ``verify``."""

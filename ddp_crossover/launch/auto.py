@@ -1,0 +1,161 @@
+"""Attaches to models and optimizers that a script builds without telling us."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddp_crossover.collectives.agreement import DisagreementError, all_gather_json
+from ddp_crossover.comm_hook import DearState, attach
+from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers
+from ddp_crossover.launch.log import show_log
+from ddp_crossover.launch.optimizers_of import optimizers_of
+from ddp_crossover.launch.watch import watch_model, watch_new_models
+from ddp_crossover.options import Options, switched_off
+from ddp_crossover.stats import DearStats
+from ddp_crossover.torch_internals.ddp import has_comm_hook, managed_parameters
+
+logger = logging.getLogger("ddp_crossover")
+
+# Training forwards in which a model may have no optimizer, because the script builds it later.
+_FORWARDS_WITHOUT_OPTIMIZER = 10
+
+
+@dataclass
+class AttachedModel:
+    """A model that has been attached to.
+
+    Attributes:
+        name: class of the module inside of DDP.
+        state: its state; None once it has been detached, or its model dropped.
+    """
+
+    name: str
+    state: DearState | None
+    _last_stats: DearStats | None = None
+
+    def stats(self) -> DearStats:
+        """Return the figures, the last ones if it has been detached."""
+        if self.state is None:
+            assert self._last_stats is not None
+            return self._last_stats
+        return self.state.stats()
+
+    def forget_if_detached(self) -> None:
+        """Let go of a state that does nothing any more, and of its parameters."""
+        if self.state is not None and self.state.detached:
+            self._last_stats, self.state = self.state.stats(), None
+
+
+class Auto:
+    """Attaches to every DDP model before its first training forward, with all optimizers over its parameters.
+
+    What cannot be attached to trains as plain DDP, and rank 0 says why.
+
+    Args:
+        options: keyword arguments of ``attach``.
+
+    Attributes:
+        models: the models attached to so far, in order.
+    """
+
+    def __init__(self, **options: object) -> None:
+        self.models: list[AttachedModel] = []
+        self._options = options
+        self._forwards: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
+
+    @property
+    def states(self) -> list[DearState]:
+        """States of the models that are attached now."""
+        return [model.state for model in self.models if model.state is not None and not model.state.detached]
+
+    def before_forward(self, ddp: DistributedDataParallel) -> bool:
+        """Attach to ``ddp`` if all ranks can; returns whether to be called before its next training forward again."""
+        if has_comm_hook(ddp):
+            return False  # the script has attached by itself, or uses another hook
+        optimizers = optimizers_of(ddp)
+        self._forwards[ddp] = self._forwards.get(ddp, 0) + 1
+        waits = not optimizers and self._forwards[ddp] < _FORWARDS_WITHOUT_OPTIMIZER
+        # All ranks do the same: attaching is collective, and one rank may refuse what the others would take.
+        answers = all_gather_json([waits, _why_not(ddp, optimizers)], ddp.process_group, _device_of(ddp))
+        if any(waits for waits, _ in answers):
+            return True
+        why_not = next((why_not for _, why_not in answers if why_not is not None), None)
+        name = type(ddp.module).__name__
+        if why_not is None:
+            try:
+                self._attach(ddp, optimizers, name)
+            except (TypeError, ValueError, DisagreementError) as error:
+                why_not = str(error)
+        if why_not is not None and dist.get_rank(ddp.process_group) == 0:
+            logger.warning("ddp_crossover: %s trains as plain DDP: %s", name, why_not)
+        return False
+
+    def _attach(self, ddp: DistributedDataParallel, optimizers: list[Optimizer], name: str) -> None:
+        for model in self.models:
+            model.forget_if_detached()
+        self.models.append(AttachedModel(name, attach(ddp, optimizers, **self._options)))
+        if dist.get_rank(ddp.process_group) == 0:
+            logger.info(
+                "ddp_crossover: attached to %s (%.1f M parameters, %d ranks) with %s",
+                name,
+                sum(parameter.numel() for _, parameter in managed_parameters(ddp)) / 1e6,
+                dist.get_world_size(ddp.process_group),
+                " and ".join(type(optimizer).__name__ for optimizer in optimizers),
+            )
+
+
+def _why_not(ddp: DistributedDataParallel, optimizers: list[Optimizer]) -> str | None:
+    if not optimizers:
+        return "there is no torch.optim.Optimizer over its parameters"
+    try:
+        refuse_model(ddp)
+        refuse_optimizers(ddp, optimizers)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _device_of(ddp: DistributedDataParallel) -> torch.device:
+    return managed_parameters(ddp)[0][1].device
+
+
+def auto(**options: Any) -> Auto:
+    """Attach to every DDP model of this process before its first training forward, with all optimizers over it.
+
+    Call it anywhere before training; a script without DDP is left alone. Rank 0 says what was attached to, and why
+    another model was not. A model with a communication hook of its own is left as it is. ``DDP_CROSSOVER=off`` in the
+    environment turns it off. Without any line: ``python -m ddp_crossover run train.py``.
+
+    Args:
+        options: keyword arguments of :class:`DearState`, except ``process_group``.
+
+    Returns:
+        An object whose ``states`` are those of the models attached to.
+
+    Raises:
+        TypeError, ValueError: for options that no model could take.
+    """
+    refuse_options(options)
+    found = Auto(**options)
+    if not switched_off():
+        show_log()
+        watch_new_models(DistributedDataParallel, lambda: found.before_forward)
+        for thing in gc.get_objects():
+            if issubclass(type(thing), DistributedDataParallel) and not has_comm_hook(thing):
+                watch_model(thing, found.before_forward)
+    return found
+
+
+def refuse_options(options: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError for options that no model could take."""
+    Options(**{name: value for name, value in options.items() if name != "lease"})

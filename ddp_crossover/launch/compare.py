@@ -1,0 +1,119 @@
+"""Compares records of one training script: two runs of plain DDP and an attached one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Sums in another order differ by this much at most after some steps, relative to the largest value of a parameter.
+_ROUNDING = 1e-4
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a comparison has shown on one rank.
+
+    Attributes:
+        exit_status: 0 if all is equal, 1 if not, 2 if it could not be compared.
+        text: the verdict in words.
+        first_difference: where the runs differ first; None if they do not.
+        losses: number of losses compared.
+        steps: number of optimizer steps compared.
+        overlapped_steps: steps of the attached run that were overlapped, over all models.
+        finished_steps: steps of the attached run that could have been.
+    """
+
+    exit_status: int
+    text: str
+    first_difference: str | None
+    losses: int
+    steps: int
+    overlapped_steps: int
+    finished_steps: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the verdict for JSON."""
+        return asdict(self)
+
+
+def compare(plain: Path, attached: Path, again: Path, rank: int) -> Verdict:
+    """Compare what one rank recorded in three runs.
+
+    Args:
+        plain: folder of the record of plain DDP.
+        attached: folder of the record of the attached run.
+        again: folder of the record of plain DDP, a second time.
+        rank: the rank.
+    """
+    first, other, second = (json.loads((folder / f"{rank}.json").read_text()) for folder in (plain, attached, again))
+    models = other["models"]
+    overlapped = sum(model["overlapped_steps"] for model in models)
+    finished = sum(model["finished_steps"] for model in models)
+    losses, steps = len(first["losses"]), len(first["before_steps"])
+
+    def verdict(exit_status: int, text: str, difference: str | None) -> Verdict:
+        return Verdict(exit_status, text, difference, losses, steps, overlapped, finished)
+
+    if not models:
+        return verdict(2, "nothing was attached to, so there is nothing to compare; the script's output says why", None)
+    unsteady = first_difference(first, second, "plain", "plain again")
+    if unsteady is not None:
+        text = (
+            f"the script does not repeat itself with plain DDP: {unsteady}. Seed everything that it draws, choose "
+            "deterministic algorithms, and verify again"
+        )
+        return verdict(2, text, None)
+    difference = first_difference(first, other, "plain", "attached")
+    compared = f"{steps} optimizer steps, {losses} losses; {overlapped} of {finished} steps overlapped"
+    if difference is None:
+        how = "DDP that adds in rank order" if first["sums_are_in_rank_order"] else "plain DDP"
+        text = f"parameters, buffers, optimizer state and losses equal {how}'s bit for bit ({compared})"
+        return verdict(0, text, None)
+    distance = _largest_distance(plain / f"{rank}.pt", attached / f"{rank}.pt")
+    if other["sums_may_round"] and distance <= _ROUNDING:
+        text = f"parameters equal plain DDP's within rounding, {distance:.1e} ({compared}); first: {difference}"
+        return verdict(0, text, difference)
+    text = f"DIFFERENT from plain DDP: {difference}; parameters differ by up to {distance:.1e} at the end ({compared})"
+    return verdict(1, text, difference)
+
+
+def first_difference(left: dict[str, Any], right: dict[str, Any], left_name: str, right_name: str) -> str | None:
+    """Return where two records differ first in the order of training, in words; None if they are equal."""
+    for number, (one, two) in enumerate(zip(left["before_steps"], right["before_steps"], strict=False)):
+        # What forward has not used is pending and was not read.
+        name = next((name for name in one if name in two and one[name] != two[name]), None)
+        if name is not None:
+            return f"{name} before optimizer step {number + 1}"
+    for number, (one, two) in enumerate(zip(left["losses"], right["losses"], strict=False)):
+        if one != two and (one == one or two == two):  # NaN is not equal to itself
+            return f"loss {number + 1} is {one!r} ({left_name}) and {two!r} ({right_name})"
+    for what in ("losses", "before_steps"):
+        if len(left[what]) != len(right[what]):
+            return f"{len(left[what])} {what.replace('_', ' ')} ({left_name}) and {len(right[what])} ({right_name})"
+    for what in ("parameters", "buffers", "optimizers"):
+        one, two = _by_name(left[what]), _by_name(right[what])
+        name = next((name for name in [*one, *two] if one.get(name) != two.get(name)), None)
+        if name is not None:
+            return f"{name} ({what}) at the end"
+    return None
+
+
+def _by_name(digests: dict[str, str] | list[dict[str, str]]) -> dict[str, str]:
+    if isinstance(digests, dict):
+        return digests
+    return {name: value for one in digests for name, value in one.items()}
+
+
+def _largest_distance(left: Path, right: Path) -> float:
+    """Return the largest difference of two sets of parameters, relative to the largest value of each parameter."""
+    one, two = (torch.load(path, weights_only=True) for path in (left, right))
+    distances = [
+        float((one[name].double() - two[name].double()).abs().max() / one[name].double().abs().max().clamp(min=1e-30))
+        for name in one
+        if name in two and one[name].numel()
+    ]
+    return max(distances, default=0.0)

@@ -1,0 +1,72 @@
+"""What a process that runs a user's script is asked to do beside.
+
+An environment variable tells it, and its children. Loads no torch: it is read when an interpreter starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "DDP_CROSSOVER_ERRAND"
+# The folder whose ``sitecustomize`` Python imports at the start of every interpreter that has it on its path.
+_SITE = Path(__file__).parent / "site"
+_SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errand:
+    """What is done in a script that does not know of it.
+
+    Attributes:
+        options: keyword arguments of ``attach``, as JSON values; None to attach to nothing.
+        stats_file: where rank 0 writes the figures of each model when the process ends.
+        record: where each rank records its training for a comparison, see ``recording``; a folder. Random numbers
+            are seeded then.
+        steps: with ``record``, the number of optimizer steps after which the script is ended.
+    """
+
+    options: dict[str, Any] | None = field(default_factory=dict)
+    stats_file: str | None = None
+    record: str | None = None
+    steps: int = 0
+
+
+def errand_of_process() -> Errand | None:
+    """Return what this process was asked to do, or None."""
+    text = os.environ.get(VARIABLE)
+    return None if text is None else Errand(**json.loads(text))
+
+
+def seed(errand: Errand) -> None:
+    """Seed what differs from run to run; torch's own generators start from a fixed seed."""
+    if errand.record:
+        random.seed(_SEED)
+        with contextlib.suppress(ImportError):
+            import_module("numpy").random.seed(_SEED)
+
+
+def environment_with(errand: Errand) -> dict[str, str]:
+    """Return the environment in which Python runs scripts with this errand; the scripts' children inherit it."""
+    seeds = {"PYTHONHASHSEED": str(_SEED)} if errand.record else {}
+    path = [str(_SITE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {
+        **os.environ,
+        **seeds,
+        VARIABLE: json.dumps(asdict(errand)),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
+    }
+
+
+def python_command(script: Sequence[str], *, is_module: bool) -> list[str]:
+    """Return the command that runs a script and its arguments with this interpreter and the options it was given."""
+    options = sys.orig_argv[1 : sys.orig_argv.index("-m")] if "-m" in sys.orig_argv else []
+    return [sys.executable, *options, *(["-m"] if is_module else []), *script]

@@ -1,0 +1,61 @@
+"""Does the errand of a process, when its script builds the first DDP model."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_crossover.launch.auto import Auto
+from ddp_crossover.launch.errand import Errand
+from ddp_crossover.launch.log import show_log
+from ddp_crossover.launch.rank_order_hook import add_in_rank_order, can_add_in_rank_order, has_one_order
+from ddp_crossover.launch.recording import Recording
+from ddp_crossover.launch.run import from_json
+from ddp_crossover.launch.watch import BeforeForward
+from ddp_crossover.options import switched_off
+
+logger = logging.getLogger("ddp_crossover")
+
+
+def start(errand: Errand) -> BeforeForward:
+    """Return what is to be called before a training forward of each model."""
+    attaches = errand.options is not None and not switched_off()
+    auto = Auto(**from_json(errand.options or {}))
+    rank = int(os.environ.get("RANK", "0"))
+    if attaches:
+        show_log()
+    if attaches and rank == 0:
+        atexit.register(_tell, auto, errand.stats_file)
+    if errand.record is None:
+        return auto.before_forward if attaches else lambda ddp: False
+    recording = Recording(Path(errand.record), rank, errand.steps, lambda: {"models": _figures(auto)})
+    recording.begin()
+    atexit.register(recording.write)
+
+    def before_forward(ddp: DistributedDataParallel) -> bool:
+        recording.before_forward(ddp)
+        recording.sums_may_round |= not (has_one_order(ddp) or can_add_in_rank_order(ddp))
+        if attaches:
+            return auto.before_forward(ddp)
+        recording.sums_are_in_rank_order |= add_in_rank_order(ddp)
+        return False
+
+    return before_forward
+
+
+def _figures(auto: Auto) -> list[dict[str, Any]]:
+    return [{"model": model.name, **asdict(model.stats())} for model in auto.models]
+
+
+def _tell(auto: Auto, stats_file: str | None) -> None:
+    for model in auto.models:
+        logger.info("ddp_crossover: %s: %s", model.name, model.stats())
+    if stats_file is not None:
+        Path(stats_file).write_text(json.dumps(_figures(auto), indent=1) + "\n")

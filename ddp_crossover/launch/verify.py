@@ -1,0 +1,82 @@
+"""Check on your own script that it trains exactly as with plain DDP: same seed, compared bit for bit.
+
+  torchrun --nproc-per-node 2 -m ddp_crossover verify --steps 40 train.py --epochs 10
+
+Every rank runs the script three times for some optimizer steps: plain, attached, and plain again. Losses, parameters
+before each step, and at the end parameters, buffers and optimizer state are compared, and the first difference is
+named. If the script does not even repeat itself, that is said instead. The script is ended after the last step.
+
+Beyond two ranks gloo's own sums depend on the way of each element; plain DDP then runs with a hook that adds in rank
+order, as we do. NCCL's sums cannot be had in another order: there, values are compared within rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from ddp_crossover.launch.compare import Verdict, compare
+from ddp_crossover.launch.errand import Errand, environment_with
+from ddp_crossover.launch.run import add_attach_arguments, add_script_arguments, attach_options, script_of
+
+ARMS = ("plain", "attached", "plain again")
+_TAIL_LINES = 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``verify``."""
+    add_attach_arguments(parser)
+    parser.add_argument("--steps", type=int, default=40, metavar="N", help="optimizer steps to compare. Default: 40")
+    parser.add_argument("--json", action="store_true", help="print the verdict of rank 0 as JSON")
+    add_script_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the script three times and compare; 0 if all is equal, 1 if not, 2 if it could not be compared."""
+    if args.steps < 1:
+        raise ValueError(f"--steps must be at least 1, got {args.steps}")
+    options = attach_options(args)
+    command = script_of(args)
+    rank = int(os.environ.get("RANK", "0"))
+    with tempfile.TemporaryDirectory(prefix="ddp_crossover-verify-") as folder:
+        for number, arm in enumerate(ARMS):
+            record = Path(folder, arm)
+            record.mkdir()
+            errand = Errand(options=options if arm == "attached" else None, record=str(record), steps=args.steps)
+            _run_arm(command, errand, arm, number, tells=rank == 0)
+        plain, attached, again = (Path(folder, arm) for arm in ARMS)
+        verdict = compare(plain, attached, again, rank)
+    _print(verdict, rank, as_json=args.json)
+    return verdict.exit_status
+
+
+def _run_arm(command: list[str], errand: Errand, arm: str, number: int, *, tells: bool) -> None:
+    environment = environment_with(errand)
+    # The ranks of each run meet under a prefix of their own in torchrun's store, as after a restart by torchrun.
+    environment["TORCHELASTIC_RESTART_COUNT"] = str(1000 * (number + 1))
+    if tells:
+        print(f"verify: {arm} ...", end=" ", file=sys.stderr, flush=True)
+    start_s = time.monotonic()
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if tells:
+        print(f"{time.monotonic() - start_s:.1f} s", file=sys.stderr, flush=True)
+    assert errand.record is not None
+    if done.returncode or not any(Path(errand.record).glob("*.json")):
+        why = f"ended with exit status {done.returncode}" if done.returncode else "has trained no DDP model"
+        output = "\n".join(done.stdout.splitlines()[-_TAIL_LINES:])
+        raise ValueError(f"the script {why} ({arm}):\n{output}")
+
+
+def _print(verdict: Verdict, rank: int, *, as_json: bool) -> None:
+    if rank == 0 and as_json:
+        print(json.dumps(verdict.as_dict()))
+    elif rank == 0:
+        print(f"verify: {verdict.text}")
+    elif verdict.exit_status:
+        print(f"verify: rank {rank}: {verdict.text}", file=sys.stderr)

@@ -1,0 +1,76 @@
+"""Notices every DDP model, and calls back before its first training forward.
+
+Imports no torch at the top: it is loaded while torch itself is being imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ddp_crossover.launch.errand import errand_of_process
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+# Called before a training forward; returns whether it is to be called before the next one again.
+BeforeForward = Callable[["DistributedDataParallel"], bool]
+
+
+def run_errand(ddp_class: type[DistributedDataParallel]) -> None:
+    """Do what this process was asked to do, once a DDP model is built."""
+    if errand_of_process() is not None:
+        watch_new_models(ddp_class, _start)
+
+
+@functools.cache
+def _start() -> BeforeForward:
+    # Here, because torch has been imported only now.
+    from ddp_crossover.launch.start import start
+
+    errand = errand_of_process()
+    assert errand is not None
+    return start(errand)
+
+
+def watch_new_models(ddp_class: type[DistributedDataParallel], before_forward: Callable[[], BeforeForward]) -> None:
+    """Watch every model that is built from now on; ``before_forward()`` is called when there is one."""
+    build: Any = ddp_class.__init__
+
+    @functools.wraps(build)
+    def build_and_watch(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        build(ddp, *args, **kwargs)
+        watch_model(ddp, before_forward())
+
+    setattr(ddp_class, "__init__", build_and_watch)  # noqa: B010  # mypy takes an assignment for a mistake
+
+
+def watch_model(ddp: DistributedDataParallel, before_forward: BeforeForward) -> None:
+    """Call ``before_forward(ddp)`` before the next training forward of ``ddp``, and again as long as it returns True.
+
+    Does nothing if other code has replaced the model's ``forward``.
+    """
+    import torch
+
+    def is_watched(ddp: DistributedDataParallel) -> bool:
+        return getattr(vars(ddp).get("forward"), "__func__", None) is forward
+
+    def prepare(ddp: DistributedDataParallel) -> None:
+        if is_watched(ddp) and ddp.training and torch.is_grad_enabled():
+            watching = vars(ddp).pop("forward")
+            if before_forward(ddp):
+                vars(ddp)["forward"] = watching
+
+    prepare_eagerly = torch.compiler.disable(prepare)
+
+    def forward(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        prepare_eagerly(ddp)
+        if "forward" in vars(ddp) and not is_watched(ddp):
+            return ddp.forward(*args, **kwargs)
+        return type(ddp).forward(ddp, *args, **kwargs)
+
+    # A bound method, because copy and pickle know how to bind one to a copy of the model. Set where nn.Module's own
+    # __setattr__ does not look.
+    vars(ddp).setdefault("forward", types.MethodType(forward, ddp))
