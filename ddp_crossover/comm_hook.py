@@ -28,6 +28,7 @@ from ddp_crossover.ddp.reducer import Reducer
 from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers, why_plain_all_reduce
 from ddp_crossover.ddp.same_setup import require_same_setup
 from ddp_crossover.ddp.turn_points import TurnPoints
+from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
 from ddp_crossover.dear import Phase
 from ddp_crossover.fusion import FusionPlan, Schedule
 from ddp_crossover.fusion_buffers.arenas import make_arenas
@@ -103,6 +104,7 @@ class DearState:
         lease: GpuLease | None = None,
         strict: bool = False,
     ) -> None:
+        ddp = unwrapped_model(ddp)
         refuse_model(ddp)
         options = Options(
             fusion_mb=fusion_mb,
@@ -114,7 +116,7 @@ class DearState:
         )
         if switched_off():
             options = Options(schedule=Schedule.ALLREDUCE)
-        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        optimizers = [unwrapped_optimizer(o) for o in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
         refuse_optimizers(ddp, optimizers)
         self._optimizers = optimizers
         self._every_parameter = list(ddp.parameters())
@@ -375,5 +377,5 @@ def attach(ddp: DistributedDataParallel, optimizer: Optimizer | Sequence[Optimiz
     if switched_off():
         state.detach()
     else:
-        ddp.register_comm_hook(state, dear_hook)
+        unwrapped_model(ddp).register_comm_hook(state, dear_hook)
     return state

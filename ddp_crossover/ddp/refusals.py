@@ -14,13 +14,8 @@ from ddp_crossover.fusion import Schedule
 from ddp_crossover.torch_internals.ddp import has_comm_hook, is_joining, is_updated_in_backward, managed_parameters
 
 
-def refuse_model(ddp: object) -> None:
-    """Raise TypeError or ValueError unless ``ddp`` is a DDP model whose gradients can go through the pipeline."""
-    if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(
-            f"dear_hook needs a DistributedDataParallel model, got {type(ddp).__name__}: wrap the model "
-            "first, and pass the DDP object itself rather than ddp.module or torch.compile(ddp)"
-        )
+def refuse_model(ddp: DistributedDataParallel) -> None:
+    """Raise ValueError unless the gradients of ``ddp`` can go through the pipeline."""
     if has_comm_hook(ddp):
         raise ValueError(
             "this DDP model has a communication hook already, and DDP takes only one: leave out the other "
@@ -77,18 +72,13 @@ def _refuse_parameters(ddp: DistributedDataParallel) -> None:
             )
 
 
-def refuse_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[object]) -> None:
-    """Raise TypeError or ValueError unless ``deferred_updates`` can drive every optimizer."""
+def refuse_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
+    """Raise ValueError unless ``deferred_updates`` can drive every optimizer."""
     if not optimizers:
         raise ValueError("optimizer is an empty list: pass the optimizer of the model, or a list of all its optimizers")
     managed = {id(parameter) for _, parameter in managed_parameters(ddp)}
     for optimizer in optimizers:
         kind = type(optimizer).__name__
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"optimizer is a {kind}, not a torch.optim.Optimizer: pass the optimizer that it wraps, whose step() "
-                "updates the parameters"
-            )
         if isinstance(optimizer, LBFGS):
             raise ValueError(
                 "LBFGS evaluates the model several times within one step and couples all parameters: use a "

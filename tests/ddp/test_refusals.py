@@ -42,10 +42,6 @@ def _not_ddp() -> None:
     _attach(OddNet())
 
 
-def _compiled_ddp() -> None:
-    _attach(torch.compile(_ddp(), backend="eager"))
-
-
 def _sparse_embedding() -> None:
     net = nn.Sequential()
     net.add_module("words", nn.Embedding(5, 3, sparse=True))
@@ -199,7 +195,6 @@ def _refusal(provoke: Callable[[], None]) -> str | None:
     ("provoke", "names", "way_out"),
     [
         (_not_ddp, "DistributedDataParallel.*OddNet", "wrap"),
-        (_compiled_ddp, "DistributedDataParallel.*OptimizedModule", "torch.compile"),
         (_sparse_embedding, r"words\.weight.*sparse", "sparse=False"),
         (_mixed_precision, "mixed_precision", "autocast"),
         (_python_reducer, "python_reducer", "ddp_optimizer|True"),
