@@ -1,16 +1,18 @@
-"""What users set when they attach, checked where it is built."""
+"""What users set when they attach, checked where it is built. Loads no torch, for commands that start scripts."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
-from ddp_crossover.collectives.wire import WIRE_DTYPES
 from ddp_crossover.fusion import Schedule
 
+if TYPE_CHECKING:
+    import torch
+
 SWITCH = "DDP_CROSSOVER"
+WIRE_DTYPES = ("torch.bfloat16", "torch.float16")
 
 
 def switched_off() -> bool:
@@ -60,9 +62,9 @@ class Options:
                 f"and without fusion_mb, got schedule={str(self.schedule)!r} and fusion_mb={self.fusion_mb}: leave out "
                 "tuned_file, or let the tuner run"
             )
-        if self.wire_dtype is not None and self.wire_dtype not in WIRE_DTYPES:
+        if self.wire_dtype is not None and str(self.wire_dtype) not in WIRE_DTYPES:
             raise ValueError(
-                f"wire_dtype must be {' or '.join(map(str, WIRE_DTYPES))}, got {self.wire_dtype!r}: leave it out to "
+                f"wire_dtype must be {' or '.join(WIRE_DTYPES)}, got {self.wire_dtype!r}: leave it out to "
                 "send gradients in their own dtype"
             )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-WIRE_DTYPES = (torch.bfloat16, torch.float16)
 # 512 KiB of fp32: fp32 intermediates of casts from or to 16 bits stay in a core's cache.
 CHUNK_NUMEL = 2**17
 

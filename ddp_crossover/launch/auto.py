@@ -29,6 +29,8 @@ logger = logging.getLogger("ddp_crossover")
 # Training forwards in which a model may have no optimizer, because the script builds it later.
 _FORWARDS_WITHOUT_OPTIMIZER = 10
 
+_latest: list[Auto] = []  # of this process: the one to which new models belong, or none
+
 
 @dataclass
 class AttachedModel:
@@ -136,6 +138,8 @@ def auto(**options: Any) -> Auto:
     another model was not. A model with a communication hook of its own is left as it is. ``DDP_CROSSOVER=off`` in the
     environment turns it off. Without any line: ``python -m ddp_crossover run train.py``.
 
+    If it is called again, the last call counts for models that are built after it.
+
     Args:
         options: keyword arguments of :class:`DearState`, except ``process_group``.
 
@@ -149,7 +153,9 @@ def auto(**options: Any) -> Auto:
     found = Auto(**options)
     if not switched_off():
         show_log()
-        watch_new_models(DistributedDataParallel, lambda: found.before_forward)
+        if not _latest:
+            watch_new_models(DistributedDataParallel, lambda: _latest[0].before_forward)
+        _latest[:] = [found]
         for thing in gc.get_objects():
             if issubclass(type(thing), DistributedDataParallel) and not has_comm_hook(thing):
                 watch_model(thing, found.before_forward)

@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 # Sums in another order differ by this much at most after some steps, relative to the largest value of a parameter.
 _ROUNDING = 1e-4
 
@@ -110,6 +108,8 @@ def _by_name(digests: dict[str, str] | list[dict[str, str]]) -> dict[str, str]:
 
 def _largest_distance(left: Path, right: Path) -> float:
     """Return the largest difference of two sets of parameters, relative to the largest value of each parameter."""
+    import torch  # here: a launcher that finds no difference need not load it
+
     one, two = (torch.load(path, weights_only=True) for path in (left, right))
     distances = [
         float((one[name].double() - two[name].double()).abs().max() / one[name].double().abs().max().clamp(min=1e-30))

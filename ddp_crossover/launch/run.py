@@ -17,13 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ddp_crossover.fusion import Schedule
-from ddp_crossover.launch.auto import refuse_options
 from ddp_crossover.launch.errand import Errand, environment_with, python_command
-
-WIRE_DTYPES = ("bfloat16", "float16")
+from ddp_crossover.options import WIRE_DTYPES, Options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +33,11 @@ def add_attach_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``attach``."""
     parser.add_argument("--schedule", choices=[str(one) for one in Schedule], help="when gradients are sent")
     parser.add_argument("--fusion-mb", type=float, metavar="MIB", help="size of a fusion group. Default: searched for")
-    parser.add_argument("--wire-dtype", choices=WIRE_DTYPES, help="send gradients in this dtype; no longer exact")
+    parser.add_argument(
+        "--wire-dtype",
+        choices=[name.removeprefix("torch.") for name in WIRE_DTYPES],
+        help="send gradients in this dtype; no longer exact",
+    )
     parser.add_argument("--no-tune", dest="tune", action="store_const", const=False, help="try no plans on real steps")
     parser.add_argument("--tuned-file", metavar="FILE", help="keep what the tuner finds there, for the next run")
     parser.add_argument("--strict", action="store_const", const=True, help="debugging aid: NaN in pending parameters")
@@ -57,14 +57,7 @@ def attach_options(args: argparse.Namespace) -> dict[str, Any]:
     """
     names = ("schedule", "fusion_mb", "wire_dtype", "tune", "tuned_file", "strict")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
-    refuse_options(from_json(options))
-    return options
-
-
-def from_json(options: dict[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments of ``attach`` for options from JSON: dtypes have names there."""
-    if "wire_dtype" in options:
-        options = {**options, "wire_dtype": getattr(torch, options["wire_dtype"])}
+    Options(**{name: value for name, value in options.items() if name != "wire_dtype"})
     return options
 
 

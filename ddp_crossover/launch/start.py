@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.launch.auto import Auto
@@ -17,7 +18,6 @@ from ddp_crossover.launch.errand import Errand
 from ddp_crossover.launch.log import show_log
 from ddp_crossover.launch.rank_order_hook import add_in_rank_order, can_add_in_rank_order, has_one_order
 from ddp_crossover.launch.recording import Recording
-from ddp_crossover.launch.run import from_json
 from ddp_crossover.launch.watch import BeforeForward
 from ddp_crossover.options import switched_off
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("ddp_crossover")
 def start(errand: Errand) -> BeforeForward:
     """Return what is to be called before a training forward of each model."""
     attaches = errand.options is not None and not switched_off()
-    auto = Auto(**from_json(errand.options or {}))
+    auto = Auto(**_arguments(errand.options or {}))
     rank = int(os.environ.get("RANK", "0"))
     if attaches:
         show_log()
@@ -48,6 +48,11 @@ def start(errand: Errand) -> BeforeForward:
         return False
 
     return before_forward
+
+
+def _arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of ``attach`` for options from JSON: dtypes have names there."""
+    return options | ({"wire_dtype": getattr(torch, options["wire_dtype"])} if "wire_dtype" in options else {})
 
 
 def _figures(auto: Auto) -> list[dict[str, Any]]:

@@ -1,0 +1,181 @@
+"""`dx.auto()`: finds models and optimizers by itself, on all ranks the same, or leaves them alone."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+
+import ddp_crossover as dx
+from harness import run_ranks
+from models import INPUTS, DeepNet
+
+OPTIONS = {"fusion_mb": 0.001}
+STEPS = 10
+
+
+def _batches() -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        yield torch.randn(4, INPUTS, generator=generator)
+
+
+def _network() -> DistributedDataParallel:
+    return DistributedDataParallel(DeepNet())
+
+
+def _train(ddp: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    for x in _batches():
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def _one(auto: Callable[[], Any]) -> Any:
+    ddp, found = _network(), auto()
+    _train(ddp, AdamW(ddp.parameters(), lr=0.01))
+    return ddp, found
+
+
+def _evaluated_before(auto: Callable[[], Any]) -> Any:
+    found, ddp = auto(), _network()
+    optimizer = AdamW(ddp.parameters(), lr=0.01)
+    with torch.no_grad():
+        ddp(torch.randn(2, INPUTS))
+    ddp.eval()(torch.randn(2, INPUTS))
+    assert found is None or not found.states
+    _train(ddp.train(), optimizer)
+    return ddp, found
+
+
+def _two_optimizers(auto: Callable[[], Any]) -> Any:
+    found, ddp = auto(), _network()
+    parameters = list(ddp.parameters())
+    _train(ddp, SGD(parameters[:3], lr=0.1, momentum=0.9), AdamW(parameters[3:], lr=0.01))
+    return ddp, found
+
+
+def _two_models(auto: Callable[[], Any]) -> Any:
+    found, first, second = auto(), _network(), _network()
+    one, other = SGD(first.parameters(), lr=0.1), SGD(second.parameters(), lr=0.1)
+    for x in _batches():
+        loss = first(x).square().mean() + second(x).square().mean()
+        one.zero_grad()
+        other.zero_grad()
+        loss.backward()
+        one.step()
+        other.step()
+    return first, second, found
+
+
+def _optimizer_comes_late(auto: Callable[[], Any]) -> Any:
+    found, ddp = auto(), _network()
+    ddp(torch.ones(2, INPUTS)).sum().backward()
+    _train(ddp, AdamW(ddp.parameters(), lr=0.01))
+    return ddp, found
+
+
+def _a_copy_is_trained(auto: Callable[[], Any]) -> Any:
+    found, ddp = auto(), _network()
+    twin = copy.deepcopy(ddp)
+    _train(twin, AdamW(twin.parameters(), lr=0.01))
+    return twin, found
+
+
+def _compiled(auto: Callable[[], Any]) -> Any:
+    found, ddp = auto(), _network()
+    _train(torch.compile(ddp, backend="eager"), AdamW(ddp.parameters(), lr=0.01))
+    return ddp, found
+
+
+SCRIPTS = [
+    _one,
+    _evaluated_before,
+    _two_optimizers,
+    _two_models,
+    _optimizer_comes_late,
+    _a_copy_is_trained,
+    _compiled,
+]
+
+
+def _outcome(script: Callable[[Callable[[], Any]], Any], with_auto: bool) -> tuple[list[bytes], list[int]]:
+    torch.manual_seed(3)
+    *models, found = script((lambda: dx.auto(**OPTIONS)) if with_auto else (lambda: None))
+    values = [p.detach().numpy().tobytes() for model in models for p in model.parameters()]
+    return values, [state.stats().pipelined_iterations for state in found.states] if found else []
+
+
+def _outcomes(with_auto: bool) -> list[tuple[list[bytes], list[int]]]:
+    return [_outcome(script, with_auto) for script in SCRIPTS]
+
+
+@pytest.mark.quick
+def test_scripts_train_to_the_bits_of_plain_ddp_and_are_pipelined() -> None:
+    # Fresh ranks, since a process stays watched.
+    plain, ours = run_ranks(_outcomes, 2, False), run_ranks(_outcomes, 2, True)
+    for rank in range(2):
+        for script, (expected, _), (values, pipelined) in zip(SCRIPTS, plain[rank], ours[rank], strict=True):
+            assert values == expected, script.__name__
+            assert len(pipelined) == 1 + (script is _two_models) and min(pipelined) >= 4, script.__name__
+
+
+def _one_rank_has_another_hook() -> tuple[str, list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ddp_crossover").addHandler(handler)
+    found, ddp = dx.auto(**OPTIONS), _network()
+    optimizer = (torch.optim.LBFGS if dist.get_rank() else SGD)(ddp.parameters(), lr=0.1)
+    x = torch.ones(2, INPUTS)
+    ddp(x).square().mean().backward()
+    optimizer.step(lambda: torch.zeros(()))
+    return f"{len(found.states)} attached", said
+
+
+def test_what_one_rank_refuses_is_attached_to_on_no_rank() -> None:
+    (first, said), (second, silent) = run_ranks(_one_rank_has_another_hook, 2)
+    assert first == second == "0 attached"
+    assert len(said) == 1 and "trains as plain DDP: LBFGS" in said[0] and not silent
+
+
+@pytest.mark.parametrize("options", [{"fusion_mb": -1}, {"schedule": "fast"}, {"no_such": 1}])
+def test_options_that_no_model_could_take_are_refused_at_once(options) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        dx.auto(**options)
+
+
+def _switched_off() -> tuple[bool, bool, int]:
+    os.environ["DDP_CROSSOVER"] = "off"
+    ddp = _network()
+    optimizer = SGD(ddp.parameters(), lr=0.1)
+    state = dx.attach(ddp, optimizer, **OPTIONS)
+    _train(ddp, optimizer)
+    state.clip_grad_norm_(1.0)
+    state.synchronize()
+    by_hand = _network()
+    state_by_hand = dx.DearState(by_hand, SGD(by_hand.parameters(), lr=0.1), wire_dtype=torch.bfloat16)
+    by_hand.register_comm_hook(state_by_hand, dx.dear_hook)
+    by_hand(torch.ones(2, INPUTS)).sum().backward()
+    return state.detached, state.plan is None, state.stats().pipelined_iterations
+
+
+def test_the_switch_turns_everything_off() -> None:
+    assert run_ranks(_switched_off, 2) == [(True, True, 0)] * 2
+
+
+def test_a_switch_that_is_neither_on_nor_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDP_CROSSOVER", "maybe")
+    with pytest.raises(ValueError, match="DDP_CROSSOVER=maybe in the environment is neither on nor off"):
+        dx.auto()
