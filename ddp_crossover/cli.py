@@ -17,6 +17,7 @@ import ddp_crossover
 COMMANDS = {
     "run": "ddp_crossover.launch.run",
     "verify": "ddp_crossover.launch.verify",
+    "doctor": "ddp_crossover.launch.doctor",
     "simulate": "ddp_crossover.planning.simulate",
     "timeline": "ddp_crossover.tracing.timeline",
     "lease": "ddp_crossover.lease.command",

@@ -31,12 +31,14 @@ class Errand:
         stats_file: where rank 0 writes the figures of each model when the process ends.
         record: where each rank records its training for a comparison, see ``recording``; a folder. Random numbers
             are seeded then.
-        steps: with ``record``, the number of optimizer steps after which the script is ended.
+        examine: where rank 0 writes what the doctor needs, see ``examination``; a file.
+        steps: with ``record`` or ``examine``, the number of optimizer steps after which the script is ended.
     """
 
     options: dict[str, Any] | None = field(default_factory=dict)
     stats_file: str | None = None
     record: str | None = None
+    examine: str | None = None
     steps: int = 0
 
 

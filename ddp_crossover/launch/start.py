@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.launch.auto import Auto
 from ddp_crossover.launch.errand import Errand
+from ddp_crossover.launch.examination import Examination
 from ddp_crossover.launch.log import show_log
 from ddp_crossover.launch.rank_order_hook import add_in_rank_order, can_add_in_rank_order, has_one_order
 from ddp_crossover.launch.recording import Recording
@@ -33,8 +34,15 @@ def start(errand: Errand) -> BeforeForward:
         show_log()
     if attaches and rank == 0:
         atexit.register(_tell, auto, errand.stats_file)
-    if errand.record is None:
-        return auto.before_forward if attaches else lambda ddp: False
+    if errand.record is not None:
+        return _record(errand, rank, auto, attaches=attaches)
+    if errand.examine is not None:
+        return _examine(errand, rank, auto, attaches=attaches)
+    return auto.before_forward if attaches else lambda ddp: False
+
+
+def _record(errand: Errand, rank: int, auto: Auto, *, attaches: bool) -> BeforeForward:
+    assert errand.record is not None
     recording = Recording(Path(errand.record), rank, errand.steps, lambda: {"models": _figures(auto)})
     recording.begin()
     atexit.register(recording.write)
@@ -46,6 +54,18 @@ def start(errand: Errand) -> BeforeForward:
             return auto.before_forward(ddp)
         recording.sums_are_in_rank_order |= add_in_rank_order(ddp)
         return False
+
+    return before_forward
+
+
+def _examine(errand: Errand, rank: int, auto: Auto, *, attaches: bool) -> BeforeForward:
+    assert errand.examine is not None
+    path = Path(errand.examine) if rank == 0 else None
+    examination = Examination(path, errand.steps, lambda: auto.states)
+
+    def before_forward(ddp: DistributedDataParallel) -> bool:
+        examination.before_forward(ddp)
+        return auto.before_forward(ddp) if attaches else False
 
     return before_forward
 

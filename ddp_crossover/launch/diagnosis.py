@@ -1,0 +1,107 @@
+"""Says what dear_hook would gain, and why: from measured compute times, a link and a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ddp_crossover.fusion import MB, Schedule
+from ddp_crossover.planning.ddp_buckets import ddp_buckets
+from ddp_crossover.planning.model_profile import ModelProfile
+from ddp_crossover.planning.schedule_simulator import simulate
+from ddp_crossover.planning.search import best_of_sizes
+
+# Smaller gains are within what steps differ by themselves.
+_NOTICEABLE = 0.03
+# A line of the script that needs all updates at once in more steps than this prevents the overlap.
+_OFTEN = 0.5
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Step times of one model on one link, in seconds.
+
+    Attributes:
+        plain_s: of plain DDP; measured where the script was run, else predicted.
+        plain_predicted_s: of plain DDP, predicted.
+        ours_s: with dear_hook, predicted.
+        compute_s: of a step that never waits for communication.
+        communication_s: of all gradients alone on the link.
+        fusion_mb: size of the fusion groups that are predicted to be the fastest.
+    """
+
+    plain_s: float
+    plain_predicted_s: float
+    ours_s: float
+    compute_s: float
+    communication_s: float
+    fusion_mb: float
+
+    @property
+    def gain(self) -> float:
+        """How much faster a step is: 0.1 means 10%. Never below 0, because the tuner would keep plain all-reduces."""
+        return max(0.0, self.plain_s / self.ours_s - 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures for JSON."""
+        return {**asdict(self), "gain": self.gain}
+
+
+def predict(profile: ModelProfile, bucket_cap_mb: float, plain_s: float | None = None) -> Prediction:
+    """Predict both step times.
+
+    Args:
+        profile: the model, with a link.
+        bucket_cap_mb: DDP's bucket size.
+        plain_s: measured step time of plain DDP, or None.
+    """
+    assert profile.link is not None
+    world_size = profile.world_size
+    plain = simulate(ddp_buckets(profile, bucket_cap_mb), profile.compute, profile.link, world_size, Schedule.ALLREDUCE)
+    fusion_mb, ours = best_of_sizes(profile.specs, profile.compute, profile.link, world_size, Schedule.AUTO)
+    all_bytes = sum(spec.numel * spec.itemsize_bytes for spec in profile.specs)
+    return Prediction(
+        plain_s=plain.step_s if plain_s is None else plain_s,
+        plain_predicted_s=plain.step_s,
+        ours_s=ours.step_s,
+        compute_s=profile.compute.compute_s,
+        communication_s=2 * profile.link.leg_s(all_bytes, world_size),
+        fusion_mb=fusion_mb,
+    )
+
+
+def verdict(prediction: Prediction, obstacles: Mapping[str, int], steps: int, command: str) -> str:
+    """Return one paragraph: whether it pays, how much, why, what in the script costs overlap, what to do.
+
+    Args:
+        prediction: the step times.
+        obstacles: lines of the script, or reasons, that cost overlap, and in how many steps.
+        steps: number of steps in which they were counted.
+        command: what to start to have it.
+    """
+    plain_ms, ours_ms = prediction.plain_s * 1e3, prediction.ours_s * 1e3
+    exposed_ms = max(0.0, plain_ms - prediction.compute_s * 1e3)
+    why = (
+        f"compute takes {prediction.compute_s * 1e3:.3g} ms a step and communication alone "
+        f"{prediction.communication_s * 1e3:.3g} ms, of which plain DDP leaves {exposed_ms:.3g} ms exposed"
+    )
+    often = [line for line, times in obstacles.items() if times > _OFTEN * steps]
+    if prediction.gain < _NOTICEABLE:
+        return (
+            f"Not worth it here: no difference is expected ({ours_ms:.3g} ms a step instead of {plain_ms:.3g}); {why}."
+        )
+    if often:
+        return (
+            f"Not as the script is: {'; '.join(often)}. Without that: {ours_ms:.3g} ms a step instead of "
+            f"{plain_ms:.3g} ({1 + prediction.gain:.2f} times); {why}."
+        )
+    return (
+        f"Worth it: {ours_ms:.3g} ms a step instead of {plain_ms:.3g} ({1 + prediction.gain:.2f} times); {why}. "
+        f"Use: {command}"
+    )
+
+
+def model_mb(profile: ModelProfile) -> float:
+    """Return the size of all gradients in MiB."""
+    return sum(spec.numel * spec.itemsize_bytes for spec in profile.specs) / MB

@@ -1,0 +1,198 @@
+"""Measure link and compute, and say in words whether dear_hook pays here, how much, and why.
+
+  torchrun --nproc-per-node 2 -m ddp_crossover doctor                           # the link, and known models
+  torchrun --nproc-per-node 2 -m ddp_crossover doctor train.py --epochs 10      # your script
+
+Start it as you start your training, on all machines. It measures the link between the ranks; runs the script twice for
+some steps, plain and attached, and ends it; predicts the step time with dear_hook from what was measured; and names the
+lines of the script that cost overlap. Without a script it predicts models of known size at known compute times. The
+prediction assumes that nothing else uses link and processors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_crossover.collectives.agreement import all_gather_json
+from ddp_crossover.collectives.make_link import make_link
+from ddp_crossover.fusion import GradientSpec
+from ddp_crossover.launch.diagnosis import predict, verdict
+from ddp_crossover.launch.errand import Errand, environment_with
+from ddp_crossover.launch.pairs import Pair, measure_pairs
+from ddp_crossover.launch.run import add_script_arguments, script_of
+from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.planning.ddp_buckets import DEFAULT_BUCKET_MB
+from ddp_crossover.planning.link_probe import probe_link
+from ddp_crossover.planning.model_profile import ModelProfile
+
+_TIMEOUT = timedelta(minutes=10)
+_TAIL_LINES = 30
+# Parameters in millions; the size is what counts, and names help to find one's own.
+_KNOWN_MODELS = {"ResNet-50": 25.6, "BERT-base, GPT-2": 110.0, "GPT-2 medium": 355.0}
+_KNOWN_COMPUTE_S = (0.1, 0.3, 1.0)
+_LAYERS = 48
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``doctor``."""
+    parser.add_argument("--steps", type=int, default=24, metavar="N", help="optimizer steps to run. Default: 24")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of words")
+    add_script_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, predict and print on rank 0; 0 if that worked, whatever the verdict."""
+    if "RANK" not in os.environ:
+        raise ValueError(
+            "the doctor examines the ranks of a training job: start it as you start that, as in "
+            "'torchrun --nproc-per-node 2 -m ddp_crossover doctor', on all machines"
+        )
+    command = script_of(args) if args.script else None
+    rank = int(os.environ["RANK"])
+    tell = _tell if rank == 0 else _say_nothing
+    tell("measuring the link ...")
+    pairs, link = _measure_link()
+    if command is None:
+        report = _known_models(link, int(os.environ["WORLD_SIZE"]))
+    else:
+        with tempfile.TemporaryDirectory(prefix="ddp_crossover-doctor-") as folder:
+            found = []
+            for number, arm in enumerate(("plain", "attached")):
+                tell(f"running the script, {arm} ...")
+                found.append(_examine(command, Path(folder, arm), arm == "attached", args.steps, number))
+            report = _report_on(found[0], found[1], Path(folder, "attached.profile"), args) if rank == 0 else {}
+    if rank == 0:
+        report = {"pairs": [asdict(pair) for pair in pairs], "link": link.to_json(), **report}
+        print(json.dumps(report, indent=1) if args.json else _in_words(report, pairs))
+    return 0
+
+
+def _measure_link() -> tuple[list[Pair], LinkModel]:
+    """All pairs of ranks, and the link as legs see it; on a process group that is gone afterwards."""
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu else torch.device("cpu")
+    if has_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if has_gpu else "gloo", timeout=_TIMEOUT)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        of_ranks = all_gather_json([asdict(pair) for pair in measure_pairs(device)], group, device)
+        pairs = [Pair(tuple(pair.pop("ranks")), **pair) for of_rank in of_ranks for pair in of_rank]
+        if dist.get_world_size() == 1:
+            return pairs, LinkModel(0.0, 0.0, 0.0)
+        link = make_link(group, device, _TIMEOUT)
+        try:
+            return pairs, probe_link(link, 16 * 2**20, device)
+        finally:
+            link.close()
+    finally:
+        dist.destroy_process_group()
+
+
+def _examine(command: list[str], path: Path, attaches: bool, steps: int, number: int) -> dict[str, Any]:
+    """Run the script for some steps on this rank; what rank 0 found."""
+    errand = Errand(options={"tune": False} if attaches else None, examine=str(path), steps=steps)
+    environment = environment_with(errand)
+    # The ranks of each run meet under a prefix of their own in torchrun's store, as after a restart by torchrun.
+    environment["TORCHELASTIC_RESTART_COUNT"] = str(1000 * (number + 1))
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode or (os.environ["RANK"] == "0" and not path.exists()):
+        why = f"ended with exit status {done.returncode}" if done.returncode else "has made too few steps with DDP"
+        output = "\n".join(done.stdout.splitlines()[-_TAIL_LINES:])
+        raise ValueError(f"the script {why}:\n{output}")
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found | {"output": done.stdout}
+
+
+def _report_on(
+    plain: dict[str, Any], attached: dict[str, Any], profile_path: Path, args: argparse.Namespace
+) -> dict[str, Any]:
+    models = attached["models"]
+    if not models:
+        reasons = [line for line in attached["output"].splitlines() if "trains as plain DDP" in line]
+        return {"verdict": f"Not possible as the script is: {reasons[0] if reasons else 'nothing was attached to'}"}
+    if not models[0]["has_profile"]:
+        return {"verdict": f"Nothing to gain: {models[0]['why']}"}
+    profile = ModelProfile.load(profile_path)
+    if profile.world_size == 1:
+        return {"verdict": "Not worth it: with one rank nothing is sent."}
+    prediction = predict(profile, plain["bucket_cap_mb"], plain["step_s"])
+    obstacles = {what: times for model in models for what, times in {**model["looks"], **model["fallbacks"]}.items()}
+    steps = max(model["finished_steps"] for model in models)
+    script = " ".join([*(["-m"] if args.is_module else []), *args.script[:1]])
+    command = f"torchrun ... -m ddp_crossover run {script} ..., or dx.attach(ddp, optimizer) in it"
+    return {
+        "prediction": prediction.as_dict(),
+        "obstacles": obstacles,
+        "steps": steps,
+        "verdict": verdict(prediction, obstacles, steps, command),
+    }
+
+
+def _known_models(link: LinkModel, world_size: int) -> dict[str, Any]:
+    if world_size == 1:
+        return {"verdict": "Not worth it: with one rank nothing is sent."}
+    rows = []
+    for name, millions in _KNOWN_MODELS.items():
+        for compute_s in _KNOWN_COMPUTE_S:
+            prediction = predict(_uniform(millions * 1e6, compute_s, link, world_size), DEFAULT_BUCKET_MB)
+            rows.append({"model": name, "parameters_m": millions, **prediction.as_dict()})
+    best = max(rows, key=lambda row: row["gain"])
+    text = (
+        f"The most to gain of these is {1 + best['gain']:.2f} times ({best['model']}, {best['compute_s'] * 1e3:.0f} ms)"
+    )
+    return {"known_models": rows, "verdict": f"{text}. Give your script for a verdict on it."}
+
+
+def _uniform(numel: float, compute_s: float, link: LinkModel, world_size: int) -> ModelProfile:
+    """A model of equal layers in fp32 whose backward takes twice as long as its forward."""
+    specs = tuple(GradientSpec(f"layer{i}", round(numel / _LAYERS), 4, "float32") for i in range(_LAYERS))
+    forward_s, backward_s = compute_s / 3, compute_s * 2 / 3
+    compute = ComputeProfile(
+        use_s=tuple(i / _LAYERS * forward_s for i in range(_LAYERS)),
+        arrival_s=tuple((_LAYERS - i) / _LAYERS * backward_s for i in range(_LAYERS)),
+        forward_s=forward_s,
+        backward_s=backward_s,
+    )
+    return ModelProfile(specs, compute, link, world_size)
+
+
+def _in_words(report: dict[str, Any], pairs: list[Pair]) -> str:
+    lines = []
+    if pairs:
+        slowest = min(pairs, key=lambda pair: pair.bytes_per_s)
+        latency = max(pairs, key=lambda pair: pair.latency_s)
+        lines.append(
+            f"Link: the slowest of {len(pairs)} pairs of ranks is {slowest.ranks[0]}-{slowest.ranks[1]}, with "
+            f"{8e-9 * slowest.bytes_per_s:.3g} Gb/s; the longest latency is {latency.latency_s * 1e6:.3g} us, between "
+            f"{latency.ranks[0]} and {latency.ranks[1]}."
+        )
+    for row in report.get("known_models", ()):
+        lines.append(
+            f"  {row['model']} ({row['parameters_m']:g} M parameters), {row['compute_s'] * 1e3:.0f} ms of compute: "
+            f"{row['ours_s'] * 1e3:.0f} ms a step instead of {row['plain_s'] * 1e3:.0f} ({1 + row['gain']:.2f} times)"
+        )
+    for what, times in sorted(report.get("obstacles", {}).items(), key=lambda one: -one[1]):
+        lines.append(f"Costs overlap, in {times} of {report['steps']} steps: {what}")
+    return "\n".join([*lines, report["verdict"]])
+
+
+def _tell(text: str) -> None:
+    print(f"doctor: {text}", file=sys.stderr, flush=True)
+
+
+def _say_nothing(text: str) -> None:
+    pass

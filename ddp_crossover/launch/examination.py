@@ -1,0 +1,76 @@
+"""Examines a script from the inside: runs it for some steps, then writes down what the doctor needs, and ends it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ddp_crossover.comm_hook import DearState
+from ddp_crossover.torch_internals.ddp import bucket_cap_bytes
+
+# Allocators, caches and the first iterations, which are not pipelined yet.
+_WARMUP_STEPS = 6
+
+
+class Examination:
+    """Times steps, and ends the script after some.
+
+    Args:
+        path: where rank 0 writes what was found; None on other ranks.
+        steps: number of steps of an optimizer.
+        states: returns what has been attached; nothing if plain DDP is timed.
+    """
+
+    def __init__(self, path: Path | None, steps: int, states: Callable[[], list[DearState]]) -> None:
+        self._path = path
+        self._steps = max(steps, _WARMUP_STEPS + 2)
+        self._states = states
+        self._first: Optimizer | None = None
+        self._ends_s: list[float] = []
+        self._bucket_cap_mb: float | None = None
+        register_optimizer_step_post_hook(self._after_step)
+
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
+        """Take note of a model that is trained: of its buckets as the script has set them."""
+        if self._bucket_cap_mb is None:
+            self._bucket_cap_mb = bucket_cap_bytes(ddp) / 2**20
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._bucket_cap_mb is None:
+            return  # nothing of what is trained is DDP yet
+        self._first = self._first or optimizer
+        if optimizer is not self._first:
+            return
+        self._ends_s.append(time.perf_counter())
+        if len(self._ends_s) < self._steps:
+            return
+        if self._path is not None:
+            self._path.write_text(json.dumps(self._found()))
+        raise SystemExit(0)
+
+    def _found(self) -> dict[str, Any]:
+        ends_s = self._ends_s[_WARMUP_STEPS:]
+        found: dict[str, Any] = {
+            "step_s": median(after - before for before, after in itertools.pairwise(ends_s)),
+            "bucket_cap_mb": self._bucket_cap_mb,
+            "models": [],
+        }
+        for state in self._states():
+            profile = state.profile()
+            stats = state.stats()
+            if profile is not None and self._path is not None:
+                profile.save(self._path.with_suffix(".profile"))
+            found["models"].append(
+                {**asdict(stats), "last_steps": [], "has_profile": profile is not None, "why": state.tuning_progress()}
+            )
+        return found
