@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
+from ddp_crossover.ddp.other_parallelism import refuse_other_parallelism
 from ddp_crossover.ddp.refused_methods import JOIN_ADVICE
 from ddp_crossover.fusion import Schedule
 from ddp_crossover.torch_internals.ddp import has_comm_hook, is_joining, is_updated_in_backward, managed_parameters
@@ -16,6 +17,7 @@ from ddp_crossover.torch_internals.ddp import has_comm_hook, is_joining, is_upda
 
 def refuse_model(ddp: object) -> None:
     """Raise TypeError or ValueError unless ``ddp`` is a DDP model whose gradients can go through the pipeline."""
+    refuse_other_parallelism(ddp)
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
             f"dear_hook needs a DistributedDataParallel model, got {type(ddp).__name__}: wrap the model "

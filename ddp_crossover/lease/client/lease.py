@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from ..directory import BrokerDirectory
+from ..peer_process import require_linux
 from ..protocol import Hello, Kind, Role, require_valid
 from .device import default_resource, drain, is_gpu
 from .reconnect import Reconnector
@@ -53,6 +54,7 @@ class GpuLease:
         spawn_broker: start a broker if none is running.
 
     Raises:
+        OSError: the system is not Linux.
         ValueError: ``weight``, ``job``, ``resource``, ``role``, ``max_wait_s`` or ``max_stall_s`` is invalid.
 
     Example::
@@ -76,6 +78,7 @@ class GpuLease:
         directory: str | os.PathLike[str] | None = None,
         spawn_broker: bool = True,
     ) -> None:
+        require_linux()
         if role not in _ROLES:
             raise ValueError(f"role must be 'peer' or 'filler', got {role!r}")
         if max_wait_s is not None and not max_wait_s >= 0:
