@@ -50,7 +50,7 @@ class GpuLease:
             peer; a filler waits for as long as the broker lives.
         max_stall_s: seconds that :meth:`acquire` waits for a broker that shows no sign of life, at least 0.1. A larger
             value than the default helps on a host whose cores are all busy.
-        directory: directory of the broker's socket. See :class:`..directory.BrokerDirectory`.
+        directory: directory of the broker's socket. Default: ``$DDP_CROSSOVER_LEASE_DIR``, else one of this user.
         spawn_broker: start a broker if none is running.
 
     Raises:
@@ -177,7 +177,7 @@ class GpuLease:
     ) -> Instrument:
         """Make ``model`` hold the lease while it computes: for jobs that train or infer on one GPU, in one thread.
 
-        See :class:`.instrument.Instrument` for when the lease is held. Numerical results do not change.
+        See ``docs/lease.md`` for when the lease is held. Numerical results do not change.
 
         Args:
             model: the model to put hooks on.
@@ -236,12 +236,12 @@ class GpuLease:
 
     @property
     def undisturbed(self) -> bool:
-        """Whether this process holds the resource and is not pressed: the cheapest check in the usual case."""
+        """Whether this process holds the resource and is not pressed. The cheapest check in the usual case."""
         return self._turn.is_undisturbed
 
     @property
     def asked_to_yield(self) -> bool:
-        """Whether this is a filler that holds while a peer waits: release as soon as possible."""
+        """Whether this is a filler that holds while a peer waits, and should release."""
         return self._turn.is_asked_to_yield
 
     @property
@@ -259,6 +259,7 @@ class GpuLease:
         return os.getpid() == self._pid and self._reconnector.connected.wait(timeout_s)
 
     def stats(self) -> LeaseStats:
+        """Return how often this process has held the lease, and computed without it."""
         turn = self._turn
         return LeaseStats(turn.grants, dict(self._unleased), turn.lost, turn.waited_s)
 
