@@ -25,4 +25,5 @@ autodoc_preserve_defaults = True
 
 # Every reference must be found. Those to other projects are left as text, so that a build needs no network.
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(torch|collections|os|typing|datetime|pathlib|optional|callable|Sequence)\b.*")]
+_OTHERS = ("torch", "numpy", "lightning", "transformers", "accelerate", "collections", "os", "typing", "pathlib")
+nitpick_ignore_regex = [("py:.*", rf"({'|'.join(_OTHERS)})\b.*")]
