@@ -191,7 +191,7 @@ class DearState:
 
     @property
     def tuning(self) -> bool:
-        """Whether the plan may still change: times are being measured, or plans tried."""
+        """Whether the plan may still change, because times are being measured or plans tried."""
         return self._plain_reason is None and not self._planning.settled
 
     def tuning_progress(self) -> str:
@@ -233,7 +233,7 @@ class DearState:
             norm_type: p of the p-norm; may be ``inf``.
 
         Returns:
-            The norm before clipping: 0-dim, on the parameters' device, fp32 (fp64 with fp64 gradients).
+            The norm before clipping, 0-dim, on the parameters' device, fp32 (fp64 with fp64 gradients).
         """
         pipeline = self._reducer.pipeline
         if pipeline is not None and pipeline.phase is Phase.REDUCED and norm_type > 0:

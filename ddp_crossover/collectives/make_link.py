@@ -55,8 +55,8 @@ def make_link(
     if link is NcclLink:
         made: Link = NcclLink(process_group, device, small_group=_new_group("norms", ranks, backend, timeout))
     else:
-        # New sockets are those of the new group. The sockets of a given `own_group` are unknown; the backlog is then
-        # empty, and gather legs are posted as soon as they are ready.
+        # New sockets are those of the new group. The sockets of a given `own_group` are unknown, and on macOS
+        # all are; the backlog is then empty, and gather legs are posted as soon as they are ready.
         backlog = SocketBacklog(connected_tcp_sockets() - before)
         made = link(process_group, device, backlog, sums_in_fp32=sums_in_fp32)
     made.owns_process_group = own_group is None

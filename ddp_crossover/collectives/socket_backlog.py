@@ -31,8 +31,12 @@ class SocketBacklog:
 
 
 def connected_tcp_sockets() -> set[int]:
-    """File descriptors of this process' TCP connections."""
-    return {int(name) for name in os.listdir("/proc/self/fd") if _is_connected_tcp(int(name))}
+    """File descriptors of this process' TCP connections; none where the kernel is not Linux, as on macOS."""
+    try:
+        names = os.listdir("/proc/self/fd")
+    except FileNotFoundError:
+        return set()
+    return {int(name) for name in names if _is_connected_tcp(int(name))}
 
 
 def _is_connected_tcp(fd: int) -> bool:

@@ -9,13 +9,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
+from ddp_crossover.ddp.other_parallelism import refuse_other_parallelism
 from ddp_crossover.ddp.refused_methods import JOIN_ADVICE
 from ddp_crossover.fusion import Schedule
 from ddp_crossover.torch_internals.ddp import has_comm_hook, is_joining, is_updated_in_backward, managed_parameters
 
 
 def refuse_model(ddp: DistributedDataParallel) -> None:
-    """Raise ValueError unless the gradients of ``ddp`` can go through the pipeline."""
+    """Raise TypeError or ValueError unless the gradients of ``ddp`` can go through the pipeline."""
+    refuse_other_parallelism(ddp)
     if has_comm_hook(ddp):
         raise ValueError(
             "this DDP model has a communication hook already, and DDP takes only one: leave out the other "

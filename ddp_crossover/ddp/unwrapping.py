@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddp_crossover.ddp.other_parallelism import refuse_other_parallelism
+
 # Class -> the attribute that holds what it wraps. Their step() ends in step() of the optimizer inside, and their
 # forward in forward of the DDP object inside, so hooks on these see all that happens.
 _OPTIMIZER_INSIDE = {
@@ -59,6 +61,7 @@ def unwrapped_model(obj: object) -> DistributedDataParallel:
         inside = _inside(getattr(strategy, "model", None) or inside, _MODEL_INSIDE)
     if isinstance(inside, DistributedDataParallel):
         return inside
+    refuse_other_parallelism(inside)
     raise TypeError(
         f"attach needs a DistributedDataParallel model, got {type(obj).__name__}: {_instead_of_model(inside)}"
     )

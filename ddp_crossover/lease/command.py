@@ -17,6 +17,7 @@ from typing import Any
 from .broker.server import Broker, BrokerSettings
 from .client.connection import RefusedError, ask_status
 from .directory import BrokerDirectory, DirectoryError
+from .peer_process import require_linux
 from .protocol import ProtocolError
 from .shares import with_shares
 
@@ -45,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the verb in ``args`` and return the exit status."""
     directory = BrokerDirectory(args.directory)
     try:
+        require_linux()
         if args.verb == "serve":
             return _serve(directory, args)
         return _status(directory, args.json) if args.verb == "status" else _top(directory, args)

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
 import struct
 from pathlib import Path
 from typing import NamedTuple
 
+# What the lease asks of the system, as Python names it: other systems lack some of it.
+_LINUX = (
+    (socket, "SO_PEERCRED"),
+    (os, "memfd_create"),
+    (os, "sched_getaffinity"),
+    (select, "epoll"),
+)
 _SO_PEERPIDFD = 77  # not in Python's socket module; Linux 6.5
 _UCRED = struct.Struct("3i")
 
@@ -18,6 +26,16 @@ class Peer(NamedTuple):
 
     pid: int
     uid: int
+
+
+def require_linux() -> None:
+    """Raise OSError on a system that the lease does not run on, before it fails in the middle of something."""
+    missing = [f"{module.__name__}.{name}" for module, name in _LINUX if not hasattr(module, name)]
+    if missing:
+        raise OSError(
+            f"the GPU lease runs on Linux only ({', '.join(missing)} missing here): leave out lease=, training does "
+            "not need it"
+        )
 
 
 def peer_of(sock: socket.socket) -> Peer:

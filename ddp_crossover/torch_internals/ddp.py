@@ -102,6 +102,17 @@ def is_updated_in_backward(parameter: torch.nn.Parameter) -> bool:
     return hasattr(parameter, "_in_backward_optimizers")
 
 
+def is_slice_of_dtensor(parameter: torch.nn.Parameter) -> bool:
+    """Whether DDP has put this parameter in place of a DTensor, as it does over a slice of a larger device mesh."""
+    return hasattr(parameter, "_st_info")
+
+
+def is_wrapped_by_replicate(module: object) -> bool:
+    """Whether one of ``torch.distributed._composable``'s two ``replicate()`` has changed a module's class."""
+    makers = ("torch.distributed._composable.replicate", "torch.distributed._composable.replicate_with_fsdp")
+    return any(base.__module__ in makers for base in type(module).__mro__)
+
+
 def references_to_bucket_view(gradients: int) -> int:
     """Number of references that DDP holds to the memory of a bucket, besides those that any ``.grad`` has.
 

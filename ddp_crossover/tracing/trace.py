@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -20,7 +21,8 @@ MAX_SPANS = 200_000
 # Attributes that a file stores besides the spans.
 _ABOUT = ("rank", "title", "wall_offset_s", "began_s", "ended_s")
 
-Moment = float | torch.cuda.Event
+# A string: a build for another device may lack the class.
+Moment: TypeAlias = "float | torch.cuda.Event"
 
 
 class DeviceClock:

@@ -62,7 +62,7 @@ class _Turn(Enum):
 
 
 class Instrument:
-    """Hooks on one model, made by :meth:`.lease.GpuLease.instrument`. The end of a ``with`` block removes them.
+    """Hooks on one model, made by :meth:`ddp_crossover.GpuLease.instrument`. The end of a ``with`` block removes them.
 
     The lease is held from the beginning of a forward to its end. If a backward is expected, because one followed last
     time, it is held to the end of that backward; with ``optimizer``, to the end of an expected step. Hooks at each

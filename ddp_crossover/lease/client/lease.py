@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from ..directory import BrokerDirectory
+from ..peer_process import require_linux
 from ..protocol import Hello, Kind, Role, require_valid
 from .device import default_resource, drain, is_gpu
 from .reconnect import Reconnector
@@ -49,10 +50,11 @@ class GpuLease:
             peer; a filler waits for as long as the broker lives.
         max_stall_s: seconds that :meth:`acquire` waits for a broker that shows no sign of life, at least 0.1. A larger
             value than the default helps on a host whose cores are all busy.
-        directory: directory of the broker's socket. See :class:`..directory.BrokerDirectory`.
+        directory: directory of the broker's socket. Default: ``$DDP_CROSSOVER_LEASE_DIR``, else one of this user.
         spawn_broker: start a broker if none is running.
 
     Raises:
+        OSError: the system is not Linux.
         ValueError: ``weight``, ``job``, ``resource``, ``role``, ``max_wait_s`` or ``max_stall_s`` is invalid.
 
     Example::
@@ -76,6 +78,7 @@ class GpuLease:
         directory: str | os.PathLike[str] | None = None,
         spawn_broker: bool = True,
     ) -> None:
+        require_linux()
         if role not in _ROLES:
             raise ValueError(f"role must be 'peer' or 'filler', got {role!r}")
         if max_wait_s is not None and not max_wait_s >= 0:
@@ -174,7 +177,7 @@ class GpuLease:
     ) -> Instrument:
         """Make ``model`` hold the lease while it computes: for jobs that train or infer on one GPU, in one thread.
 
-        See :class:`.instrument.Instrument` for when the lease is held. Numerical results do not change.
+        See ``docs/lease.md`` for when the lease is held. Numerical results do not change.
 
         Args:
             model: the model to put hooks on.
@@ -233,12 +236,12 @@ class GpuLease:
 
     @property
     def undisturbed(self) -> bool:
-        """Whether this process holds the resource and is not pressed: the cheapest check in the usual case."""
+        """Whether this process holds the resource and is not pressed. The cheapest check in the usual case."""
         return self._turn.is_undisturbed
 
     @property
     def asked_to_yield(self) -> bool:
-        """Whether this is a filler that holds while a peer waits: release as soon as possible."""
+        """Whether this is a filler that holds while a peer waits, and should release."""
         return self._turn.is_asked_to_yield
 
     @property
@@ -256,6 +259,7 @@ class GpuLease:
         return os.getpid() == self._pid and self._reconnector.connected.wait(timeout_s)
 
     def stats(self) -> LeaseStats:
+        """Return how often this process has held the lease, and computed without it."""
         turn = self._turn
         return LeaseStats(turn.grants, dict(self._unleased), turn.lost, turn.waited_s)
 

@@ -1,0 +1,29 @@
+"""Sphinx settings. CONTRIBUTING.md says how to build the site."""
+
+from importlib.metadata import version as version_of
+
+project = "ddp_crossover"
+author = "the ddp_crossover authors"
+copyright = author
+version = release = version_of("ddp_crossover")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = f"ddp_crossover {release}"
+copybutton_prompt_text = "$ "
+
+myst_heading_anchors = 3  # links such as lease.md#parts, as on GitHub
+myst_enable_extensions = ["colon_fence"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+# A signature shows its defaults as they are written, not as the values that they have here.
+autodoc_preserve_defaults = True
+
+# Every reference must be found. Those to other projects are left as text, so that a build needs no network.
+nitpicky = True
+_OTHERS = ("torch", "numpy", "lightning", "transformers", "accelerate", "collections", "os", "typing", "pathlib")
+nitpick_ignore_regex = [("py:.*", rf"({'|'.join(_OTHERS)})\b.*")]

@@ -1,0 +1,1 @@
+"""Placeholder: the complete script takes its place."""

@@ -1,0 +1,50 @@
+"""The site builds without a warning: no broken link, no reference to a name that is not there."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ddp_crossover as dx
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("sphinx", reason="the extra `docs` is not installed")
+    built = tmp_path_factory.mktemp("site")
+    # As CONTRIBUTING says. Doctrees beside the site: nothing is written into the checkout.
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-n", str(DOCS), str(built)]
+    job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert job.returncode == 0, job.stdout + job.stderr
+    return built
+
+
+def test_the_site_builds_strictly_and_has_every_page(site: Path) -> None:
+    assert {page.stem for page in DOCS.glob("*.md")} <= {page.stem for page in site.glob("*.html")}
+
+
+def test_every_public_name_is_on_the_api_page(site: Path) -> None:
+    page = (site / "api.html").read_text()
+    assert [name for name in dx.__all__ if f'id="ddp_crossover.{name}"' not in page] == []
+
+
+def test_every_recipe_is_on_a_page() -> None:
+    page = (DOCS / "recipes.md").read_text()
+    assert [recipe.name for recipe in DOCS.glob("recipes/*.py") if f"recipes/{recipe.name}" not in page] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize("script", sorted(DOCS.glob("*.sbatch")), ids=lambda path: path.name)
+def test_batch_scripts_are_shell(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
