@@ -22,6 +22,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+from ddp_crossover.log import short
+
 MB = 2**20
 DEFAULT_FUSION_MB = 8.0
 _TAPER = 8  # the smallest group of a tapered arena is this many times smaller than fusion_mb
@@ -133,7 +135,7 @@ class FusionPlan:
         in_all = _size(sum(map(self.group_bytes, self.groups)))
         count = f"{len(self.groups)} groups" if len(self.groups) > 1 else "1 group"
         return (
-            f"schedule {self.schedule}: {count} of at most {self.fusion_mb:.3g} MiB, {in_all} in all, "
+            f"schedule {self.schedule}: {count} of at most {short(self.fusion_mb)} MiB, {in_all} in all, "
             f"{self.world_size} ranks"
         )
 
@@ -168,7 +170,7 @@ class FusionPlan:
 def _size(size_bytes: int) -> str:
     for unit_bytes, unit in ((MB, "MiB"), (2**10, "KiB")):
         if size_bytes >= unit_bytes:
-            return f"{size_bytes / unit_bytes:.3g} {unit}"
+            return f"{short(size_bytes / unit_bytes)} {unit}"
     return f"{size_bytes} B"
 
 

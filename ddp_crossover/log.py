@@ -1,4 +1,4 @@
-"""What the package says while a program trains: one logger for all of it, named ``ddp_crossover``."""
+"""What the package says while a program trains: its one logger, named ``ddp_crossover``, and numbers for people."""
 
 from __future__ import annotations
 
@@ -18,3 +18,8 @@ def say(text: str, level: int = logging.INFO) -> None:
         logger.log(level, "%s", text)
     elif level >= logger.level and level > logger.manager.disable:
         print(f"ddp_crossover: {text}", file=sys.stderr, flush=True)
+
+
+def short(value: float) -> str:
+    """Return a number of three digits or more, without an exponent."""
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"

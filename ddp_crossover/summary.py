@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.fusion import MB, FusionPlan
+from ddp_crossover.log import short
 from ddp_crossover.stats import DearStats
 from ddp_crossover.torch_internals.ddp import managed_parameters
 
@@ -16,14 +17,14 @@ def about(ddp: DistributedDataParallel, rank: int) -> str:
     gradients_mb = sum(parameter.nbytes for parameter in parameters) / MB
     backend = dist.get_backend(ddp.process_group)
     return (
-        f"{type(ddp.module).__name__}, {len(parameters)} gradients, {gradients_mb:.3g} MiB; "
+        f"{type(ddp.module).__name__}, {len(parameters)} gradients, {short(gradients_mb)} MiB; "
         f"rank {rank} of {ddp.process_group.size()} over {backend}"
     )
 
 
 def in_force(plan: FusionPlan | None) -> str:
     """Return how gradients travel under this plan, as a title."""
-    return "plain all-reduces" if plan is None else f"schedule {plan.schedule}, groups of {plan.fusion_mb:.3g} MiB"
+    return "plain all-reduces" if plan is None else f"schedule {plan.schedule}, groups of {short(plan.fusion_mb)} MiB"
 
 
 def summary(about_model: str, plan: FusionPlan | None, tuning: str, stats: DearStats) -> str:
@@ -34,6 +35,6 @@ def summary(about_model: str, plan: FusionPlan | None, tuning: str, stats: DearS
     if stats.iterations == 0:
         return "\n  ".join(lines)
     if (last := stats.last_step) is not None:
-        lines.append(f"last step {1e3 * last.duration_s:.3g} ms, {1e3 * last.exposed_s:.3g} ms of it exposed")
+        lines.append(f"last step {short(1e3 * last.duration_s)} ms, {short(1e3 * last.exposed_s)} ms of it exposed")
     lines.append(str(stats))
     return "\n  ".join(lines)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import ddp_crossover
+from ddp_crossover.log import short
 
 pytestmark = pytest.mark.quick
 
@@ -43,6 +44,11 @@ def test_a_line_is_shown_once_and_with_one_name(setup, expected) -> None:
     )
     assert job.returncode == 0, job.stderr
     assert job.stderr.splitlines() == expected
+
+
+@pytest.mark.parametrize(("value", "shown"), [(0.0, "0"), (0.01234, "0.0123"), (99.96, "100"), (1024.4, "1024")])
+def test_numbers_have_three_digits_and_no_exponent(value, shown) -> None:
+    assert short(value) == shown
 
 
 def test_no_message_names_the_package_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ddp_crossover.fusion import Schedule
+from ddp_crossover.log import short
 from ddp_crossover.options import Options
 from ddp_crossover.planning.trials import Candidate
 from ddp_crossover.planning.tuner import TuningResult
@@ -18,7 +19,7 @@ def given_plan(options: Options, first_mb: float, known: Candidate | None) -> st
     """
     if options.schedule is not Schedule.AUTO or options.fusion_mb is not None:
         why = "chosen by the number of gradients" if options.fusion_mb is None else "as set by fusion_mb"
-        return f"schedule {options.schedule} with groups of {first_mb:.3g} MiB, {why}"
+        return f"schedule {options.schedule} with groups of {short(first_mb)} MiB, {why}"
     if known is not None:
         return f"{in_groups(known)}, as stored in tuned_file {options.tuned_file}"
     return None
@@ -44,7 +45,7 @@ def outcome(
             measured.
     """
     if result is not None:
-        exposed = "" if exposed_s is None else f"; {1e3 * exposed_s:.3g} ms exposed"
+        exposed = "" if exposed_s is None else f"; {short(1e3 * exposed_s)} ms exposed"
         return f"tuned: {result.describe()}{exposed}"
     if given is not None:
         return f"not tuned: {given}"

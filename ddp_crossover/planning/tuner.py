@@ -27,6 +27,7 @@ import math
 from dataclasses import dataclass
 
 from ddp_crossover.fusion import MB, Schedule
+from ddp_crossover.log import short
 from ddp_crossover.planning.trials import Candidate, Trial, TrialLog
 
 # The first step after a switch is not typical: the old plan's gather legs are missing and the buffers are new. The
@@ -220,4 +221,4 @@ def _octave(candidate: Candidate) -> float:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
+    return short(1e3 * seconds)
