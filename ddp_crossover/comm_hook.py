@@ -129,7 +129,7 @@ class DearState:
         self._about = about(ddp, self._link.rank)
         self._plain_reason = why_plain_all_reduce(ddp, options.schedule)
         require_same_setup(self._link, named, optimizers, options)
-        self._turns = Turns(lease, self._link.clock, self._fallbacks.note)
+        self._turns = Turns(lease, self._link.clock, self._fallbacks.note_here)
         backend = dist.get_backend(ddp.process_group)
         self._planning = Planning(named, options, self._link, backend, self._turns)
         self._planning.load_tuned()

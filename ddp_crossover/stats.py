@@ -271,7 +271,7 @@ def _between(before: _Sample, after: _Sample) -> StepStats:
 
 
 class FallbackLog:
-    """Counts fall-backs by reason; rank 0 logs each reason once.
+    """Counts fall-backs by reason, and logs each reason once.
 
     Args:
         rank: this rank.
@@ -279,10 +279,16 @@ class FallbackLog:
 
     def __init__(self, rank: int) -> None:
         self.counts: Counter[str] = Counter()
-        self._logs = rank == 0
+        self._rank = rank
 
     def note(self, reason: str) -> None:
         """Count one fall-back to a slower path; rank 0 logs the reason the first time."""
-        if self._logs and not self.counts[reason]:
+        if self._rank == 0 and not self.counts[reason]:
             say(reason, logging.WARNING)
+        self.counts[reason] += 1
+
+    def note_here(self, reason: str) -> None:
+        """Count a fall-back that concerns this rank's device only; this rank logs the reason the first time."""
+        if not self.counts[reason]:
+            say(f"rank {self._rank}: {reason}", logging.WARNING)
         self.counts[reason] += 1

@@ -10,6 +10,7 @@ import pytest
 
 import ddp_crossover
 from ddp_crossover.log import short
+from ddp_crossover.stats import FallbackLog
 
 pytestmark = pytest.mark.quick
 
@@ -49,6 +50,16 @@ def test_a_line_is_shown_once_and_with_one_name(setup, expected) -> None:
 @pytest.mark.parametrize(("value", "shown"), [(0.0, "0"), (0.01234, "0.0123"), (99.96, "100"), (1024.4, "1024")])
 def test_numbers_have_three_digits_and_no_exponent(value, shown) -> None:
     assert short(value) == shown
+
+
+def test_a_reason_is_logged_once_by_rank_0_or_by_the_rank_that_it_concerns(caplog) -> None:
+    logs = [FallbackLog(rank) for rank in range(3)]
+    for log in logs * 2:
+        log.note("everywhere")
+    logs[2].note_here("one device")
+    logs[2].note_here("one device")
+    assert [record.getMessage() for record in caplog.records] == ["everywhere", "rank 2: one device"]
+    assert logs[2].counts == {"everywhere": 2, "one device": 2}
 
 
 def test_no_message_names_the_package_again() -> None:
