@@ -45,6 +45,7 @@ from ddp_crossover.parameters.pending_parameter import PendingParameter, touch
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.session import Planning
 from ddp_crossover.stats import DearStats, FallbackLog
+from ddp_crossover.summary import about, in_force, summary
 from ddp_crossover.torch_internals.ddp import GradBucket, managed_parameters, process_group_timeout
 from ddp_crossover.torch_internals.dispatch import allow_foreach, settle_before_use
 from ddp_crossover.tracing.recording import recording
@@ -129,9 +130,10 @@ class DearState:
         # Runs at the end of the program, or when the setup is refused below.
         self._finalizers: list[weakref.finalize[..., object]] = [weakref.finalize(self, self._link.shut_down)]
         self._fallbacks = FallbackLog(self._link.rank)
+        self._about = about(ddp, self._link.rank)
         self._plain_reason = why_plain_all_reduce(ddp, options.schedule)
         require_same_setup(self._link, named, optimizers, options)
-        self._turns = Turns(lease, self._link.clock, self._fallbacks.note)
+        self._turns = Turns(lease, self._link.clock, self._fallbacks.note_here)
         backend = dist.get_backend(ddp.process_group)
         self._planning = Planning(named, options, self._link, backend, self._turns)
         self._planning.load_tuned()
@@ -192,11 +194,17 @@ class DearState:
     @property
     def tuning(self) -> bool:
         """Whether the plan may still change, because times are being measured or plans tried."""
-        return self._plain_reason is None and not self._planning.settled
+        return self._plain_reason is None and not self._detached and not self._planning.settled
 
     def tuning_progress(self) -> str:
-        """Return one line about what has been measured, tried and found so far."""
+        """Return one line about what is being measured or tried now, or what was found and what it gains."""
+        if self._detached:
+            return "detached: the model trains as plain DDP does"
         return self._plain_reason or self._planning.progress()
+
+    def __repr__(self) -> str:
+        """Show model, plan in force, how far tuning has come, and the latest step. Waits for nothing."""
+        return summary(self._about, self.plan, self.tuning_progress(), self.stats())
 
     def profile(self) -> ModelProfile | None:
         """Return measured compute times and link, for ``python -m ddp_crossover simulate``; None until known."""
@@ -273,9 +281,11 @@ class DearState:
             RuntimeError: if this model is being traced already.
             TypeError: if the ``step()`` of an optimizer takes no hooks.
         """
-        trace = Trace(self._link.rank, "DeAR", self._device)
+        trace = Trace(self._link.rank, in_force(self.plan), self._device)
         with recording(trace, self._link.clock, self._reducer.model, self._optimizers):
             yield trace
+        if (now := in_force(self.plan)) != trace.title:
+            trace.title = f"{trace.title}, then {now}"
 
     def detach(self) -> None:
         """Apply what is pending and remove all hooks; the script continues as plain DDP, or attaches anew.

@@ -22,9 +22,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+from ddp_crossover.log import short
+
 MB = 2**20
 DEFAULT_FUSION_MB = 8.0
 _TAPER = 8  # the smallest group of a tapered arena is this many times smaller than fusion_mb
+# repr() shows this many groups at each end of a plan, and str() all of them.
+_GROUPS_SHOWN = 2
 
 
 class Schedule(enum.StrEnum):
@@ -87,11 +91,15 @@ class FusionGroup:
     split: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FusionPlan:
     """The fusion groups of one model, in arrival order, and how to send them.
 
+    ``print(plan)`` shows every group: its size, its place in the order of the gather legs, and its parameters by name.
+    ``repr(plan)`` shows the first and the last groups.
+
     Attributes:
+        gradients: one entry per parameter, in the numbering of ``pieces`` and ``offsets``.
         world_size: ranks that share each group.
         fusion_mb: target size of a group on the wire, in MiB.
         groups: all fusion groups, in arrival order.
@@ -104,6 +112,7 @@ class FusionPlan:
             was not simulated; the order is then that of ``Schedule.DEAR``.
     """
 
+    gradients: tuple[GradientSpec, ...]
     world_size: int
     fusion_mb: float
     groups: tuple[FusionGroup, ...]
@@ -117,19 +126,52 @@ class FusionPlan:
         """Return a hash that is equal on two ranks exactly if their plans are equal."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
+    def group_bytes(self, group: FusionGroup) -> int:
+        """Return the bytes of a group on the wire, padding included."""
+        return group.numel * self.gradients[group.pieces[0].parameter].itemsize_bytes
+
+    def headline(self) -> str:
+        """Return one line about all groups."""
+        in_all = _size(sum(map(self.group_bytes, self.groups)))
+        count = f"{len(self.groups)} groups" if len(self.groups) > 1 else "1 group"
+        return (
+            f"schedule {self.schedule}: {count} of at most {short(self.fusion_mb)} MiB, {in_all} in all, "
+            f"{self.world_size} ranks"
+        )
+
     def __str__(self) -> str:
-        lines = [
-            f"FusionPlan: {len(self.groups)} groups of at most {self.fusion_mb:g} MiB, world size {self.world_size}, "
-            f"schedule {self.schedule}"
+        return "\n".join([f"FusionPlan: {self.headline()}", *map(self._line, self.groups)])
+
+    def __repr__(self) -> str:
+        left_out = len(self.groups) - 2 * _GROUPS_SHOWN
+        if left_out <= 0:
+            return str(self)
+        lines = [*map(self._line, self.groups)]
+        lines[_GROUPS_SHOWN:-_GROUPS_SHOWN] = [f"  ... {left_out} more, which print(plan) shows"]
+        return "\n".join([f"FusionPlan: {self.headline()}", *lines])
+
+    def _line(self, group: FusionGroup) -> str:
+        how = "" if group.split else ", plain all-reduce"
+        return (
+            f"  [{group.index}] {_size(self.group_bytes(group))}, gather position "
+            f"{self.use_order.index(group.index) + 1}{how}: {self._names(group)}"
+        )
+
+    def _names(self, group: FusionGroup) -> str:
+        names = [
+            ("" if piece.numel == gradient.numel else "a part of ") + gradient.name
+            for piece, gradient in ((piece, self.gradients[piece.parameter]) for piece in group.pieces)
         ]
-        for group in self.groups:
-            how = "" if group.split else ", plain all-reduce"
-            lines.append(
-                f"  [{group.index}] {group.arena}: {group.numel} elements, padding {group.padding}, "
-                f"parameters {group.pieces[0].parameter}..{group.pieces[-1].parameter}, "
-                f"gather position {self.use_order.index(group.index) + 1}{how}"
-            )
-        return "\n".join(lines)
+        if len(names) > 2:
+            return f"{names[0]} to {names[-1]} ({len(names)} gradients)"
+        return ", ".join(names)
+
+
+def _size(size_bytes: int) -> str:
+    for unit_bytes, unit in ((MB, "MiB"), (2**10, "KiB")):
+        if size_bytes >= unit_bytes:
+            return f"{short(size_bytes / unit_bytes)} {unit}"
+    return f"{size_bytes} B"
 
 
 def plan_fusion(
@@ -179,6 +221,7 @@ def plan_fusion(
 
     groups = _in_arrival_order(groups, arrival_order)
     return FusionPlan(
+        gradients=tuple(specs),
         world_size=world_size,
         fusion_mb=fusion_mb,
         groups=tuple(groups),

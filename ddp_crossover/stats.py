@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
+from ddp_crossover.log import say
 from ddp_crossover.tracing.clock import CommSums
-
-logger = logging.getLogger("ddp_crossover")
-
 
 STEPS_KEPT = 100
 # An iteration counts as overlapped if compute hides at least this share of the time of its gather legs.
 _MOSTLY = 0.5
+# What `DearStats.flat` shows of the latest iteration, and of the lease.
+_FLAT_STEP = {
+    "step_s": "duration_s",
+    **{name: name for name in ("compute_s", "communication_s", "exposed_s", "gather_s", "gather_exposed_s")},
+    "sent_bytes": "sent_bytes",
+}
+_FLAT_LEASE = ("held_s", "given_s", "filled_s", "regrant_s")
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,44 @@ class DearStats:
         parts += [f"{reason} ({times} times)" for reason, times in Counter(self.fallbacks).most_common(3)]
         return "; ".join(parts)
 
+    def flat(self, prefix: str = "ddp_crossover/") -> dict[str, float]:
+        """Return figures for W&B, TensorBoard or Prometheus: plain floats, always under the same names.
+
+        Made for every step: it waits for nothing and reads a few numbers. Names of the latest iteration: ``step_s``,
+        ``compute_s``, ``communication_s``, ``exposed_s``, ``gather_s``, ``gather_exposed_s``, ``sent_bytes``, as in
+        :class:`StepStats`; NaN before the second iteration has ended. Counters since attach: ``steps_total``,
+        ``pipelined_steps_total``, ``overlapped_steps_total``, ``fallbacks_total``, ``exposed_s_total``,
+        ``sent_bytes_total`` and, with ``lease=``, ``lease_held_s_total``, ``lease_given_s_total``,
+        ``lease_filled_s_total``, ``lease_regrant_s_total`` as in :class:`LeaseUse`.
+
+        Args:
+            prefix: put before each name. The default groups the figures in W&B and TensorBoard. Prometheus allows
+                letters, digits, underscores and colons: use ``"ddp_crossover_"`` there.
+
+        Example::
+
+            wandb.log(state.stats().flat(), step=step)
+
+            for name, value in state.stats().flat().items():
+                writer.add_scalar(name, value, step)  # TensorBoard
+
+            for name, value in state.stats().flat("ddp_crossover_").items():
+                gauges[name].set(value)  # prometheus_client.Gauge
+        """
+        last = self.last_step
+        figures: dict[str, float] = {
+            **{name: math.nan if last is None else getattr(last, field) for name, field in _FLAT_STEP.items()},
+            "steps_total": self.iterations,
+            "pipelined_steps_total": self.pipelined_iterations,
+            "overlapped_steps_total": self.overlapped_steps,
+            "fallbacks_total": sum(self.fallbacks.values()),
+            "exposed_s_total": self.exposed_s,
+            "sent_bytes_total": self.sent_bytes,
+        }
+        if self.lease is not None:
+            figures |= {f"lease_{name}_total": getattr(self.lease, name) for name in _FLAT_LEASE}
+        return {prefix + name: float(value) for name, value in figures.items()}
+
     @property
     def last_step(self) -> StepStats | None:
         """Figures of the latest iteration; None before the second one has ended."""
@@ -170,7 +213,7 @@ class _Sample(NamedTuple):
 
 
 class StepLog:
-    """Keeps the running sums of the latest iterations, and computes each iteration's figures from their differences.
+    """Keeps the figures of the latest iterations: the differences of running sums between their ends.
 
     Attributes:
         finished: number of pipelined iterations whose gather legs are over.
@@ -180,7 +223,8 @@ class StepLog:
     def __init__(self) -> None:
         self.finished = self.overlapped = 0
         self._started_s: float | None = None
-        self._samples: deque[_Sample] = deque(maxlen=STEPS_KEPT + 1)
+        self._last: _Sample | None = None
+        self._figures: deque[StepStats] = deque(maxlen=STEPS_KEPT)
         self._last_was_pipelined = False
 
     def note(
@@ -198,11 +242,13 @@ class StepLog:
         now_s = time.perf_counter()
         if self._started_s is None:
             self._started_s = now_s
-        self._samples.append(_Sample(now_s, sums, sent_bytes, fallbacks.copy()))
-        if self._last_was_pipelined:
-            self.finished += 1
-            hidden = _between(self._samples[-2], self._samples[-1]).hidden_share
-            self.overlapped += not was_looked_at if hidden is None else hidden >= _MOSTLY
+        before, self._last = self._last, _Sample(now_s, sums, sent_bytes, fallbacks.copy())
+        if before is not None:
+            self._figures.append(_between(before, self._last))
+            if self._last_was_pipelined:
+                self.finished += 1
+                hidden = self._figures[-1].hidden_share
+                self.overlapped += not was_looked_at if hidden is None else hidden >= _MOSTLY
         self._last_was_pipelined = is_pipelined
 
     def elapsed_s(self) -> float:
@@ -211,7 +257,7 @@ class StepLog:
 
     def figures(self) -> tuple[StepStats, ...]:
         """Return the figures of each recorded iteration, oldest first."""
-        return tuple(_between(before, after) for before, after in pairwise(self._samples))
+        return tuple(self._figures)
 
 
 def _between(before: _Sample, after: _Sample) -> StepStats:
@@ -225,7 +271,7 @@ def _between(before: _Sample, after: _Sample) -> StepStats:
 
 
 class FallbackLog:
-    """Counts fall-backs by reason; rank 0 logs each reason once.
+    """Counts fall-backs by reason, and logs each reason once.
 
     Args:
         rank: this rank.
@@ -233,10 +279,16 @@ class FallbackLog:
 
     def __init__(self, rank: int) -> None:
         self.counts: Counter[str] = Counter()
-        self._logs = rank == 0
+        self._rank = rank
 
     def note(self, reason: str) -> None:
         """Count one fall-back to a slower path; rank 0 logs the reason the first time."""
-        if self._logs and not self.counts[reason]:
-            logger.warning("ddp_crossover: %s", reason)
+        if self._rank == 0 and not self.counts[reason]:
+            say(reason, logging.WARNING)
+        self.counts[reason] += 1
+
+    def note_here(self, reason: str) -> None:
+        """Count a fall-back that concerns this rank's device only; this rank logs the reason the first time."""
+        if not self.counts[reason]:
+            say(f"rank {self._rank}: {reason}", logging.WARNING)
         self.counts[reason] += 1

@@ -1,13 +1,13 @@
-"""Measure the steps of the lease: hand-offs, free turns, reading `contended`, dead and stopped holders, fairness.
+"""Measure the steps of the lease: hand-offs, free turns, reading contended, dead and stopped holders, fairness.
 
     python scripts/bench_handoff.py
     python scripts/bench_handoff.py --rounds 10 --keep-awake --json handoff.json
 
 Brokers and clients are real processes, started afresh in every round. The measurements take turns, round by round, so
-that a slow moment of the machine hits them all. A hand-off lasts from the call of the holder's `release` to the return
-of the waiting client's `acquire`, by the clock that all processes of a host share. The bare relay shows how much of
+that a slow moment of the machine hits them all. A hand-off lasts from the call of the holder's release to the return
+of the waiting client's acquire, by the clock that all processes of a host share. The bare relay shows how much of
 that is the machine's share: three processes that pass a message on in the same way and do nothing else. On a virtual
-machine most of it is waking a core that sleeps; with `--keep-awake` no core does. Needs no GPU and no torch.
+machine most of it is waking a core that sleeps; with --keep-awake no core does. Needs no GPU and no torch.
 """
 
 import os

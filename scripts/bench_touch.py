@@ -1,4 +1,4 @@
-"""Measure each thing that is done to a pending parameter between `step()` and its use, one by one.
+"""Measure each thing that is done to a pending parameter between step() and its use, one by one.
 
     python scripts/bench_touch.py
     python scripts/bench_touch.py --json touch.json

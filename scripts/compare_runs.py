@@ -2,7 +2,7 @@
 
     python scripts/compare_runs.py runs/demo/none runs/demo/dear
 
-Each argument is what `train.py --json X.json --save-params X.pt` wrote, without the ending.
+Each argument is what train.py --json X.json --save-params X.pt wrote, without the ending.
 """
 
 import json

@@ -6,7 +6,7 @@
 Builds the hosts, runs the command on each as torchrun would (RANK, WORLD_SIZE, MASTER_ADDR, ...),
 shows its output with the host in front, and removes everything. The exit code is that of the first host
 that failed, 124 after a timeout, 2 if the lab cannot be built.
-Two hosts share a virtual cable; more hang on a bridge. Each host's sending is shaped with `tc tbf`.
+Two hosts share a virtual cable; more hang on a bridge. Each host's sending is shaped with tc tbf.
 From Python:
 
     with Lab(hosts=2, rate="1gbit") as lab:

@@ -1,11 +1,11 @@
-"""PyTorch's own tests of DistributedDataParallel, as they are and with `dear_hook` in every DDP model.
+"""PyTorch's own tests of DistributedDataParallel, as they are and with dear_hook in every DDP model.
 
     python scripts/pytorch_ddp_tests.py
     python scripts/pytorch_ddp_tests.py --only control_flow --json tests.json
 
-The tests come with torch (`torch.testing._internal.distributed.distributed_test`; they need expecttest). Those that
+The tests come with torch (torch.testing._internal.distributed.distributed_test; they need expecttest). Those that
 were written for GPUs run on CPUs, over gloo. A test that passes without us must pass with us, unless it is about
-something that is refused; see `DOCUMENTED`. Exit code 1 if one does not.
+something that is refused; see DOCUMENTED. Exit code 1 if one does not.
 """
 
 import sys

@@ -1,11 +1,11 @@
-"""Train an image classifier on several processes, with plain DDP or with DeAR (`--hook dear`).
+"""Train an image classifier on several processes, with plain DDP or with DeAR (--hook dear).
 
     torchrun --standalone --nproc-per-node 2 scripts/train.py --hook dear
     torchrun --standalone --nproc-per-node 8 scripts/train.py --data images --model resnet50
 
 Any torchvision classifier; scikit-learn's digits (no download) or an image folder; AdamW or SGD,
 warm-up and cosine, mixed precision, gradient accumulation, clipping, evaluation, checkpoints that
-resume bit for bit. Look for "DeAR" to see what `ddp_crossover` adds to an ordinary DDP script.
+resume bit for bit. Look for "DeAR" to see what ddp_crossover adds to an ordinary DDP script.
 """
 
 import argparse

@@ -175,6 +175,21 @@ def test_how_groups_are_sent_is_part_of_the_digest(change) -> None:
     assert "plain all-reduce" not in str(plan)
 
 
+def test_a_plan_shows_parameters_by_name_and_their_size() -> None:
+    sizes = [9, 9, 9, 9, 1_200_000]
+    specs = [GradientSpec(f"{name}.weight", numel, 4, "fp32") for name, numel in zip("abcde", sizes, strict=True)]
+    plan = plan_fusion(specs, [4, 3, 2, 1, 0], range(5), world_size=2, fusion_mb=1.0)
+    assert str(plan).splitlines() == [
+        "FusionPlan: schedule dear: 5 groups of at most 1 MiB, 4.58 MiB in all, 2 ranks",
+        *(f"  [{i}] 938 KiB, gather position {5 - i}: a part of e.weight" for i in range(4)),
+        "  [4] 938 KiB, gather position 1: a part of e.weight to a.weight (5 gradients)",
+    ]
+    assert repr(plan).splitlines()[3] == "  ... 1 more, which print(plan) shows"
+    small = plan_fusion(specs[:2], [1, 0], range(2), world_size=2)
+    assert str(small).splitlines()[1] == "  [0] 72 B, gather position 1: b.weight, a.weight"
+    assert repr(small) == str(small)
+
+
 def test_small_gradients_are_merged_and_a_large_one_is_cut_evenly() -> None:
     specs = [
         GradientSpec("large", 1000, 4, "fp32"),

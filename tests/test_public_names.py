@@ -43,9 +43,10 @@ def test_a_script_that_asks_for_nothing_imports_no_torch() -> None:
     assert _in_a_new_interpreter("-c", program).split() == ["False", "True"]
 
 
-def test_asking_a_broker_imports_no_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("verb", ["status", "top"])
+def test_asking_a_broker_imports_no_torch(verb: str, tmp_path: Path) -> None:
     (tmp_path / "none").mkdir(mode=0o700)
-    lease = ("-X", "importtime", "-m", "ddp_crossover", "lease", "status", "--directory", str(tmp_path / "none"))
+    lease = ("-X", "importtime", "-m", "ddp_crossover", "lease", verb, "--directory", str(tmp_path / "none"))
     output = _in_a_new_interpreter(*lease, status=1)
     assert "no broker serves" in output
     assert "| torch\n" not in output and "ddp_crossover.lease.shares\n" in output

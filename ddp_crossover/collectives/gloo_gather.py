@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
 from ddp_crossover.collectives.gloo_leg import GlooCommContext, GlooLeg
-from ddp_crossover.collectives.gloo_messages import MessageKind, Slice, message_tag, small_exchange_tag
+from ddp_crossover.collectives.gloo_messages import Message, MessageKind, Slice, message_tag, small_exchange_tag
 from ddp_crossover.collectives.gloo_scatter import GlooScatterLeg
 
 
@@ -75,9 +74,9 @@ class GlooGatherLeg(GlooLeg):
         """Wait for the peers' slices, and for our sends. Runs on a waiting thread of its own."""
         try:
             self._context.failures.check()
-            _wait_for_all(self.scatter.gather_receives)
+            self._context.messages.wait(self.scatter.gather_receives, self.label)
             # After this leg the caller may write into the buffer: scale it, step in place, stage new gradients.
-            _wait_for_all(self.scatter.sends)
+            self._context.messages.wait(self.scatter.sends, self.label)
             self.after_receiving()
         except Exception as error:
             self._end(error)
@@ -115,24 +114,19 @@ class GlooSmallGather(GlooLeg):
         messages = self._context.messages
         own = self.rows[messages.rank]
         try:
-            works = messages.receive([Slice(peer, self.rows[peer]) for peer in messages.peers], self._tag)
-            works += messages.send([Slice(peer, own) for peer in messages.peers], self._tag)
+            posted = messages.receive([Slice(peer, self.rows[peer]) for peer in messages.peers], self._tag)
+            posted += messages.send([Slice(peer, own) for peer in messages.peers], self._tag)
         except Exception as error:
             self.finish(error)
             return
         # Finish on the reducing thread: the waiting threads may all be blocked by gather legs.
-        self._context.threads.reduce(lambda: self._complete(works))
+        self._context.threads.reduce(lambda: self._complete(posted))
 
-    def _complete(self, works: Sequence[dist.Work]) -> None:
+    def _complete(self, posted: Sequence[Message]) -> None:
         """Wait for all messages. Runs on the reducing thread."""
         try:
-            _wait_for_all(works)
+            self._context.messages.wait(posted, self.label)
         except Exception as error:
             self.finish(error)
         else:
             self.finish()
-
-
-def _wait_for_all(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()

@@ -20,11 +20,13 @@ from ddp_crossover.collectives.gloo_leg import GlooCommContext
 from ddp_crossover.collectives.gloo_messages import PeerMessages
 from ddp_crossover.collectives.gloo_scatter import AnnouncedLegs, GlooScatterLeg
 from ddp_crossover.collectives.gloo_threads import GlooThreads
+from ddp_crossover.collectives.late_peers import LatePeers
 from ddp_crossover.collectives.leg import ScatterLeg
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.socket_backlog import SocketBacklog
 from ddp_crossover.collectives.staging_queue import StagingQueue
-from ddp_crossover.own_threads import is_own_thread
+from ddp_crossover.own_threads import is_own_thread, start_thread
+from ddp_crossover.torch_internals.ddp import process_group_timeout
 
 _CLOSE_POLL_S = 1e-3
 
@@ -32,7 +34,14 @@ _CLOSE_POLL_S = 1e-3
 class PeerLink(Link):
     """The part of the links over gloo that does not depend on the device of the buffers."""
 
-    def __init__(self, process_group: dist.ProcessGroup, backlog: SocketBacklog, *, sums_in_fp32: bool = False) -> None:
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        backlog: SocketBacklog,
+        *,
+        sums_in_fp32: bool = False,
+    ) -> None:
         super().__init__(process_group)
         threads = GlooThreads(backlog)
         failures = Failures(self.rank, on_failure=threads.posting.stop_pacing)
@@ -40,6 +49,13 @@ class PeerLink(Link):
         self.pace = threads.posting.pace
         self._context = GlooCommContext(messages, threads, failures, self.meter, sums_in_fp32)
         self._small_gathers = 0
+        self._late_peers = LatePeers(
+            dist.get_process_group_ranks(process_group),
+            self.rank,
+            process_group_timeout(process_group, device).total_seconds(),
+            messages.awaited,
+        )
+        self._late_peers_thread = start_thread("late", self._late_peers.watch)
 
     def all_gather_small(self, value: Tensor) -> Tensor:
         self._small_gathers += 1
@@ -77,7 +93,9 @@ class PeerLink(Link):
         if context.failures.first is not None or context.open_legs:
             context.failures.record("rest of the legs", _given_up())
             context.messages.abort()
+        self._late_peers.close()
         context.threads.join()
+        self._late_peers_thread.join()
         for leg in list(context.open_legs):  # also one that another thread has started meanwhile
             leg.finish(context.failures.first or context.failures.record("rest of the legs", _given_up()))
         context.scratch.clear()
@@ -109,7 +127,7 @@ class GlooLink(PeerLink):
         *,
         sums_in_fp32: bool = False,
     ) -> None:
-        super().__init__(process_group, backlog, sums_in_fp32=sums_in_fp32)
+        super().__init__(process_group, device, backlog, sums_in_fp32=sums_in_fp32)
         context = self._context
         self.staging = StagingQueue(context.threads.posting.put, context.failures)
         self.early_receives = AnnouncedLegs(context)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple, cast
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_crossover.collectives.late_peers import Awaited
 from ddp_crossover.collectives.leg import MAX_GROUPS
 from ddp_crossover.collectives.meter import LinkMeter
 
@@ -38,6 +41,14 @@ class Slice(NamedTuple):
     memory: Tensor
 
 
+class Message(NamedTuple):
+    """A send or a receive that was posted."""
+
+    peer: int
+    work: dist.Work
+    is_send: bool
+
+
 def message_tag(kind: MessageKind, iteration: int, group: int) -> int:
     """The tag of all messages of one leg."""
     return (iteration % _ITERATIONS) << 17 | kind << 16 | group
@@ -49,7 +60,7 @@ def small_exchange_tag(number: int) -> int:
 
 
 class PeerMessages:
-    """Sends slices to the peers of one process group, and receives theirs. No call blocks.
+    """Sends slices to the peers of one process group, and receives theirs. Only :meth:`wait` blocks.
 
     Args:
         process_group: the group; its backend is gloo.
@@ -67,21 +78,39 @@ class PeerMessages:
         self.peers = [rank for rank in range(self.world_size) if rank != self.rank]
         self._process_group = process_group
         self._meter = meter
+        self._awaited: dict[int, Awaited] = {}  # by thread; takes no lock, since each thread has its own entry
 
-    def receive(self, slices: Sequence[Slice], tag: int) -> list[dist.Work]:
+    def receive(self, slices: Sequence[Slice], tag: int) -> list[Message]:
         """Post receives; empty slices are left out on both sides."""
         return [
-            cast(dist.Work, dist.irecv(memory, group=self._process_group, group_src=peer, tag=tag))
+            Message(
+                peer, cast(dist.Work, dist.irecv(memory, group=self._process_group, group_src=peer, tag=tag)), False
+            )
             for peer, memory in slices
             if memory.numel()
         ]
 
-    def send(self, slices: Sequence[Slice], tag: int) -> list[dist.Work]:
+    def wait(self, messages: Sequence[Message], label: str, *, is_proof: bool = False) -> None:
+        """Wait for messages of one leg, one after the other; ``label`` and ``is_proof`` are for :meth:`awaited`."""
+        thread, since_s = threading.get_ident(), time.monotonic()
+        is_proof = is_proof or self.world_size == 2
+        try:
+            for peer, work, is_send in messages:
+                self._awaited[thread] = Awaited(peer, label, is_proof, is_send, since_s)
+                work.wait()
+        finally:
+            self._awaited.pop(thread, None)
+
+    def awaited(self) -> list[Awaited]:
+        """Return the messages for which threads wait now, at most one for each thread."""
+        return list(self._awaited.values())
+
+    def send(self, slices: Sequence[Slice], tag: int) -> list[Message]:
         """Post sends; empty slices are left out on both sides."""
         slices = [one for one in slices if one.memory.numel()]
         self._meter.sent_bytes += sum(one.memory.nbytes for one in slices)
         return [
-            cast(dist.Work, dist.isend(memory, group=self._process_group, group_dst=peer, tag=tag))
+            Message(peer, cast(dist.Work, dist.isend(memory, group=self._process_group, group_dst=peer, tag=tag)), True)
             for peer, memory in slices
         ]
 
@@ -91,7 +120,7 @@ class PeerMessages:
         for peer in self.peers:
             with contextlib.suppress(Exception):  # the timeout, which is intended
                 [receive] = self.receive([Slice(peer, torch.empty(1))], tag)
-                receive.wait(_ABORT)
+                receive.work.wait(_ABORT)
 
     def close(self) -> None:
         """Drop the reference to the process group: the last one closes its sockets."""

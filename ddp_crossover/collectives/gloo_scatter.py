@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
 from ddp_crossover.collectives.gloo_leg import GlooCommContext, GlooLeg
-from ddp_crossover.collectives.gloo_messages import MessageKind, Slice, message_tag
+from ddp_crossover.collectives.gloo_messages import Message, MessageKind, Slice, message_tag
 from ddp_crossover.collectives.leg import ScatterLeg, slice_bounds
 from ddp_crossover.collectives.rank_order_sum import add_in_rank_order
 
@@ -28,10 +27,10 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
         self.iteration = iteration
         self.group = group
         self.buffer = buffer
-        self.gather_receives: list[dist.Work] = []
-        self.sends: list[dist.Work] = []
+        self.gather_receives: list[Message] = []
+        self.sends: list[Message] = []
         self.incoming: list[Tensor] = []
-        self._scatter_receives: list[dist.Work] = []
+        self._scatter_receives: list[Message] = []
 
     def shard(self) -> Tensor:
         return self._slice_of(self._context.messages.rank)
@@ -87,8 +86,8 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
         context = self._context
         try:
             context.failures.check()
-            for receive in self._scatter_receives:
-                receive.wait()
+            # A peer sends these slices as soon as its own backward has come so far.
+            context.messages.wait(self._scatter_receives, self.label, is_proof=True)
             add_in_rank_order(self.shard(), context.messages.rank, self.incoming, in_fp32=context.sums_in_fp32)
             context.scratch.free(self.incoming)
             self.incoming = []

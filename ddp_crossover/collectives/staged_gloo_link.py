@@ -93,7 +93,7 @@ class StagedGlooLink(PeerLink):
         # First, because it may fail: the base class starts threads.
         self._to_host_stream = torch.cuda.Stream(device)
         self._to_device_stream = torch.cuda.Stream(device)
-        super().__init__(process_group, backlog, sums_in_fp32=sums_in_fp32)
+        super().__init__(process_group, device, backlog, sums_in_fp32=sums_in_fp32)
         self._host_buffers: dict[int, Tensor] = {}
         self.streams = CudaStreams(device, (self._to_host_stream, self._to_device_stream))
 

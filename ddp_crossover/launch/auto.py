@@ -17,14 +17,12 @@ from torch.optim import Optimizer
 from ddp_crossover.collectives.agreement import DisagreementError, all_gather_json
 from ddp_crossover.comm_hook import DearState, attach
 from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers
-from ddp_crossover.launch.log import show_log
 from ddp_crossover.launch.optimizers_of import optimizers_of
 from ddp_crossover.launch.watch import watch_model, watch_new_models
+from ddp_crossover.log import say, short
 from ddp_crossover.options import Options, switched_off
 from ddp_crossover.stats import DearStats
 from ddp_crossover.torch_internals.ddp import has_comm_hook, managed_parameters
-
-logger = logging.getLogger("ddp_crossover")
 
 # Training forwards in which a model may have no optimizer, because the script builds it later.
 _FORWARDS_WITHOUT_OPTIMIZER = 10
@@ -99,7 +97,7 @@ class Auto:
             except (TypeError, ValueError, DisagreementError) as error:
                 why_not = str(error)
         if why_not is not None and dist.get_rank(ddp.process_group) == 0:
-            logger.warning("ddp_crossover: %s trains as plain DDP: %s", name, why_not)
+            say(f"{name} trains as plain DDP: {why_not}", logging.WARNING)
         return False
 
     def _attach(self, ddp: DistributedDataParallel, optimizers: list[Optimizer], name: str) -> None:
@@ -107,13 +105,10 @@ class Auto:
             model.forget_if_detached()
         self.models.append(AttachedModel(name, attach(ddp, optimizers, **self._options)))
         if dist.get_rank(ddp.process_group) == 0:
-            logger.info(
-                "ddp_crossover: attached to %s (%.1f M parameters, %d ranks) with %s",
-                name,
-                sum(parameter.numel() for _, parameter in managed_parameters(ddp)) / 1e6,
-                dist.get_world_size(ddp.process_group),
-                " and ".join(type(optimizer).__name__ for optimizer in optimizers),
-            )
+            millions = sum(parameter.numel() for _, parameter in managed_parameters(ddp)) / 1e6
+            ranks = dist.get_world_size(ddp.process_group)
+            names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
+            say(f"attached to {name} ({short(millions)} M parameters, {ranks} ranks) with {names}")
 
 
 def _why_not(ddp: DistributedDataParallel, optimizers: list[Optimizer]) -> str | None:
@@ -152,7 +147,6 @@ def auto(**options: Any) -> Auto:
     refuse_options(options)
     found = Auto(**options)
     if not switched_off():
-        show_log()
         if not _latest:
             watch_new_models(DistributedDataParallel, lambda: _latest[0].before_forward)
         _latest[:] = [found]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import logging
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -16,13 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_crossover.launch.auto import Auto
 from ddp_crossover.launch.errand import Errand
 from ddp_crossover.launch.examination import Examination
-from ddp_crossover.launch.log import show_log
 from ddp_crossover.launch.rank_order_hook import add_in_rank_order, can_add_in_rank_order, has_one_order
 from ddp_crossover.launch.recording import Recording
 from ddp_crossover.launch.watch import BeforeForward
+from ddp_crossover.log import say
 from ddp_crossover.options import switched_off
-
-logger = logging.getLogger("ddp_crossover")
 
 
 def start(errand: Errand) -> BeforeForward:
@@ -30,8 +27,6 @@ def start(errand: Errand) -> BeforeForward:
     attaches = errand.options is not None and not switched_off()
     auto = Auto(**_arguments(errand.options or {}))
     rank = int(os.environ.get("RANK", "0"))
-    if attaches:
-        show_log()
     if attaches and rank == 0:
         atexit.register(_tell, auto, errand.stats_file)
     if errand.record is not None:
@@ -81,6 +76,6 @@ def _figures(auto: Auto) -> list[dict[str, Any]]:
 
 def _tell(auto: Auto, stats_file: str | None) -> None:
     for model in auto.models:
-        logger.info("ddp_crossover: %s: %s", model.name, model.stats())
+        say(f"{model.name}: {model.stats()}")
     if stats_file is not None:
         Path(stats_file).write_text(json.dumps(_figures(auto), indent=1) + "\n")

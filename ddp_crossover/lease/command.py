@@ -26,6 +26,7 @@ _STATUS_S = 2.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verbs and their options to ``parser``."""
+    parser.epilog = "exit status: 0 if all went well, 1 if no broker can be asked, 2 for a wrong option"
     verbs = parser.add_subparsers(dest="verb", required=True)
     serve = verbs.add_parser("serve", help="run a broker in the foreground, for containers that share its directory")
     add = serve.add_argument
@@ -60,7 +61,8 @@ def _ask(directory: BrokerDirectory) -> dict[str, Any]:
         status: dict[str, Any] = json.loads(ask_status(directory, _STATUS_S))
     except (FileNotFoundError, ConnectionRefusedError):
         raise ConnectionError(
-            f"no broker serves {directory.path}: start a job that has a lease, or run `lease serve`"
+            f"no broker serves {directory.path}: start a job that has a lease, "
+            "or run python -m ddp_crossover lease serve"
         ) from None
     return status
 

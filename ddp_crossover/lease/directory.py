@@ -60,7 +60,7 @@ class BrokerDirectory:
             )
         closed_to = 0o027 if self.is_named else 0o077
         if status.st_mode & closed_to:
-            raise DirectoryError(f"{self.path} is open to other users: run `chmod 700 {self.path}`")
+            raise DirectoryError(f"{self.path} is open to other users: run chmod 700 {self.path}")
         return status.st_uid
 
     def listen(self, group: str | None = None) -> tuple[socket.socket, int]:

@@ -7,6 +7,7 @@ parameters updated and others not, as a plain ``step()`` would; training does no
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from ddp_crossover.collectives.leg import LegError
 from ddp_crossover.dear import Pipeline
+from ddp_crossover.log import say
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, ToUpdate
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError
 from ddp_crossover.parameters.slots import Slot
-from ddp_crossover.stats import logger
 from ddp_crossover.torch_internals.autograd import unrecorded
 
 
@@ -90,9 +91,9 @@ class UpdateRunner:
                 lazy.is_waiting = False
         pipeline.updates.clear()
         self._broken = f"the last optimizer.step() was taken back, because {error}"
-        logger.warning(
-            "ddp_crossover: %s. Parameters and optimizer state are those from before that step: save them and restart",
-            self._broken,
+        say(
+            f"{self._broken}. Parameters and optimizer state are those from before that step: save them and restart",
+            logging.WARNING,
         )
 
     def apply(self, slots: list[Slot]) -> None:

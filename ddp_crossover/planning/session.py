@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -21,17 +22,17 @@ from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.wire import travels_as
 from ddp_crossover.fusion import MB, FusionPlan, GradientSpec, Schedule, plan_fusion
 from ddp_crossover.gpu_sharing.turns import Turns
+from ddp_crossover.log import logger, say
 from ddp_crossover.options import Options
 from ddp_crossover.planning.compute_profiler import ComputeProfiler, Stopwatch
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.link_probe import probe_link
 from ddp_crossover.planning.model_profile import ModelProfile
+from ddp_crossover.planning.progress import coming, given_plan, outcome
 from ddp_crossover.planning.search import CANDIDATES_MB, PlannedStep, choose_plan
 from ddp_crossover.planning.trials import Candidate
 from ddp_crossover.planning.tuned_file import TunedFileError, describe_model, load_tuned, save_tuned
-from ddp_crossover.planning.tuner import TRIAL_STEPS, Tuner, TuningResult
-
-logger = logging.getLogger("ddp_crossover")
+from ddp_crossover.planning.tuner import TRIAL_STEPS, WARMUP_STEPS, Tuner, TuningResult
 
 # The plan before any measurement: the number of groups to aim for, and bounds of the group size in MiB.
 _FIRST_GROUPS = 16
@@ -102,6 +103,9 @@ class Planning:
         self._disturbances = 0
         self._repeats_left = _MAX_REPEATED_TRIALS
         self._step_marks: list[Any] = []
+        self._waits_s: list[float] = []
+        self._exposed_s: dict[Candidate, float] = {}
+        self._predicted: Candidate | None = None
         self.stage = Stage.OBSERVING
         self.link_model: LinkModel | None = None
         self.compute: ComputeProfile | None = None
@@ -122,7 +126,8 @@ class Planning:
         proposals = self._exchange({"arrival": orders.arrival, "use": orders.use_rank})
         require_equal("arrival order", {"arrival order": orders.arrival}, self._link.process_group, self._device)
         self._orders = Orders(proposals[0]["arrival"], proposals[0]["use"])
-        self._tuner = None
+        self._tuner = self.result = None
+        self._exposed_s.clear()
         self._repeats_left = _MAX_REPEATED_TRIALS
         self.profiler = None
         plan = self._checked(self._cut(self._first_mb(), self._options.schedule))
@@ -149,7 +154,7 @@ class Planning:
             with self._turns.released():
                 return self._leave_profiling()
         if self.stage is Stage.TUNING:
-            self._step_marks.append(self._stopwatch.mark())
+            self._mark_step()
             if len(self._step_marks) > TRIAL_STEPS:
                 with self._turns.released():
                     return self._end_trial()
@@ -162,10 +167,17 @@ class Planning:
         return ModelProfile(tuple(self.specs), self.compute, self.link_model, self._link.world_size)
 
     def progress(self) -> str:
-        """The state of planning in one line, for logs."""
+        """The state of planning in one line, for people."""
         if self.stage is Stage.TUNING and self._tuner is not None:
             return self._tuner.progress()
-        return self.result.describe() if self.result is not None else self.stage.value
+        given = given_plan(self._options, self._first_mb(), self._known)
+        if self.stage is Stage.OBSERVING:
+            next_one = coming(self._options, given)
+            return f"waiting until DDP's buckets have settled, which takes three steps or more; then {next_one}"
+        if self.stage is Stage.PROFILING:
+            return f"measuring the compute times of a few steps; then {coming(self._options, given)}"
+        exposed_s = None if self.result is None else self._exposed_s.get(self.result.best)
+        return outcome(given, self._predicted, self.result, exposed_s)
 
     # Transitions between the stages.
 
@@ -192,8 +204,9 @@ class Planning:
         start = Candidate(
             self.planned.plan.fusion_mb, Schedule.ALLREDUCE if self.planned.prefers_allreduce else Schedule.AUTO
         )
+        self._predicted = start
         if self._known is not None:
-            logger.info("ddp_crossover: using %s, as stored in tuned_file %s", self._known, self._options.tuned_file)
+            self._say_what_was_decided()
             return self._plan_of(self._known)
         if not self._options.tune:
             return self._plan_of(start)
@@ -203,8 +216,13 @@ class Planning:
         return self._plan_of(self._tuner.candidate)
 
     def _begin_trial(self) -> None:
-        self._step_marks = [self._stopwatch.mark()]
+        self._step_marks, self._waits_s = [], []
+        self._mark_step()
         self._disturbances = self._turns.disturbances
+
+    def _mark_step(self) -> None:
+        self._step_marks.append(self._stopwatch.mark())
+        self._waits_s.append(self._link.clock.sums().exposed_s)
 
     def _end_trial(self) -> FusionPlan | None:
         assert self._tuner is not None
@@ -220,22 +238,29 @@ class Planning:
             return None
         slowest_s = [max(on_ranks) for on_ranks in zip(*(answer["steps_s"] for answer in answers), strict=True)]
         before = self._tuner.candidate
+        if self._link.clock.sums().communication_s:  # not on NCCL, whose legs do not run in host time
+            exposed_s = [later - earlier for earlier, later in itertools.pairwise(self._waits_s)]
+            self._exposed_s[before] = median(exposed_s[WARMUP_STEPS:])
         for step_s in slowest_s:
             self._tuner.observe(step_s)
         self._begin_trial()
-        if self._link.rank == 0:
-            logger.info("ddp_crossover: %s", self._tuner.progress())
         if self._tuner.result is not None:
             self._settle(self._tuner.result)
+        elif self._link.rank == 0:
+            logger.info("%s", self._tuner.progress())
         return self._plan_of(self._tuner.candidate) if self._tuner.candidate != before else None
 
     def _settle(self, result: TuningResult) -> None:
         self.stage = Stage.SETTLED
         self.result = result
         self._step_marks = []
+        self._say_what_was_decided()
         if self._link.rank == 0:
-            logger.info("ddp_crossover: %s", result.describe())
             self._save_tuned(result)
+
+    def _say_what_was_decided(self) -> None:
+        if self._link.rank == 0:
+            say(self.progress())
 
     def _save_tuned(self, result: TuningResult) -> None:
         """Save the result; failures are only logged, since they cost the next run its trials and this run nothing."""
@@ -245,8 +270,7 @@ class Planning:
         try:
             save_tuned(self._options.tuned_file, key, model, result)
         except (TunedFileError, OSError) as error:
-            # Log only the message: a handler that stores records would keep the exception's frames and locals alive.
-            logger.warning("ddp_crossover: the result of tuning could not be saved to tuned_file: %s", str(error))
+            say(f"the result of tuning could not be saved to tuned_file: {error}", logging.WARNING)
 
     def load_tuned(self) -> None:
         """Read the tuned file on rank 0, for all ranks. Call it early, before training time could be lost to an error.

@@ -27,6 +27,7 @@ import math
 from dataclasses import dataclass
 
 from ddp_crossover.fusion import MB, Schedule
+from ddp_crossover.log import short
 from ddp_crossover.planning.trials import Candidate, Trial, TrialLog
 
 # The first step after a switch is not typical: the old plan's gather legs are missing and the buffers are new. The
@@ -67,12 +68,13 @@ class TuningResult:
     reason: str
 
     def describe(self) -> str:
-        """The result in one line, for logs."""
+        """The result in one line: step times as measured, in this run, of the winner and of what it was compared to."""
+        fastest, plain = _ms(self.fastest_s), _ms(self.plain_s)
         if self.best.schedule is Schedule.ALLREDUCE:
-            found = f"plain all-reduce, {_ms(self.plain_s)} a step ({self.fastest} groups {_ms(self.fastest_s)})"
-        else:
-            found = f"{self.best} groups, {_ms(self.best_s)} a step (plain all-reduce {_ms(self.plain_s)})"
-        return f"tuned in {len(self.trials)} trials, {self.steps} steps: {found}; stopped because {self.reason}"
+            others = f"groups of {self.fastest} took {fastest} ms"
+            return f"plain all-reduces, {plain} ms a step: {others}, which is no clear gain"
+        times = f"{self.plain_s / self.best_s:.2f} times as fast"
+        return f"{fastest} ms a step instead of {plain} with plain all-reduces ({times}), in groups of {self.best}"
 
 
 class Tuner:
@@ -145,12 +147,12 @@ class Tuner:
         if self.result is not None:
             return self.result.describe()
         measured = self._steps_s[WARMUP_STEPS:]
-        now = _ms(Trial(self.candidate, tuple(measured)).median_s) if measured else "warming up"
+        now = f"{_ms(Trial(self.candidate, tuple(measured)).median_s)} ms" if measured else "warming up"
         line = f"tuning {len(self._log.trials) + 1}/{self._max_trials}: {self.candidate}: {now}"
         if len(self._log.trials) < len(self._first):
             return line
         best = self._log.winner()
-        return f"{line}, best {_ms(self._log.time_s(best))} at {best}"
+        return f"{line}, best {_ms(self._log.time_s(best))} ms at {best}"
 
     def _conclude(self, reason: str) -> TuningResult:
         best, fastest = self._log.winner(), self._log.fastest()
@@ -219,4 +221,4 @@ def _octave(candidate: Candidate) -> float:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{1e3 * seconds:.0f} ms"
+    return short(1e3 * seconds)

@@ -1,6 +1,6 @@
-"""``python -m ddp_crossover timeline``: traces as a picture, one above the other on one time axis.
+"""Draw traces as a picture, one above the other on one time axis.
 
-Needs matplotlib, which ``pip install ddp_crossover[plot]`` brings.
+Needs matplotlib, which pip install ddp_crossover[plot] brings.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def test_a_script_is_attached_to_and_trains_to_the_same_bits(tmp_path: Path, pla
     run = ("-m", "ddp_crossover", "run", "--fusion-mb", "0.01", "--stats", str(stats))
     done = torchrun(*run, str(write_script(tmp_path)), "x")
     assert bits(done) == plain
-    assert done.stderr.count("attached to Sequential (0.0 M parameters, 2 ranks) with AdamW") == 1
+    assert done.stderr.count("attached to Sequential (0.00653 M parameters, 2 ranks) with AdamW") == 1
     [figures] = json.loads(stats.read_text())
     assert figures["model"] == "Sequential" and figures["pipelined_iterations"] > 10 and figures["deferred_steps"] > 10
 

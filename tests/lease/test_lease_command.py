@@ -56,9 +56,16 @@ def command_request() -> bytes:
     return Message(Kind.REQUEST, request=1).encode()
 
 
-def test_status_without_a_broker_says_so(lease_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("status", "--directory", str(lease_directory)) == 1
-    assert "no broker serves" in capsys.readouterr().err
+@pytest.mark.parametrize("verb", ["status", "top"])
+@pytest.mark.parametrize("named", [".", "none"], ids=["empty directory", "no directory"])
+def test_without_a_broker_it_says_so(
+    verb: str, named: str, lease_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = lease_directory / named
+    assert _run(verb, "--directory", str(directory)) == 1
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"lease {verb}: no broker serves {directory}: start a job that has a lease")
+    assert shown.out == ""
 
 
 def test_a_second_broker_is_refused(

@@ -33,7 +33,8 @@ def test_two_traces_become_one_picture(traces, capsys) -> None:
     height, width, _ = matplotlib.image.imread(picture).shape
     assert 1000 < width < 3000 and 500 < height < 2000
     told = capsys.readouterr().out
-    assert "plain DDP, rank 1: " in told and "DeAR, rank 1: " in told and "ms per step" in told
+    assert "plain DDP, rank 1: " in told and "ms per step" in told
+    assert "schedule auto, groups of 0.001 MiB, rank 1: " in told
 
 
 def test_what_cannot_be_drawn_is_said(traces, capsys, monkeypatch) -> None:

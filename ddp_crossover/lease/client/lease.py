@@ -285,7 +285,7 @@ class GpuLease:
         if why_not is None:
             return True
         if not self._unleased[why_not]:
-            logger.warning("ddp_crossover: job %s runs without its lease on %s: %s", self.job, self.resource, why_not)
+            logger.warning("job %s runs without its lease on %s: %s", self.job, self.resource, why_not)
         self._unleased[why_not] += 1
         return False
 

@@ -1,0 +1,25 @@
+"""What the package says while a program trains: its one logger, named ``ddp_crossover``, and numbers for people."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+logger = logging.getLogger("ddp_crossover")
+
+
+def say(text: str, level: int = logging.INFO) -> None:
+    """Log one line, without a prefix: handlers show the name of the logger.
+
+    In a program that has not set up logging, the line goes to stderr, and says who speaks. ``logging`` itself would
+    print only warnings there, without a name.
+    """
+    if logger.hasHandlers():
+        logger.log(level, "%s", text)
+    elif level >= logger.level and level > logger.manager.disable:
+        print(f"ddp_crossover: {text}", file=sys.stderr, flush=True)
+
+
+def short(value: float) -> str:
+    """Return a number of three digits or more, without an exponent."""
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"

@@ -1,0 +1,40 @@
+"""A state in a few lines, for ``print(state)``."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_crossover.fusion import MB, FusionPlan
+from ddp_crossover.log import short
+from ddp_crossover.stats import DearStats
+from ddp_crossover.torch_internals.ddp import managed_parameters
+
+
+def about(ddp: DistributedDataParallel, rank: int) -> str:
+    """Return model, size of its gradients (in the parameters' dtype), backend and rank in one line."""
+    parameters = [parameter for _, parameter in managed_parameters(ddp)]
+    gradients_mb = sum(parameter.nbytes for parameter in parameters) / MB
+    backend = dist.get_backend(ddp.process_group)
+    return (
+        f"{type(ddp.module).__name__}, {len(parameters)} gradients, {short(gradients_mb)} MiB; "
+        f"rank {rank} of {ddp.process_group.size()} over {backend}"
+    )
+
+
+def in_force(plan: FusionPlan | None) -> str:
+    """Return how gradients travel under this plan, as a title."""
+    return "plain all-reduces" if plan is None else f"schedule {plan.schedule}, groups of {short(plan.fusion_mb)} MiB"
+
+
+def summary(about_model: str, plan: FusionPlan | None, tuning: str, stats: DearStats) -> str:
+    """Return what is in force, how far tuning has come, and the figures of the latest step."""
+    lines = [f"DearState of {about_model}"]
+    lines += (in_force(plan) if plan is None else repr(plan)).splitlines()
+    lines.append(tuning)
+    if stats.iterations == 0:
+        return "\n  ".join(lines)
+    if (last := stats.last_step) is not None:
+        lines.append(f"last step {short(1e3 * last.duration_s)} ms, {short(1e3 * last.exposed_s)} ms of it exposed")
+    lines.append(str(stats))
+    return "\n  ".join(lines)

@@ -1,0 +1,154 @@
+"""`print(state)` and `stats().flat()`: what is in force, with figures that loggers take, at any point of a training."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from logging.handlers import BufferingHandler
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_crossover as dx
+from ddp_crossover.fusion import Schedule
+from ddp_crossover.log import logger
+from equivalence import Case, Run, train_step
+from models import DeepNet
+from plans import judged_plans
+
+pytestmark = pytest.mark.quick
+
+STEPS = 8
+PROMETHEUS = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+
+
+def _shown(options: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """What the state shows, and what it says of tuning: after attach, in the middle, after detach."""
+    run = Run(Case(model=DeepNet, steps=STEPS, dear={"fusion_mb": None} | options), with_dear=True)
+    run.attach()
+    shown = {}
+
+    def note(when: str) -> None:
+        shown[when] = (repr(run.state), run.state.tuning_progress())
+
+    note("attached")
+    for index, (x, y) in enumerate(run.batches()):
+        train_step(run, x, y)
+        if index == 3:
+            note("first plan")
+    note("trained")
+    assert repr(run.state) and run.model.module[0].weight is not None  # an update may be pending
+    run.detach()
+    note("detached")
+    return shown
+
+
+def test_a_state_shows_what_is_in_force(on_ranks) -> None:
+    first, second = on_ranks(_shown, 2, {"fusion_mb": 1e-3})
+    before, _ = first["attached"]
+    assert before.splitlines()[0].startswith("DearState of DeepNet, ")
+    assert "rank 0 of 2 over gloo" in before and "plain all-reduces" in before and "last step" not in before
+    after, _ = first["trained"]
+    assert "schedule auto" in after and ".weight" in after and "KiB in all" in after
+    assert re.search(r"last step \S+ ms, \S+ ms of it exposed", after) and "steps overlapped" in after
+    assert len(after.splitlines()) < 12
+    assert "rank 1 of 2" in second["trained"][0]
+    assert "detached: the model trains as plain DDP does" in first["detached"][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "attached", "first_plan"),
+    [
+        ({}, "group sizes and plain all-reduces are tried", "measuring the compute times"),
+        ({"tune": False}, "then the plan that should be the fastest", "measuring the compute times"),
+        ({"fusion_mb": 0.5}, "schedule auto with groups of 0.5 MiB", "not tuned: schedule auto with groups of 0.5 MiB"),
+        ({"schedule": "dear"}, "schedule dear with groups of", "not tuned: schedule dear with groups of"),
+        ({"schedule": "allreduce"}, "schedule='allreduce'", "schedule='allreduce'"),
+    ],
+    ids=str,
+)
+def test_tuning_progress_says_what_is_so(on_ranks, options, attached, first_plan) -> None:
+    for shown in on_ranks(_shown, 2, options):
+        before = shown["attached"][1]
+        assert attached in before
+        assert before.startswith("schedule=" if "allreduce" in before[:20] else "waiting until DDP's buckets")
+        assert first_plan in shown["first plan"][1]
+
+
+def _figures() -> list[dict[str, float]]:
+    run = Run(Case(model=DeepNet, steps=STEPS), with_dear=True)
+    run.attach()
+    seen = [run.state.stats().flat()]
+    for x, y in run.batches():
+        train_step(run, x, y)
+        seen.append(run.state.stats().flat())
+    prometheus = run.state.stats().flat("ddp_crossover_")
+    run.detach()
+    return [*seen, prometheus]
+
+
+def test_flat_figures_are_floats_under_the_same_names_in_each_step(on_ranks) -> None:
+    for *seen, prometheus in on_ranks(_figures, 2):
+        first, last = seen[0], seen[-1]
+        assert all(figures.keys() == first.keys() for figures in seen)
+        assert all(type(value) is float for figures in seen for value in figures.values())
+        assert math.isnan(first["ddp_crossover/step_s"]) and first["ddp_crossover/steps_total"] == 0
+        assert last["ddp_crossover/steps_total"] == STEPS
+        assert last["ddp_crossover/step_s"] > 0 and last["ddp_crossover/exposed_s"] >= 0
+        assert last["ddp_crossover/sent_bytes_total"] > last["ddp_crossover/sent_bytes"] > 0
+        assert all(PROMETHEUS.fullmatch(name) for name in prometheus)
+        assert [name.removeprefix("ddp_crossover_") for name in prometheus] == [
+            name.removeprefix("ddp_crossover/") for name in last
+        ]
+
+
+def _tune(favourite: str, path: str) -> list[str]:
+    """What is logged of tuning, without the trials."""
+    handler = BufferingHandler(1000)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        _train_tuned(favourite, path)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    return [line for record in handler.buffer if "tuned" in (line := record.getMessage())]
+
+
+def _train_tuned(favourite: str, path: str) -> None:
+    with judged_plans(favourite, best_mb=0.005):
+        torch.manual_seed(5)
+        ddp = DistributedDataParallel(DeepNet())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        state = dx.attach(ddp, optimizer, tuned_file=path)
+        for _ in range(80):
+            optimizer.zero_grad()
+            ddp(torch.randn(2, 7)).square().mean().backward()
+            optimizer.step()
+        assert not state.tuning
+        state.detach()
+
+
+@pytest.mark.parametrize("favourite", [Schedule.AUTO, Schedule.ALLREDUCE])
+def test_the_end_of_tuning_is_one_line_on_rank_0(on_ranks, tmp_path, favourite) -> None:
+    path = str(tmp_path / "tuned.json")
+    [line], others = on_ranks(_tune, 2, favourite, path)
+    assert others == []
+    # The made-up times: 1 s for the favourite, 2 s for the other, and more for groups of another size than the best.
+    if favourite == Schedule.AUTO:
+        assert re.fullmatch(
+            r"tuned: \d+ ms a step instead of 2000 with plain all-reduces \(\d\.\d\d times as fast\), "
+            r"in groups of \S+ MiB; \S+ ms exposed",
+            line,
+        )
+    else:
+        assert re.fullmatch(
+            r"tuned: plain all-reduces, 1000 ms a step: groups of \S+ MiB took \d+ ms, which is no clear gain; "
+            r"\S+ ms exposed",
+            line,
+        )
+    [line], others = on_ranks(_tune, 2, favourite, path)
+    assert line.startswith("not tuned: ") and line.endswith(f", as stored in tuned_file {path}") and others == []
