@@ -32,7 +32,9 @@ class Ema(AveragedModel):
     PyTorch's dispatch, such as a compiled copy.
 
     With several optimizers, each parameter is averaged after the steps of its own optimizer; buffers, parameters that
-    no attached optimizer has, and ``n_averaged`` follow the first one. Averaging ends when this object is dropped.
+    no attached optimizer has, and ``n_averaged`` follow the first one. Averaging ends when this object is dropped. It
+    goes on after ``state.detach()``, at the end of each step; after a new ``attach()``, make a new one and load the old
+    one's state.
 
     Args:
         attached: what :func:`attach` returned, or the attached DDP model.
