@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ddp_crossover.collectives.leg import LegError
     from ddp_crossover.comm_hook import DearState, attach, dear_hook
     from ddp_crossover.ddp_timer import DdpTimer
+    from ddp_crossover.ema import Ema
     from ddp_crossover.fusion import FusionPlan
     from ddp_crossover.launch.auto import auto
     from ddp_crossover.lease.client import GpuLease
@@ -31,6 +32,7 @@ _MODULES = {
     "DearState": "comm_hook",
     "DearStats": "stats",
     "DisagreementError": "collectives.agreement",
+    "Ema": "ema",
     "FusionPlan": "fusion",
     "GpuLease": "lease.client",
     "GradScaler": "optim.grad_scaler",
@@ -49,6 +51,7 @@ __all__ = [
     "DearState",
     "DearStats",
     "DisagreementError",
+    "Ema",
     "FusionPlan",
     "GpuLease",
     "GradScaler",

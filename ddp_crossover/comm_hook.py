@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ddp_crossover.collectives.leg import LegError
 from ddp_crossover.collectives.link import Link
@@ -48,6 +49,7 @@ from ddp_crossover.stats import DearStats, FallbackLog
 from ddp_crossover.summary import about, in_force, summary
 from ddp_crossover.torch_internals.ddp import GradBucket, managed_parameters, process_group_timeout
 from ddp_crossover.torch_internals.dispatch import allow_foreach, settle_before_use
+from ddp_crossover.torch_internals.optimizers import has_hooks
 from ddp_crossover.tracing.recording import recording
 from ddp_crossover.tracing.trace import Trace
 
@@ -71,6 +73,10 @@ class DearState:
             rank order, and rounds the sum once; NCCL adds in the wire dtype. This halves the bytes of fp32, and the
             parameters are no longer those of plain fp32 DDP. float16 ends at 65504: use it with a loss scaler.
             Default: gradients are sent in their own dtype.
+        norms: ``"exact"``: ``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` give the bits of plain DDP,
+            and wait for all gradients, so that no update is deferred in a step that clips. ``"sharded"``: they take
+            norms from the ranks' shards and leave the factor pending, so the overlap is kept; the last bits of the norm
+            may differ. Then every rank must make the same calls of these functions, in the same order.
         tune: with ``schedule="auto"`` and no ``fusion_mb``: try group sizes, and plain all-reduce, on at most 60
             training steps (results stay exact), and keep the fastest. False: use what the measured times predict.
         tuned_file: path of a JSON file in which rank 0 stores the result of tuning, for the next run to load.
@@ -100,6 +106,7 @@ class DearState:
         fusion_mb: float | None = None,
         schedule: str = "auto",
         wire_dtype: torch.dtype | None = None,
+        norms: str = "exact",
         tune: bool = True,
         tuned_file: str | os.PathLike[str] | None = None,
         lease: GpuLease | None = None,
@@ -111,6 +118,7 @@ class DearState:
             fusion_mb=fusion_mb,
             schedule=schedule,  # type: ignore[arg-type]  # a string is as good
             wire_dtype=wire_dtype,
+            norms=norms,  # type: ignore[arg-type]
             tune=tune,
             tuned_file=tuned_file,
             strict=strict,
@@ -151,6 +159,7 @@ class DearState:
             self._early_reads,
             self._fallbacks,
             strict=options.strict,
+            norms=options.norms,
         )
         self._reducer = Reducer(
             ddp,
@@ -184,6 +193,17 @@ class DearState:
     def detached(self) -> bool:
         """Whether :meth:`detach` was called, the model was dropped, or ``DDP_CROSSOVER=off`` is set."""
         return self._detached
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The module inside of DDP."""
+        module: torch.nn.Module = self._reducer.model.module
+        return module
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The attached optimizers."""
+        return list(self._optimizers)
 
     @property
     def plan(self) -> FusionPlan | None:
@@ -251,6 +271,42 @@ class DearState:
                 shards.scale(gradients, torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
                 return norm
         return torch.nn.utils.clip_grad_norm_(self._every_parameter, max_norm, norm_type)
+
+    def after_update(self, function: Callable[[list[Tensor]], object]) -> RemovableHandle:
+        """Call ``function(parameters)`` right after parameters were updated, once for each parameter and ``step()``.
+
+        Deferred updates are followed by a call for each fusion group, mostly in the next forward; then the parameters
+        of a step that were not deferred, or have no gradient, come in one call at the end of ``step()``. The function
+        runs without gradients, on any thread, and may read these parameters and write them in place: keep averages,
+        clamp weights. It must not communicate, because ranks update their groups in different orders. What it raises
+        comes out of the code that has caused the update. A step that a GradScaler skips causes no call.
+
+        It is also called where nothing is deferred, and still after :meth:`detach`.
+
+        Args:
+            function: called with a list of parameters.
+
+        Returns:
+            A handle; after ``handle.remove()`` the function is no longer called, also for updates that are pending.
+
+        Raises:
+            TypeError: if an optimizer takes no hooks, because its class skips ``Optimizer.__init__``.
+
+        Example::
+
+            state.after_update(lambda parameters: [p.clamp_(-1, 1) for p in parameters])
+        """
+        for optimizer in self._optimizers:
+            if not has_hooks(optimizer):
+                raise TypeError(
+                    f"after_update() cannot follow {type(optimizer).__name__}, whose class skips Optimizer.__init__ "
+                    "and takes no hooks: call the function yourself after optimizer.step()"
+                )
+        return self._updates.after_update.add(function)
+
+    def after_step(self, function: Callable[[Optimizer, Sequence[Tensor]], object]) -> RemovableHandle:
+        """Call ``function(optimizer, pending)`` at the end of each ``step()``, with the parameters that are pending."""
+        return self._updates.after_update.add_at_steps(function)
 
     def stats(self) -> DearStats:
         """Return the figures of this rank since attach."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,6 +28,13 @@ def switched_off() -> bool:
     return value in ("off", "0")
 
 
+class Norms(enum.StrEnum):
+    """Where ``clip_grad_norm_`` and ``GradScaler`` of torch take norms of gradients from."""
+
+    EXACT = "exact"
+    SHARDED = "sharded"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of a ``DearState``, which documents them.
@@ -36,6 +44,7 @@ class Options:
         schedule: when legs are sent.
         wire_dtype: dtype to which wider gradients are cast on the wire, or None.
         tune: whether to try plans on real steps.
+        norms: where torch's own functions take norms of gradients from.
         tuned_file: where to keep what the tuner finds, or None.
         strict: whether parameters hold NaN while they are pending.
 
@@ -46,6 +55,7 @@ class Options:
     fusion_mb: float | None = None
     schedule: Schedule = Schedule.AUTO
     wire_dtype: torch.dtype | None = None
+    norms: Norms = Norms.EXACT
     tune: bool = True
     tuned_file: str | os.PathLike[str] | None = None
     strict: bool = False
@@ -54,6 +64,9 @@ class Options:
         if self.schedule not in list(Schedule):
             raise ValueError(f"schedule must be one of {', '.join(Schedule)}, got {self.schedule!r}")
         object.__setattr__(self, "schedule", Schedule(self.schedule))  # users write a string
+        if self.norms not in list(Norms):
+            raise ValueError(f"norms must be one of {', '.join(Norms)}, got {self.norms!r}")
+        object.__setattr__(self, "norms", Norms(self.norms))
         if self.fusion_mb is not None and not self.fusion_mb > 0:
             raise ValueError(f"fusion_mb must be greater than 0 (MiB per fusion group), got {self.fusion_mb}")
         if self.tuned_file is not None and (self.schedule is not Schedule.AUTO or self.fusion_mb is not None):
@@ -74,6 +87,7 @@ class Options:
             "schedule": self.schedule,
             "fusion_mb": self.fusion_mb,
             "wire_dtype": str(self.wire_dtype),
+            "norms": self.norms,
             "tune": self.tune,
             "tuned_file": self.tuned_file is not None,
         }

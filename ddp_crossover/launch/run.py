@@ -19,7 +19,7 @@ from typing import Any
 
 from ddp_crossover.fusion import Schedule
 from ddp_crossover.launch.errand import Errand, environment_with, python_command
-from ddp_crossover.options import WIRE_DTYPES, Options
+from ddp_crossover.options import WIRE_DTYPES, Norms, Options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +38,7 @@ def add_attach_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[name.removeprefix("torch.") for name in WIRE_DTYPES],
         help="send gradients in this dtype; no longer exact",
     )
+    parser.add_argument("--norms", choices=[str(one) for one in Norms], help="sharded: clipping keeps the overlap")
     parser.add_argument("--no-tune", dest="tune", action="store_const", const=False, help="try no plans on real steps")
     parser.add_argument("--tuned-file", metavar="FILE", help="keep what the tuner finds there, for the next run")
     parser.add_argument("--strict", action="store_const", const=True, help="debugging aid: NaN in pending parameters")
@@ -55,7 +56,7 @@ def attach_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: for options that contradict each other.
     """
-    names = ("schedule", "fusion_mb", "wire_dtype", "tune", "tuned_file", "strict")
+    names = ("schedule", "fusion_mb", "wire_dtype", "norms", "tune", "tuned_file", "strict")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     Options(**{name: value for name, value in options.items() if name != "wire_dtype"})
     return options

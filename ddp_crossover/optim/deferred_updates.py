@@ -21,15 +21,19 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_crossover.collectives.leg import LegError
 from ddp_crossover.dear import Phase, Pipeline
+from ddp_crossover.optim.after_update import AfterUpdate
 from ddp_crossover.optim.lazy_state import make_state_lazy, make_state_plain
 from ddp_crossover.optim.optimizer_snapshot import StandIn, optimizer_parameters
 from ddp_crossover.optim.separable import Separable
 from ddp_crossover.optim.step_call import Deferrable, StepCall, why_call_waits
+from ddp_crossover.optim.stock_calls import StockCalls
 from ddp_crossover.optim.update_runner import DeferredUpdate, UpdateRunner
+from ddp_crossover.options import Norms
 from ddp_crossover.parameters.early_reads import EarlyReads, is_saving
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
 from ddp_crossover.parameters.slots import Slot
 from ddp_crossover.stats import FallbackLog
+from ddp_crossover.torch_internals.gradient_calls import require_gradient_calls
 from ddp_crossover.torch_internals.optimizers import has_hooks, move_to_front, step_pre_hooks
 
 
@@ -42,6 +46,7 @@ class DeferredUpdates:
         early_reads: records which line of the script forces pending updates or gradients early.
         fallbacks: records why a step or a parameter was not deferred.
         strict: fill pending parameters with NaN until they are updated.
+        norms: where torch's own clipping and loss scaling take norms from.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class DeferredUpdates:
         fallbacks: FallbackLog,
         *,
         strict: bool,
+        norms: Norms = Norms.EXACT,
     ) -> None:
         self.pipeline: Pipeline | None = None
         self.enabled = True
@@ -59,8 +65,12 @@ class DeferredUpdates:
         self._early_reads = early_reads
         self._fallbacks = fallbacks
         self._strict = strict
+        self._norms = norms
+        if norms is Norms.SHARDED:
+            require_gradient_calls()
         self._running: StepCall | None = None
-        self._runner = UpdateRunner(params, strict=strict)
+        self.after_update = AfterUpdate()
+        self._runner = UpdateRunner(params, self.after_update, strict=strict)
         self._separable = Separable(optimizers)
         self._deferrable = Deferrable(params, early_reads, fallbacks)
         self.deferred_steps = 0
@@ -85,7 +95,10 @@ class DeferredUpdates:
             ]
 
     def remove(self) -> None:
-        """Give the optimizers back."""
+        """Give the optimizers back. What was given to ``after_update`` is called by plain hooks from now on."""
+        if after_update := self.after_update:
+            for optimizer in filter(has_hooks, self._separable):
+                optimizer.register_step_post_hook(lambda stepped, *_: after_update.stepped(stepped))
         for optimizer in self._separable:
             make_state_plain(optimizer)
         self._separable.drop_references()
@@ -99,6 +112,8 @@ class DeferredUpdates:
         if pipeline is None:
             return
         pipeline.gradients.on_read = self._before_gradient_is_read
+        if self._norms is Norms.SHARDED:
+            pipeline.gradients.answer_early = StockCalls(pipeline).answer
         self._params.join = pipeline.order.join if pipeline.link.current_stream() is not None else None
 
     def bring_up_to_date(self, lazies: Iterable[LazyParam]) -> None:
@@ -217,11 +232,20 @@ class DeferredUpdates:
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step, self._running = self._running, None
-        if step is None:
-            return
-        step.stand_in.give_back()
-        if not any(step.later):
-            return
+        later: list[LazyParam] = []
+        if step is not None:
+            step.stand_in.give_back()
+            later = [lazy for lazies in step.later for lazy in lazies]
+            if later:
+                self._defer(step, optimizer)
+        if self.after_update:
+            self.after_update.stepped(
+                optimizer,
+                later=[lazy.parameter for lazy in later],
+                pending=[lazy.parameter for lazy in later if lazy.is_waiting],
+            )
+
+    def _defer(self, step: StepCall, optimizer: Optimizer) -> None:
         pipeline = step.pipeline
         assert pipeline is not None and step.snapshot is not None
         make_state_lazy(optimizer).before_look = self._flush_if_pending

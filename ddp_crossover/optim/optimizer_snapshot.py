@@ -93,6 +93,11 @@ class OptimizerSnapshot:
         if reads_attributes(optimizer):
             self._of_parameters = {p: _copied(vars(p)) for p in optimizer_parameters(optimizer) if vars(p)}
 
+    @property
+    def was_skipped(self) -> bool:
+        """Whether the step updates nothing, see :func:`was_skipped`."""
+        return was_skipped(self._attributes)
+
     def step(self, group: int, updates: Sequence[ToUpdate]) -> None:
         """Update these parameters, all of the param group with index ``group``."""
         stand_in = _object_like(self.optimizer, self._attributes)
@@ -115,6 +120,12 @@ class OptimizerSnapshot:
                     if (own := stand_in.state.get(memory)) is not before:
                         dict.__setitem__(self._state, parameter, own)
             _give_back(vars(stand_in), self._attributes, self.optimizer)
+
+
+def was_skipped(attributes: Mapping[str, Any]) -> bool:
+    """Whether a fused optimizer with these attributes updates nothing, because its GradScaler has found infinities."""
+    found_inf = attributes.get("found_inf")
+    return isinstance(found_inf, Tensor) and bool(found_inf)
 
 
 def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:

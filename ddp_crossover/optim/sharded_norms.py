@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -20,6 +21,13 @@ from ddp_crossover.collectives.leg import slice_bounds
 from ddp_crossover.dear import Pipeline
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.slots import GroupInFlight, Slot
+from ddp_crossover.torch_internals.gradient_calls import require_on_device
+
+EVERY_RANK = (
+    "With norms='sharded' every rank must make the same calls of clip_grad_norm_, get_total_norm and GradScaler, in "
+    "the same order: let all ranks compute the norm and rank 0 log it, or attach with norms='exact'"
+)
+_EXACT_IN_FP32 = 2**24
 
 
 class Gradients(NamedTuple):
@@ -70,7 +78,7 @@ def total_norm(pipeline: Pipeline, gradients: Gradients, norm_type: float) -> Te
     pipeline.order.join()
     device, dtype = pipeline.slots[0].view.device, _accumulation_dtype(pipeline)
     by_factors: dict[tuple[int, ...], tuple[tuple[Tensor, ...], list[Tensor]]] = {}
-    for factors, piece in _own_pieces(pipeline, gradients):
+    for _, factors, piece in _own_pieces(pipeline, gradients, merge=True):
         by_factors.setdefault(tuple(map(id, factors)), (factors, []))[1].append(piece)
     parts = [torch.zeros((), dtype=dtype, device=device)]
     for factors, pieces in by_factors.values():
@@ -84,6 +92,46 @@ def total_norm(pipeline: Pipeline, gradients: Gradients, norm_type: float) -> Te
         of_ranks = pipeline.link.all_gather_small(own)
     total: Tensor = torch.linalg.vector_norm(of_ranks, norm_type)
     return total
+
+
+@torch.no_grad()
+def norms(pipeline: Pipeline, gradients: Gradients, norm_type: float) -> dict[Slot, Tensor]:
+    """The norm of each of these gradients, with the same bits on every rank, for one small exchange altogether.
+
+    For the arguments see :func:`total_norm`. The norms are 0-dim tensors on the device of the gradients, fp32 or fp64.
+
+    Raises:
+        RuntimeError: if the call of another rank that this one has met is not the same (on CUDA when the device gets
+            there).
+    """
+    pipeline.order.join()
+    device, dtype = pipeline.slots[0].view.device, _accumulation_dtype(pipeline)
+    rows: list[int] = []
+    columns: list[int] = []
+    pieces: list[Tensor] = []
+    for slot, _, piece in _own_pieces(pipeline, gradients, merge=False):
+        columns.append(columns[-1] + 1 if rows and rows[-1] == slot.index else 0)
+        rows.append(slot.index)
+        pieces.append(piece)
+    own = torch.zeros(len(pipeline.slots), max(columns, default=0) + 1, dtype=dtype, device=device)
+    if pieces:
+        of_pieces = [norm.to(device) for norm in torch._foreach_norm(pieces, norm_type, dtype)]
+        own[rows, columns] = torch.stack(of_pieces)
+    own = torch.linalg.vector_norm(own, norm_type, dim=1)
+    by_factors: dict[tuple[int, ...], list[Slot]] = {}
+    for slot in gradients.on_the_wire:
+        by_factors.setdefault(tuple(map(id, slot.scales)), []).append(slot)
+    for alike in by_factors.values():
+        for factor in alike[0].scales:
+            own[[slot.index for slot in alike]] *= factor.abs()
+    # Norms of all slots travel, whichever are asked for, so that different calls of two ranks meet and are found out.
+    slots = sorted([*gradients.on_the_wire, *gradients.in_memory], key=lambda slot: slot.index)
+    call = crc32(repr((pipeline.iteration, norm_type, [slot.index for slot in slots])).encode())
+    with pipeline.waiting("norms"), pipeline.turns.released():
+        of_ranks = pipeline.link.all_gather_small(torch.cat((own.new_tensor([call % _EXACT_IN_FP32]), own)))
+    require_on_device((of_ranks[:, 0] == of_ranks[0, 0]).all(), f"ranks took different norms. {EVERY_RANK}")
+    total = torch.linalg.vector_norm(of_ranks[:, 1:], norm_type, dim=0).unbind()
+    return {slot: total[slot.index] for slot in slots}
 
 
 def found_inf(pipeline: Pipeline, gradients: Gradients) -> Tensor:
@@ -101,8 +149,13 @@ def scale(gradients: Gradients, factor: Tensor) -> None:
         torch._foreach_mul_(list(gradients.in_memory.values()), factor)
 
 
-def _own_pieces(pipeline: Pipeline, gradients: Gradients) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
-    """This rank's slices of these gradients as flat pieces, each with the factors still to be applied to it."""
+def _own_pieces(
+    pipeline: Pipeline, gradients: Gradients, *, merge: bool
+) -> Iterator[tuple[Slot, tuple[Tensor, ...], Tensor]]:
+    """This rank's slices of these gradients as flat pieces, each with the factors still to be applied to it.
+
+    With ``merge``, a shard may come as one piece, under the first of its slots.
+    """
     on_the_wire = set(gradients.on_the_wire)
     flat = {slot: _in_memory_order(slot, grad) for slot, grad in gradients.in_memory.items()}
     for group in pipeline.groups:
@@ -111,19 +164,19 @@ def _own_pieces(pipeline: Pipeline, gradients: Gradients) -> Iterator[tuple[tupl
             continue
         pending = [slot in on_the_wire for slot in group.slots]
         shard = _reduced_shard(pipeline, group, low, high) if any(pending) else None
-        if all(pending) and len({tuple(map(id, slot.scales)) for slot in group.slots}) == 1:
+        if merge and all(pending) and len({tuple(map(id, slot.scales)) for slot in group.slots}) == 1:
             assert shard is not None
-            yield group.slots[0].scales, shard  # padding is zero
+            yield group.slots[0], group.slots[0].scales, shard  # padding is zero
             continue
         start = 0
         for piece, slot in zip(group.spec.pieces, group.slots, strict=True):
             first, last = max(start, low), min(start + piece.numel, high)
             if first < last and slot in on_the_wire:
                 assert shard is not None
-                yield slot.scales, shard[first - low : last - low]
+                yield slot, slot.scales, shard[first - low : last - low]
             elif first < last and slot in flat:
                 shift = piece.start - start
-                yield (), flat[slot][first + shift : last + shift]
+                yield slot, (), flat[slot][first + shift : last + shift]
             start += piece.numel
 
 

@@ -111,10 +111,7 @@ class Deferrable:
                 candidates.append(lazy)
         self.note_not_deferred(never)
         if read_early:
-            self._fallbacks.note(
-                "gradients were read or replaced before optimizer.step(), so their updates are not deferred. "
-                "To clip or unscale without a wait, use state.clip_grad_norm_ and ddp_crossover.GradScaler"
-            )
+            self._fallbacks.note(_why_read(self._early_reads.clipped_by))
         return candidates
 
     def note_not_deferred(self, why_not: Mapping[LazyParam, str]) -> None:
@@ -126,6 +123,16 @@ class Deferrable:
             self._early_reads.is_explained = True
             more = f" (and {len(others)} more)" if others else ""
             self._fallbacks.note(f"the update of {first}{more} is not deferred, because the parameter {reason}")
+
+
+def _why_read(clipped_by: str | None) -> str:
+    reason = "gradients were read or replaced before optimizer.step(), so their updates are not deferred"
+    if clipped_by is None:
+        return f"{reason}. To clip or unscale without a wait, attach with norms='sharded'"
+    return (
+        f"{reason}: {clipped_by}, waits for all gradients. Attach with norms='sharded' to keep the overlap; then "
+        "each rank computes on its share of the gradients, and only the last bits of the norm change"
+    )
 
 
 def _without(parameters: list[Tensor], lazies: Sequence[LazyParam]) -> list[Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ddp_crossover.collectives.leg import LegError
 from ddp_crossover.dear import Pipeline
 from ddp_crossover.log import say
+from ddp_crossover.optim.after_update import AfterUpdate
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, ToUpdate
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError
 from ddp_crossover.parameters.slots import Slot
@@ -42,11 +43,13 @@ class UpdateRunner:
 
     Args:
         params: the parameters that DDP manages.
+        after_update: told which parameters have been updated.
         strict: whether pending parameters hold NaN, so that their values have to be restored first.
     """
 
-    def __init__(self, params: LazyParams, *, strict: bool) -> None:
+    def __init__(self, params: LazyParams, after_update: AfterUpdate, *, strict: bool) -> None:
         self._params = params
+        self._after_update = after_update
         self._strict = strict
         self._pipeline: Pipeline | None = None
         self._broken = ""
@@ -117,6 +120,12 @@ class UpdateRunner:
                     claimed[slot] = update
                 lazy.is_waiting = False
             self._step(claimed, pipeline.gradients.for_update(claimed))
+            if self._after_update and not self._broken:
+                # While `updating` has them: these uses come before forward's, and must not count as its touches.
+                with _as_if_called_by_the_user():
+                    self._after_update.updated(
+                        [slot.parameter for slot, update in claimed.items() if not update.snapshot.was_skipped]
+                    )
         except BaseException as error:
             # As after a plain step() that raised: values can be read and saved, but training must not go on.
             self._broken = (

@@ -9,6 +9,8 @@ from types import FrameType
 
 import torch
 
+from ddp_crossover.torch_internals.gradient_calls import GradientCall, gradient_caller
+
 _OURS = os.path.dirname(os.path.dirname(__file__))
 _TORCH = os.path.dirname(torch.__file__)
 _LIBRARIES = (os.sep + "site-packages" + os.sep, os.path.dirname(os.__file__) + os.sep)
@@ -24,16 +26,21 @@ class EarlyReads:
         counts: in how many steps each line was the first.
         is_inside_forward: whether the model's forward is running, where updates are needed anyway.
         is_explained: whether it is already known why this step waits.
+        clipped_by: the line that was the first in this step to need gradients, with the function of torch that clips or
+            unscales there; None if it is none of these.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.is_inside_forward = False
         self.is_explained = False
+        self.clipped_by: str | None = None
+        self._gradients_were_read = False
 
     def next_step(self) -> None:
         """Start the record of the next step, whose gradients have been computed."""
-        self.is_explained = False
+        self.is_explained = self._gradients_were_read = False
+        self.clipped_by = None
 
     def note_parameter_read(self) -> None:
         """Note that an update is needed now."""
@@ -42,6 +49,11 @@ class EarlyReads:
 
     def note_gradient_read(self) -> None:
         """Note that a gradient is needed that is still on the wire."""
+        if not self._gradients_were_read:
+            self._gradients_were_read = True
+            if (reader := gradient_caller()) is not None:
+                function = "GradScaler" if reader.call is GradientCall.UNSCALE else "clipping"
+                self.clipped_by = f"torch's {function}, called at {caller()}"
         self._note("reads gradients that are still on the wire")
 
     def _note(self, what: str) -> None:

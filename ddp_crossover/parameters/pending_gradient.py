@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,7 @@ class PendingGrad(Tensor):
     _memory: Tensor | None
     _value: Tensor | None
     _wait_until_unread: Callable[[], None]
+    _answer_early: Callable[..., Any] | None
 
     @staticmethod
     def __new__(cls, like: Tensor, dtype: torch.dtype, lock: threading.RLock) -> PendingGrad:
@@ -86,10 +87,15 @@ class PendingGrad(Tensor):
         pending._value = None
         pending._deliver = None
         pending._memory = None
+        pending._answer_early = None
         return pending
 
     def arm(
-        self, deliver: Callable[[Tensor], Tensor], memory: Tensor, wait_until_unread: Callable[[], None] = lambda: None
+        self,
+        deliver: Callable[[Tensor], Tensor],
+        memory: Tensor,
+        wait_until_unread: Callable[[], None] = lambda: None,
+        answer_early: Callable[..., Any] | None = None,
     ) -> None:
         """Make this object stand for a new gradient that is on the wire.
 
@@ -98,7 +104,10 @@ class PendingGrad(Tensor):
                 memory where the given memory belongs to the next gradient already.
             memory: where plain DDP would leave the reduced gradient.
             wait_until_unread: waits until this rank's own gradient has been copied out of ``memory``.
+            answer_early: called with a torch function, its arguments and its keyword arguments; returns the result if
+                it needs no gathered gradients for it, else ``NotImplemented``.
         """
+        self._answer_early = answer_early
         self._wait_until_unread = wait_until_unread
         self._value = None
         self._memory = memory
@@ -132,6 +141,10 @@ class PendingGrad(Tensor):
         self._memory = None
         assert self._value is not None
         return self._value
+
+    def is_answered_by(self, answer: Callable[..., Any]) -> bool:
+        """Whether it was armed with this function as ``answer_early``."""
+        return self._answer_early == answer
 
     @property
     def is_free(self) -> bool:
@@ -169,6 +182,10 @@ class PendingGrad(Tensor):
                 else:
                     target.zero_()
             return args[0] if func is not torch._foreach_zero_ else None
+        if (answer_early := _answer_early(args)) is not None:
+            answer = answer_early(func, args, kwargs)
+            if answer is not NotImplemented:
+                return answer
         args, kwargs = tree_map_only(PendingGrad, PendingGrad.resolve, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -181,6 +198,15 @@ class PendingGrad(Tensor):
         out = func(*plain_args, **plain_kwargs)
         in_place = bool(args) and isinstance(args[0], PendingGrad) and out is plain_args[0]
         return args[0] if in_place else out
+
+
+def _answer_early(args: Sequence[Any]) -> Callable[..., Any] | None:
+    """What may answer a call of a torch function without gathered gradients: that of the first gradient in ``args``."""
+    if not args:
+        return None
+    first = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+    found = (each._answer_early for each in first if isinstance(each, PendingGrad))
+    return next((answer for answer in found if answer is not None), None)
 
 
 class PendingGradPool:

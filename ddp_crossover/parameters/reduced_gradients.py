@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ class ReducedGradients:
 
     Attributes:
         on_read: called before a gradient is delivered to a reader.
+        answer_early: answers some torch functions without gathered gradients, see :meth:`PendingGrad.arm`; or None.
         is_retiring: whether the iteration is being ended, so that no reader has asked for what is delivered.
     """
 
@@ -50,6 +52,7 @@ class ReducedGradients:
         unwritten_is_unused: bool,
     ) -> None:
         self.on_read: Callable[[Slot], None] = _nothing
+        self.answer_early: Callable[..., Any] | None = None
         self._slots = slots
         self._link = link
         self._order = order
@@ -110,7 +113,7 @@ class ReducedGradients:
 
     def _make_one_pending(self, slot: Slot, grad: Tensor, pending: PendingGrad) -> None:
         memory = grad.resolve() if type(grad) is PendingGrad else grad
-        pending.arm(slot.deliver, memory, self._link.finish_staging)
+        pending.arm(slot.deliver, memory, self._link.finish_staging, self.answer_early)
         if pending is not grad:
             slot.parameter.grad = pending
 
