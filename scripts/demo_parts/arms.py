@@ -84,7 +84,7 @@ class Factory:
 
     def ddp(self, bucket_mb: float | None, bytes_per_s: float | None) -> DemoArm:
         """Plain DDP with this `bucket_cap_mb`; None: as it comes, which is 25 MB after a first bucket of 1 MB."""
-        label = "DDP as it comes" if bucket_mb is None else f"DDP, {bucket_mb:g} MB buckets"
+        label = "DDP as it comes" if bucket_mb is None else f"DDP, {bucket_mb:g} MB"
         return self._make(label, bytes_per_s, bucket_cap_mb=bucket_mb)
 
     def dear(self, bytes_per_s: float | None, *, tune: bool) -> DemoArm:

@@ -17,6 +17,10 @@ from demo_parts.measure import Comparison, Learned, Traced
 FASTER = (2, 4, 10)
 # Differences below this are called none.
 NO_DIFFERENCE = 0.02
+CAPTION = (
+    "MB: DDP's bucket_cap_mb. Medians and quartiles of rounds in which all take turns. Speedup: over the best DDP. "
+    "Exposed: part of a step in which gradients travel and nothing is computed."
+)
 
 
 class Arms(NamedTuple):
@@ -140,12 +144,13 @@ def show(console: Console, result: dict[str, Any]) -> None:
     """Print everything, for somebody who has never seen it."""
     console.print()
     console.print(_table(result))
+    console.print()
     for line in _lines(result):
         console.print(line, highlight=False, soft_wrap=True)
 
 
 def _table(result: dict[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption=CAPTION, caption_justify="left")
     table.add_column("", no_wrap=True)
     for heading in ("ms/step", "quartiles", "speedup", "exposed", "loss", "accuracy"):
         table.add_column(heading, justify="right", no_wrap=True)
