@@ -10,7 +10,7 @@ PLAIN_LINE_EVERY_S = 15.0
 
 
 class Display:
-    """A context manager that shows how far a run is."""
+    """A context manager that shows how far a run is. A single case is not named."""
 
     def __init__(self, console: Console, cases: int) -> None:
         self._console, self._cases, self._case = console, cases, 0
@@ -37,8 +37,8 @@ class Display:
 
     def update(self, doing: str, behind: float) -> None:
         """Tell what is done now, and the share of the case that is over."""
-        text = f"case {self._case} of {self._cases} ({self._name}): {doing}"
-        self._bar.update(self._task, description=text, completed=self._case - 1 + behind)
+        text = f"case {self._case} of {self._cases} ({self._name}): {doing}" if self._cases > 1 else doing
+        self._bar.update(self._task, description=text, completed=max(0, self._case - 1) + behind)
         if not self._console.is_terminal and time.monotonic() - self._last_line > PLAIN_LINE_EVERY_S:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
             self._last_line = time.monotonic()

@@ -157,13 +157,15 @@ def mean_over_ranks(own_s: list[float]) -> list[float]:
     return (sums_s / dist.get_world_size()).tolist()
 
 
-def all_reduces_s(flat: Tensor, warm_up: int, times: int) -> list[float]:
+def all_reduces_s(
+    flat: Tensor, warm_up: int, times: int, process_group: dist.ProcessGroup | None = None
+) -> list[float]:
     """Seconds that an all-reduce of a buffer takes on the slowest rank, `times` times. Collective."""
     own_s = []
     for _ in range(warm_up + times):
         dist.barrier()
         start = time.perf_counter()
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=process_group)
         own_s.append(time.perf_counter() - start)
     slowest_s = torch.tensor(own_s[warm_up:], dtype=torch.float64)
     dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)

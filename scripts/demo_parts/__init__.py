@@ -1,0 +1,1 @@
+"""The parts of `demo.py`: images, arms, measurements, the report."""

@@ -1,0 +1,111 @@
+"""The arms of the demo: plain DDP with some bucket size, DeAR, and compute alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+
+import ddp_crossover as dx
+from bench_kit.slow_link import Connections, slow_groups
+from bench_kit.training import Arm, Workload
+from demo_parts.images import Course, Images
+
+MOMENTUM = 0.9
+LEARNING_RATE = 0.02
+
+Attach = Callable[[DistributedDataParallel, Optimizer], dx.DearState | None]
+
+
+@dataclass
+class DemoArm:
+    """One way to train the same model on the same images.
+
+    Attributes:
+        label: its name in the table and in the picture.
+        arm: takes steps and times them.
+        course: the batches it has seen, and its losses.
+        ddp: the wrapped model.
+        optimizer: its optimizer.
+        group: the process group of DDP.
+        links: for each process group, its connections: DDP's own, and with DeAR also the one that carries gradients.
+    """
+
+    label: str
+    arm: Arm
+    course: Course
+    ddp: DistributedDataParallel
+    optimizer: Optimizer
+    group: dist.ProcessGroup
+    links: list[Connections] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """How many steps it has trained."""
+        return len(self.course.losses)
+
+    def pace(self, bytes_per_s: float | None) -> None:
+        """Change the speed of its connections."""
+        for link in self.links:
+            link.pace(bytes_per_s)
+
+    def sent_bytes(self) -> list[int]:
+        """Bytes sent so far over each of `links`."""
+        return [link.sent_bytes() for link in self.links]
+
+    def catch_up(self, steps: int) -> None:
+        """Train untimed until this many steps are done."""
+        while self.steps < steps:
+            self.arm.step()
+        self.arm.drain()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All parameters and buffers, with every update applied."""
+        state: dict[str, Tensor] = self.ddp.module.state_dict()
+        return state
+
+
+@dataclass(frozen=True)
+class Factory:
+    """Makes arms that start from the same weights.
+
+    Attributes:
+        build: makes the network.
+        images: what it is trained on.
+    """
+
+    build: Callable[[], nn.Module]
+    images: Images
+
+    def ddp(self, bucket_mb: float | None, bytes_per_s: float | None) -> DemoArm:
+        """Plain DDP with this `bucket_cap_mb`; None: as it comes, which is 25 MB after a first bucket of 1 MB."""
+        label = "DDP as it comes" if bucket_mb is None else f"DDP, {bucket_mb:g} MB"
+        return self._make(label, bytes_per_s, bucket_cap_mb=bucket_mb)
+
+    def dear(self, bytes_per_s: float | None, *, tune: bool) -> DemoArm:
+        """DDP as it comes, with one line more."""
+        return self._make("DeAR", bytes_per_s, lambda ddp, optimizer: dx.attach(ddp, optimizer, tune=tune))
+
+    def compute_alone(self) -> DemoArm:
+        """DDP without communication: its models differ between ranks, only its time counts."""
+        demo_arm = self._make("compute alone", None)
+        demo_arm.ddp.register_comm_hook(None, noop_hook)
+        return demo_arm
+
+    def _make(
+        self, label: str, bytes_per_s: float | None, attach: Attach = lambda ddp, optimizer: None, **ddp_options: Any
+    ) -> DemoArm:
+        torch.manual_seed(0)
+        network, course = self.build(), Course(self.images)
+        workload = Workload(self.build, course.loss, lambda network: [])
+        with slow_groups(bytes_per_s) as links:
+            group = dist.new_group()
+            ddp = DistributedDataParallel(network, process_group=group, gradient_as_bucket_view=True, **ddp_options)
+            optimizer = SGD(ddp.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+            state = attach(ddp, optimizer)
+        return DemoArm(label, Arm(workload, ddp, optimizer, state), course, ddp, optimizer, group, links)

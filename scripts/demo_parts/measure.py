@@ -1,0 +1,191 @@
+"""What the demo measures, on all ranks together: compute, the link, the arms, what they have learned."""
+
+import hashlib
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ddp_crossover as dx
+from bench_kit.rounds import turns
+from bench_kit.training import all_reduces_s, mean_over_ranks
+from demo_parts.arms import DemoArm, Factory
+from demo_parts.images import Images
+from train import evaluate
+
+COMPUTE_S = 0.3  # a step of about this length is long against disturbances, and short enough for some hundred steps
+BATCH_SIZES = (8, 64)
+# DDP rebuilds its buckets in the second step.
+WARM_UP_STEPS = 3
+MOST_TUNING_STEPS = 400
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How much of everything is measured.
+
+    Attributes:
+        buckets_mb: bucket sizes of plain DDP to try; None: as it comes.
+        search_rounds: turns of the search for the best of them, and of compute alone.
+        search_steps: steps of such a turn.
+        traced_steps: steps in the picture's traces.
+        tune: whether DeAR tries group sizes, as it does by default.
+    """
+
+    buckets_mb: tuple[float | None, ...] = (None, 10.0, 4.0, 1.0)
+    search_rounds: int = 2
+    search_steps: int = 3
+    traced_steps: int = 10
+    tune: bool = True
+
+
+FULL = Lengths()
+QUICK = Lengths(buckets_mb=(None, 1.0), search_rounds=1, search_steps=1, traced_steps=3, tune=False)
+
+Report = Callable[[str, float], None]
+"""Called with what is done now, and the share of a phase that is over."""
+
+
+def choose_batch_size(images: Images, alone: DemoArm, lengths: Lengths) -> None:
+    """Set the batch size so that a step computes for about `COMPUTE_S`. Collective."""
+    step_s = compute_s(alone, lengths)
+    low, high = BATCH_SIZES
+    images.batch_size = min(max(8 * round(images.batch_size * COMPUTE_S / step_s / 8), low), high)
+
+
+def compute_s(alone: DemoArm, lengths: Lengths) -> float:
+    """Seconds per step without communication: the shortest of some turns, as disturbances only make it longer."""
+    alone.catch_up(alone.steps + WARM_UP_STEPS)
+    return min(mean_over_ranks([alone.arm.turn_s(lengths.search_steps) for _ in range(lengths.search_rounds + 1)]))
+
+
+def communication_s(arm: DemoArm, gradient_bytes: int) -> float:
+    """Seconds for one all-reduce of all gradients over the arm's link, with nothing else to do."""
+    return min(all_reduces_s(torch.zeros(gradient_bytes // 4), warm_up=1, times=2, process_group=arm.group))
+
+
+class Candidate(NamedTuple):
+    """Plain DDP with one bucket size, and its seconds per step in the search."""
+
+    arm: DemoArm
+    step_s: float
+
+
+def try_bucket_sizes(factory: Factory, bytes_per_s: float | None, lengths: Lengths, report: Report) -> list[Candidate]:
+    """Plain DDP with each bucket size, timed over a few steps. Collective."""
+    found = []
+    for number, bucket_mb in enumerate(lengths.buckets_mb):
+        arm = factory.ddp(bucket_mb, bytes_per_s)
+        report(f"trying bucket sizes: {arm.label}", number / len(lengths.buckets_mb))
+        arm.catch_up(WARM_UP_STEPS)
+        times_s = [arm.arm.turn_s(lengths.search_steps) for _ in range(lengths.search_rounds)]
+        found.append(Candidate(arm, statistics.median(mean_over_ranks(times_s))))
+    return found
+
+
+def time_rounds(arms: list[DemoArm], rounds: int, steps: int, report: Report) -> list[list[float]]:
+    """Seconds per step of each arm in each round. Arms take turns, so a slow moment hits all of them."""
+    own_s: list[list[float]] = [[] for _ in arms]
+    for turn in turns(len(arms), rounds):
+        report(f"round {turn.round + 1} of {rounds}: {arms[turn.index].label}", turn.behind)
+        own_s[turn.index].append(arms[turn.index].arm.turn_s(steps))
+    return [mean_over_ranks(times_s) for times_s in own_s]
+
+
+class Traced(NamedTuple):
+    """Some steps of one arm, one after the other as in training.
+
+    Attributes:
+        trace: of this rank.
+        exposed_s: median time of a step in which a leg was under way and nothing was computed, on this rank.
+        sent_bytes: bytes per step over each of its links.
+        overlapped: number of steps whose gather legs were mostly hidden; None for plain DDP.
+        finished: number of steps that had gather legs; None for plain DDP.
+    """
+
+    trace: dx.Trace
+    exposed_s: float
+    sent_bytes: list[float]
+    overlapped: int | None
+    finished: int | None
+
+
+def trace_steps(demo_arm: DemoArm, steps: int) -> Traced:
+    """Trace some steps. Collective. Plain DDP gets a hook for it, so this comes after what is timed."""
+    arm, state = demo_arm.arm, demo_arm.arm.state
+    traceable = dx.DdpTimer(demo_arm.ddp, demo_arm.optimizer) if state is None else state
+    sent_before = demo_arm.sent_bytes()
+    dist.barrier()
+    arm.step()
+    before = state.stats() if state else None
+    with traceable.trace() as trace:
+        for _ in range(steps + 1):  # the last step is complete when one more begins
+            arm.step()
+    after = state.stats() if state else None
+    arm.drain()
+    dist.barrier()
+    trace.title = demo_arm.label
+    return Traced(
+        trace=trace,
+        exposed_s=statistics.median(step.exposed_s for step in trace.steps()),
+        sent_bytes=[
+            (late - early) / (steps + 2) for late, early in zip(demo_arm.sent_bytes(), sent_before, strict=True)
+        ],
+        overlapped=after.overlapped_steps - before.overlapped_steps if before and after else None,
+        finished=after.finished_steps - before.finished_steps if before and after else None,
+    )
+
+
+class Learned(NamedTuple):
+    """What an arm has learned: the mean loss of its last steps, and the accuracy on the test images, on all ranks."""
+
+    loss: float
+    accuracy: float
+
+
+def learned(demo_arm: DemoArm, images: Images, steps: int) -> Learned:
+    """Loss over the last `steps` steps, and accuracy. Collective."""
+    last = torch.stack(demo_arm.course.losses[-steps:]).double().mean()
+    dist.all_reduce(last)
+    accuracy = evaluate(demo_arm.ddp.module, images.test_batches(), torch.device("cpu"))  # type: ignore[arg-type]
+    return Learned(last.item() / dist.get_world_size(), accuracy)
+
+
+class Comparison(NamedTuple):
+    """Whether all arms ended with the same bits, on all ranks. `first_difference` names a tensor, or is empty."""
+
+    tensors: int
+    steps: int
+    first_difference: str
+
+
+def compare(arms: list[DemoArm]) -> Comparison:
+    """Compare losses of all steps, parameters and buffers of the arms, and those of the ranks. Collective."""
+    reference, *others = arms
+    state, first = reference.state_dict(), ""
+    for other in others:
+        first = first or _first_difference(state, other.state_dict())
+        if not first and not torch.equal(torch.stack(reference.course.losses), torch.stack(other.course.losses)):
+            first = "the losses"
+    answers: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(answers, (first, _digest(state)))
+    first = next((where for where, _ in answers if where), "")
+    if not first and len({digest for _, digest in answers}) > 1:
+        first = "the models of the ranks"
+    return Comparison(len(state), reference.steps, first)
+
+
+def _first_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> str:
+    # NaN equals nothing, so it is a difference.
+    return next((name for name, tensor in left.items() if not torch.equal(tensor, right[name])), "")
+
+
+def _digest(state: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in state.values():
+        digest.update(tensor.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()

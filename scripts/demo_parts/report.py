@@ -1,0 +1,224 @@
+"""The words, the table and the record of the demo."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench_kit.rounds import spread
+from ddp_crossover.fusion import Schedule
+from ddp_crossover.planning.model_profile import ModelProfile
+from ddp_crossover.planning.search import best_of_sizes
+from demo_parts.arms import DemoArm
+from demo_parts.measure import Comparison, Learned, Traced
+
+FASTER = (2, 4, 10)
+# Differences below this are called none.
+NO_DIFFERENCE = 0.02
+CAPTION = (
+    "MB: DDP's bucket_cap_mb. Medians and quartiles of rounds in which all take turns. Speedup: over the best DDP. "
+    "Exposed: part of a step in which gradients travel and nothing is computed."
+)
+
+
+class Arms(NamedTuple):
+    """All arms. `best` may be the same as `default`."""
+
+    default: DemoArm
+    best: DemoArm
+    dear: DemoArm
+    alone: DemoArm
+
+    @property
+    def trained(self) -> list[DemoArm]:
+        """Those whose models are compared, as in the table from top to bottom."""
+        return [self.default, self.dear] if self.best is self.default else [self.default, self.best, self.dear]
+
+    @property
+    def all(self) -> list[DemoArm]:
+        """The same, and compute alone."""
+        return [*self.trained, self.alone]
+
+
+def make_record(
+    arms: Arms, times_s: list[list[float]], traced: list[Traced], learned: list[Learned], comparison: Comparison
+) -> dict[str, Any]:
+    """Every figure, in types that JSON has.
+
+    Args:
+        arms: the arms.
+        times_s: seconds per step of `arms.all` in each round.
+        traced, learned: the same for `arms.trained`.
+        comparison: of their models.
+    """
+    state = arms.dear.arm.state
+    assert state is not None
+    best_s, default_s, dear_s = (times_s[arms.all.index(arm)] for arm in (arms.best, arms.default, arms.dear))
+    rows: list[dict[str, Any]] = []
+    for arm, seconds, steps, result in zip(arms.trained, times_s, traced, learned, strict=False):
+        rows.append(
+            {
+                "label": arm.label,
+                "step_s": spread(seconds),
+                "rounds_s": seconds,
+                "speedup": speedup(best_s, seconds),
+                "exposed_s": steps.exposed_s,
+                "sent_bytes_per_step": steps.sent_bytes,
+                **result._asdict(),
+            }
+        )
+    rows.append({"label": arms.alone.label, "step_s": spread(times_s[-1]), "rounds_s": times_s[-1]})
+    profile, with_dear = state.profile(), traced[-1]
+    return {
+        "arms": rows,
+        "comparison": comparison._asdict(),
+        "overlapped_steps": with_dear.overlapped,
+        "of_steps": with_dear.finished,
+        "plan": str(state.plan) if state.plan else None,
+        "tuning": state.tuning_progress(),
+        "fallbacks": dict(state.stats().fallbacks),
+        "over_best": speedup(best_s, dear_s),
+        "over_default": speedup(default_s, dear_s),
+        "faster_links": faster_links(profile) if profile is not None and profile.link is not None else [],
+    }
+
+
+def speedup(reference_s: list[float], times_s: list[float]) -> dict[str, float]:
+    """How many times as fast as the reference: ratios within rounds, their median and quartiles."""
+    return spread([slow / fast for slow, fast in zip(reference_s, times_s, strict=True)])
+
+
+def verdict(over_best: dict[str, float], over_default: dict[str, float]) -> str:
+    """One sentence: whether it pays here."""
+    median, low, high = (over_best[key] for key in ("median", "low", "high"))
+    if low > 1 and median > 1 + NO_DIFFERENCE:
+        return (
+            f"DeAR is {median:.2f} times as fast as DDP with its best bucket size (quartiles {low:.2f} to {high:.2f}), "
+            f"and {over_default['median']:.2f} times as fast as DDP as it comes."
+        )
+    if high < 1 and median < 1 - NO_DIFFERENCE:
+        return (
+            f"DeAR does not pay here: a step takes {1 / median - 1:.0%} longer than with DDP at its best bucket size "
+            f"(speedup {median:.2f}, quartiles {low:.2f} to {high:.2f})."
+        )
+    return (
+        f"DeAR makes no clear difference to DDP with its best bucket size here: {median:.2f} times as fast (quartiles "
+        f"{low:.2f} to {high:.2f}); over DDP as it comes {over_default['median']:.2f}."
+    )
+
+
+def faster_links(profile: ModelProfile) -> list[dict[str, float]]:
+    """What the simulator predicts on faster links with the same compute: seconds per step of both, at their best."""
+    assert profile.link is not None
+    predicted = []
+    for factor in (1, *FASTER):
+        link = replace(profile.link, s_per_byte=profile.link.s_per_byte / factor)
+        seconds = [
+            best_of_sizes(profile.specs, profile.compute, link, profile.world_size, schedule, fused_all_reduce=False)[
+                1
+            ].step_s
+            for schedule in (Schedule.ALLREDUCE, Schedule.AUTO)
+        ]
+        predicted.append({"times_as_fast": factor, "ddp_s": seconds[0], "dear_s": seconds[1]})
+    return predicted
+
+
+def faster_links_sentence(predicted: list[dict[str, float]]) -> str:
+    """The predictions in words."""
+    here, *others = (_gain(row["ddp_s"] / row["dear_s"] - 1) for row in predicted)
+    parts = ", ".join(f"{gain} on one of {factor} times the speed" for gain, factor in zip(others, FASTER, strict=True))
+    return (
+        f"The simulator's prediction from this run, DeAR's gain over the best DDP: {here} on this link, {parts}. What "
+        "counts is communication relative to compute: with a device that computes ten times as fast, this is the "
+        "picture on a link ten times as fast."
+    )
+
+
+def _gain(gain: float) -> str:
+    return "nothing" if gain < NO_DIFFERENCE / 2 else f"{gain:.0%}"
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    """Print everything, for somebody who has never seen it."""
+    console.print()
+    console.print(_table(result))
+    console.print()
+    for line in _lines(result):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _table(result: dict[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption=CAPTION, caption_justify="left")
+    table.add_column("", no_wrap=True)
+    for heading in ("ms/step", "quartiles", "speedup", "exposed", "loss", "accuracy"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for arm in result["arms"]:
+        step_s = arm["step_s"]
+        table.add_row(
+            arm["label"],
+            f"{step_s['median'] * 1e3:.0f}",
+            f"{step_s['low'] * 1e3:.0f}..{step_s['high'] * 1e3:.0f}",
+            *_trained_cells(arm),
+            style="bold" if arm["label"] == "DeAR" else None,
+        )
+    return table
+
+
+def _trained_cells(arm: dict[str, Any]) -> list[str]:
+    if "speedup" not in arm:
+        return []
+    return [
+        f"{arm['speedup']['median']:.2f}",
+        f"{arm['exposed_s'] * 1e3:.0f} ms",
+        f"{arm['loss']:.5f}",
+        f"{arm['accuracy']:.1%}",
+    ]
+
+
+def _lines(result: dict[str, Any]) -> list[str]:
+    same = result["comparison"]
+    if same["first_difference"]:
+        identical = f"[red]Different[/] after {same['steps']} steps, first in {same['first_difference']}."
+    else:
+        identical = (
+            f"[green]Bit-identical[/] after {same['steps']} steps: every loss and all {same['tensors']} tensors of the "
+            "model, with DDP and with DeAR, on both ranks."
+        )
+    lines = [identical, overlap_sentence(result), verdict(result["over_best"], result["over_default"])]
+    if result["faster_links"]:
+        lines.append(faster_links_sentence(result["faster_links"]))
+    return lines
+
+
+def link_sentence(link: dict[str, Any]) -> str:
+    """What lies between the two processes."""
+    if link["asked_bytes_per_s"] is None:
+        return (
+            f"[yellow]No slow link[/]: {link['why_not']}. The processes talk over loopback, so expect no difference in "
+            "speed."
+        )
+    asked, measured = link["asked_bytes_per_s"], link["measured_bytes_per_s"]
+    return (
+        f"An emulated link of {_bits(asked)} lies between two processes of this machine (the kernel paces their "
+        f"connections): {asked / 1e6:.3g} MB/s asked, {measured / 1e6:.3g} measured."
+    )
+
+
+def _bits(bytes_per_s: float) -> str:
+    megabits = 8e-6 * bytes_per_s
+    return f"{megabits / 1e3:.2g} Gb/s" if megabits >= 1e3 else f"{megabits:.0f} Mb/s"
+
+
+def overlap_sentence(result: dict[str, Any]) -> str:
+    """How the steps of DeAR went, and that both arms send alike."""
+    trained = [arm for arm in result["arms"] if "speedup" in arm]
+    ddp_mb, dear_mb = (max(arm["sent_bytes_per_step"], default=0) / 1e6 for arm in (trained[-2], trained[-1]))
+    sent = (
+        f"Both send their gradients over a single connection of the same speed: {ddp_mb:.1f} MB a step with DDP, "
+        f"{dear_mb:.1f} with DeAR."
+    )
+    if result["plan"] is None:
+        return f"DeAR's tuner kept plain all-reduce, because nothing was faster. {sent}"
+    return f"DeAR overlapped {result['overlapped_steps']} of {result['of_steps']} steps. {sent}"

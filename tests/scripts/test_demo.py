@@ -1,0 +1,108 @@
+"""`scripts/demo.py`: a small run of the whole demo, and what it says when DeAR pays, and when it does not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench_kit.slow_link import why_not_here
+from ddp_crossover.fusion import GradientSpec
+from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.planning.model_profile import ModelProfile
+from demo_parts import report
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 280
+SMALL = ("--model", "squeezenet1_1", "--image-size", "32", "--batch-size", "4", "--rounds", "1", "--steps", "1")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+pytest.importorskip("matplotlib")
+
+
+def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    }
+    script = str(ROOT / "scripts" / "demo.py")
+    return subprocess.run(
+        [sys.executable, *TORCHRUN, script, *arguments],
+        env=environment, capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(TIMEOUT_S + 20)
+def test_a_small_demo_is_quiet_and_ends_with_identical_models_a_verdict_and_a_picture(tmp_path: Path) -> None:
+    import matplotlib.image
+
+    files = ("--timeline", str(tmp_path / "t.png"), "--json", str(tmp_path / "demo.json"))
+    ended = demo("--quick", *SMALL, *files)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert not ended.stderr
+    assert "Bit-identical" in ended.stdout and "best bucket size" in ended.stdout
+    assert ended.stdout.endswith(f"{tmp_path / 't.png'}\n")
+    height, width, _ = matplotlib.image.imread(tmp_path / "t.png").shape
+    assert width > 1000 and height > 500
+
+    record = json.loads((tmp_path / "demo.json").read_text())
+    *trained, alone = record["arms"]
+    assert [arm["label"] for arm in (trained[0], trained[-1], alone)] == [trained[0]["label"], "DeAR", "compute alone"]
+    assert len({arm["loss"] for arm in trained}) == len({arm["accuracy"] for arm in trained}) == 1
+    assert record["comparison"]["first_difference"] == ""
+    if why_not_here() is None:
+        _both_send_alike_over_one_slow_link(record["link"], trained)
+
+
+def _both_send_alike_over_one_slow_link(link: dict[str, Any], trained: list[dict[str, Any]]) -> None:
+    assert link["measured_bytes_per_s"] < 1.5 * link["asked_bytes_per_s"]
+    gradient_bytes = link["asked_bytes_per_s"] * link["compute_s"]
+    for arm in trained:
+        carriers = [sent for sent in arm["sent_bytes_per_step"] if sent > 0.05 * gradient_bytes]
+        assert carriers == [pytest.approx(gradient_bytes, rel=0.1)]
+
+
+def test_what_cannot_run_is_refused_by_name() -> None:
+    for arguments, message in (
+        (("--model", "resnet81"), "--model resnet81 is none of torchvision's classifiers"),
+        (("--model", "alexnet", "--image-size", "32"), "Give another --image-size"),
+    ):
+        ended = demo(*arguments)
+        assert ended.returncode != 0
+        assert message in ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("rounds", "words"),
+    [
+        ([1.19, 1.2, 1.22], "DeAR is 1.20 times as fast as DDP with its best bucket size"),
+        ([0.99, 1.0, 1.02], "DeAR makes no clear difference"),
+        ([0.7, 1.2, 1.2], "DeAR makes no clear difference"),
+        ([0.89, 0.9, 0.91], "DeAR does not pay here: a step takes 11% longer"),
+    ],
+)
+def test_the_verdict_follows_the_figures(rounds: list[float], words: str) -> None:
+    over_best = report.speedup(rounds, [1.0, 1.0, 1.0])
+    assert report.verdict(over_best, over_best).startswith(words)
+
+
+def test_no_slow_link_and_faster_links_are_put_into_words() -> None:
+    sentence = report.link_sentence({"asked_bytes_per_s": None, "why_not": "only Linux can pace a TCP connection"})
+    assert "only Linux can pace" in sentence and "expect no difference" in sentence
+
+    layers = range(20)
+    compute = ComputeProfile(
+        use_s=tuple(layer * 5e-3 for layer in layers),
+        arrival_s=tuple((20 - layer) * 1e-2 for layer in layers),
+        forward_s=0.1,
+        backward_s=0.2,
+    )
+    specs = tuple(GradientSpec(f"layer{layer}", 500_000, 4, "float32") for layer in layers)
+    profile = ModelProfile(specs, compute, LinkModel(1e-4, 1e-4, 0.3 / 40e6))
+    predicted = report.faster_links(profile)
+    gains = [row["ddp_s"] / row["dear_s"] for row in predicted]
+    assert gains[0] > 1.1 > gains[1] > gains[-1]
+    assert "nothing on one of 10 times the speed" in report.faster_links_sentence(predicted)
