@@ -30,6 +30,7 @@ from ddp_crossover.collectives.make_link import make_link
 from ddp_crossover.fusion import GradientSpec
 from ddp_crossover.launch.diagnosis import predict, verdict
 from ddp_crossover.launch.errand import Errand, environment_with
+from ddp_crossover.launch.meeting import Meeting
 from ddp_crossover.launch.pairs import Pair, measure_pairs
 from ddp_crossover.launch.run import add_script_arguments, script_of
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
@@ -69,9 +70,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         with tempfile.TemporaryDirectory(prefix="ddp_crossover-doctor-") as folder:
             found = []
-            for number, arm in enumerate(("plain", "attached")):
+            meeting = Meeting()
+            for arm in ("plain", "attached"):
                 tell(f"running the script, {arm} ...")
-                found.append(_examine(command, Path(folder, arm), arm == "attached", args.steps, number))
+                path = Path(folder, arm)
+                errand = Errand(
+                    options={"tune": False} if arm == "attached" else None, examine=str(path), steps=args.steps
+                )
+                found.append(_examine(command, environment_with(errand) | meeting.environment(), path))
             report = _report_on(found[0], found[1], Path(folder, "attached.profile"), args) if rank == 0 else {}
     if rank == 0:
         report = {"pairs": [asdict(pair) for pair in pairs], "link": link.to_json(), **report}
@@ -102,12 +108,8 @@ def _measure_link() -> tuple[list[Pair], LinkModel]:
         dist.destroy_process_group()
 
 
-def _examine(command: list[str], path: Path, attaches: bool, steps: int, number: int) -> dict[str, Any]:
+def _examine(command: list[str], environment: dict[str, str], path: Path) -> dict[str, Any]:
     """Run the script for some steps on this rank; what rank 0 found."""
-    errand = Errand(options={"tune": False} if attaches else None, examine=str(path), steps=steps)
-    environment = environment_with(errand)
-    # The ranks of each run meet under a prefix of their own in torchrun's store, as after a restart by torchrun.
-    environment["TORCHELASTIC_RESTART_COUNT"] = str(1000 * (number + 1))
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode or (os.environ["RANK"] == "0" and not path.exists()):
         why = f"ended with exit status {done.returncode}" if done.returncode else "has made too few steps with DDP"

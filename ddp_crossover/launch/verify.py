@@ -23,6 +23,7 @@ from pathlib import Path
 
 from ddp_crossover.launch.compare import Verdict, compare
 from ddp_crossover.launch.errand import Errand, environment_with
+from ddp_crossover.launch.meeting import Meeting
 from ddp_crossover.launch.run import add_attach_arguments, add_script_arguments, attach_options, script_of
 
 ARMS = ("plain", "attached", "plain again")
@@ -44,30 +45,27 @@ def run(args: argparse.Namespace) -> int:
     options = attach_options(args)
     command = script_of(args)
     rank = int(os.environ.get("RANK", "0"))
+    meeting = Meeting()
     with tempfile.TemporaryDirectory(prefix="ddp_crossover-verify-") as folder:
-        for number, arm in enumerate(ARMS):
+        for arm in ARMS:
             record = Path(folder, arm)
             record.mkdir()
             errand = Errand(options=options if arm == "attached" else None, record=str(record), steps=args.steps)
-            _run_arm(command, errand, arm, number, tells=rank == 0)
+            _run_arm(command, environment_with(errand) | meeting.environment(), record, arm, tells=rank == 0)
         plain, attached, again = (Path(folder, arm) for arm in ARMS)
         verdict = compare(plain, attached, again, rank)
     _print(verdict, rank, as_json=args.json)
     return verdict.exit_status
 
 
-def _run_arm(command: list[str], errand: Errand, arm: str, number: int, *, tells: bool) -> None:
-    environment = environment_with(errand)
-    # The ranks of each run meet under a prefix of their own in torchrun's store, as after a restart by torchrun.
-    environment["TORCHELASTIC_RESTART_COUNT"] = str(1000 * (number + 1))
+def _run_arm(command: list[str], environment: dict[str, str], record: Path, arm: str, *, tells: bool) -> None:
     if tells:
         print(f"verify: {arm} ...", end=" ", file=sys.stderr, flush=True)
     start_s = time.monotonic()
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if tells:
         print(f"{time.monotonic() - start_s:.1f} s", file=sys.stderr, flush=True)
-    assert errand.record is not None
-    if done.returncode or not any(Path(errand.record).glob("*.json")):
+    if done.returncode or not any(record.glob("*.json")):
         why = f"ended with exit status {done.returncode}" if done.returncode else "has trained no DDP model"
         output = "\n".join(done.stdout.splitlines()[-_TAIL_LINES:])
         raise ValueError(f"the script {why} ({arm}):\n{output}")
