@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, predict and print on rank 0; 0 if that worked, whatever the verdict."""
-    if "RANK" not in os.environ:
+    if not os.environ.get("RANK"):
         raise ValueError(
             "the doctor examines the ranks of a training job: start it as you start that, as in "
             "'torchrun --nproc-per-node 2 -m ddp_crossover doctor', on all machines"

@@ -1,0 +1,91 @@
+"""`python -m ddp_crossover doctor`: what it measures, and what it makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripts_of_users import python, torchrun, write_script
+
+from ddp_crossover.fusion import GradientSpec
+from ddp_crossover.launch.diagnosis import predict, verdict
+from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.planning.ddp_buckets import DEFAULT_BUCKET_MB
+from ddp_crossover.planning.model_profile import ModelProfile
+
+DOCTOR = ("-m", "ddp_crossover", "doctor")
+LAYERS = 10
+
+
+def _profile(s_per_byte: float) -> ModelProfile:
+    """Ten layers of 1 MB each, with 0.1 s of forward and 0.2 s of backward."""
+    compute = ComputeProfile(
+        use_s=tuple(0.01 * layer for layer in range(LAYERS)),
+        arrival_s=tuple(0.02 * (LAYERS - layer) for layer in range(LAYERS)),
+        forward_s=0.1,
+        backward_s=0.2,
+    )
+    specs = tuple(GradientSpec(f"{layer}.weight", 250_000, 4, "float32") for layer in range(LAYERS))
+    return ModelProfile(specs, compute, LinkModel(1e-4, 1e-5, s_per_byte), 2)
+
+
+@pytest.mark.quick
+def test_as_much_communication_as_compute_is_worth_it() -> None:
+    prediction = predict(_profile(3e-8), DEFAULT_BUCKET_MB)
+    assert prediction.communication_s == pytest.approx(0.3, rel=0.01)
+    # Plain DDP has one bucket here: nothing is hidden.
+    assert prediction.plain_s == pytest.approx(0.57, rel=0.05) and prediction.ours_s == pytest.approx(0.33, rel=0.1)
+    text = verdict(prediction, {"train.py:3 reads parameters": 2}, 20, "run it")
+    assert text.startswith("Worth it: ") and text.endswith("Use: run it") and "train.py:3" not in text
+
+
+def test_a_line_that_needs_all_updates_in_every_step_is_the_verdict() -> None:
+    text = verdict(predict(_profile(3e-8), DEFAULT_BUCKET_MB), {"train.py:3 reads parameters": 19}, 20, "run it")
+    assert text.startswith("Not as the script is: train.py:3 reads parameters. Without that: ")
+
+
+def test_a_fast_link_is_not_worth_it() -> None:
+    prediction = predict(_profile(1e-11), DEFAULT_BUCKET_MB)
+    assert prediction.gain < 0.01
+    assert verdict(prediction, {}, 20, "run it").startswith("Not worth it here: no difference is expected")
+
+
+def test_it_never_predicts_a_loss_because_the_tuner_would_keep_plain_all_reduces() -> None:
+    assert predict(_profile(1e-8), DEFAULT_BUCKET_MB, plain_s=0.1).gain == 0.0
+
+
+def _report(*arguments: str) -> dict[str, Any]:
+    done = torchrun(*DOCTOR, "--json", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
+    [pair] = report["pairs"]
+    assert pair["ranks"] == [0, 1] and pair["bytes_per_s"] > 1e6 and 0 < pair["latency_s"] < 1
+    return report
+
+
+def test_a_script_is_measured_and_the_line_that_costs_overlap_is_named(tmp_path: Path) -> None:
+    clips = "torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)"
+    script = write_script(tmp_path, before_step=clips)
+    report = _report(str(script))
+    assert report["prediction"]["compute_s"] > 0 and report["prediction"]["plain_s"] > 0
+    line = 1 + script.read_text().splitlines().index(" " * 12 + clips)
+    assert any(f"train_it.py:{line}" in what for what in report["obstacles"]), report["obstacles"]
+
+
+def test_without_a_script_known_models_are_predicted() -> None:
+    report = _report()
+    assert len(report["known_models"]) == 9
+    assert all(row["ours_s"] >= row["compute_s"] for row in report["known_models"])
+
+
+def test_alone_it_says_how_to_start_it() -> None:
+    done = python(*DOCTOR, RANK="")
+    assert done.returncode == 2 and "start it as you start that" in done.stderr
+
+
+def test_a_script_that_fails_is_shown(tmp_path: Path) -> None:
+    done = torchrun(*DOCTOR, str(write_script(tmp_path, "raise RuntimeError('broken script')")))
+    assert done.returncode != 0
+    assert "the script ended with exit status 1" in done.stderr and "broken script" in done.stderr
