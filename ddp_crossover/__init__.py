@@ -69,6 +69,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name == "__version__":
         value: object = import_module("importlib.metadata").version(__name__)
+    elif name == "integrations":
+        value = import_module(f"{__name__}.{name}")
     elif name in _MODULES:
         value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     else:

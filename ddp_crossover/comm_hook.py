@@ -58,8 +58,8 @@ class DearState:
     """State of the hook for one DDP model and its optimizers: the first argument of ``register_comm_hook``.
 
     Args:
-        ddp: the model.
-        optimizer: its optimizer, or a list of all its optimizers.
+        ddp: the model, also as ``torch.compile`` and frameworks wrap it, see ``ddp.unwrapping``.
+        optimizer: its optimizer, or a list of all its optimizers, also as frameworks wrap them.
         process_group: process group for our traffic, over the same ranks as ``ddp.process_group``. Default: a
             new one with the same backend and timeout, so that DDP's own traffic never queues behind ours.
         fusion_mb: size of a fusion group on the wire, in MiB. Larger groups cost less latency, smaller ones overlap
@@ -429,7 +429,9 @@ def dear_hook(state: DearState, bucket: GradBucket) -> torch.futures.Future[torc
     if not isinstance(state, DearState):
         raise TypeError(
             f"the state of dear_hook must be a DearState, not {type(state).__name__}: state = DearState(ddp, "
-            "optimizer); ddp.register_comm_hook(state, dear_hook), or both at once: attach(ddp, optimizer)"
+            "optimizer); ddp.register_comm_hook(state, dear_hook), or both at once: attach(ddp, optimizer). In "
+            "Lightning, leave out DDPStrategy(ddp_comm_hook=...), and use "
+            "Trainer(callbacks=[ddp_crossover.integrations.lightning.DearCallback()])"
         )
     return state.reduce(bucket)
 

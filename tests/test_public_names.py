@@ -26,6 +26,12 @@ def test_every_public_name_is_there(name) -> None:
     assert name in dir(dx)
 
 
+def test_integrations_are_there_without_an_import_of_their_own() -> None:
+    assert dx.integrations.accelerate.attach.__module__ == "ddp_crossover.integrations.accelerate"
+    with pytest.raises(AttributeError, match="has no attribute 'keras'"):
+        dx.integrations.keras  # noqa: B018
+
+
 def test_what_is_not_there_is_an_attribute_error_that_names_it() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'atach'"):
         dx.atach  # noqa: B018

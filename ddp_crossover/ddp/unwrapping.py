@@ -53,7 +53,7 @@ def unwrapped_model(obj: object) -> DistributedDataParallel:
             Trainer has wrapped.
 
     Raises:
-        TypeError: if there is none, or no telling which one; the message says what to pass instead.
+        TypeError: if there is none; the message says what to pass instead.
     """
     inside = _inside(obj, _MODEL_INSIDE)
     if _is_a(inside, "LightningModule"):

@@ -201,7 +201,11 @@ def _refusal(provoke: Callable[[], None]) -> str | None:
         (_compiled_autograd, "compiled.autograd", "False"),
         (_another_hook_before, "hook", "new DistributedDataParallel|register_comm_hook"),
         (_hook_of_cpp_before, "hook", "new DistributedDataParallel|register_comm_hook"),
-        (_hook_without_state, "TypeError.*dear_hook.*DearState, not NoneType", r"attach\(ddp, optimizer\)"),
+        (
+            _hook_without_state,
+            "TypeError.*dear_hook.*DearState, not NoneType",
+            r"attach\(ddp, optimizer\).*DearCallback",
+        ),
         (_state_of_another_model, "another model", "its own"),
         (_state_that_was_detached, "detached", r"attach\(ddp, optimizer\)"),
         (_attached_twice, "hook", "new DistributedDataParallel|detach"),

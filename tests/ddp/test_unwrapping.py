@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,13 +24,13 @@ def _sgd() -> SGD:
     return SGD(OddNet().parameters(), lr=0.1)
 
 
-def _of_accelerate(inside: Optimizer) -> Optimizer:
+def _of_accelerate(inside: Optimizer, scaler: torch.amp.GradScaler | None = None) -> Any:
     pytest.importorskip("accelerate")
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
 
     Accelerator(cpu=True)  # it has no optimizers without their global state
-    return AcceleratedOptimizer(inside)
+    return AcceleratedOptimizer(inside, scaler=scaler)
 
 
 def _of_lightning(inside: Optimizer) -> Any:
@@ -151,8 +152,8 @@ def _holder_of_ddp() -> nn.Module:
     [
         (OddNet, r"got OddNet: wrap the model first, .* rather than ddp\.module"),
         (_holder_of_ddp, r"got Holder: pass its \.net, which is one"),
-        (Trainer, r"got Trainer: .* integrations\.transformers\.DearCallback"),
-        (_lightning_module, r"got LightningModule: .* integrations\.lightning\.DearCallback"),
+        (Trainer, r"got Trainer: .*integrations\.transformers\.DearCallback"),
+        (_lightning_module, r"got LightningModule: .*integrations\.lightning\.DearCallback"),
     ],
 )
 def test_what_holds_no_ddp_object_is_refused_by_name(on_ranks, make: Callable[[], Any], message: str) -> None:
@@ -178,10 +179,44 @@ def _train(attached: bool) -> list[torch.Tensor]:
     return copy.deepcopy(list(model.state_dict().values()))
 
 
-def _same_as_plain() -> bool:
-    return all(torch.equal(ours, plain) for ours, plain in zip(_train(True), _train(False), strict=True))
+def _train_with_accelerate(attached: bool) -> list[torch.Tensor]:
+    """Accumulate, scale, and have one step skipped, in the way of an Accelerator with mixed_precision="fp16"."""
+    import ddp_crossover as dx
+
+    torch.manual_seed(3)
+    ddp = DistributedDataParallel(OddNet())
+    inside = SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    optimizer = _of_accelerate(inside, scaler)
+    scheduler = ConstantLR(inside, factor=0.5, total_iters=6)
+    state = dx.attach(ddp, optimizer, fusion_mb=1e-4, strict=True) if attached else None
+    skipped = []
+    for step in range(16):
+        is_last = step % 2 == 1
+        optimizer.gradient_state._set_sync_gradients(is_last)
+        x = torch.full((3, INPUTS), float("inf") if step == 13 else 0.1 * step + dist.get_rank())
+        with nullcontext() if is_last else ddp.no_sync():
+            scaler.scale(ddp(x).square().mean()).backward()
+        optimizer.step()
+        if is_last:
+            scheduler.step()
+            skipped.append(optimizer.step_was_skipped)
+        optimizer.zero_grad()
+    assert skipped == [False] * 6 + [True, False]
+    if state is not None:
+        assert state.stats().pipelined_iterations > 0, state.stats()
+    return copy.deepcopy([*ddp.state_dict().values(), *(inside.state[p]["momentum_buffer"] for p in ddp.parameters())])
+
+
+def _same_as_plain(train: Callable[[bool], list[torch.Tensor]] = _train) -> bool:
+    return all(torch.equal(ours, plain) for ours, plain in zip(train(True), train(False), strict=True))
 
 
 @pytest.mark.quick
 def test_attach_takes_a_compiled_ddp_object(on_ranks) -> None:
     assert on_ranks(_same_as_plain, 2) == [True, True]
+
+
+def test_accelerates_optimizer_steps_and_skips_as_with_plain_ddp(on_ranks) -> None:
+    pytest.importorskip("accelerate")
+    assert on_ranks(_same_as_plain, 2, _train_with_accelerate) == [True, True]

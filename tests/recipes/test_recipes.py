@@ -1,0 +1,180 @@
+"""Every script in docs/recipes as its users start it: plain, with its one line, and unchanged under `run`.
+
+Each launch is a torchrun of two ranks on gloo. The final state of every rank, the optimizer's included, must be that of
+plain DDP bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from equivalence import assert_same
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS = 2
+LAUNCH_TIMEOUT_S = 240
+LAUNCHES_PER_TEST = 4
+
+pytestmark = pytest.mark.timeout(LAUNCHES_PER_TEST * LAUNCH_TIMEOUT_S)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A script, and how it is started."""
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    needs: str = "torch"
+    defers: bool = True
+    """Whether it puts updates off: not if it clips with exact norms, or averages weights after each step."""
+    defers_with_sharded_norms: bool = True
+    checkpoint: str = ""
+    """What it saves half way in `--output-dir`, if it can resume."""
+
+
+RECIPES = {
+    "nanogpt": Recipe("nanogpt_like", defers=False),
+    "nanogpt_without_clipping": Recipe("nanogpt_like", ("--grad-clip", "0")),
+    "torchvision": Recipe("torchvision_like", checkpoint="model_1.pth"),
+    "lightning": Recipe("lightning_trainer", needs="lightning", checkpoint="epoch=1.ckpt"),
+    "lightning_manual": Recipe("lightning_trainer", ("--manual",), needs="lightning"),
+    "lightning_clipping": Recipe(
+        "lightning_trainer", ("--gradient-clip-val", "0.1", "--accumulate", "2"), needs="lightning", defers=False
+    ),
+    "fabric": Recipe("fabric", ("--accumulate", "2", "--epochs", "6"), needs="lightning"),
+    "accelerate": Recipe("accelerate_loop", needs="accelerate"),
+    "accelerate_clipping": Recipe("accelerate_loop", ("--max-grad-norm", "0.1"), needs="accelerate", defers=False),
+    "trainer": Recipe(
+        "hf_trainer", ("--save-steps", "8"), needs="transformers", defers=False, checkpoint="checkpoint-8"
+    ),
+    "timm": Recipe("timm_like", needs="timm"),
+    "timm_average": Recipe(
+        "timm_like", ("--model-ema", "--clip-grad", "1"), needs="timm", defers=False, defers_with_sharded_norms=False
+    ),
+}
+
+
+class Launch(NamedTuple):
+    """What a launch left behind."""
+
+    folder: Path
+    output: str
+
+    def state(self, rank: int) -> object:
+        """Return the final state of a rank."""
+        return torch.load(self.folder / f"{rank}.pt", weights_only=True)
+
+
+Launcher = Callable[..., Launch]
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    """`launch(recipe, *flags, run=())`: run a recipe, or hand out what it left the last time it ran like this."""
+    done: dict[tuple[object, ...], Launch] = {}
+
+    def launch(recipe: Recipe, *flags: str, run: tuple[str, ...] = ()) -> Launch:
+        key = (recipe, flags, run)
+        if key not in done:
+            pytest.importorskip(recipe.needs)
+            done[key] = _launch(tmp_path_factory.mktemp(recipe.script), recipe, flags, run)
+        return done[key]
+
+    return launch
+
+
+def _launch(folder: Path, recipe: Recipe, flags: tuple[str, ...], run: tuple[str, ...]) -> Launch:
+    under_run = ("-m", "ddp_crossover", "run", *run, "--stats", str(folder / "stats.json")) if run else ()
+    saving = ("--output-dir", str(folder)) if recipe.checkpoint else ()
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), *under_run),
+        *(str(ROOT / "docs" / "recipes" / f"{recipe.script}.py"), "--out", str(folder)),
+        *(*recipe.arguments, *saving, *flags),
+    ]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    }
+    job = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = job.communicate(timeout=LAUNCH_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        job.terminate()  # torchrun ends its ranks
+        output, _ = job.communicate()
+        pytest.fail(f"{recipe.script} did not end within {LAUNCH_TIMEOUT_S} s:\n{output}")
+    assert job.returncode == 0, output
+    return Launch(folder, output)
+
+
+def _assert_same_final_state(ours: Launch, plain: Launch) -> None:
+    assert "steps overlapped" not in plain.output
+    for rank in range(RANKS):
+        assert_same(ours.state(rank), plain.state(rank), f"rank {rank}")
+
+
+def _assert_attached(recipe: Recipe, output: str) -> None:
+    figures = re.search(r"\d+ of (\d+) steps overlapped(.*)", output)
+    assert figures, output
+    assert int(figures[1]) > 0, "no step took the pipeline"
+    # Which steps overlap is a matter of time; what keeps them from it is not.
+    assert ("not deferred" not in figures[2]) == recipe.defers, figures[0]
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_with_its_line_a_recipe_trains_as_plain_ddp(launch: Launcher, recipe: Recipe) -> None:
+    attached = launch(recipe, "--dear")
+    _assert_attached(recipe, attached.output)
+    _assert_same_final_state(attached, launch(recipe))
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_under_run_a_recipe_trains_as_plain_ddp(launch: Launcher, recipe: Recipe) -> None:
+    attached = launch(recipe, run=("--fusion-mb", "0.005"))
+    _assert_same_final_state(attached, launch(recipe))
+    (figures,) = json.loads((attached.folder / "stats.json").read_text())
+    assert figures["pipelined_iterations"] > 0, figures
+    assert (figures["deferred_steps"] > 0) == recipe.defers, figures
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, recipe in RECIPES.items() if not recipe.defers and recipe.defers_with_sharded_norms]
+)
+def test_with_sharded_norms_a_recipe_that_clips_defers_its_updates(launch: Launcher, name: str) -> None:
+    attached, plain = launch(RECIPES[name], run=("--fusion-mb", "0.005", "--norms", "sharded")), launch(RECIPES[name])
+    (figures,) = json.loads((attached.folder / "stats.json").read_text())
+    assert figures["deferred_steps"] > 0, figures
+    for rank in range(RANKS):  # the last bits of a norm
+        assert_same(attached.state(rank), plain.state(rank), f"rank {rank}", rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.checkpoint])
+def test_a_recipe_resumes_as_plain_ddp_does(launch: Launcher, name: str) -> None:
+    recipe = RECIPES[name]
+    # Each from its own checkpoint. Not compared with a run without a break: buffers that rank 0 saves are all ranks'.
+    plain, attached = (
+        launch(recipe, *flags, "--resume", str(launch(recipe, *flags).folder / recipe.checkpoint))
+        for flags in ((), ("--dear",))
+    )
+    assert "steps overlapped" in attached.output
+    _assert_same_final_state(attached, plain)
