@@ -45,7 +45,12 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="resnet18", help="a torchvision classifier (%(default)s)")
     add("--image-size", type=positive_int, default=64, metavar="PIXELS", help="(%(default)s)")
-    add("--batch-size", type=positive_int, metavar="N", help="images per process (so that a step takes about 0.3 s)")
+    add(
+        "--batch-size",
+        type=positive_int,
+        metavar="N",
+        help="images per process (so that a step computes for about 0.25 s)",
+    )
     add("--rounds", type=positive_int, metavar="N", help="turns of each arm (3 to 8, as many as fit into 75 s)")
     add("--steps", type=positive_int, default=5, metavar="N", help="steps of a turn (%(default)s)")
     add("--quick", action="store_true", help="few steps and no tuning, to try the demo itself: the figures mean little")
@@ -75,10 +80,8 @@ class Demo:
     def run(self) -> dict[str, Any]:
         """Everything from the first measurement to the record."""
         link = self._emulate_link()
-        asked = link["asked_bytes_per_s"]
-        default, best, dear = self._arms(asked)
+        default, best, dear = self._arms(link["asked_bytes_per_s"])
         with contextlib.closing(dear.arm):
-            self._check_link_of(dear, asked)
             arms = report.Arms(default, best, dear, self._alone)
             times_s = self._rounds(arms)
             traced = self._trace(arms)
@@ -139,13 +142,6 @@ class Demo:
             arm.catch_up(steps)
             arm.pace(bytes_per_s)
         return default, best, dear
-
-    def _check_link_of(self, dear: DemoArm, asked: float | None) -> None:
-        """Compare the speed of the link that carries DeAR's gradients, as it has measured it, with that of DDP's."""
-        assert dear.arm.state is not None
-        profile = dear.arm.state.profile()
-        if asked is not None and profile is not None and profile.link is not None and profile.link.s_per_byte:
-            require_slow(asked, 1 / profile.link.s_per_byte)
 
     def _rounds(self, arms: report.Arms) -> list[list[float]]:
         # All objects of now stay alive: the garbage collector need not look through them during a turn.

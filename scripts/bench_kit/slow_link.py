@@ -20,7 +20,8 @@ from ddp_crossover.collectives.socket_backlog import connected_tcp_sockets
 
 SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; Python has no name for it
 _NO_LIMIT = struct.pack("@L", 2 ** (8 * struct.calcsize("@L")) - 1)
-_BYTES_ACKED_AT = 120  # offset of tcpi_bytes_acked in struct tcp_info, linux/tcp.h
+# Offsets in struct tcp_info, linux/tcp.h: tcpi_max_pacing_rate and tcpi_bytes_acked.
+_MAX_PACING_RATE_AT, _BYTES_ACKED_AT = 112, 120
 _TCP_INFO_BYTES = 256
 # A connection may be faster than asked for a moment, when its first bytes go out at once.
 _TOLERATED = 1.5
@@ -54,14 +55,21 @@ class Connections:
             with _copy(fd) as connection:
                 connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, rate)
 
+    def limits_bytes_per_s(self) -> list[int]:
+        """How fast each connection may send, as the kernel says."""
+        return self._info(_MAX_PACING_RATE_AT)
+
     def sent_bytes(self) -> int:
         """Bytes that peers have acknowledged, over all connections."""
-        total = 0
+        return sum(self._info(_BYTES_ACKED_AT))
+
+    def _info(self, offset: int) -> list[int]:
+        found = []
         for fd in self._fds:
             with _copy(fd) as connection:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-                total += struct.unpack_from("@Q", info, _BYTES_ACKED_AT)[0]
-        return total
+            found.append(struct.unpack_from("@Q", info, offset)[0])
+        return found
 
 
 def _copy(fd: int) -> socket.socket:

@@ -17,7 +17,7 @@ from demo_parts.arms import DemoArm, Factory
 from demo_parts.images import Images
 from train import evaluate
 
-COMPUTE_S = 0.3  # a step of about this length is long against disturbances, and short enough for some hundred steps
+COMPUTE_S = 0.25  # a step of about this length is long against disturbances, and short enough for some hundred steps
 BATCH_SIZES = (8, 64)
 # DDP rebuilds its buckets in the second step.
 WARM_UP_STEPS = 3

@@ -17,6 +17,8 @@ from demo_parts.measure import Comparison, Learned, Traced
 FASTER = (2, 4, 10)
 # Differences below this are called none.
 NO_DIFFERENCE = 0.02
+# Compute that changes by more than this factor shows that other work disturbs the measurements.
+CHANGED = 1.3
 CAPTION = (
     "MB: DDP's bucket_cap_mb. Medians and quartiles of rounds in which all take turns. Speedup: over the best DDP. "
     "Exposed: part of a step in which gradients travel and nothing is computed."
@@ -66,6 +68,7 @@ def make_record(
                 "speedup": speedup(best_s, seconds),
                 "exposed_s": steps.exposed_s,
                 "sent_bytes_per_step": steps.sent_bytes,
+                "limits_bytes_per_s": [link.limits_bytes_per_s() for link in arm.links],
                 **result._asdict(),
             }
         )
@@ -106,6 +109,17 @@ def verdict(over_best: dict[str, float], over_default: dict[str, float]) -> str:
     return (
         f"DeAR makes no clear difference to DDP with its best bucket size here: {median:.2f} times as fast (quartiles "
         f"{low:.2f} to {high:.2f}); over DDP as it comes {over_default['median']:.2f}."
+    )
+
+
+def why_figures_mean_little(compute_at_start_s: float, compute_in_rounds_s: float) -> str | None:
+    """A warning if compute took another time in the rounds than when the link's speed was chosen; else None."""
+    if 1 / CHANGED < compute_in_rounds_s / compute_at_start_s < CHANGED:
+        return None
+    return (
+        f"Compute alone took {compute_at_start_s * 1e3:.0f} ms a step when the link was chosen, and "
+        f"{compute_in_rounds_s * 1e3:.0f} ms in the rounds: this machine is busy with other work, so these times mean "
+        "little. Run the demo again when it is quiet."
     )
 
 
@@ -150,7 +164,14 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 
 def _table(result: dict[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption=CAPTION, caption_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+        caption=CAPTION,
+        caption_justify="left",
+    )
     table.add_column("", no_wrap=True)
     for heading in ("ms/step", "quartiles", "speedup", "exposed", "loss", "accuracy"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -187,6 +208,8 @@ def _lines(result: dict[str, Any]) -> list[str]:
             "model, with DDP and with DeAR, on both ranks."
         )
     lines = [identical, overlap_sentence(result), verdict(result["over_best"], result["over_default"])]
+    if busy := why_figures_mean_little(result["link"]["compute_s"], result["arms"][-1]["step_s"]["median"]):
+        lines.append(f"[yellow]{busy}[/]")
     if result["faster_links"]:
         lines.append(faster_links_sentence(result["faster_links"]))
     return lines
@@ -221,4 +244,7 @@ def overlap_sentence(result: dict[str, Any]) -> str:
     )
     if result["plan"] is None:
         return f"DeAR's tuner kept plain all-reduce, because nothing was faster. {sent}"
-    return f"DeAR overlapped {result['overlapped_steps']} of {result['of_steps']} steps. {sent}"
+    return (
+        f"In {result['overlapped_steps']} of {result['of_steps']} steps, compute hid at least half of the time of "
+        f"DeAR's all-gathers. {sent}"
+    )
