@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import time
@@ -39,6 +40,7 @@ class Examination:
         self._ends_s: list[float] = []
         self._bucket_cap_mb: float | None = None
         register_optimizer_step_post_hook(self._after_step)
+        atexit.register(self._write)
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
         """Take note of a model that is trained: of its buckets as the script has set them."""
@@ -54,11 +56,16 @@ class Examination:
         self._ends_s.append(time.perf_counter())
         if len(self._ends_s) < self._steps:
             return
-        if self._path is not None:
-            self._path.write_text(json.dumps(self._found()))
+        self._write()
         raise SystemExit(0)
 
-    def _found(self) -> dict[str, Any]:
+    def _write(self) -> None:
+        """Write what was found, at the last step or when the script ends before."""
+        path, self._path = self._path, None
+        if path is not None and len(self._ends_s) >= _WARMUP_STEPS + 2:
+            path.write_text(json.dumps(self._found(path)))
+
+    def _found(self, path: Path) -> dict[str, Any]:
         ends_s = self._ends_s[_WARMUP_STEPS:]
         found: dict[str, Any] = {
             "step_s": median(after - before for before, after in itertools.pairwise(ends_s)),
@@ -68,8 +75,8 @@ class Examination:
         for state in self._states():
             profile = state.profile()
             stats = state.stats()
-            if profile is not None and self._path is not None:
-                profile.save(self._path.with_suffix(".profile"))
+            if profile is not None:
+                profile.save(path.with_suffix(".profile"))
             found["models"].append(
                 {**asdict(stats), "last_steps": [], "has_profile": profile is not None, "why": state.tuning_progress()}
             )

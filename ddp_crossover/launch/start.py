@@ -56,7 +56,9 @@ def _record(errand: Errand, rank: int, auto: Auto, *, attaches: bool) -> BeforeF
 def _examine(errand: Errand, rank: int, auto: Auto, *, attaches: bool) -> BeforeForward:
     assert errand.examine is not None
     path = Path(errand.examine) if rank == 0 else None
-    examination = Examination(path, errand.steps, lambda: auto.states)
+    examination = Examination(
+        path, errand.steps, lambda: [model.state for model in auto.models if model.state is not None]
+    )
 
     def before_forward(ddp: DistributedDataParallel) -> bool:
         examination.before_forward(ddp)

@@ -35,8 +35,8 @@ def _profile(s_per_byte: float) -> ModelProfile:
 def test_as_much_communication_as_compute_is_worth_it() -> None:
     prediction = predict(_profile(3e-8), DEFAULT_BUCKET_MB)
     assert prediction.communication_s == pytest.approx(0.3, rel=0.01)
-    # Plain DDP has one bucket here: nothing is hidden.
-    assert prediction.plain_s == pytest.approx(0.57, rel=0.05) and prediction.ours_s == pytest.approx(0.33, rel=0.1)
+    # Plain DDP has two buckets here, a small one that is sent in backward, and one with nearly everything.
+    assert prediction.plain_s == pytest.approx(0.54, rel=0.01) and prediction.ours_s == pytest.approx(0.33, rel=0.1)
     text = verdict(prediction, {"train.py:3 reads parameters": 2}, 20, "run it")
     assert text.startswith("Worth it: ") and text.endswith("Use: run it") and "train.py:3" not in text
 
