@@ -25,7 +25,8 @@ class Prediction:
     Attributes:
         plain_s: of plain DDP; measured where the script was run, else predicted.
         plain_predicted_s: of plain DDP, predicted.
-        ours_s: with dear_hook, predicted.
+        ours_s: with dear_hook; measured where the script was run and its steps overlapped, else predicted.
+        ours_predicted_s: with dear_hook, predicted.
         compute_s: of a step that never waits for communication.
         communication_s: of all gradients alone on the link.
         fusion_mb: size of the fusion groups that are predicted to be the fastest.
@@ -34,6 +35,7 @@ class Prediction:
     plain_s: float
     plain_predicted_s: float
     ours_s: float
+    ours_predicted_s: float
     compute_s: float
     communication_s: float
     fusion_mb: float
@@ -48,13 +50,16 @@ class Prediction:
         return {**asdict(self), "gain": self.gain}
 
 
-def predict(profile: ModelProfile, bucket_cap_mb: float, plain_s: float | None = None) -> Prediction:
+def predict(
+    profile: ModelProfile, bucket_cap_mb: float, plain_s: float | None = None, ours_s: float | None = None
+) -> Prediction:
     """Predict both step times.
 
     Args:
         profile: the model, with a link.
         bucket_cap_mb: DDP's bucket size.
         plain_s: measured step time of plain DDP, or None.
+        ours_s: measured step time under the plan that the simulator has chosen, or None.
     """
     assert profile.link is not None
     world_size = profile.world_size
@@ -64,7 +69,8 @@ def predict(profile: ModelProfile, bucket_cap_mb: float, plain_s: float | None =
     return Prediction(
         plain_s=plain.step_s if plain_s is None else plain_s,
         plain_predicted_s=plain.step_s,
-        ours_s=ours.step_s,
+        ours_s=ours.step_s if ours_s is None else ours_s,
+        ours_predicted_s=ours.step_s,
         compute_s=profile.compute.compute_s,
         communication_s=2 * profile.link.leg_s(all_bytes, world_size),
         fusion_mb=fusion_mb,

@@ -4,9 +4,9 @@
   torchrun --nproc-per-node 2 -m ddp_crossover doctor train.py --epochs 10      # your script
 
 Start it as you start your training, on all machines. It measures the link between the ranks; runs the script twice for
-some steps, plain and attached, and ends it; predicts the step time with dear_hook from what was measured; and names the
-lines of the script that cost overlap. Without a script it predicts models of known size at known compute times. The
-prediction assumes that nothing else uses link and processors.
+some steps, plain and attached, and ends it; and names the lines of the script that cost overlap. Where these prevent it, and
+for known models, the step time with dear_hook is predicted from measured compute times and the measured link, as if
+nothing else used link and processors.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from ddp_crossover.planning.model_profile import ModelProfile
 
 _TIMEOUT = timedelta(minutes=10)
 _TAIL_LINES = 30
+# Share of steps that must overlap for their times to be those that a script can have.
+_MOSTLY = 0.5
 # Parameters in millions; the size is what counts, and names help to find one's own.
 _KNOWN_MODELS = {"ResNet-50": 25.6, "BERT-base, GPT-2": 110.0, "GPT-2 medium": 355.0}
 _KNOWN_COMPUTE_S = (0.1, 0.3, 1.0)
@@ -48,7 +50,7 @@ _LAYERS = 48
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``doctor``."""
-    parser.add_argument("--steps", type=int, default=24, metavar="N", help="optimizer steps to run. Default: 24")
+    parser.add_argument("--steps", type=int, default=30, metavar="N", help="optimizer steps to run. Default: 30")
     parser.add_argument("--json", action="store_true", help="print JSON instead of words")
     add_script_arguments(parser)
 
@@ -131,9 +133,11 @@ def _report_on(
     profile = ModelProfile.load(profile_path)
     if profile.world_size == 1:
         return {"verdict": "Not worth it: with one rank nothing is sent."}
-    prediction = predict(profile, plain["bucket_cap_mb"], plain["step_s"])
-    obstacles = {what: times for model in models for what, times in {**model["looks"], **model["fallbacks"]}.items()}
     steps = max(model["finished_steps"] for model in models)
+    overlaps = sum(model["overlapped_steps"] for model in models) > _MOSTLY * steps * len(models)
+    ours_s = attached["step_s"] if overlaps else None
+    prediction = predict(profile, plain["bucket_cap_mb"], plain["step_s"], ours_s)
+    obstacles = {what: times for model in models for what, times in {**model["looks"], **model["fallbacks"]}.items()}
     script = " ".join([*(["-m"] if args.is_module else []), *args.script[:1]])
     command = f"torchrun ... -m ddp_crossover run {script} ..., or dx.attach(ddp, optimizer) in it"
     return {

@@ -19,8 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ddp_crossover.comm_hook import DearState
 from ddp_crossover.torch_internals.ddp import bucket_cap_bytes
 
-# Allocators, caches and the first iterations, which are not pipelined yet.
-_WARMUP_STEPS = 6
+# Allocators, caches, iterations that are not pipelined yet or from which the plan is made.
+_WARMUP_STEPS = 14
+_FEWEST_STEPS = 18
 
 
 class Examination:
@@ -34,7 +35,7 @@ class Examination:
 
     def __init__(self, path: Path | None, steps: int, states: Callable[[], list[DearState]]) -> None:
         self._path = path
-        self._steps = max(steps, _WARMUP_STEPS + 2)
+        self._steps = max(steps, _FEWEST_STEPS)
         self._states = states
         self._first: Optimizer | None = None
         self._ends_s: list[float] = []
@@ -62,7 +63,7 @@ class Examination:
     def _write(self) -> None:
         """Write what was found, at the last step or when the script ends before."""
         path, self._path = self._path, None
-        if path is not None and len(self._ends_s) >= _WARMUP_STEPS + 2:
+        if path is not None and len(self._ends_s) >= _FEWEST_STEPS:
             path.write_text(json.dumps(self._found(path)))
 
     def _found(self, path: Path) -> dict[str, Any]:
