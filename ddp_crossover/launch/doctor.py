@@ -4,7 +4,7 @@
   torchrun --nproc-per-node 2 -m ddp_crossover doctor train.py --epochs 10      # your script
 
 Start it as you start your training, on all machines. It measures the link between the ranks; runs the script twice for
-some steps, plain and attached, and ends it; and names the lines of the script that cost overlap. Where these prevent it, and
+some steps, plain and attached; and names the lines of the script that cost overlap. Where these prevent it, and
 for known models, the step time with dear_hook is predicted from measured compute times and the measured link, as if
 nothing else used link and processors.
 """
