@@ -91,7 +91,9 @@ class Demo:
             if dist.get_rank() == 0:
                 self._args.timeline.parent.mkdir(parents=True, exist_ok=True)
                 draw([steps.trace for steps in traced], self._args.timeline)
-            return {"link": link} | report.make_record(arms, times_s, traced, learned, comparison)
+            result = {"link": link} | report.make_record(arms, times_s, traced, learned, comparison)
+            dist.barrier()  # a rank that leaves closes the connections of the other
+            return result
 
     def _emulate_link(self) -> dict[str, Any]:
         """Choose a speed at which communication takes as long as compute, and tell both."""
