@@ -103,6 +103,7 @@ class Traced(NamedTuple):
         trace: of this rank.
         exposed_s: median time of a step in which a leg was under way and nothing was computed, on this rank.
         sent_bytes: bytes per step over each of its links.
+        limits_bytes_per_s: how fast each connection of each link may send.
         overlapped: number of steps whose gather legs were mostly hidden; None for plain DDP.
         finished: number of steps that had gather legs; None for plain DDP.
     """
@@ -110,6 +111,7 @@ class Traced(NamedTuple):
     trace: dx.Trace
     exposed_s: float
     sent_bytes: list[float]
+    limits_bytes_per_s: list[list[int]]
     overlapped: int | None
     finished: int | None
 
@@ -135,6 +137,7 @@ def trace_steps(demo_arm: DemoArm, steps: int) -> Traced:
         sent_bytes=[
             (late - early) / (steps + 2) for late, early in zip(demo_arm.sent_bytes(), sent_before, strict=True)
         ],
+        limits_bytes_per_s=[link.limits_bytes_per_s() for link in demo_arm.links],
         overlapped=after.overlapped_steps - before.overlapped_steps if before and after else None,
         finished=after.finished_steps - before.finished_steps if before and after else None,
     )

@@ -68,7 +68,7 @@ def make_record(
                 "speedup": speedup(best_s, seconds),
                 "exposed_s": steps.exposed_s,
                 "sent_bytes_per_step": steps.sent_bytes,
-                "limits_bytes_per_s": [link.limits_bytes_per_s() for link in arm.links],
+                "limits_bytes_per_s": steps.limits_bytes_per_s,
                 **result._asdict(),
             }
         )
