@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from ddp_crossover.comm_hook import DearState, attach, dear_hook
     from ddp_crossover.ddp_timer import DdpTimer
     from ddp_crossover.ema import Ema
+    from ddp_crossover.figures.stats import DearStats, LeaseUse, StepStats
     from ddp_crossover.fusion import FusionPlan
     from ddp_crossover.launch.auto import auto
     from ddp_crossover.lease.client import GpuLease
     from ddp_crossover.optim.grad_scaler import GradScaler
     from ddp_crossover.parameters.lazy_params import StaleParameterError
-    from ddp_crossover.stats import DearStats, LeaseUse, StepStats
     from ddp_crossover.tracing.trace import Trace
 
     __version__: str
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 _MODULES = {
     "DdpTimer": "ddp_timer",
     "DearState": "comm_hook",
-    "DearStats": "stats",
+    "DearStats": "figures.stats",
     "DisagreementError": "collectives.agreement",
     "Ema": "ema",
     "FusionPlan": "fusion",
     "GpuLease": "lease.client",
     "GradScaler": "optim.grad_scaler",
-    "LeaseUse": "stats",
+    "LeaseUse": "figures.stats",
     "LegError": "collectives.leg",
     "StaleParameterError": "parameters.lazy_params",
-    "StepStats": "stats",
+    "StepStats": "figures.stats",
     "Trace": "tracing.trace",
     "attach": "comm_hook",
     "auto": "launch.auto",

@@ -31,6 +31,8 @@ from ddp_crossover.ddp.same_setup import require_same_setup
 from ddp_crossover.ddp.turn_points import TurnPoints
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
 from ddp_crossover.dear import Phase
+from ddp_crossover.figures.stats import DearStats, FallbackLog
+from ddp_crossover.figures.summary import about, in_force, summary
 from ddp_crossover.fusion import FusionPlan, Schedule
 from ddp_crossover.fusion_buffers.arenas import make_arenas
 from ddp_crossover.gpu_sharing.turns import Turns
@@ -45,8 +47,6 @@ from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.pending_parameter import PendingParameter, touch
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.session import Planning
-from ddp_crossover.stats import DearStats, FallbackLog
-from ddp_crossover.summary import about, in_force, summary
 from ddp_crossover.torch_internals.ddp import GradBucket, managed_parameters, process_group_timeout
 from ddp_crossover.torch_internals.dispatch import allow_foreach, settle_before_use
 from ddp_crossover.torch_internals.optimizers import has_hooks

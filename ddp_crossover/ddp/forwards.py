@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_crossover.figures.stats import FallbackLog
 from ddp_crossover.hooks import Hook
 from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.lazy_params import LazyParams
-from ddp_crossover.stats import FallbackLog
 from ddp_crossover.torch_internals.compiled import (
     call_around_compiled,
     called_by_compiled_code,

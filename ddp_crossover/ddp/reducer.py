@@ -23,6 +23,7 @@ from ddp_crossover.ddp.plain_all_reduce import PlainAllReduce
 from ddp_crossover.ddp.refused_methods import allow_methods, refuse_methods
 from ddp_crossover.ddp.use_order import UseOrder
 from ddp_crossover.dear import Phase, Pipeline
+from ddp_crossover.figures.stats import FallbackLog, StepLog
 from ddp_crossover.fusion import FusionPlan, Schedule
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
@@ -32,7 +33,6 @@ from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError, StaleReadGuard
 from ddp_crossover.parameters.reduced_gradients import unwrap_gradients
 from ddp_crossover.planning.session import Orders, Planning
-from ddp_crossover.stats import FallbackLog, StepLog
 from ddp_crossover.torch_internals.autograd import call_after_backward
 from ddp_crossover.torch_internals.ddp import GradBucket, comm_hooks_of, forget_comm_hooks, rebuild_buckets
 

@@ -22,7 +22,7 @@ class StepFigures(NamedTuple):
 
 
 class Ledger:
-    """Sums since attach; what the attributes mean stands at :class:`ddp_crossover.stats.LeaseUse`.
+    """Sums since attach; what the attributes mean stands at :class:`ddp_crossover.figures.stats.LeaseUse`.
 
     Attributes:
         disturbances: how often another job has wanted or held the device so far.

@@ -12,12 +12,12 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Protocol
 
 from ddp_crossover.collectives.leg import HostWait
+from ddp_crossover.figures.stats import LeaseUse
 from ddp_crossover.gpu_sharing.gap import Gap
 from ddp_crossover.gpu_sharing.gap_policy import MIN_GAIN, ExpectedWaits, Gain
 from ddp_crossover.gpu_sharing.lease_holder import LeaseHolder
 from ddp_crossover.gpu_sharing.ledger import Ledger
 from ddp_crossover.lease.client import GpuLease
-from ddp_crossover.stats import LeaseUse
 from ddp_crossover.tracing.clock import CommClock
 
 _CONNECT_S = 1.0

@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from ddp_crossover.collectives.agreement import DisagreementError, all_gather_json
 from ddp_crossover.comm_hook import DearState, attach
 from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers
+from ddp_crossover.figures.stats import DearStats
 from ddp_crossover.launch.optimizers_of import optimizers_of
 from ddp_crossover.launch.watch import watch_model, watch_new_models
 from ddp_crossover.log import say, short
 from ddp_crossover.options import Options, switched_off
-from ddp_crossover.stats import DearStats
 from ddp_crossover.torch_internals.ddp import has_comm_hook, managed_parameters
 
 # Training forwards in which a model may have no optimizer, because the script builds it later.

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_crossover.collectives.leg import LegError
 from ddp_crossover.dear import Phase, Pipeline
+from ddp_crossover.figures.stats import FallbackLog
 from ddp_crossover.optim.after_update import AfterUpdate
 from ddp_crossover.optim.lazy_state import make_state_lazy, make_state_plain
 from ddp_crossover.optim.optimizer_snapshot import StandIn, optimizer_parameters
@@ -32,7 +33,6 @@ from ddp_crossover.options import Norms
 from ddp_crossover.parameters.early_reads import EarlyReads, is_saving
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
 from ddp_crossover.parameters.slots import Slot
-from ddp_crossover.stats import FallbackLog
 from ddp_crossover.torch_internals.gradient_calls import require_gradient_calls
 from ddp_crossover.torch_internals.optimizers import has_hooks, move_to_front, step_pre_hooks
 

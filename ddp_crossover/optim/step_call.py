@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_crossover.dear import Phase, Pipeline
+from ddp_crossover.figures.stats import FallbackLog
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, StandIn
 from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
-from ddp_crossover.stats import FallbackLog
 from ddp_crossover.torch_internals.autograd import keeps_overwritten_values
 from ddp_crossover.torch_internals.compiled import called_by_compiled_code
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_crossover.stats import StepLog
+from ddp_crossover.figures.stats import StepLog
 from ddp_crossover.tracing.clock import CommClock, CommSums
 from equivalence import Case, Run
 from models import DeepNet

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_crossover.figures.stats import DearStats
 from ddp_crossover.fusion import MB, FusionPlan
 from ddp_crossover.log import short
-from ddp_crossover.stats import DearStats
 from ddp_crossover.torch_internals.ddp import managed_parameters
 
 

@@ -1,0 +1,1 @@
+"""What users are shown of a state: figures of steps, and a state in words."""
