@@ -66,13 +66,13 @@ def run(args: argparse.Namespace) -> int:
     rank = int(os.environ["RANK"])
     tell = _tell if rank == 0 else _say_nothing
     tell("measuring the link ...")
-    pairs, link = _measure_link()
+    meeting = Meeting()
+    pairs, link = _measure_link(meeting)
     if command is None:
         report = _known_models(link, int(os.environ["WORLD_SIZE"]))
     else:
         with tempfile.TemporaryDirectory(prefix="ddp_crossover-doctor-") as folder:
             found = []
-            meeting = Meeting()
             for arm in ("plain", "attached"):
                 tell(f"running the script, {arm} ...")
                 path = Path(folder, arm)
@@ -87,13 +87,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure_link() -> tuple[list[Pair], LinkModel]:
+def _measure_link(meeting: Meeting) -> tuple[list[Pair], LinkModel]:
     """All pairs of ranks, and the link as legs see it; on a process group that is gone afterwards."""
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu else torch.device("cpu")
     if has_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if has_gpu else "gloo", timeout=_TIMEOUT)
+    meeting.init_process_group("nccl" if has_gpu else "gloo", _TIMEOUT)
     try:
         group = dist.group.WORLD
         assert group is not None

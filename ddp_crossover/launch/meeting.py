@@ -6,6 +6,8 @@ import os
 import socket
 from datetime import timedelta
 
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore  # dist.PrefixStore has no type stub
 from torch.distributed.rendezvous import rendezvous
 
 _LONGEST_RUN = timedelta(hours=1)  # of a script on some rank, while the others wait for the next run
@@ -14,14 +16,20 @@ _LONGEST_RUN = timedelta(hours=1)  # of a script on some rank, while the others 
 class Meeting:
     """Tells the ranks where to meet; through the store of whoever started them. Without ``RANK`` there is only one.
 
-    torch's store of a job cannot serve a second run: it would hand out the addresses of the first.
+    torch's store of a job cannot serve a second run: it would hand out the addresses of the first. Rank 0 may host the
+    store, so keep this object for as long as ranks talk.
     """
 
     def __init__(self) -> None:
         self._runs = 0
         if "RANK" in os.environ:
-            self._store, self._rank, _ = next(rendezvous("env://"))
+            self._store, self._rank, self._world_size = next(rendezvous("env://"))
             self._store.set_timeout(_LONGEST_RUN)
+
+    def init_process_group(self, backend: str, timeout: timedelta) -> None:
+        """Make the default process group of this process."""
+        store = PrefixStore("ddp_crossover", self._store)
+        dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._world_size, timeout=timeout)
 
     def environment(self) -> dict[str, str]:
         """Return environment variables for the next run of a script; every rank must call it, and waits for rank 0."""
