@@ -129,7 +129,14 @@ class ReducedGradients:
         assert grad is not None
         for group in slot.groups:
             self._complete(group)
-        self._copy_out(slot, grad.resolve() if isinstance(grad, PendingGrad) else grad)
+        memory = grad.resolve() if isinstance(grad, PendingGrad) else grad
+        self._copy_out(slot, memory)
+        if self.answer_early is not None and memory is grad:
+            # Another rank, whose script does not keep it, may call `answer_early`: so must this one.
+            pending = slot.pending.current
+            pending.arm(_itself, memory, answer_early=self.answer_early, note_sum=self._note_sum)
+            pending.resolve()
+            slot.parameter.grad = pending
 
     # Readers of `.grad`, and the optimizer.
 
@@ -216,6 +223,10 @@ def unwrap_gradients(parameters: Iterable[Tensor]) -> None:
 
 def _nothing(slot: Slot) -> None:
     pass
+
+
+def _itself(memory: Tensor) -> Tensor:
+    return memory
 
 
 def _version(grad: Tensor | None) -> int:

@@ -361,6 +361,28 @@ def _assert_no_gradient_is_held(state: Any) -> None:
     assert not any(slot.pending.held_elsewhere() for slot in state._reducer.pipeline.slots)
 
 
+def kept_on_rank_0(run: Run, set_to_none: bool) -> Iterator[Any]:
+    """Rank 0 keeps the memory of all gradients, which DDP's next backward fills: they are plain there."""
+    kept: list[torch.Tensor] = []
+    for x, y in run.batches():
+        run.optimizer.zero_grad(set_to_none)
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        seen = snapshot(kept)
+        norm = clip_grad_norm_(run.model.parameters(), loops.ACTIVE_NORM)
+        kept = [p.grad.detach() for p in run.model.parameters()] if run.rank == 0 else []
+        run.optimizer.step()
+        yield loss, norm, seen, snapshot(kept)
+
+
+@pytest.mark.parametrize("set_to_none", [False, True], ids=["in_place", "to_none"])
+@pytest.mark.parametrize("is_view", [False, True], ids=["copied", "bucket_view"])
+def test_gradients_may_be_kept_on_one_rank(on_ranks, is_view, set_to_none) -> None:
+    loop = partial(kept_on_rank_0, set_to_none=set_to_none)
+    case = Case(loop, model=DeepNet, optimizer=SGD, dear=SHARDED, ddp={"gradient_as_bucket_view": is_view})
+    on_ranks(compare_norms, 2, case, 1e-5, False)
+
+
 DISTURBED = {
     "two_models": two_models,
     "two_models_one_by_one": partial(two_models, foreach=False),
