@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from ddp_crossover.comm_hook import DearState
 from ddp_crossover.hooks import Hook
 from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters
-from ddp_crossover.parameters.pending_parameter import arm, disarm, is_armed, touch
+from ddp_crossover.parameters.pending_parameter import arm, disarm, is_armed, is_armed_by, touch
 from ddp_crossover.torch_internals.ddp import comm_hooks_of
+
+MultiAvgFn: TypeAlias = Callable[[Any, Any, Any], None]
 
 
 class Ema(AveragedModel):
@@ -120,10 +122,13 @@ class _Averaging(Hook):
         self._has_average = False
         self._owners: dict[int, _Owner] = {}
         self._elsewhere: set[int] = set()
+        assert ema.multi_avg_fn is not None
+        self._multi_avg_fn: MultiAvgFn = ema.multi_avg_fn
         self._pair()
-        handles = [state.after_update(self._updated), state.after_step(self._stepped)]
-        for handle in handles:
-            weakref.finalize(ema, handle.remove).atexit = False
+        self._handles = [state.after_update(self._updated), state.after_step(self._stepped)]
+        # Weak: a model that has this average as an attribute could never be collected.
+        end = weakref.WeakMethod(self._end)
+        weakref.finalize(ema, lambda: (call := end()) and call()).atexit = False
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("dx.Ema cannot be pickled while it follows a model: save ema.state_dict(), or ema.module")
@@ -138,18 +143,25 @@ class _Averaging(Hook):
         for owner in list(self._owners.values()):
             owner.use()
 
+    def _end(self) -> None:
+        """The average was dropped: stop once its last step is taken, because its module may stay in use."""
+        if not any(is_armed_by(owner.average, owner) for owner in list(self._owners.values())):
+            for handle in self._handles:
+                handle.remove()
+
     def _updated(self, parameters: list[Tensor]) -> None:
-        ema = self._ema()
-        if ema is None:
-            return
         owners = list(self._owners_of(parameters))
+        if is_dropped := self._ema() is None:
+            owners = [owner for owner in owners if is_armed_by(owner.average, owner)]
         # Out of sight of `__torch_function__`: the averages may be pending, and are written here.
         with torch._C.DisableTorchFunctionSubclass():
-            _average(ema, ((owner.average, owner.source, owner.has_average) for owner in owners))
+            self._average((owner.average, owner.source, owner.has_average) for owner in owners)
         for owner in owners:
             owner.has_average = True
             if is_armed(owner.average):
                 disarm(owner.average)
+        if is_dropped:
+            self._end()
 
     def _stepped(self, optimizer: Optimizer, pending: Sequence[Tensor]) -> None:
         ema = self._ema()
@@ -169,7 +181,7 @@ class _Averaging(Hook):
         with torch.no_grad():
             if ema.use_buffers:
                 pairs = zip(ema.module.buffers(), self._model.buffers(), strict=True)
-                _average(ema, ((average, source, self._has_average) for average, source in pairs))
+                self._average((average, source, self._has_average) for average, source in pairs)
             else:
                 for copied, source in zip(ema.module.buffers(), self._model.buffers(), strict=True):
                     copied.copy_(source)
@@ -188,29 +200,27 @@ class _Averaging(Hook):
                 yield owner
 
     def _pair(self) -> None:
-        ema = self._ema()
-        assert ema is not None
+        if (ema := self._ema()) is None:
+            return
         before, self._owners = self._owners, {}
         for source, average in zip(self._model.parameters(), ema.module.parameters(), strict=True):
             self._owners[id(source)] = owner = _Owner(source, average, self)
             known = before.get(id(source))
             owner.has_average = self._has_average if known is None else known.has_average
 
-
-def _average(ema: Ema, values: Iterable[tuple[Tensor, Tensor, bool]]) -> None:
-    """Move averages towards new values as ``AveragedModel.update_parameters`` does, or copy these if they are first."""
-    by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-    for average, source, has_average in values:
-        average, source = average.detach(), source.detach().to(average.device)
-        if not has_average:
-            average.copy_(source)
-            continue
-        averages, sources = by_kind.setdefault((average.device, average.dtype), ([], []))
-        averages.append(average)
-        sources.append(source)
-    assert ema.multi_avg_fn is not None
-    for averages, sources in by_kind.values():
-        ema.multi_avg_fn(averages, sources, 1)  # takes no count
+    def _average(self, values: Iterable[tuple[Tensor, Tensor, bool]]) -> None:
+        """Move averages towards new values as ``AveragedModel.update_parameters`` does, or copy the first values."""
+        by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for average, source, has_average in values:
+            average, source = average.detach(), source.detach().to(average.device)
+            if not has_average:
+                average.copy_(source)
+                continue
+            averages, sources = by_kind.setdefault((average.device, average.dtype), ([], []))
+            averages.append(average)
+            sources.append(source)
+        for averages, sources in by_kind.values():
+            self._multi_avg_fn(averages, sources, 1)  # takes no count
 
 
 def _state_of(attached: object) -> DearState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -198,6 +199,44 @@ def detach_in_the_middle(run: Run) -> Iterator[Any]:
 
 def test_it_goes_on_after_detach(on_ranks) -> None:
     check_case(Case(detach_in_the_middle, pipelined=False), on_ranks)
+
+
+def keep_the_module(run: Run) -> Iterator[Any]:
+    """As a function that trains, and returns the averaged network only."""
+    mean = Average(run)
+    for x, y in run.batches():
+        loss = train_step(run, x, y)
+        mean.step_ended()
+        yield loss, None
+    kept = mean.model.module
+    del mean
+    gc.collect()
+    yield snapshot(kept.state_dict())
+
+
+def test_the_last_step_is_averaged_in_a_module_that_outlives_it(on_ranks) -> None:
+    check_case(Case(keep_the_module), on_ranks)
+
+
+def drop_while_pending() -> None:
+    import ddp_crossover as dx
+
+    run = Run(Case(steps=10), with_dear=True)
+    run.attach()
+    ema = dx.Ema(run.state)
+    average = weakref.ref(next(ema.parameters()))
+    for x, y in run.batches():
+        train_step(run, x, y)
+    updates = run.state._updates.after_update
+    del ema
+    train_step(run, x, y)
+    gc.collect()
+    assert not updates
+    assert average() is None
+
+
+def test_nothing_is_left_of_an_average_that_was_dropped_while_pending(on_ranks) -> None:
+    on_ranks(drop_while_pending, 1)
 
 
 def misuse() -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,24 +20,44 @@ class AfterUpdate:
     def __init__(self) -> None:
         self._functions: OrderedDict[int, Callable[[list[Tensor]], object]] = OrderedDict()
         self._at_steps: OrderedDict[int, Callable[[Optimizer, Sequence[Tensor]], object]] = OrderedDict()
+        self._left_alone: list[Optimizer] = []
 
     def __bool__(self) -> bool:
         return bool(self._functions or self._at_steps)
 
     def add(self, function: Callable[[list[Tensor]], object]) -> RemovableHandle:
         """Call ``function`` with parameters that have just been updated."""
-        return _added(self._functions, function)
+        return self._added(self._functions, function)
 
     def add_at_steps(self, function: Callable[[Optimizer, Sequence[Tensor]], object]) -> RemovableHandle:
         """Call ``function`` at the end of each ``step()``, with the optimizer and its parameters that are pending."""
-        return _added(self._at_steps, function)
+        return self._added(self._at_steps, function)
+
+    def leave_alone(self, optimizers: Iterable[Optimizer]) -> None:
+        """Follow these optimizers by plain hooks from now on, once there is a function."""
+        self._left_alone = list(optimizers)
+        if self:
+            self._follow()
+
+    def _follow(self) -> None:
+        for optimizer in self._left_alone:
+            optimizer.register_step_post_hook(lambda stepped, *_: self.stepped(stepped))
+        self._left_alone.clear()
+
+    def _added(self, functions: OrderedDict[int, Any], function: Callable[..., object]) -> RemovableHandle:
+        handle = RemovableHandle(functions)
+        functions[handle.id] = function
+        self._follow()
+        return handle
 
     @torch.no_grad()
     def updated(self, parameters: list[Tensor]) -> None:
         """Call the functions with these parameters, which have their new values."""
         if not parameters:
             return
-        for function in list(self._functions.values()):
+        for key, function in list(self._functions.items()):
+            if key not in self._functions:  # removed by one of the others
+                continue
             try:
                 function(list(parameters))
             except Exception as error:
@@ -45,23 +65,18 @@ class AfterUpdate:
                 error.add_note(f"raised by {name}(), which was given to state.after_update()")
                 raise
 
-    def stepped(self, optimizer: Optimizer, later: Sequence[Tensor] = (), pending: Sequence[Tensor] = ()) -> None:
+    def stepped(self, optimizer: Optimizer, others: Iterable[int] = (), pending: Sequence[Tensor] = ()) -> None:
         """Call the functions for a ``step()`` that has ended.
 
         Args:
             optimizer: the optimizer.
-            later: its parameters whose updates were deferred, and for which :meth:`updated` is called by itself.
-            pending: those of them that are still pending.
+            others: ids of parameters for which :meth:`updated` is called by itself, because their updates were deferred
+                or they are those of another attached model.
+            pending: the parameters of this model that are still pending.
         """
         if not self or was_skipped(vars(optimizer)):
             return
-        deferred = set(map(id, later))
-        self.updated([parameter for parameter in optimizer_parameters(optimizer) if id(parameter) not in deferred])
+        others = frozenset(others)
+        self.updated([parameter for parameter in optimizer_parameters(optimizer) if id(parameter) not in others])
         for function in list(self._at_steps.values()):
             function(optimizer, pending)
-
-
-def _added(functions: OrderedDict[int, Any], function: Callable[..., object]) -> RemovableHandle:
-    handle = RemovableHandle(functions)
-    functions[handle.id] = function
-    return handle

@@ -12,7 +12,7 @@ For the terms see [Note: DeAR's terms] in ``dear.py``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -96,9 +96,7 @@ class DeferredUpdates:
 
     def remove(self) -> None:
         """Give the optimizers back. What was given to ``after_update`` is called by plain hooks from now on."""
-        if after_update := self.after_update:
-            for optimizer in filter(has_hooks, self._separable):
-                optimizer.register_step_post_hook(lambda stepped, *_: after_update.stepped(stepped))
+        self.after_update.leave_alone(filter(has_hooks, self._separable))
         for optimizer in self._separable:
             make_state_plain(optimizer)
         self._separable.drop_references()
@@ -241,9 +239,14 @@ class DeferredUpdates:
         if self.after_update:
             self.after_update.stepped(
                 optimizer,
-                later=[lazy.parameter for lazy in later],
+                others={id(lazy.parameter) for lazy in later}.union(*self._others_of(optimizer)),
                 pending=[lazy.parameter for lazy in later if lazy.is_waiting],
             )
+
+    def _others_of(self, optimizer: Optimizer) -> list[Collection[int]]:
+        """Ids of the parameters of each other attached model that this optimizer trains, too."""
+        owners = [hook.__self__ for hook in step_pre_hooks(optimizer) if _is_ours(hook)]
+        return [owner._params.of_id.keys() for owner in owners if owner is not self]
 
     def _defer(self, step: StepCall, optimizer: Optimizer) -> None:
         pipeline = step.pipeline

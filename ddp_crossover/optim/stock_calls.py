@@ -60,6 +60,8 @@ class StockCalls:
         expected, answer = self._answers.get(func, (None, None))
         if answer is None or kwargs or self._pipeline.phase is not Phase.REDUCED:
             return NotImplemented
+        if not self._pipeline.gradients.are_reduced:  # the norm of each rank's own gradients, as after `no_sync()`
+            return NotImplemented
         caller = gradient_caller()
         if caller is None or caller.call is not expected:
             return NotImplemented
@@ -80,7 +82,7 @@ class StockCalls:
             next(of_others) if (norm := self._ready.get(id(gradient))) is None else norm.to(gradient.dtype)
             for gradient in gradients
         ]
-        self._left -= len(gradients)
+        self._left -= self._count(gradients)
         if self._left <= 0:
             self._forget()
         return norms
@@ -92,7 +94,11 @@ class StockCalls:
     def _take_norms(self, gradients: Sequence[Tensor], norm_type: float) -> None:
         self._forget()
         of_slots = self._norms_on_shards(gradients, norm_type)
-        self._asked, self._ready, self._left = gradients, of_slots, len(gradients)
+        self._asked, self._ready, self._left = gradients, of_slots, self._count(gradients)
+
+    def _count(self, gradients: Sequence[Tensor]) -> int:
+        """How many of these gradients torch will pass here, and not to another model's, or to its own norm."""
+        return sum(self._is_ours(gradient) for gradient in gradients)
 
     def _forget(self) -> None:
         self._asked, self._ready = (), {}  # a reference to a gradient would have it delivered before the next backward
@@ -146,5 +152,7 @@ class StockCalls:
 
     def _plain(self, gradient: Tensor) -> Tensor:
         """The gradient's value; another model's pending gradient stays what it is, for that model to answer."""
-        ours = isinstance(gradient, PendingGrad) and gradient.is_answered_by(self.answer)
-        return gradient.resolve() if ours else gradient  # type: ignore[attr-defined]
+        return gradient.resolve() if self._is_ours(gradient) else gradient  # type: ignore[attr-defined]
+
+    def _is_ours(self, gradient: Tensor) -> bool:
+        return isinstance(gradient, PendingGrad) and gradient.is_answered_by(self.answer)

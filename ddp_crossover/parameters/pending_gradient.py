@@ -79,6 +79,7 @@ class PendingGrad(Tensor):
     _value: Tensor | None
     _wait_until_unread: Callable[[], None]
     _answer_early: Callable[..., Any] | None
+    _note_sum: Callable[[], None]
 
     @staticmethod
     def __new__(cls, like: Tensor, dtype: torch.dtype, lock: threading.RLock) -> PendingGrad:
@@ -96,6 +97,7 @@ class PendingGrad(Tensor):
         memory: Tensor,
         wait_until_unread: Callable[[], None] = lambda: None,
         answer_early: Callable[..., Any] | None = None,
+        note_sum: Callable[[], None] = lambda: None,
     ) -> None:
         """Make this object stand for a new gradient that is on the wire.
 
@@ -106,7 +108,9 @@ class PendingGrad(Tensor):
             wait_until_unread: waits until this rank's own gradient has been copied out of ``memory``.
             answer_early: called with a torch function, its arguments and its keyword arguments; returns the result if
                 it needs no gathered gradients for it, else ``NotImplemented``.
+            note_sum: called when a backward has added this rank's own gradient to the reduced one.
         """
+        self._note_sum = note_sum
         self._answer_early = answer_early
         self._wait_until_unread = wait_until_unread
         self._value = None
@@ -197,6 +201,8 @@ class PendingGrad(Tensor):
         plain_args, plain_kwargs = tree_map_only(PendingGrad, PendingGrad.resolve, (args, kwargs or {}))
         out = func(*plain_args, **plain_kwargs)
         in_place = bool(args) and isinstance(args[0], PendingGrad) and out is plain_args[0]
+        if in_place:
+            args[0]._note_sum()
         return args[0] if in_place else out
 
 

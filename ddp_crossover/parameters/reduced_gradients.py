@@ -38,6 +38,7 @@ class ReducedGradients:
     Attributes:
         on_read: called before a gradient is delivered to a reader.
         answer_early: answers some torch functions without gathered gradients, see :meth:`PendingGrad.arm`; or None.
+        are_reduced: whether no backward has added this rank's own gradients to those of the latest iteration.
         is_retiring: whether the iteration is being ended, so that no reader has asked for what is delivered.
     """
 
@@ -59,6 +60,7 @@ class ReducedGradients:
         self._kept = kept
         self._complete = complete
         self._unwritten_is_unused = unwritten_is_unused
+        self.are_reduced = False
         self.is_retiring = False
         self._thread = 0
         for slot in slots:
@@ -84,6 +86,7 @@ class ReducedGradients:
             some_unused: whether no rank has used the parameters of some fusion group.
         """
         self._thread = threading.get_ident()
+        self.are_reduced = True
         doubtful = []
         for slot in self._slots:
             grad = slot.parameter.grad
@@ -113,9 +116,12 @@ class ReducedGradients:
 
     def _make_one_pending(self, slot: Slot, grad: Tensor, pending: PendingGrad) -> None:
         memory = grad.resolve() if type(grad) is PendingGrad else grad
-        pending.arm(slot.deliver, memory, self._link.finish_staging, self.answer_early)
+        pending.arm(slot.deliver, memory, self._link.finish_staging, self.answer_early, self._note_sum)
         if pending is not grad:
             slot.parameter.grad = pending
+
+    def _note_sum(self) -> None:
+        self.are_reduced = False
 
     def deliver_kept(self, slot: Slot) -> None:
         """Wait for a gradient whose memory a script keeps, and put it there."""
@@ -123,7 +129,14 @@ class ReducedGradients:
         assert grad is not None
         for group in slot.groups:
             self._complete(group)
-        self._copy_out(slot, grad.resolve() if isinstance(grad, PendingGrad) else grad)
+        memory = grad.resolve() if isinstance(grad, PendingGrad) else grad
+        self._copy_out(slot, memory)
+        if self.answer_early is not None and memory is grad:
+            # Another rank, whose script does not keep it, may call `answer_early`: so must this one.
+            pending = slot.pending.current
+            pending.arm(_itself, memory, answer_early=self.answer_early, note_sum=self._note_sum)
+            pending.resolve()
+            slot.parameter.grad = pending
 
     # Readers of `.grad`, and the optimizer.
 
@@ -210,6 +223,10 @@ def unwrap_gradients(parameters: Iterable[Tensor]) -> None:
 
 def _nothing(slot: Slot) -> None:
     pass
+
+
+def _itself(memory: Tensor) -> Tensor:
+    return memory
 
 
 def _version(grad: Tensor | None) -> int:

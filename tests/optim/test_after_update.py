@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import gradient_loops as loops
 from equivalence import SGD, Case, Run, check_case, run_arm, snapshot, train_step
-from models import DeepNet, OddNet
+from models import OUTPUTS, DeepNet, OddNet
 
 FALLBACKS = {"pipelined": {}, "allreduce": {"schedule": "allreduce"}}
 
@@ -204,6 +207,71 @@ def go_on_after_detach() -> None:
 
 def test_it_goes_on_after_detach(on_ranks) -> None:
     on_ranks(go_on_after_detach, 2)
+
+
+def register_after_detach(is_off: bool) -> None:
+    with mock.patch.dict(os.environ, {"DDP_CROSSOVER": "off"} if is_off else {}):
+        run = Run(Case(steps=4), with_dear=True)
+        run.attach()
+    run.state.detach()
+    seen: Counter[int] = Counter()
+    for _ in range(2):
+        run.state.after_update(lambda parameters: seen.update(map(id, parameters)))
+    for x, y in run.batches():
+        train_step(run, x, y)
+    assert set(seen.values()) == {2 * run.case.steps}
+
+
+@pytest.mark.parametrize("is_off", [False, True], ids=["detached", "switched_off"])
+def test_functions_given_to_a_detached_state_are_called(on_ranks, is_off) -> None:
+    on_ranks(register_after_detach, 1, is_off)
+
+
+def share_an_optimizer() -> None:
+    """Each of two models has its own state; the optimizer has a parameter of neither, too."""
+    import ddp_crossover as dx
+
+    run = Run(Case(model=DeepNet), with_dear=True)
+    first, second = run.model, DistributedDataParallel(DeepNet())
+    alone = nn.Parameter(torch.ones(OUTPUTS))
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters(), alone], lr=0.1)
+    seen: list[Counter[int]] = []
+    states = []
+    for model in (first, second):
+        states.append(dx.attach(model, optimizer, fusion_mb=1e-4))
+        seen.append(Counter())
+        states[-1].after_update(lambda parameters, counts=seen[-1]: counts.update(map(id, parameters)))
+    for index in range(12):
+        x, y = run.batch(index)
+        optimizer.zero_grad()
+        run.loss(first(x) + second(x) * alone, y).backward()
+        optimizer.step()
+    for state, model, counts in zip(states, (first, second), seen, strict=True):
+        state.synchronize()
+        assert state.stats().deferred_steps > 6
+        assert counts == {id(parameter): 12 for parameter in [*model.parameters(), alone]}
+    for state in states:
+        state.detach()
+
+
+def test_a_model_that_shares_its_optimizer_is_followed_by_its_own_state_only(on_ranks) -> None:
+    on_ranks(share_an_optimizer, 1)
+
+
+def remove_inside() -> None:
+    run = Run(Case(steps=10), with_dear=True)
+    run.attach()
+    calls: list[int] = []
+    run.state.after_update(lambda _: later.remove())
+    later = run.state.after_update(lambda parameters: calls.append(len(parameters)))
+    for x, y in run.batches():
+        train_step(run, x, y)
+    run.detach()
+    assert calls == []
+
+
+def test_a_function_may_remove_another(on_ranks) -> None:
+    on_ranks(remove_inside, 1)
 
 
 def test_it_costs_no_overlap(on_ranks) -> None:

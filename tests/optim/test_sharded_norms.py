@@ -105,6 +105,19 @@ def accumulated(run: Run) -> Iterator[Any]:
             yield loss, norm
 
 
+def every_micro_batch(run: Run) -> Iterator[Any]:
+    """Clips what no rank has shared yet, too: each rank by its own norm."""
+    for index, (x, y) in enumerate(run.batches(per_step=3)):
+        if index % 3 == 0:
+            run.optimizer.zero_grad(set_to_none=False)
+        with nullcontext() if index % 3 == 2 else run.model.no_sync():
+            run.loss(run.model(x), y).backward()
+        norm = clip_grad_norm_(run.model.parameters(), loops.ACTIVE_NORM)
+        if index % 3 == 2:
+            run.optimizer.step()
+        yield norm
+
+
 def inside_of_a_closure(run: Run) -> Iterator[Any]:
     """As in Lightning."""
     for x, y in run.batches():
@@ -333,10 +346,41 @@ def two_models(run: Run, foreach: bool | None = None) -> Iterator[Any]:
         run.optimizer.step()
         optimizer.step()
         yield loss, norm
+    for parameter in parameters:
+        parameter.grad = None
     if state is not None:
         assert sum(state.stats().looks.values()) == 0
+        for each in (run.state, state):
+            _assert_no_gradient_is_held(each)
         state.detach()
     yield snapshot(other.module.state_dict())
+
+
+def _assert_no_gradient_is_held(state: Any) -> None:
+    """Else each backward would have to deliver the gradients of the step before."""
+    assert not any(slot.pending.held_elsewhere() for slot in state._reducer.pipeline.slots)
+
+
+def kept_on_rank_0(run: Run, set_to_none: bool) -> Iterator[Any]:
+    """Rank 0 keeps the memory of all gradients, which DDP's next backward fills: they are plain there."""
+    kept: list[torch.Tensor] = []
+    for x, y in run.batches():
+        run.optimizer.zero_grad(set_to_none)
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        seen = snapshot(kept)
+        norm = clip_grad_norm_(run.model.parameters(), loops.ACTIVE_NORM)
+        kept = [p.grad.detach() for p in run.model.parameters()] if run.rank == 0 else []
+        run.optimizer.step()
+        yield loss, norm, seen, snapshot(kept)
+
+
+@pytest.mark.parametrize("set_to_none", [False, True], ids=["in_place", "to_none"])
+@pytest.mark.parametrize("is_view", [False, True], ids=["copied", "bucket_view"])
+def test_gradients_may_be_kept_on_one_rank(on_ranks, is_view, set_to_none) -> None:
+    loop = partial(kept_on_rank_0, set_to_none=set_to_none)
+    case = Case(loop, model=DeepNet, optimizer=SGD, dear=SHARDED, ddp={"gradient_as_bucket_view": is_view})
+    on_ranks(compare_norms, 2, case, 1e-5, False)
 
 
 DISTURBED = {
@@ -344,6 +388,7 @@ DISTURBED = {
     "two_models_one_by_one": partial(two_models, foreach=False),
     "compiled": compiled_optimizers.compiled_clipping,
     "disturbed": disturbed,
+    "every_micro_batch": every_micro_batch,
     "disturbed_one_by_one": partial(disturbed, foreach=False),
     "after_step": after_step,
     "old_gradients": old_gradients,
