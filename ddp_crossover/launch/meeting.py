@@ -7,7 +7,6 @@ import socket
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore  # dist.PrefixStore has no type stub
 from torch.distributed.rendezvous import rendezvous
 
 _LONGEST_RUN = timedelta(hours=1)  # of a script on some rank, while the others wait for the next run
@@ -28,8 +27,9 @@ class Meeting:
 
     def init_process_group(self, backend: str, timeout: timedelta) -> None:
         """Make the default process group of this process."""
-        store = PrefixStore("ddp_crossover", self._store)
-        dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._world_size, timeout=timeout)
+        dist.init_process_group(
+            backend, store=self._store, rank=self._rank, world_size=self._world_size, timeout=timeout
+        )
 
     def environment(self) -> dict[str, str]:
         """Return environment variables for the next run of a script; every rank must call it, and waits for rank 0."""
