@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--timed", type=int, default=20, help="how many of the last steps are reported")
+    parser.add_argument("--clip", action="store_true", help="clip gradients with torch's own function")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -39,6 +40,8 @@ def main() -> None:
     for _ in range(args.steps):
         optimizer.zero_grad()
         workload.loss(ddp).backward()
+        if args.clip:
+            torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
         optimizer.step()
         ends_s.append(time.perf_counter())
     if dist.get_rank() == 0:
