@@ -378,7 +378,7 @@ class DearState:
         """Finish pending updates and gradients, because a forked child has none of our threads; take the lock."""
         self._params.lock.acquire()
         self._updates.flush()
-        self._reducer.finish_gradients()
+        self._reducer.deliver_gradients()
 
     def after_fork_in_parent(self) -> None:
         """Release the lock that :meth:`before_fork` has taken."""
@@ -391,6 +391,7 @@ class DearState:
             finalizer.detach()
         if self._detached:
             return
+        self._reducer.finish_gradients()
         self._reducer.become_plain()
         if self._turn_points is not None:
             self._turn_points.remove()

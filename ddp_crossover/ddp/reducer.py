@@ -150,6 +150,11 @@ class Reducer:
         """Wait for all pending gradients and put them into ``.grad``; returns whether any was pending."""
         return self.pipeline is not None and self.pipeline.phase is Phase.REDUCED and self.pipeline.gradients.unwrap()
 
+    def deliver_gradients(self) -> None:
+        """Wait for all pending gradients, which other ranks may clip on shards, so they stay what they are."""
+        if self.pipeline is not None and self.pipeline.phase is Phase.REDUCED:
+            self.pipeline.gradients.deliver()
+
     def become_plain(self) -> None:
         """Remove all hooks; nothing is deferred from now on."""
         self._detached = True

@@ -196,6 +196,12 @@ class ReducedGradients:
                     slot.scales = ()
         return gradients
 
+    def deliver(self) -> None:
+        """Wait for every gradient that is pending."""
+        for slot in self._slots:
+            if self.is_pending(slot):
+                slot.pending.current.resolve()
+
     def unwrap(self) -> bool:
         """Replace every PendingGrad in ``.grad`` by its reduced gradient; returns whether any was pending."""
         pending = [slot for slot in self._slots if self.is_pending(slot)]

@@ -5,6 +5,7 @@ The norms are those of plain DDP but for their last bits, on all ranks the same,
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -383,12 +384,27 @@ def test_gradients_may_be_kept_on_one_rank(on_ranks, is_view, set_to_none) -> No
     on_ranks(compare_norms, 2, case, 1e-5, False)
 
 
+def forked_on_rank_0(run: Run) -> Iterator[Any]:
+    """Between backward and clipping, which the child must not take part in."""
+    for loss in backward(run):
+        if run.rank == 0:
+            child = os.fork()
+            if child == 0:
+                clip_grad_norm_(run.model.parameters(), loops.ACTIVE_NORM)
+                os._exit(0)
+            os.waitpid(child, 0)
+        norm = clip_grad_norm_(run.model.parameters(), loops.ACTIVE_NORM)
+        run.optimizer.step()
+        yield loss, norm
+
+
 DISTURBED = {
     "two_models": two_models,
     "two_models_one_by_one": partial(two_models, foreach=False),
     "compiled": compiled_optimizers.compiled_clipping,
     "disturbed": disturbed,
     "every_micro_batch": every_micro_batch,
+    "forked_on_rank_0": forked_on_rank_0,
     "disturbed_one_by_one": partial(disturbed, foreach=False),
     "after_step": after_step,
     "old_gradients": old_gradients,
