@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 from ddp_crossover.collectives.agreement import DisagreementError, all_gather_json
 from ddp_crossover.comm_hook import DearState, attach
 from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers
+from ddp_crossover.ddp.refused_methods import JOIN_ADVICE
 from ddp_crossover.figures.stats import DearStats
 from ddp_crossover.launch.optimizers_of import optimizers_of
 from ddp_crossover.launch.watch import watch_model, watch_new_models
 from ddp_crossover.log import say, short
 from ddp_crossover.options import Options, switched_off
-from ddp_crossover.torch_internals.ddp import has_comm_hook, managed_parameters
+from ddp_crossover.torch_internals.ddp import has_comm_hook, is_joining, managed_parameters
 
 # Training forwards in which a model may have no optimizer, because the script builds it later.
 _FORWARDS_WITHOUT_OPTIMIZER = 10
@@ -82,6 +83,9 @@ class Auto:
         """Attach to ``ddp`` if all ranks can; returns whether to be called before its next training forward again."""
         if has_comm_hook(ddp):
             return False  # the script has attached by itself, or uses another hook
+        if is_joining(ddp):  # a rank without batches makes no forward, so there is nobody to ask
+            _say_plain(ddp, JOIN_ADVICE)
+            return False
         optimizers = optimizers_of(ddp)
         self._forwards[ddp] = self._forwards.get(ddp, 0) + 1
         waits = not optimizers and self._forwards[ddp] < _FORWARDS_WITHOUT_OPTIMIZER
@@ -90,17 +94,17 @@ class Auto:
         if any(waits for waits, _ in answers):
             return True
         why_not = next((why_not for _, why_not in answers if why_not is not None), None)
-        name = type(ddp.module).__name__
         if why_not is None:
             try:
-                self._attach(ddp, optimizers, name)
+                self._attach(ddp, optimizers)
             except (TypeError, ValueError, DisagreementError) as error:
                 why_not = str(error)
-        if why_not is not None and dist.get_rank(ddp.process_group) == 0:
-            say(f"{name} trains as plain DDP: {why_not}", logging.WARNING)
+        if why_not is not None:
+            _say_plain(ddp, why_not)
         return False
 
-    def _attach(self, ddp: DistributedDataParallel, optimizers: list[Optimizer], name: str) -> None:
+    def _attach(self, ddp: DistributedDataParallel, optimizers: list[Optimizer]) -> None:
+        name = type(ddp.module).__name__
         for model in self.models:
             model.forget_if_detached()
         self.models.append(AttachedModel(name, attach(ddp, optimizers, **self._options)))
@@ -109,6 +113,11 @@ class Auto:
             ranks = dist.get_world_size(ddp.process_group)
             names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
             say(f"attached to {name} ({short(millions)} M parameters, {ranks} ranks) with {names}")
+
+
+def _say_plain(ddp: DistributedDataParallel, why: str) -> None:
+    if dist.get_rank(ddp.process_group) == 0:
+        say(f"{type(ddp.module).__name__} trains as plain DDP: {why}", logging.WARNING)
 
 
 def _why_not(ddp: DistributedDataParallel, optimizers: list[Optimizer]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,13 @@ def compare(plain: Path, attached: Path, again: Path, rank: int) -> Verdict:
             "deterministic algorithms, and verify again"
         )
         return verdict(2, text, None)
+    if not any(model["pipelined_iterations"] for model in models):
+        reasons = "; ".join(dict.fromkeys(why for model in models for why in model["fallbacks"]))
+        text = (
+            f"nothing went through the pipeline in {steps} optimizer steps, so there is nothing to compare. It begins "
+            f"after some steps: let the script make more, and see --steps{f' ({reasons})' if reasons else ''}"
+        )
+        return verdict(2, text, None)
     difference = first_difference(first, other, "plain", "attached")
     compared = f"{steps} optimizer steps, {losses} losses; {overlapped} of {finished} steps overlapped"
     if difference is None:
@@ -72,7 +80,9 @@ def compare(plain: Path, attached: Path, again: Path, rank: int) -> Verdict:
         text = f"parameters, buffers, optimizer state and losses equal {how}'s bit for bit ({compared})"
         return verdict(0, text, None)
     distance = _largest_distance(plain / f"{rank}.pt", attached / f"{rank}.pt")
-    if other["sums_may_round"] and distance <= _ROUNDING:
+    # Other sums change values, but not how many there are.
+    as_many = all(len(first[what]) == len(other[what]) for what in ("losses", "before_steps"))
+    if other["sums_may_round"] and as_many and distance <= _ROUNDING:
         text = f"parameters equal plain DDP's within rounding, {distance:.1e} ({compared}); first: {difference}"
         return verdict(0, text, difference)
     text = f"DIFFERENT from plain DDP: {difference}; parameters differ by up to {distance:.1e} at the end ({compared})"
@@ -103,17 +113,26 @@ def first_difference(left: dict[str, Any], right: dict[str, Any], left_name: str
 def _by_name(digests: dict[str, str] | list[dict[str, str]]) -> dict[str, str]:
     if isinstance(digests, dict):
         return digests
-    return {name: value for one in digests for name, value in one.items()}
+    several = len(digests) > 1
+    return {
+        (f"optimizer {place + 1}, {name}" if several else name): value
+        for place, one in enumerate(digests)
+        for name, value in one.items()
+    }
 
 
 def _largest_distance(left: Path, right: Path) -> float:
     """Return the largest difference of two sets of parameters, relative to the largest value of each parameter."""
     import torch  # here: a launcher that finds no difference need not load it
 
+    def distance(one: torch.Tensor, two: torch.Tensor) -> float:
+        if torch.equal(one.isnan(), two.isnan()) and torch.equal(one.isinf(), two.isinf()):
+            finite = one.isfinite()
+            one, two = one.where(finite, 0.0), two.where(finite, 0.0)
+            return float((one - two).abs().max() / one.abs().max().clamp(min=1e-30))
+        return math.inf
+
     one, two = (torch.load(path, weights_only=True) for path in (left, right))
-    distances = [
-        float((one[name].double() - two[name].double()).abs().max() / one[name].double().abs().max().clamp(min=1e-30))
-        for name in one
-        if name in two and one[name].numel()
-    ]
-    return max(distances, default=0.0)
+    if one.keys() != two.keys():
+        return math.inf
+    return max((distance(one[name].double(), two[name].double()) for name in one if one[name].numel()), default=0.0)

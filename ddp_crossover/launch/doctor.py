@@ -112,7 +112,9 @@ def _measure_link(meeting: Meeting) -> tuple[list[Pair], LinkModel]:
 
 def _examine(command: list[str], environment: dict[str, str], path: Path) -> dict[str, Any]:
     """Run the script for some steps on this rank; what rank 0 found."""
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
     if done.returncode or (os.environ["RANK"] == "0" and not path.exists()):
         why = f"ended with exit status {done.returncode}" if done.returncode else "has made too few steps with DDP"
         output = "\n".join(done.stdout.splitlines()[-_TAIL_LINES:])

@@ -59,7 +59,8 @@ def seed(errand: Errand) -> None:
 def environment_with(errand: Errand) -> dict[str, str]:
     """Return the environment in which Python runs scripts with this errand; the scripts' children inherit it."""
     seeds = {"PYTHONHASHSEED": str(_SEED)} if errand.record else {}
-    path = [str(_SITE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    before = os.environ.get("PYTHONPATH")
+    path = [str(_SITE), *(before.split(os.pathsep) if before else ())]  # an empty entry is the working directory
     return {
         **os.environ,
         **seeds,

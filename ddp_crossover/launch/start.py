@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.launch.auto import Auto
@@ -26,7 +26,7 @@ def start(errand: Errand) -> BeforeForward:
     """Return what is to be called before a training forward of each model."""
     attaches = errand.options is not None and not switched_off()
     auto = Auto(**_arguments(errand.options or {}))
-    rank = int(os.environ.get("RANK", "0"))
+    rank = dist.get_rank()  # not from the environment: the script may start its ranks by itself
     if attaches and rank == 0:
         atexit.register(_tell, auto, errand.stats_file)
     if errand.record is not None:

@@ -53,16 +53,20 @@ def run(args: argparse.Namespace) -> int:
             errand = Errand(options=options if arm == "attached" else None, record=str(record), steps=args.steps)
             _run_arm(command, environment_with(errand) | meeting.environment(), record, arm, tells=rank == 0)
         plain, attached, again = (Path(folder, arm) for arm in ARMS)
-        verdict = compare(plain, attached, again, rank)
-    _print(verdict, rank, as_json=args.json)
-    return verdict.exit_status
+        ranks = sorted(int(record.stem) for record in plain.glob("*.json"))  # several if the script starts them itself
+        verdicts = {rank: compare(plain, attached, again, rank) for rank in ranks}
+    for rank, verdict in verdicts.items():
+        _print(verdict, rank, as_json=args.json)
+    return max(verdict.exit_status for verdict in verdicts.values())
 
 
 def _run_arm(command: list[str], environment: dict[str, str], record: Path, arm: str, *, tells: bool) -> None:
     if tells:
         print(f"verify: {arm} ...", end=" ", file=sys.stderr, flush=True)
     start_s = time.monotonic()
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
     if tells:
         print(f"{time.monotonic() - start_s:.1f} s", file=sys.stderr, flush=True)
     if done.returncode or not any(record.glob("*.json")):

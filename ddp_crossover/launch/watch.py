@@ -6,9 +6,11 @@ Imports no torch at the top: it is loaded while torch itself is being imported.
 from __future__ import annotations
 
 import functools
+import logging
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from ddp_crossover.launch.errand import errand_of_process
 
@@ -50,27 +52,51 @@ def watch_new_models(ddp_class: type[DistributedDataParallel], before_forward: C
 def watch_model(ddp: DistributedDataParallel, before_forward: BeforeForward) -> None:
     """Call ``before_forward(ddp)`` before the next training forward of ``ddp``, and again as long as it returns True.
 
-    Does nothing if other code has replaced the model's ``forward``.
+    Leaves the model alone, for good, if other code has replaced its ``forward`` by then.
     """
     import torch
+
+    left_alone: WeakSet[DistributedDataParallel] = WeakSet()
 
     def is_watched(ddp: DistributedDataParallel) -> bool:
         return getattr(vars(ddp).get("forward"), "__func__", None) is forward
 
-    def prepare(ddp: DistributedDataParallel) -> None:
-        if is_watched(ddp) and ddp.training and torch.is_grad_enabled():
-            watching = vars(ddp).pop("forward")
-            if before_forward(ddp):
-                vars(ddp)["forward"] = watching
+    def prepare(ddp: DistributedDataParallel) -> bool:
+        if ddp in left_alone or not (ddp.training and torch.is_grad_enabled()):
+            return False
+        if not is_watched(ddp):  # what is there now has called us, and may be taken away again, as by detach()
+            left_alone.add(ddp)
+            _say_left_alone(ddp)
+            return False
+        watching = vars(ddp).pop("forward")
+        if before_forward(ddp):
+            vars(ddp)["forward"] = watching
+            return False
+        return "forward" in vars(ddp)
 
-    prepare_eagerly = torch.compiler.disable(prepare)
+    has_new_forward = torch.compiler.disable(prepare)
 
     def forward(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        prepare_eagerly(ddp)
-        if "forward" in vars(ddp) and not is_watched(ddp):
+        if has_new_forward(ddp):
             return ddp.forward(*args, **kwargs)
         return type(ddp).forward(ddp, *args, **kwargs)
 
     # A bound method, because copy and pickle know how to bind one to a copy of the model. Set where nn.Module's own
     # __setattr__ does not look.
     vars(ddp).setdefault("forward", types.MethodType(forward, ddp))
+
+
+def _say_left_alone(ddp: DistributedDataParallel) -> None:
+    # Here, because torch may have been imported only now.
+    import torch.distributed as dist
+
+    from ddp_crossover.log import say
+    from ddp_crossover.options import switched_off
+    from ddp_crossover.torch_internals.ddp import has_comm_hook
+
+    if not switched_off() and not has_comm_hook(ddp) and dist.get_rank(ddp.process_group) == 0:
+        say(
+            f"{type(ddp.module).__name__} trains as plain DDP: other code has replaced its forward before the first "
+            "training forward. Call ddp_crossover.attach(ddp, optimizer) after that",
+            logging.WARNING,
+        )

@@ -131,6 +131,53 @@ def test_scripts_train_to_the_bits_of_plain_ddp_and_are_pipelined() -> None:
             assert len(pipelined) == 1 + (script is _two_models) and min(pipelined) >= 4, script.__name__
 
 
+def _attached_by_the_script(with_auto: bool) -> tuple[list[bytes], int]:
+    torch.manual_seed(3)
+    found, ddp = dx.auto(**OPTIONS) if with_auto else None, _network()
+    optimizer = AdamW(ddp.parameters(), lr=0.01)
+    state = dx.attach(ddp, optimizer, **OPTIONS)
+    _train(ddp, optimizer)
+    state.detach()
+    _train(ddp, optimizer)
+    return [p.detach().numpy().tobytes() for p in ddp.parameters()], len(found.states) if found else 0
+
+
+def test_a_model_that_the_script_attaches_to_is_left_alone_also_after_detach() -> None:
+    assert run_ranks(_attached_by_the_script, 2, True) == run_ranks(_attached_by_the_script, 2, False)
+
+
+def _another_forward() -> tuple[int, int]:
+    found, ddp, calls = dx.auto(**OPTIONS), _network(), []
+    inside = ddp.forward
+
+    def counting(*args: Any) -> Any:
+        calls.append(None)
+        return inside(*args)
+
+    ddp.forward = counting  # type: ignore[method-assign]
+    _train(ddp, AdamW(ddp.parameters(), lr=0.01))
+    return len(calls), len(found.states)
+
+
+def test_a_forward_that_the_script_has_wrapped_runs_once_each_time() -> None:
+    assert run_ranks(_another_forward, 2) == [(STEPS, 0)] * 2
+
+
+def _joined_from_the_first_batch() -> int:
+    found, ddp = dx.auto(**OPTIONS), _network()
+    optimizer = AdamW(ddp.parameters(), lr=0.01)
+    with ddp.join():
+        for x in [] if dist.get_rank() else [*_batches()]:
+            optimizer.zero_grad()
+            ddp(x).square().mean().backward()
+            optimizer.step()
+    return len(found.states)
+
+
+def test_a_rank_without_batches_under_join_is_not_waited_for() -> None:
+    assert run_ranks(_joined_from_the_first_batch, 2) == [0, 0]
+
+
 def _one_rank_has_another_hook() -> tuple[str, list[str]]:
     said: list[str] = []
     handler = logging.Handler()

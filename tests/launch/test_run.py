@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
-from scripts_of_users import TRAIN, bits, python, torchrun, write_script
+from scripts_of_users import ROOT, TRAIN, bits, python, torchrun, write_script
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +75,13 @@ def test_what_cannot_be_attached_to_trains_as_plain_ddp(tmp_path: Path) -> None:
     done = torchrun("-m", "ddp_crossover", "run", script)
     assert bits(done) == bits(torchrun(script))
     assert done.stderr.count("Sequential trains as plain DDP: LBFGS evaluates the model several times") == 1
+
+
+def test_an_empty_entry_of_the_path_stays_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("print('imported')")
+    folder = tmp_path / "scripts of mine"
+    folder.mkdir()
+    script = write_script(folder, "import beside")
+    path = os.pathsep.join(["", str(ROOT)])
+    done = python("-m", "ddp_crossover", "run", str(script), folder=tmp_path, PYTHONPATH=path)
+    assert done.stdout == "imported\n", done.stderr
