@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,17 +20,33 @@ class AfterUpdate:
     def __init__(self) -> None:
         self._functions: OrderedDict[int, Callable[[list[Tensor]], object]] = OrderedDict()
         self._at_steps: OrderedDict[int, Callable[[Optimizer, Sequence[Tensor]], object]] = OrderedDict()
+        self._to_follow: list[Optimizer] = []
 
     def __bool__(self) -> bool:
         return bool(self._functions or self._at_steps)
 
     def add(self, function: Callable[[list[Tensor]], object]) -> RemovableHandle:
         """Call ``function`` with parameters that have just been updated."""
-        return _added(self._functions, function)
+        handle = _added(self._functions, function)
+        self._follow()
+        return handle
 
     def add_at_steps(self, function: Callable[[Optimizer, Sequence[Tensor]], object]) -> RemovableHandle:
         """Call ``function`` at the end of each ``step()``, with the optimizer and its parameters that are pending."""
-        return _added(self._at_steps, function)
+        handle = _added(self._at_steps, function)
+        self._follow()
+        return handle
+
+    def follow(self, optimizers: Iterable[Optimizer]) -> None:
+        """Call the functions from plain hooks of these optimizers, which get them once there is a function."""
+        self._to_follow = list(optimizers)
+        self._follow()
+
+    def _follow(self) -> None:
+        if self:
+            for optimizer in self._to_follow:
+                optimizer.register_step_post_hook(lambda stepped, *_: self.stepped(stepped))
+            self._to_follow.clear()
 
     @torch.no_grad()
     def updated(self, parameters: list[Tensor]) -> None:

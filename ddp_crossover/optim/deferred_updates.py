@@ -96,9 +96,7 @@ class DeferredUpdates:
 
     def remove(self) -> None:
         """Give the optimizers back. What was given to ``after_update`` is called by plain hooks from now on."""
-        if after_update := self.after_update:
-            for optimizer in filter(has_hooks, self._separable):
-                optimizer.register_step_post_hook(lambda stepped, *_: after_update.stepped(stepped))
+        self.after_update.follow(filter(has_hooks, self._separable))
         for optimizer in self._separable:
             make_state_plain(optimizer)
         self._separable.drop_references()
