@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ddp_crossover as dx
 from harness import run_ranks
@@ -220,6 +221,29 @@ def _switched_off() -> tuple[bool, bool, int]:
 
 def test_the_switch_turns_everything_off() -> None:
     assert run_ranks(_switched_off, 2) == [(True, True, 0)] * 2
+
+
+def _averaged_while_off() -> tuple[bool, int]:
+    os.environ["DDP_CROSSOVER"] = "off"
+    ddp = _network()
+    optimizer = AdamW(ddp.parameters(), lr=0.01)
+    state = dx.attach(ddp, optimizer)
+    updated: list[torch.Tensor] = []
+    state.after_update(updated.extend)
+    ema = dx.Ema(state, decay=0.5)
+    expected = AveragedModel(ddp.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for x in _batches():
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+        expected.update_parameters(ddp.module)
+    pairs = zip(ema.module.parameters(), expected.module.parameters(), strict=True)
+    return all(torch.equal(one, two) for one, two in pairs), len(updated)
+
+
+def test_averages_are_kept_while_switched_off() -> None:
+    parameters = len([*DeepNet().parameters()])
+    assert run_ranks(_averaged_while_off, 2) == [(True, STEPS * parameters)] * 2
 
 
 def test_a_switch_that_is_neither_on_nor_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
