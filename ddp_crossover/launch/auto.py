@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ddp_crossover.collectives.agreement import DisagreementError, all_gather_json
 from ddp_crossover.comm_hook import DearState, attach
 from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers
-from ddp_crossover.ddp.refused_methods import JOIN_ADVICE
+from ddp_crossover.ddp.refused_methods import JOIN_ADVICE, copy_as_plain
 from ddp_crossover.figures.stats import DearStats
 from ddp_crossover.launch.optimizers_of import optimizers_of
 from ddp_crossover.launch.watch import watch_model, watch_new_models
@@ -107,7 +107,9 @@ class Auto:
         name = type(ddp.module).__name__
         for model in self.models:
             model.forget_if_detached()
-        self.models.append(AttachedModel(name, attach(ddp, optimizers, **self._options)))
+        state = attach(ddp, optimizers, **self._options)
+        copy_as_plain(ddp, state.synchronize)
+        self.models.append(AttachedModel(name, state))
         if dist.get_rank(ddp.process_group) == 0:
             millions = sum(parameter.numel() for _, parameter in managed_parameters(ddp)) / 1e6
             ranks = dist.get_world_size(ddp.process_group)

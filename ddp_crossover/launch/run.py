@@ -19,7 +19,7 @@ from typing import Any
 
 from ddp_crossover.fusion import Schedule
 from ddp_crossover.launch.errand import Errand, environment_with, python_command
-from ddp_crossover.options import WIRE_DTYPES, Norms, Options
+from ddp_crossover.options import WIRE_DTYPES, Norms, Options, switched_off
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +58,8 @@ def attach_options(args: argparse.Namespace) -> dict[str, Any]:
     """
     names = ("schedule", "fusion_mb", "wire_dtype", "norms", "tune", "tuned_file", "strict")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if "tuned_file" in options:
+        options["tuned_file"] = str(Path(options["tuned_file"]).absolute())  # scripts change their folder
     Options(**{name: value for name, value in options.items() if name != "wire_dtype"})
     return options
 
@@ -77,6 +79,9 @@ def script_of(args: argparse.Namespace) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     """Become the script; returns only if it cannot be run."""
+    switched_off()  # refuses a wrong value before anything is started
+    if args.stats and not Path(args.stats).absolute().parent.is_dir():
+        raise ValueError(f"--stats {args.stats}: there is no such folder; make it first")
     errand = Errand(options=attach_options(args), stats_file=args.stats and str(Path(args.stats).absolute()))
     command = script_of(args)
     sys.stdout.flush()

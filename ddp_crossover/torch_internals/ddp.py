@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +45,17 @@ def has_run_forward(ddp: DistributedDataParallel) -> bool:
 def forget_comm_hooks(ddp: DistributedDataParallel) -> None:
     """Clear DDP's list of hooks, which is copied and pickled with the model; the reducer keeps its hook."""
     private(ddp, "_comm_hooks").clear()
+
+
+@contextlib.contextmanager
+def no_comm_hooks(ddp: DistributedDataParallel) -> Iterator[None]:
+    """Context in which DDP's list of hooks is another one, and empty: copies and pickles made there have none."""
+    hooks = private(ddp, "_comm_hooks")
+    ddp._comm_hooks = []
+    try:
+        yield
+    finally:
+        ddp._comm_hooks = hooks
 
 
 def managed_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -100,6 +101,21 @@ def _compiled(auto: Callable[[], Any]) -> Any:
     return ddp, found
 
 
+def _copied_and_saved_on_the_way(auto: Callable[[], Any]) -> Any:
+    found, ddp = auto(), _network()
+    optimizer = AdamW(ddp.parameters(), lr=0.01)
+    _train(ddp, optimizer)
+    average = torch.optim.swa_utils.AveragedModel(ddp)
+    saved = io.BytesIO()
+    torch.save(ddp, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    _train(ddp, optimizer)
+    average.update_parameters(ddp)
+    _train(loaded, AdamW(loaded.parameters(), lr=0.01))
+    return ddp, average.module, loaded, found
+
+
 SCRIPTS = [
     _one,
     _evaluated_before,
@@ -108,6 +124,7 @@ SCRIPTS = [
     _optimizer_comes_late,
     _a_copy_is_trained,
     _compiled,
+    _copied_and_saved_on_the_way,
 ]
 
 
