@@ -78,6 +78,8 @@ class _Search:
         """The first changeable setting that is found, or None."""
         while self._todo:
             value, what, may_be_rebound = self._todo.popleft()
+            if isinstance(value, logging.Logger):
+                continue  # frameworks put methods of their own into its class, but they log
             if isinstance(value, FunctionType):
                 self._function(value)
             elif isinstance(value, type):
@@ -237,7 +239,7 @@ def _texts(constants: Iterable[Any]) -> Iterator[str]:
 
 def _parts(value: Any, *, may_be_rebound: bool) -> Iterable[Any] | None:
     """Other values that using this value may read; None if it may change, or its name may be rebound."""
-    if isinstance(value, (ModuleType, logging.Logger)):
+    if isinstance(value, ModuleType):
         return ()
     if isinstance(value, (staticmethod, classmethod)):
         return (value.__func__,)

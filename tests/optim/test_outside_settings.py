@@ -301,6 +301,11 @@ def test_what_stays_as_it_is_does_not_count(name: str) -> None:
     assert changeable_setting(_optimizer(HARMLESS[name])) is None
 
 
+def test_what_a_framework_puts_into_the_class_of_loggers_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.Logger, "advise", lambda self: RATES["lr"], raising=False)
+    assert changeable_setting(_optimizer(HARMLESS["logger"])) is None
+
+
 @pytest.mark.parametrize("name", CHANGEABLE)
 def test_what_may_change_is_named(name: str) -> None:
     expected, read = CHANGEABLE[name]
