@@ -3,7 +3,7 @@
     sudo python scripts/bench_doctor.py --json doctor.json
 
 For each link and model, on two hosts of the lab: the doctor examines a training script; then the script runs in turns,
-as it is and under `python -m ddp_crossover run`. The gain is how much faster the median step is. Takes ten minutes.
+as it is and under python -m ddp_crossover run. The gain is how much faster the median step is. Takes ten minutes.
 """
 
 import argparse
