@@ -304,7 +304,7 @@ class Reducer:
     def _why_plain(self) -> str | None:
         if self._planning.has_begun and self._planning.settled:
             return (
-                "plain all-reduce is at least as fast as the pipeline here, so gradients are reduced by plain "
+                "the pipeline is not clearly faster than plain all-reduces here, so gradients are reduced by plain "
                 "all-reduces and nothing is deferred; set fusion_mb to use the pipeline anyway"
             )
         return self._plain_reason

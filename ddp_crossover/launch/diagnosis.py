@@ -23,7 +23,8 @@ class Prediction:
     """Step times of one model on one link, in seconds.
 
     Attributes:
-        plain_s: of plain DDP; measured where the script was run, else predicted.
+        plain_s: of plain DDP; measured where the script was run, else predicted. Never longer than compute and
+            communication one after the other.
         plain_predicted_s: of plain DDP, predicted.
         ours_s: with dear_hook; measured where the script was run and its steps overlapped, else predicted.
         ours_predicted_s: with dear_hook, predicted.
@@ -66,13 +67,16 @@ def predict(
     plain = simulate(ddp_buckets(profile, bucket_cap_mb), profile.compute, profile.link, world_size, Schedule.ALLREDUCE)
     fusion_mb, ours = best_of_sizes(profile.specs, profile.compute, profile.link, world_size, Schedule.AUTO)
     all_bytes = sum(spec.numel * spec.itemsize_bytes for spec in profile.specs)
+    communication_s = 2 * profile.link.leg_s(all_bytes, world_size)
+    # What plain DDP took beyond compute and communication one after the other, was taken by something else.
+    longest_s = profile.compute.compute_s + communication_s
     return Prediction(
-        plain_s=plain.step_s if plain_s is None else plain_s,
+        plain_s=plain.step_s if plain_s is None else min(plain_s, longest_s),
         plain_predicted_s=plain.step_s,
         ours_s=ours.step_s if ours_s is None else ours_s,
         ours_predicted_s=ours.step_s,
         compute_s=profile.compute.compute_s,
-        communication_s=2 * profile.link.leg_s(all_bytes, world_size),
+        communication_s=communication_s,
         fusion_mb=fusion_mb,
     )
 

@@ -142,11 +142,12 @@ def _report_on(
     obstacles = {what: times for model in models for what, times in {**model["looks"], **model["fallbacks"]}.items()}
     script = " ".join([*(["-m"] if args.is_module else []), *args.script[:1]])
     command = f"torchrun ... -m ddp_crossover run {script} ..., or dx.attach(ddp, optimizer) in it"
+    iterations = max(model["iterations"] for model in models)
     return {
         "prediction": prediction.as_dict(),
         "obstacles": obstacles,
-        "steps": steps,
-        "verdict": verdict(prediction, obstacles, steps, command),
+        "steps": iterations,
+        "verdict": verdict(prediction, obstacles, iterations, command),
     }
 
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ddp_crossover.launch.leaving import leave
 from ddp_crossover.parameters.pending_parameter import PendingParameter
 
 
@@ -118,7 +119,7 @@ class Recording:
         self._made[place] += 1
         if self._made[place] == self._steps and not self._has_ended:
             self.write()
-            raise SystemExit(0)
+            leave()
 
 
 def _tensors(tensors: Any) -> list[Tensor]:

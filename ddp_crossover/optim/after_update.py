@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -20,7 +21,8 @@ class AfterUpdate:
     def __init__(self) -> None:
         self._functions: OrderedDict[int, Callable[[list[Tensor]], object]] = OrderedDict()
         self._at_steps: OrderedDict[int, Callable[[Optimizer, Sequence[Tensor]], object]] = OrderedDict()
-        self._left_alone: list[Optimizer] = []
+        # Weak: DDP's reducer, which is opaque to the garbage collector, refers to this object.
+        self._left_alone: list[weakref.ref[Optimizer]] = []
 
     def __bool__(self) -> bool:
         return bool(self._functions or self._at_steps)
@@ -35,13 +37,14 @@ class AfterUpdate:
 
     def leave_alone(self, optimizers: Iterable[Optimizer]) -> None:
         """Follow these optimizers by plain hooks from now on, once there is a function."""
-        self._left_alone = list(optimizers)
+        self._left_alone = [weakref.ref(optimizer) for optimizer in optimizers]
         if self:
             self._follow()
 
     def _follow(self) -> None:
-        for optimizer in self._left_alone:
-            optimizer.register_step_post_hook(lambda stepped, *_: self.stepped(stepped))
+        for left_alone in self._left_alone:
+            if (optimizer := left_alone()) is not None:
+                optimizer.register_step_post_hook(lambda stepped, *_: self.stepped(stepped))
         self._left_alone.clear()
 
     def _added(self, functions: OrderedDict[int, Any], function: Callable[..., object]) -> RemovableHandle:
