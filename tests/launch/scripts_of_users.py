@@ -40,7 +40,7 @@ def main():
     ends = [*net.parameters(), torch.stack(losses)]
     bits = hashlib.sha256(b"".join(end.detach().numpy().tobytes() for end in ends)).hexdigest()
     # In one piece: both ranks write to the same pipe.
-    os.write(1, " ".join(["bits", str(dist.get_rank()), bits, __name__, *sys.argv[1:]]).encode() + b"\n")
+    os.write(1, " ".join(["bits", str(dist.get_rank()), bits, __name__, *sys.argv[1:]]).encode() + os.linesep.encode())
     dist.destroy_process_group()
 
 
