@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from importlib import import_module
 from typing import Any
@@ -12,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_crossover.comm_hook import DearState, attach
+from ddp_crossover.ddp.live_objects import live_objects
 
 TrainerCallback: Any = import_module("transformers").TrainerCallback
 
@@ -69,13 +69,7 @@ def _ddp_around(model: nn.Module) -> DistributedDataParallel | None:
     Raises:
         ValueError: if there are several.
     """
-    gc.collect()  # or one that an earlier training has dropped would be found
-    found = [
-        thing
-        for thing in gc.get_objects()
-        if issubclass(type(thing), DistributedDataParallel)  # not isinstance: it asks proxies for their class
-        and any(module is model for module in thing.modules())
-    ]
+    found = [ddp for ddp in live_objects(DistributedDataParallel) if any(module is model for module in ddp.modules())]
     if len(found) > 1:
         raise ValueError(
             f"{len(found)} DistributedDataParallel objects hold this {type(model).__name__}, and there is no telling "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 
 from ddp_crossover.collectives.agreement import DisagreementError, all_gather_json
 from ddp_crossover.comm_hook import DearState, attach
+from ddp_crossover.ddp.live_objects import live_objects
 from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers
 from ddp_crossover.ddp.refused_methods import JOIN_ADVICE, copy_as_plain
 from ddp_crossover.figures.stats import DearStats
@@ -161,9 +161,9 @@ def auto(**options: Any) -> Auto:
         if not _latest:
             watch_new_models(DistributedDataParallel, lambda: _latest[0].before_forward)
         _latest[:] = [found]
-        for thing in gc.get_objects():
-            if issubclass(type(thing), DistributedDataParallel) and not has_comm_hook(thing):
-                watch_model(thing, found.before_forward)
+        for ddp in live_objects(DistributedDataParallel):
+            if not has_comm_hook(ddp):
+                watch_model(ddp, found.before_forward)
     return found
 
 

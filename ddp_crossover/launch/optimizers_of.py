@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddp_crossover.ddp.live_objects import live_objects
 from ddp_crossover.torch_internals.ddp import managed_parameters
 
 
@@ -16,12 +15,10 @@ def optimizers_of(ddp: DistributedDataParallel) -> list[Optimizer]:
     Of an optimizer and one that wraps it (a look-ahead, a framework's), the one inside: its ``step()`` updates.
     """
     index_of = {id(parameter): index for index, (_, parameter) in enumerate(managed_parameters(ddp))}
-    gc.collect()  # or optimizers that the script has dropped would be found
     found = [
         (indices, thing)
-        for thing in gc.get_objects()
-        if issubclass(type(thing), Optimizer)  # not isinstance: it asks proxies for their class
-        and (indices := [index_of[key] for key in _keys_of(thing) if key in index_of])
+        for thing in live_objects(Optimizer)
+        if (indices := [index_of[key] for key in _keys_of(thing) if key in index_of])
     ]
     ids = {id(optimizer) for _, optimizer in found}
     inside = [
