@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ddp_crossover.fusion import MB, Schedule
+from ddp_crossover.fusion import Schedule
 from ddp_crossover.planning.ddp_buckets import ddp_buckets
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.schedule_simulator import simulate
@@ -110,8 +110,3 @@ def verdict(prediction: Prediction, obstacles: Mapping[str, int], steps: int, co
         f"Worth it: {ours_ms:.3g} ms a step instead of {plain_ms:.3g} ({1 + prediction.gain:.2f} times); {why}. "
         f"Use: {command}"
     )
-
-
-def model_mb(profile: ModelProfile) -> float:
-    """Return the size of all gradients in MiB."""
-    return sum(spec.numel * spec.itemsize_bytes for spec in profile.specs) / MB

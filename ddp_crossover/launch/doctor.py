@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
@@ -33,13 +32,13 @@ from ddp_crossover.launch.errand import Errand, environment_with
 from ddp_crossover.launch.meeting import Meeting
 from ddp_crossover.launch.pairs import Pair, measure_pairs
 from ddp_crossover.launch.run import add_script_arguments, script_of
+from ddp_crossover.launch.script_run import run_script
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.ddp_buckets import DEFAULT_BUCKET_MB
 from ddp_crossover.planning.link_probe import probe_link
 from ddp_crossover.planning.model_profile import ModelProfile
 
 _TIMEOUT = timedelta(minutes=10)
-_TAIL_LINES = 30
 # Share of steps that must overlap for their times to be those that a script can have.
 _MOSTLY = 0.5
 # Parameters in millions; the size is what counts, and names help to find one's own.
@@ -112,15 +111,14 @@ def _measure_link(meeting: Meeting) -> tuple[list[Pair], LinkModel]:
 
 def _examine(command: list[str], environment: dict[str, str], path: Path) -> dict[str, Any]:
     """Run the script for some steps on this rank; what rank 0 found."""
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    output = run_script(
+        command,
+        environment,
+        has_result=lambda: os.environ["RANK"] != "0" or path.exists(),
+        why_not="has made too few steps with DDP",
     )
-    if done.returncode or (os.environ["RANK"] == "0" and not path.exists()):
-        why = f"ended with exit status {done.returncode}" if done.returncode else "has made too few steps with DDP"
-        output = "\n".join(done.stdout.splitlines()[-_TAIL_LINES:])
-        raise ValueError(f"the script {why}:\n{output}")
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return found | {"output": done.stdout}
+    return found | {"output": output}
 
 
 def _report_on(

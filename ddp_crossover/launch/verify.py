@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,9 +24,9 @@ from ddp_crossover.launch.compare import Verdict, compare
 from ddp_crossover.launch.errand import Errand, environment_with
 from ddp_crossover.launch.meeting import Meeting
 from ddp_crossover.launch.run import add_attach_arguments, add_script_arguments, attach_options, script_of
+from ddp_crossover.launch.script_run import run_script
 
 ARMS = ("plain", "attached", "plain again")
-_TAIL_LINES = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,15 +63,17 @@ def _run_arm(command: list[str], environment: dict[str, str], record: Path, arm:
     if tells:
         print(f"verify: {arm} ...", end=" ", file=sys.stderr, flush=True)
     start_s = time.monotonic()
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
-    if tells:
-        print(f"{time.monotonic() - start_s:.1f} s", file=sys.stderr, flush=True)
-    if done.returncode or not any(record.glob("*.json")):
-        why = f"ended with exit status {done.returncode}" if done.returncode else "has trained no DDP model"
-        output = "\n".join(done.stdout.splitlines()[-_TAIL_LINES:])
-        raise ValueError(f"the script {why} ({arm}):\n{output}")
+    try:
+        run_script(
+            command,
+            environment,
+            has_result=lambda: any(record.glob("*.json")),
+            why_not="has trained no DDP model",
+            note=f" ({arm})",
+        )
+    finally:
+        if tells:
+            print(f"{time.monotonic() - start_s:.1f} s", file=sys.stderr, flush=True)
 
 
 def _print(verdict: Verdict, rank: int, *, as_json: bool) -> None:
