@@ -30,7 +30,6 @@ from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers, why_plai
 from ddp_crossover.ddp.same_setup import require_same_setup
 from ddp_crossover.ddp.turn_points import TurnPoints
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
-from ddp_crossover.dear import Phase
 from ddp_crossover.figures.stats import DearStats, FallbackLog
 from ddp_crossover.figures.summary import about, in_force, summary
 from ddp_crossover.fusion import FusionPlan, Schedule
@@ -254,7 +253,8 @@ class DearState:
         """Clip the norm of all gradients of the model, as ``torch.nn.utils.clip_grad_norm_`` does.
 
         Every rank must call it, because each contributes the norm of its shards. The factor is applied when gradients
-        are used. Torch's function does the work in the first iterations, and with parameters that DDP ignores.
+        are used. Torch's function does the work in the first iterations, in ``no_sync()``, and with parameters that
+        DDP ignores. Gradients of a backward past DDP, as through ``ddp.module``, are taken for those of all ranks.
 
         Args:
             max_norm: norm to clip to.
@@ -264,12 +264,11 @@ class DearState:
             The norm before clipping, 0-dim, on the parameters' device, fp32 (fp64 with fp64 gradients).
         """
         pipeline = self._reducer.pipeline
-        if pipeline is not None and pipeline.phase is Phase.REDUCED and norm_type > 0:
-            gradients = shards.gradients_of(pipeline, self._every_parameter)
-            if gradients is not None:
-                norm = shards.total_norm(pipeline, gradients, float(norm_type))
-                shards.scale(gradients, torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
-                return norm
+        gradients = shards.shared_gradients(pipeline, self._every_parameter)
+        if pipeline is not None and gradients is not None and norm_type > 0:
+            norm = shards.total_norm(pipeline, gradients, float(norm_type))
+            shards.scale(gradients, torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
+            return norm
         return torch.nn.utils.clip_grad_norm_(self._every_parameter, max_norm, norm_type)
 
     def after_update(self, function: Callable[[list[Tensor]], object]) -> RemovableHandle:

@@ -346,6 +346,8 @@ class Reducer:
         if not torch.is_grad_enabled():
             return
         self._awaits_backward = self.model.require_backward_grad_sync
+        if not self._awaits_backward and self.pipeline is not None:
+            self.pipeline.gradients.are_reduced = False  # the backward of this forward adds what no rank has shared
         if self._planning.profiler is not None:
             self._planning.profiler.forward_ends()
         if returned and self._use_order.end_forward() and self.pipeline is not None:

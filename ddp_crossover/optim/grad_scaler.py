@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_crossover.dear import Phase
 from ddp_crossover.optim import sharded_norms as shards
 from ddp_crossover.optim.deferred_updates import pipeline_of
 from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters
@@ -31,10 +30,8 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         pipeline = pipeline_of(optimizer)
-        if pipeline is None or pipeline.phase is not Phase.REDUCED:
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        gradients = shards.gradients_of(pipeline, optimizer_parameters(optimizer))
-        if gradients is None:
+        gradients = shards.shared_gradients(pipeline, optimizer_parameters(optimizer))
+        if pipeline is None or gradients is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         slots = [*gradients.on_the_wire, *gradients.in_memory]
         if not allow_fp16 and any(slot.parameter.dtype is torch.float16 for slot in slots):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ddp_crossover.collectives.leg import slice_bounds
-from ddp_crossover.dear import Pipeline
+from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.slots import GroupInFlight, Slot
 from ddp_crossover.torch_internals.gradient_calls import require_on_device
@@ -40,6 +40,16 @@ class Gradients(NamedTuple):
 
     on_the_wire: list[Slot]
     in_memory: dict[Slot, Tensor]
+
+
+def shared_gradients(pipeline: Pipeline | None, parameters: Iterable[Tensor]) -> Gradients | None:
+    """The gradients of these parameters; None if some are only this rank's own.
+
+    That is so before the first pipelined backward, in ``no_sync()``, and if DDP was told to ignore a parameter.
+    """
+    if pipeline is None or pipeline.phase is not Phase.REDUCED or not pipeline.gradients.are_reduced:
+        return None
+    return gradients_of(pipeline, parameters)
 
 
 def gradients_of(pipeline: Pipeline, parameters: Iterable[Tensor]) -> Gradients | None:

@@ -38,7 +38,8 @@ class ReducedGradients:
     Attributes:
         on_read: called before a gradient is delivered to a reader.
         answer_early: answers some torch functions without gathered gradients, see :meth:`PendingGrad.arm`; or None.
-        are_reduced: whether no backward has added this rank's own gradients to those of the latest iteration.
+        are_reduced: whether no backward can have added this rank's own gradients to those of the latest iteration, or
+            put them in their place.
         is_retiring: whether the iteration is being ended, so that no reader has asked for what is delivered.
     """
 

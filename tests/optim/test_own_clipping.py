@@ -7,6 +7,7 @@ holds every step against plain DDP and demands the same bytes on all ranks at th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -86,6 +87,37 @@ def turn_on_one_rank(run: Run) -> Iterator[Any]:
         yield loss, same_on_all_ranks(norm) if run.with_dear else norm
 
 
+def every_micro_batch(run: Run, zero: bool) -> Iterator[Any]:
+    """Clips what no rank has shared yet, too: each rank by its own norm."""
+    for index, (x, y) in enumerate(run.batches(per_step=3)):
+        if index % 3 == 0:
+            run.optimizer.zero_grad(set_to_none=not zero)
+        with nullcontext() if index % 3 == 2 else run.model.no_sync():
+            run.loss(run.model(x), y).backward()
+        norm = run.clip_grad_norm_(loops.ACTIVE_NORM)
+        if index % 3 == 2:
+            run.optimizer.step()
+        yield norm
+
+
+def scaler_in_no_sync(run: Run) -> Iterator[Any]:
+    """In every other backward each rank looks for infinities of its own."""
+    for index, (x, y) in enumerate(run.batches(per_step=2)):
+        scaler = run.grad_scaler(own=True, init_scale=8.0)
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(x), y)
+        is_shared = index % 2 == 1
+        if not is_shared and index % 4 == 2 and run.rank == run.case.world_size - 1:
+            loss = loss * INFINITY
+        with nullcontext() if is_shared else run.model.no_sync():
+            scaler.scale(loss).backward()
+        scaler.unscale_(run.optimizer)
+        found = scaler._per_optimizer_states[id(run.optimizer)]["found_inf_per_device"]
+        yield loss, {str(device): value.clone() for device, value in found.items()}
+        if is_shared:
+            scaler.step(run.optimizer)
+
+
 def clip_after_step(run: Run) -> Iterator[Any]:
     """Too late for the update, which must stay what it is, clipped once before it; `.grad` is clipped all the same."""
     for index, loss in enumerate(loops._backward(run)):
@@ -157,6 +189,9 @@ LOOPS = {
     "read_on_one_rank_max": partial(read_on_one_rank, norm_type=INFINITY),
     "edit_on_all_ranks": edit_on_all_ranks,
     "turn_on_one_rank": turn_on_one_rank,
+    "every_micro_batch": partial(every_micro_batch, zero=False),
+    "every_micro_batch_zero": partial(every_micro_batch, zero=True),
+    "scaler_in_no_sync": scaler_in_no_sync,
     "clip_after_step": clip_after_step,
     "clip_twice": clip_twice,
     "clip_between_forward_and_backward": clip_between_forward_and_backward,
