@@ -322,6 +322,7 @@ class DearState:
             exposed_s=sums.exposed_s,
             sent_bytes=self._link.sent_bytes,
             fallbacks=dict(self._fallbacks.counts),
+            advice=dict(self._fallbacks.advice),
             last_steps=self._reducer.steps.figures(),
             lease=self._turns.stats(),
         )

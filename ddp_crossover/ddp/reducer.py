@@ -249,7 +249,7 @@ class Reducer:
             if self._compiled.needs_gradients:
                 self.finish_gradients()
         elif (reason := self._why_plain()) is not None:
-            self._fallbacks.note(reason)
+            self._fallbacks.note(reason, is_said=self._planning.result is not None)  # the tuner says what it found
         self._turns.release()
         self._turns.step_ended()
         self.steps.note(
@@ -304,8 +304,8 @@ class Reducer:
     def _why_plain(self) -> str | None:
         if self._planning.has_begun and self._planning.settled:
             return (
-                "the pipeline is not clearly faster than plain all-reduces here, so gradients are reduced by plain "
-                "all-reduces and nothing is deferred; set fusion_mb to use the pipeline anyway"
+                "the pipeline is not clearly faster than plain all-reduces here, so these are used and nothing is "
+                "deferred; set fusion_mb to use the pipeline anyway"
             )
         return self._plain_reason
 

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ddp_crossover.log import say
@@ -17,6 +17,8 @@ from ddp_crossover.tracing.clock import CommSums
 STEPS_KEPT = 100
 # An iteration counts as overlapped if compute hides at least this share of the time of its gather legs.
 _MOSTLY = 0.5
+# Causes that are shown to people.
+_SHOWN = 4
 # What `DearStats.flat` shows of the latest iteration, and of the lease.
 _FLAT_STEP = {
     "step_s": "duration_s",
@@ -111,6 +113,7 @@ class DearStats:
         exposed_s: time in which the training thread waited for a leg. 0 on NCCL.
         sent_bytes: payload bytes that this rank has sent.
         fallbacks: for each reason, how often a slower path was taken.
+        advice: for some of these reasons, what would change it.
         last_steps: figures of the latest iterations, at most 100, the most recent last.
         lease: how the device was shared; None without ``lease=``.
     """
@@ -128,18 +131,27 @@ class DearStats:
     fallbacks: Mapping[str, int]
     last_steps: tuple[StepStats, ...]
     lease: LeaseUse | None = None
+    advice: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def compute_s(self) -> float:
         """Time not spent waiting for communication."""
         return self.elapsed_s - self.exposed_s
 
+    @property
+    def obstacles(self) -> Counter[str]:
+        """What kept steps from overlapping, and in how many steps: ``looks`` and ``fallbacks``, each cause once."""
+        causes = " ".join(self.fallbacks)
+        looks = {look: steps for look, steps in self.looks.items() if f"{look.split()[0]} " not in f"{causes} "}
+        return Counter({**self.fallbacks, **looks})
+
     def __str__(self) -> str:
-        """Return one line: how many steps overlapped, and what prevented it most often."""
-        parts = [f"{self.overlapped_steps} of {self.finished_steps} steps overlapped"]
-        parts += [f"{look} ({steps} steps)" for look, steps in Counter(self.looks).most_common(3)]
-        parts += [f"{reason} ({times} times)" for reason, times in Counter(self.fallbacks).most_common(3)]
-        return "; ".join(parts)
+        """Return how many steps overlapped and, in a line each, what prevented it most often."""
+        plain = self.iterations - self.pipelined_iterations
+        others = f"; {plain} more were plain all-reduces" if plain else ""
+        lines = [f"{self.overlapped_steps} of {self.finished_steps} pipelined steps overlapped{others}"]
+        lines += [f"  {times} times: {what}" for what, times in self.obstacles.most_common(_SHOWN)]
+        return "\n".join(lines)
 
     def flat(self, prefix: str = "ddp_crossover/") -> dict[str, float]:
         """Return figures for W&B, TensorBoard or Prometheus: plain floats, always under the same names.
@@ -273,18 +285,32 @@ def _between(before: _Sample, after: _Sample) -> StepStats:
 class FallbackLog:
     """Counts fall-backs by reason, and logs each reason once.
 
+    Attributes:
+        counts: for each reason, how often.
+        advice: for some of the reasons, what would change it.
+
     Args:
         rank: this rank.
     """
 
     def __init__(self, rank: int) -> None:
         self.counts: Counter[str] = Counter()
+        self.advice: dict[str, str] = {}
         self._rank = rank
 
-    def note(self, reason: str) -> None:
-        """Count one fall-back to a slower path; rank 0 logs the reason the first time."""
-        if self._rank == 0 and not self.counts[reason]:
-            say(reason, logging.WARNING)
+    def note(self, reason: str, advice: str = "", *, is_said: bool = False) -> None:
+        """Count one fall-back to a slower path; rank 0 logs the reason the first time.
+
+        Args:
+            reason: why, in words.
+            advice: what would change it, as a sentence of its own.
+            is_said: whether another line has said it already.
+        """
+        if not self.counts[reason]:
+            if advice:
+                self.advice[reason] = advice
+            if self._rank == 0 and not is_said:
+                say(f"{reason}. {advice}" if advice else reason, logging.WARNING)
         self.counts[reason] += 1
 
     def note_here(self, reason: str) -> None:

@@ -36,5 +36,5 @@ def summary(about_model: str, plan: FusionPlan | None, tuning: str, stats: DearS
         return "\n  ".join(lines)
     if (last := stats.last_step) is not None:
         lines.append(f"last step {short(1e3 * last.duration_s)} ms, {short(1e3 * last.exposed_s)} ms of it exposed")
-    lines.append(str(stats))
+    lines += str(stats).splitlines()
     return "\n  ".join(lines)

@@ -81,12 +81,15 @@ def predict(
     )
 
 
-def verdict(prediction: Prediction, obstacles: Mapping[str, int], steps: int, command: str) -> str:
+def verdict(
+    prediction: Prediction, obstacles: Mapping[str, int], advice: Mapping[str, str], steps: int, command: str
+) -> str:
     """Return one paragraph: whether it pays, how much, why, what in the script costs overlap, what to do.
 
     Args:
         prediction: the step times.
         obstacles: lines of the script, or reasons, that cost overlap, and in how many steps.
+        advice: for some of the obstacles, how to get around them.
         steps: number of steps in which they were counted.
         command: what to start to have it.
     """
@@ -102,8 +105,9 @@ def verdict(prediction: Prediction, obstacles: Mapping[str, int], steps: int, co
             f"Not worth it here: no difference is expected ({ours_ms:.3g} ms a step instead of {plain_ms:.3g}); {why}."
         )
     if often:
+        way_out = " ".join(dict.fromkeys(f"{advice[what]}. " for what in often if what in advice))
         return (
-            f"Not as the script is: {'; '.join(often)}. Without that: {ours_ms:.3g} ms a step instead of "
+            f"Not as the script is: {'; '.join(often)}. {way_out}Without that: {ours_ms:.3g} ms a step instead of "
             f"{plain_ms:.3g} ({1 + prediction.gain:.2f} times); {why}."
         )
     return (

@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import tempfile
+from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -29,15 +30,18 @@ from ddp_crossover.collectives.make_link import make_link
 from ddp_crossover.fusion import GradientSpec
 from ddp_crossover.launch.diagnosis import predict, verdict
 from ddp_crossover.launch.errand import Errand, environment_with
+from ddp_crossover.launch.examination import FEWEST_STEPS
 from ddp_crossover.launch.meeting import Meeting
 from ddp_crossover.launch.pairs import Pair, measure_pairs
 from ddp_crossover.launch.run import add_script_arguments, script_of
-from ddp_crossover.launch.script_run import run_script
+from ddp_crossover.launch.script_run import progress, run_script
+from ddp_crossover.launch.steps_made import STEPS_MADE, StepsMade
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.ddp_buckets import DEFAULT_BUCKET_MB
 from ddp_crossover.planning.link_probe import probe_link
 from ddp_crossover.planning.model_profile import ModelProfile
 
+_ARMS = ("plain", "attached")
 _TIMEOUT = timedelta(minutes=10)
 # Share of steps that must overlap for their times to be those that a script can have.
 _MOSTLY = 0.5
@@ -63,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
         )
     command = script_of(args) if args.script else None
     rank = int(os.environ["RANK"])
-    tell = _tell if rank == 0 else _say_nothing
-    tell("measuring the link ...")
+    if rank == 0:
+        print("doctor: measuring the link ...", file=sys.stderr, flush=True)
     meeting = Meeting()
     pairs, link = _measure_link(meeting)
     if command is None:
@@ -72,13 +76,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         with tempfile.TemporaryDirectory(prefix="ddp_crossover-doctor-") as folder:
             found = []
-            for arm in ("plain", "attached"):
-                tell(f"running the script, {arm} ...")
+            steps = max(args.steps, FEWEST_STEPS)
+            for number, arm in enumerate(_ARMS, 1):
                 path = Path(folder, arm)
-                errand = Errand(
-                    options={"tune": False} if arm == "attached" else None, examine=str(path), steps=args.steps
-                )
-                found.append(_examine(command, environment_with(errand) | meeting.environment(), path))
+                errand = Errand(options={"tune": False} if arm == "attached" else None, examine=str(path), steps=steps)
+                what = f"doctor: run {number} of {len(_ARMS)} of the script, {arm}"
+                made = StepsMade(path.with_suffix(f".{STEPS_MADE}"))
+                with progress(what, made.read, steps) if rank == 0 else nullcontext():
+                    found.append(_examine(command, environment_with(errand) | meeting.environment(), path))
             report = _report_on(found[0], found[1], Path(folder, "attached.profile"), args) if rank == 0 else {}
     if rank == 0:
         report = {"pairs": [asdict(pair) for pair in pairs], "link": link.to_json(), **report}
@@ -137,15 +142,17 @@ def _report_on(
     overlaps = sum(model["overlapped_steps"] for model in models) > _MOSTLY * steps * len(models)
     ours_s = attached["step_s"] if overlaps else None
     prediction = predict(profile, plain["bucket_cap_mb"], plain["step_s"], ours_s)
-    obstacles = {what: times for model in models for what, times in {**model["looks"], **model["fallbacks"]}.items()}
+    obstacles = {what: times for model in models for what, times in model["obstacles"].items()}
+    advice = {what: advice for model in models for what, advice in model["advice"].items()}
     script = " ".join([*(["-m"] if args.is_module else []), *args.script[:1]])
     command = f"torchrun ... -m ddp_crossover run {script} ..., or dx.attach(ddp, optimizer) in it"
     iterations = max(model["iterations"] for model in models)
     return {
         "prediction": prediction.as_dict(),
         "obstacles": obstacles,
+        "advice": advice,
         "steps": iterations,
-        "verdict": verdict(prediction, obstacles, iterations, command),
+        "verdict": verdict(prediction, obstacles, advice, iterations, command),
     }
 
 
@@ -193,13 +200,7 @@ def _in_words(report: dict[str, Any], pairs: list[Pair]) -> str:
             f"{row['ours_s'] * 1e3:.0f} ms a step instead of {row['plain_s'] * 1e3:.0f} ({1 + row['gain']:.2f} times)"
         )
     for what, times in sorted(report.get("obstacles", {}).items(), key=lambda one: -one[1]):
-        lines.append(f"Costs overlap, in {times} of {report['steps']} steps: {what}")
+        advice = report["advice"].get(what)
+        way_out = f". {advice}" if advice else ""
+        lines.append(f"Costs overlap, in {times} of {report['steps']} steps: {what}{way_out}")
     return "\n".join([*lines, report["verdict"]])
-
-
-def _tell(text: str) -> None:
-    print(f"doctor: {text}", file=sys.stderr, flush=True)
-
-
-def _say_nothing(text: str) -> None:
-    pass

@@ -18,11 +18,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_crossover.comm_hook import DearState
 from ddp_crossover.launch.leaving import leave
+from ddp_crossover.launch.steps_made import STEPS_MADE, StepsMade
 from ddp_crossover.torch_internals.ddp import bucket_cap_bytes
 
 # Allocators, caches, iterations that are not pipelined yet or from which the plan is made.
 _WARMUP_STEPS = 14
-_FEWEST_STEPS = 18
+FEWEST_STEPS = 18
 
 
 class Examination:
@@ -36,7 +37,8 @@ class Examination:
 
     def __init__(self, path: Path | None, steps: int, states: Callable[[], list[DearState]]) -> None:
         self._path = path
-        self._steps = max(steps, _FEWEST_STEPS)
+        self._steps_made = None if path is None else StepsMade(path.with_suffix(f".{STEPS_MADE}"))
+        self._steps = max(steps, FEWEST_STEPS)
         self._states = states
         self._first: Optimizer | None = None
         self._ends_s: list[float] = []
@@ -56,6 +58,8 @@ class Examination:
         if optimizer is not self._first:
             return
         self._ends_s.append(time.perf_counter())
+        if self._steps_made is not None:
+            self._steps_made.write(len(self._ends_s))
         if len(self._ends_s) < self._steps:
             return
         self._write()
@@ -64,7 +68,7 @@ class Examination:
     def _write(self) -> None:
         """Write what was found, at the last step or when the script ends before."""
         path, self._path = self._path, None
-        if path is not None and len(self._ends_s) >= _FEWEST_STEPS:
+        if path is not None and len(self._ends_s) >= FEWEST_STEPS:
             path.write_text(json.dumps(self._found(path)))
 
     def _found(self, path: Path) -> dict[str, Any]:
@@ -80,6 +84,12 @@ class Examination:
             if profile is not None:
                 profile.save(path.with_suffix(".profile"))
             found["models"].append(
-                {**asdict(stats), "last_steps": [], "has_profile": profile is not None, "why": state.tuning_progress()}
+                {
+                    **asdict(stats),
+                    "last_steps": [],
+                    "obstacles": stats.obstacles,
+                    "has_profile": profile is not None,
+                    "why": state.tuning_progress(),
+                }
             )
         return found

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddp_crossover.launch.leaving import leave
+from ddp_crossover.launch.steps_made import STEPS_MADE, StepsMade
 from ddp_crossover.parameters.pending_parameter import PendingParameter
 
 
@@ -53,6 +54,7 @@ class Recording:
         self._losses: list[float] = []
         self._before_steps: list[dict[str, str]] = []
         self._has_ended = False
+        self._steps_made = StepsMade(folder / STEPS_MADE)
         self.sums_are_in_rank_order = self.sums_may_round = False
 
     def begin(self) -> None:
@@ -117,6 +119,8 @@ class Recording:
             self._optimizers.append(optimizer)
             self._made.append(0)
         self._made[place] += 1
+        if self._rank == 0:
+            self._steps_made.write(max(self._made))
         if self._made[place] == self._steps and not self._has_ended:
             self.write()
             leave()

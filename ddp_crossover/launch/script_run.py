@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 _TAIL_LINES = 30
+_BETWEEN_LOOKS_S = 0.25
 
 
 def run_script(
@@ -36,3 +41,40 @@ def run_script(
         output = "\n".join(done.stdout.splitlines()[-_TAIL_LINES:])
         raise ValueError(f"the script {why}{note}:\n{output}")
     return done.stdout
+
+
+@contextmanager
+def progress(what: str, steps_made: Callable[[], int], steps: int) -> Iterator[None]:
+    """Show on stderr what goes on in the context: the steps so far on a terminal, and how long it took.
+
+    Args:
+        what: what goes on, in words.
+        steps_made: returns the number of steps made so far.
+        steps: how many there will be.
+    """
+    start_s = time.monotonic()
+    is_over = threading.Event()
+
+    def show() -> None:
+        while not is_over.wait(_BETWEEN_LOOKS_S):
+            _write(f"\r{what} ... {steps_made()} of {steps} steps, {time.monotonic() - start_s:.0f} s ")
+
+    _write(f"{what} ... ")
+    shower = threading.Thread(target=show)
+    if sys.stderr.isatty():
+        shower.start()
+    how = "failed after "
+    try:
+        yield
+        how = ""
+    finally:
+        is_over.set()
+        if shower.is_alive():
+            shower.join()
+            _write(f"\r{what} ... \x1b[K")
+        _write(f"{how}{time.monotonic() - start_s:.1f} s\n")
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()

@@ -73,7 +73,8 @@ def _arguments(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _figures(auto: Auto) -> list[dict[str, Any]]:
-    return [{"model": model.name, **asdict(model.stats())} for model in auto.models]
+    every_stats = [(model.name, model.stats()) for model in auto.models]
+    return [{"model": name, **asdict(stats), "obstacles": stats.obstacles} for name, stats in every_stats]
 
 
 def _tell(auto: Auto, stats_file: str | None) -> None:

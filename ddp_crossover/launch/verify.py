@@ -17,14 +17,15 @@ import json
 import os
 import sys
 import tempfile
-import time
+from contextlib import nullcontext
 from pathlib import Path
 
 from ddp_crossover.launch.compare import Verdict, compare
 from ddp_crossover.launch.errand import Errand, environment_with
 from ddp_crossover.launch.meeting import Meeting
 from ddp_crossover.launch.run import add_attach_arguments, add_script_arguments, attach_options, script_of
-from ddp_crossover.launch.script_run import run_script
+from ddp_crossover.launch.script_run import progress, run_script
+from ddp_crossover.launch.steps_made import STEPS_MADE, StepsMade
 
 ARMS = ("plain", "attached", "plain again")
 
@@ -46,11 +47,14 @@ def run(args: argparse.Namespace) -> int:
     rank = int(os.environ.get("RANK", "0"))
     meeting = Meeting()
     with tempfile.TemporaryDirectory(prefix="ddp_crossover-verify-") as folder:
-        for arm in ARMS:
+        for number, arm in enumerate(ARMS, 1):
             record = Path(folder, arm)
             record.mkdir()
             errand = Errand(options=options if arm == "attached" else None, record=str(record), steps=args.steps)
-            _run_arm(command, environment_with(errand) | meeting.environment(), record, arm, tells=rank == 0)
+            what = f"verify: run {number} of {len(ARMS)}, {arm}"
+            made = StepsMade(record / STEPS_MADE)
+            with progress(what, made.read, args.steps) if rank == 0 else nullcontext():
+                _run_arm(command, environment_with(errand) | meeting.environment(), record, arm)
         plain, attached, again = (Path(folder, arm) for arm in ARMS)
         ranks = sorted(int(record.stem) for record in plain.glob("*.json"))  # several if the script starts them itself
         verdicts = {rank: compare(plain, attached, again, rank) for rank in ranks}
@@ -59,21 +63,14 @@ def run(args: argparse.Namespace) -> int:
     return max(verdict.exit_status for verdict in verdicts.values())
 
 
-def _run_arm(command: list[str], environment: dict[str, str], record: Path, arm: str, *, tells: bool) -> None:
-    if tells:
-        print(f"verify: {arm} ...", end=" ", file=sys.stderr, flush=True)
-    start_s = time.monotonic()
-    try:
-        run_script(
-            command,
-            environment,
-            has_result=lambda: any(record.glob("*.json")),
-            why_not="has trained no DDP model",
-            note=f" ({arm})",
-        )
-    finally:
-        if tells:
-            print(f"{time.monotonic() - start_s:.1f} s", file=sys.stderr, flush=True)
+def _run_arm(command: list[str], environment: dict[str, str], record: Path, arm: str) -> None:
+    run_script(
+        command,
+        environment,
+        has_result=lambda: any(record.glob("*.json")),
+        why_not="has trained no DDP model",
+        note=f" ({arm})",
+    )
 
 
 def _print(verdict: Verdict, rank: int, *, as_json: bool) -> None:

@@ -111,7 +111,7 @@ class Deferrable:
                 candidates.append(lazy)
         self.note_not_deferred(never)
         if read_early:
-            self._fallbacks.note(_why_read(self._early_reads.clipped_by))
+            self._fallbacks.note(*_why_read(self._early_reads.clipped_by))
         return candidates
 
     def note_not_deferred(self, why_not: Mapping[LazyParam, str]) -> None:
@@ -125,13 +125,17 @@ class Deferrable:
             self._fallbacks.note(f"the update of {first}{more} is not deferred, because the parameter {reason}")
 
 
-def _why_read(clipped_by: str | None) -> str:
-    reason = "gradients were read or replaced before optimizer.step(), so their updates are not deferred"
+def _why_read(clipped_by: str | None) -> tuple[str, str]:
+    """Why updates are not deferred, and what would change it."""
     if clipped_by is None:
-        return f"{reason}. To clip or unscale without a wait, attach with norms='sharded'"
+        return (
+            "gradients were read or replaced before optimizer.step(), so their updates are not deferred",
+            "To clip or unscale without a wait, attach with norms='sharded' (under run: --norms sharded)",
+        )
     return (
-        f"{reason}: {clipped_by}, waits for all gradients. Attach with norms='sharded' to keep the overlap; then "
-        "each rank computes on its share of the gradients, and only the last bits of the norm change"
+        f"{clipped_by} needs all gradients before optimizer.step(), so their updates are not deferred",
+        "To keep the overlap, attach with norms='sharded' (under run: --norms sharded): each rank then computes on its "
+        "share of the gradients, and only the last bits of the norm change",
     )
 
 

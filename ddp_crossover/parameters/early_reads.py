@@ -26,8 +26,8 @@ class EarlyReads:
         counts: in how many steps each line was the first.
         is_inside_forward: whether the model's forward is running, where updates are needed anyway.
         is_explained: whether it is already known why this step waits.
-        clipped_by: the line that was the first in this step to need gradients, with the function of torch that clips or
-            unscales there; None if it is none of these.
+        clipped_by: if torch's clipping or loss scaling was the first in this step to need gradients, which of them, and
+            at which line; else None.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class EarlyReads:
             self._gradients_were_read = True
             if (reader := gradient_caller()) is not None:
                 function = "GradScaler" if reader.call is GradientCall.UNSCALE else "clipping"
-                self.clipped_by = f"torch's {function}, called at {caller()}"
+                self.clipped_by = f"torch's {function} at {caller()}"
         self._note("reads gradients that are still on the wire")
 
     def _note(self, what: str) -> None:

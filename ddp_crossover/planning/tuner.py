@@ -71,8 +71,8 @@ class TuningResult:
         """The result in one line: step times as measured, in this run, of the winner and of what it was compared to."""
         fastest, plain = _ms(self.fastest_s), _ms(self.plain_s)
         if self.best.schedule is Schedule.ALLREDUCE:
-            others = f"groups of {self.fastest} took {fastest} ms"
-            return f"plain all-reduces, {plain} ms a step: {others}, which is no clear gain"
+            others = f"groups of {self.fastest} took {fastest} ms, which is no clear gain"
+            return f"plain all-reduces, {plain} ms a step: {others}; set fusion_mb to use the pipeline anyway"
         times = f"{self.plain_s / self.best_s:.2f} times as fast"
         return f"{fastest} ms a step instead of {plain} with plain all-reduces ({times}), in groups of {self.best}"
 

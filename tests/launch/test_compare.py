@@ -11,6 +11,8 @@ import torch
 
 from ddp_crossover.launch.compare import compare
 
+MODEL = {"overlapped_steps": 1, "finished_steps": 1, "pipelined_iterations": 1, "fallbacks": {}, "obstacles": {}}
+
 
 def _write(folder: Path, weight: list[float], **other: Any) -> Path:
     folder.mkdir()
@@ -22,7 +24,7 @@ def _write(folder: Path, weight: list[float], **other: Any) -> Path:
         "optimizers": [],
         "sums_are_in_rank_order": False,
         "sums_may_round": True,
-        "models": [{"overlapped_steps": 1, "finished_steps": 1, "pipelined_iterations": 1, "fallbacks": {}}],
+        "models": [MODEL],
     }
     (folder / "0.json").write_text(json.dumps(record | other))
     torch.save({"b": torch.zeros(1), "w": torch.tensor(weight)}, folder / "0.pt")
@@ -50,3 +52,12 @@ def test_optimizers_with_states_of_the_same_name_are_all_compared(tmp_path: Path
     ours = _write(tmp_path / "ours", [1.0, 1.0], optimizers=others, sums_may_round=False)
     verdict = compare(same[0], ours, same[1], 0)
     assert verdict.exit_status == 1 and "optimizer 1, SGD: step of parameter 0" in verdict.text
+
+
+def test_it_says_when_too_few_steps_overlapped_to_mean_much(tmp_path: Path) -> None:
+    plain, again = _write(tmp_path / "plain", [1.0]), _write(tmp_path / "again", [1.0])
+    verdict = compare(plain, _write(tmp_path / "ours", [1.0]), again, 0)
+    assert verdict.text.endswith("1 of 1 pipelined steps overlapped)")
+    waits = MODEL | {"overlapped_steps": 1, "finished_steps": 3, "obstacles": {"train.py:3 clips": 2}}
+    weak = compare(plain, _write(tmp_path / "waits", [1.0], models=[waits]), again, 0)
+    assert weak.exit_status == 0 and weak.text.endswith("a run whose steps do; train.py:3 clips (2 times)")

@@ -37,19 +37,20 @@ def test_as_much_communication_as_compute_is_worth_it() -> None:
     assert prediction.communication_s == pytest.approx(0.3, rel=0.01)
     # Plain DDP has two buckets here, a small one that is sent in backward, and one with nearly everything.
     assert prediction.plain_s == pytest.approx(0.54, rel=0.01) and prediction.ours_s == pytest.approx(0.33, rel=0.1)
-    text = verdict(prediction, {"train.py:3 reads parameters": 2}, 20, "run it")
+    text = verdict(prediction, {"train.py:3 reads parameters": 2}, {}, 20, "run it")
     assert text.startswith("Worth it: ") and text.endswith("Use: run it") and "train.py:3" not in text
 
 
 def test_a_line_that_needs_all_updates_in_every_step_is_the_verdict() -> None:
-    text = verdict(predict(_profile(3e-8), DEFAULT_BUCKET_MB), {"train.py:3 reads parameters": 19}, 20, "run it")
-    assert text.startswith("Not as the script is: train.py:3 reads parameters. Without that: ")
+    what, prediction = "train.py:3 reads parameters", predict(_profile(3e-8), DEFAULT_BUCKET_MB)
+    text = verdict(prediction, {what: 19}, {what: "Use that"}, 20, "run it")
+    assert text.startswith(f"Not as the script is: {what}. Use that. Without that: ")
 
 
 def test_a_fast_link_is_not_worth_it() -> None:
     prediction = predict(_profile(1e-11), DEFAULT_BUCKET_MB)
     assert prediction.gain < 0.01
-    assert verdict(prediction, {}, 20, "run it").startswith("Not worth it here: no difference is expected")
+    assert verdict(prediction, {}, {}, 20, "run it").startswith("Not worth it here: no difference is expected")
 
 
 def test_it_never_predicts_a_loss_because_the_tuner_would_keep_plain_all_reduces() -> None:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 import compiled_optimizers
 import gradient_loops as loops
+from ddp_crossover.figures.stats import DearStats
 from equivalence import ADAMW, SGD, Case, Run, assert_same, assert_same_on_all_ranks, optimizer, run_arm, snapshot
 from harness import run_faulty_ranks
 from models import INPUTS, OUTPUTS, DeepNet, OddNet
@@ -487,18 +488,19 @@ def _look_on_rank_0() -> None:
     ("loop", "function"), [(loops.clip_norm, "clipping"), (scale_loss, "GradScaler")], ids=["clip", "scaler"]
 )
 def test_exact_norms_say_once_which_line_costs_the_overlap(on_ranks, loop, function) -> None:
-    fallbacks, others = on_ranks(_fallbacks, 2, Case(loop, optimizer=SGD, steps=20))
-    [(reason, times)] = fallbacks.items()
+    stats, other = on_ranks(_undeferred, 2, Case(loop, optimizer=SGD, steps=20))
+    [(reason, times)] = stats.fallbacks.items()
     assert times > 10
-    assert re.search(rf"torch's {function}, called at \w+_\w+\.py:\d+, waits for all gradients", reason), reason
-    assert "norms='sharded'" in reason
-    assert fallbacks == others
+    assert re.search(rf"torch's {function} at \w+_\w+\.py:\d+ needs all gradients", reason), reason
+    assert "norms='sharded'" in stats.advice[reason]
+    assert stats.fallbacks == other.fallbacks
+    assert list(stats.obstacles) == [reason], "one cause is told twice"
 
 
-def _fallbacks(case: Case) -> dict[str, int]:
+def _undeferred(case: Case) -> DearStats:
     _, _, stats = run_arm(case, with_dear=True)
     assert stats.deferred_steps == 0
-    return dict(stats.fallbacks)
+    return stats
 
 
 def test_ranks_must_agree_on_the_option(on_ranks) -> None:

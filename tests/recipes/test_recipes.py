@@ -134,7 +134,7 @@ def _assert_same_final_state(ours: Launch, plain: Launch) -> None:
 
 
 def _assert_attached(recipe: Recipe, output: str) -> None:
-    figures = re.search(r"\d+ of (\d+) steps overlapped(.*)", output)
+    figures = re.search(r"\d+ of (\d+) pipelined steps overlapped(.*)", output, re.DOTALL)
     assert figures, output
     assert int(figures[1]) > 0, "no step took the pipeline"
     # Which steps overlap is a matter of time; what keeps them from it is not.
