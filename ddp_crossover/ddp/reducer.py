@@ -36,6 +36,11 @@ from ddp_crossover.planning.session import Orders, Planning
 from ddp_crossover.torch_internals.autograd import call_after_backward
 from ddp_crossover.torch_internals.ddp import GradBucket, comm_hooks_of, forget_comm_hooks, rebuild_buckets
 
+NOT_FASTER = (
+    "the pipeline is not clearly faster than plain all-reduces here, so these are used and nothing is deferred; set "
+    "fusion_mb to use the pipeline anyway"
+)
+
 
 class Reducer:
     """Reduces the gradients of one DDP model.
@@ -303,10 +308,7 @@ class Reducer:
 
     def _why_plain(self) -> str | None:
         if self._planning.has_begun and self._planning.settled:
-            return (
-                "the pipeline is not clearly faster than plain all-reduces here, so these are used and nothing is "
-                "deferred; set fusion_mb to use the pipeline anyway"
-            )
+            return NOT_FASTER
         return self._plain_reason
 
     # Forwards, and other readers of parameters.

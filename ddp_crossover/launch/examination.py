@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_crossover.comm_hook import DearState
+from ddp_crossover.ddp.reducer import NOT_FASTER
 from ddp_crossover.launch.leaving import leave
 from ddp_crossover.launch.steps_made import STEPS_MADE, StepsMade
 from ddp_crossover.torch_internals.ddp import bucket_cap_bytes
@@ -87,7 +88,8 @@ class Examination:
                 {
                     **asdict(stats),
                     "last_steps": [],
-                    "obstacles": stats.obstacles,
+                    # That a plan was not worth it is no fault of the script, and what the verdict is about.
+                    "obstacles": {what: times for what, times in stats.obstacles.items() if what != NOT_FASTER},
                     "has_profile": profile is not None,
                     "why": state.tuning_progress(),
                 }
