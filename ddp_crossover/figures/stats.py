@@ -140,7 +140,7 @@ class DearStats:
 
     @property
     def obstacles(self) -> Counter[str]:
-        """What kept steps from overlapping, and in how many steps: ``looks`` and ``fallbacks``, each cause once."""
+        """Each cause in ``looks`` and ``fallbacks`` once, with the number of steps that it kept from overlapping."""
         causes = " ".join(self.fallbacks)
         looks = {look: steps for look, steps in self.looks.items() if f"{look.split()[0]} " not in f"{causes} "}
         return Counter({**self.fallbacks, **looks})

@@ -72,7 +72,7 @@ class TuningResult:
         fastest, plain = _ms(self.fastest_s), _ms(self.plain_s)
         if self.best.schedule is Schedule.ALLREDUCE:
             others = f"groups of {self.fastest} took {fastest} ms, which is no clear gain"
-            return f"plain all-reduces, {plain} ms a step: {others}; set fusion_mb to use the pipeline anyway"
+            return f"plain all-reduces, {plain} ms a step: {others} (set fusion_mb to use the pipeline anyway)"
         times = f"{self.plain_s / self.best_s:.2f} times as fast"
         return f"{fastest} ms a step instead of {plain} with plain all-reduces ({times}), in groups of {self.best}"
 

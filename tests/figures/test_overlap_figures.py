@@ -123,7 +123,7 @@ def test_the_line_that_needs_updates_early_is_named_once_a_step(on_ranks, name) 
     first = _line_of(after_step if before_step is _do_nothing else before_step)
     file, number = where.split()[0].split(":")
     assert file == "test_overlap_figures.py" and first < int(number) <= first + 2
-    assert what in where and f"{steps} times: {where}" in line
+    assert what in where and f"{steps} times: " in line and where.split()[0] in line
     assert steps == Case().steps - 3  # the pipeline starts with the fourth step
 
 

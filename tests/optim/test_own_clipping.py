@@ -107,10 +107,9 @@ def scaler_in_no_sync(run: Run) -> Iterator[Any]:
         run.optimizer.zero_grad()
         loss = run.loss(run.model(x), y)
         is_shared = index % 2 == 1
-        if not is_shared and index % 4 == 2 and run.rank == run.case.world_size - 1:
-            loss = loss * INFINITY
+        overflows = not is_shared and index % 4 == 2 and run.rank == run.case.world_size - 1
         with nullcontext() if is_shared else run.model.no_sync():
-            scaler.scale(loss).backward()
+            scaler.scale(loss * (INFINITY if overflows else 1)).backward()
         scaler.unscale_(run.optimizer)
         found = scaler._per_optimizer_states[id(run.optimizer)]["found_inf_per_device"]
         yield loss, {str(device): value.clone() for device, value in found.items()}

@@ -180,5 +180,5 @@ def _wrapped(model: nn.Module) -> Optimizer:
 def test_coupling_is_found_where_it_hides(on_ranks, make) -> None:
     """Behind a threshold, behind a learning rate of 0, behind an optimizer inside of an optimizer."""
     [fallbacks] = on_ranks(_why_waits, 1, make)
-    assert any("needs all gradients" in reason for reason in fallbacks), fallbacks
+    assert any("waits for all gradients" in reason for reason in fallbacks), fallbacks
     check_case(Case(model=DeepNet, optimizer=make, pipelined=False), on_ranks)

@@ -208,8 +208,8 @@ def test_a_tie_leaves_what_was_there() -> None:
     result, _ = Machine(lambda octave: 1.0, plain=1.005).tune(Tuner(Candidate(4.0), model_bytes=MODEL_BYTES))
     assert result.best.schedule == Schedule.ALLREDUCE
     assert result.describe() == (
-        "plain all-reduces, 1005 ms a step: groups of 4 MiB took 1000 ms, which is no clear gain; set fusion_mb to "
-        "use the pipeline anyway"
+        "plain all-reduces, 1005 ms a step: groups of 4 MiB took 1000 ms, which is no clear gain (set fusion_mb to "
+        "use the pipeline anyway)"
     )
 
 
