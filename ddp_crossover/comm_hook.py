@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from ddp_crossover.collectives.leg import LegError
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.make_link import make_link
-from ddp_crossover.ddp.early_arrival import let_gradients_arrive_early
+from ddp_crossover.ddp.early_arrival import Buckets
 from ddp_crossover.ddp.forks import watch_forks
 from ddp_crossover.ddp.reducer import Reducer
 from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers, why_plain_all_reduce
@@ -32,7 +32,7 @@ from ddp_crossover.ddp.turn_points import TurnPoints
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
 from ddp_crossover.figures.stats import DearStats, FallbackLog
 from ddp_crossover.figures.summary import about, in_force, summary
-from ddp_crossover.fusion import FusionPlan, Schedule
+from ddp_crossover.fusion import MB, FusionPlan, Schedule
 from ddp_crossover.fusion_buffers.arenas import make_arenas
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.lease.client import GpuLease
@@ -46,7 +46,12 @@ from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.pending_parameter import PendingParameter, touch
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.session import Planning
-from ddp_crossover.torch_internals.ddp import GradBucket, managed_parameters, process_group_timeout
+from ddp_crossover.torch_internals.ddp import (
+    GradBucket,
+    bucket_cap_bytes,
+    managed_parameters,
+    process_group_timeout,
+)
 from ddp_crossover.torch_internals.dispatch import allow_foreach, settle_before_use
 from ddp_crossover.torch_internals.optimizers import has_hooks
 from ddp_crossover.tracing.recording import recording
@@ -76,8 +81,9 @@ class DearState:
             and wait for all gradients, so that no update is deferred in a step that clips. ``"sharded"``: they take
             norms from the ranks' shards and leave the factor pending, so the overlap is kept; the last bits of the norm
             may differ. Then every rank must make the same calls of these functions, in the same order.
-        tune: with ``schedule="auto"`` and no ``fusion_mb``: try group sizes, and plain all-reduce, on at most 60
-            training steps (results stay exact), and keep the fastest. False: use what the measured times predict.
+        tune: with ``schedule="auto"`` and no ``fusion_mb``: try group sizes, plain all-reduce, and DDP as it was, on
+            at most 68 training steps (results stay exact), and keep the fastest. If that is DDP as it was, it is left
+            alone, see :attr:`detached`. False: use what the measured times predict.
         tuned_file: path of a JSON file in which rank 0 stores the result of tuning, for the next run to load.
         lease: a :class:`GpuLease`, with which jobs share this device: other jobs compute while this one waits for
             communication, and the other way round. It is held from forward to the end of backward, given away in
@@ -142,14 +148,17 @@ class DearState:
         require_same_setup(self._link, named, optimizers, options)
         self._turns = Turns(lease, self._link.clock, self._fallbacks.note_here)
         backend = dist.get_backend(ddp.process_group)
-        self._planning = Planning(named, options, self._link, backend, self._turns)
+        has_choice = self._plain_reason is None and lease is None and options.leaves_the_choice
+        bucket_cap_mb = bucket_cap_bytes(ddp) / MB if has_choice else None
+        self._planning = Planning(named, options, self._link, backend, self._turns, bucket_cap_mb)
         self._planning.load_tuned()
         memory: dict[str, Tensor] = {}
-        on_first_forward = None
-        if self._plain_reason is None:
+        parameters = [parameter for _, parameter in named]
+        buckets = Buckets(ddp, parameters)
+        if self._plain_reason is None and self._planning.why_not_at_all() is None:
             memory = make_arenas(self._planning.specs, named, self._link, wire_dtype)
             self._planning.measure_link()
-            on_first_forward = let_gradients_arrive_early(ddp, named)
+            buckets.make_small_at_attach(parameters)
         self._early_reads = EarlyReads()
         self._params = LazyParams(named)
         self._updates = DeferredUpdates(
@@ -170,7 +179,8 @@ class DearState:
             self._updates,
             self._fallbacks,
             self._turns,
-            on_first_forward=on_first_forward,
+            buckets=buckets,
+            on_leave=_weakly(weakref.WeakMethod(self._leave)),
             memory=memory,
             options=options,
             plain_reason=self._plain_reason,
@@ -185,12 +195,17 @@ class DearState:
         allow_foreach(PendingParameter)
         watch_forks(self)
         self._detached = False
+        self._left_because: str | None = None
 
     # What users call.
 
     @property
     def detached(self) -> bool:
-        """Whether :meth:`detach` was called, the model was dropped, or ``DDP_CROSSOVER=off`` is set."""
+        """Whether DDP trains as it was before attach.
+
+        Because :meth:`detach` was called, the model was dropped, ``DDP_CROSSOVER=off`` is set, or there is nothing to
+        gain: with one rank, or because the tuner has found that DDP as it was is as fast.
+        """
         return self._detached
 
     @property
@@ -218,7 +233,7 @@ class DearState:
     def tuning_progress(self) -> str:
         """Return one line about what is being measured or tried now, or what was found and what it gains."""
         if self._detached:
-            return "detached: the model trains as plain DDP does"
+            return self._left_because or "detached: the model trains as plain DDP does"
         return self._plain_reason or self._planning.progress()
 
     def __repr__(self) -> str:
@@ -360,6 +375,12 @@ class DearState:
             self._turns.release()
             self._link.close()
 
+    def _leave(self, why: str) -> None:
+        """Detach because nothing can be gained. Every rank does, at its next forward."""
+        self._left_because = f"DDP trains as it was before attach: {why}"
+        self._fallbacks.note(self._left_because, is_said=self._planning.settled)  # then the planner has said it
+        self.detach()
+
     def _model_is_dropped(self) -> None:
         """Detach when the DDP object is collected: its network may stay in use, or be wrapped again."""
         if is_own_thread():
@@ -408,6 +429,16 @@ class DearState:
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Reduce one bucket; the implementation of :func:`dear_hook`."""
         return self._reducer.reduce(bucket)
+
+
+def _weakly(method: weakref.WeakMethod[Callable[[str], None]]) -> Callable[[str], None]:
+    """Call the method while its object is there: a cycle of references would keep the model's memory for long."""
+
+    def call(why: str) -> None:
+        if (bound := method()) is not None:
+            bound(why)
+
+    return call
 
 
 def _settled(tensor: Tensor) -> Tensor:

@@ -81,6 +81,12 @@ class Options:
                 "send gradients in their own dtype"
             )
 
+    @property
+    def leaves_the_choice(self) -> bool:
+        """Whether DDP may train as it was before attach if that is as fast, because nothing says what to do instead."""
+        is_searched = self.schedule is Schedule.AUTO and self.fusion_mb is None
+        return is_searched and self.wire_dtype is None and not self.strict
+
     def shared_by_ranks(self) -> dict[str, object]:
         """Return the options in which all ranks must agree, as JSON values."""
         return {

@@ -95,7 +95,7 @@ def make_step(case: Case, optimizer_name: str, hook: str, stack: contextlib.Exit
     else:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
     if hook == "dear":
-        state = dx.DearState(ddp, optimizer)
+        state = dx.DearState(ddp, optimizer, schedule="dear")  # with "auto", DDP with one rank is left alone
         ddp.register_comm_hook(state, dx.dear_hook)
         stack.callback(state.detach)
 

@@ -34,6 +34,8 @@ _CLOSE_POLL_S = 1e-3
 class PeerLink(Link):
     """The part of the links over gloo that does not depend on the device of the buffers."""
 
+    adds_in_rank_order = True
+
     def __init__(
         self,
         process_group: dist.ProcessGroup,

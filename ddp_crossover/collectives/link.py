@@ -43,6 +43,7 @@ class Link(ABC):
         world_size: number of ranks in the group.
         iteration: number of the training iteration to which legs that are started now belong.
         meter: the clock of the legs, and the bytes that they have sent.
+        adds_in_rank_order: whether sums do not depend on the backend's algorithm.
         has_fused_all_reduce: whether an all-reduce is one operation, not a scatter and a gather leg.
         all_reduce_stream: stream for :func:`all_reduce_sum` on another process group, which stays usable after the
             link is closed; None if that function needs none.
@@ -55,6 +56,7 @@ class Link(ABC):
     """
 
     owns_process_group: bool = False
+    adds_in_rank_order: bool = False
     has_fused_all_reduce: bool = False
     all_reduce_stream: torch.cuda.Stream | None = None
     is_closed: bool = False

@@ -1,7 +1,8 @@
-"""Lets gradients reach the hook early, by giving DDP smaller buckets."""
+"""Lets gradients reach the hook early, by giving DDP smaller buckets, and gives it its own back."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_crossover.torch_internals.ddp import bucket_cap_bytes, has_run_forward, rebuild_buckets
+from ddp_crossover.torch_internals.ddp import bucket_cap_bytes, has_run_forward, rebuild_buckets, rebuild_under_hook
 
 # Size of DDP's buckets: small enough that gradients reach the hook early, and not too many of them, because each hook
 # call costs tens of microseconds.
@@ -17,24 +18,53 @@ _ARRIVAL_BYTES = 2**20
 _MAX_BUCKETS = 256
 
 
-def let_gradients_arrive_early(
-    ddp: DistributedDataParallel, named: Sequence[tuple[str, torch.nn.Parameter]]
-) -> Callable[[], None] | None:
-    """Give DDP smaller buckets, because a gradient reaches the hook only when its whole bucket is complete.
+class Buckets:
+    """The buckets in which DDP hands over gradients.
 
-    The planner decides which gradients travel together, so DDP's buckets of 25 MiB would only cost overlap.
+    A gradient reaches the hook only when its whole bucket is complete. The planner decides which gradients travel
+    together, so DDP's buckets of 25 MiB would only cost overlap.
 
-    Returns:
-        A callback for the beginning of the next forward: until then, backward is refused. None if it is not refused.
+    Args:
+        ddp: the model.
+        parameters: the parameters that it manages.
+
+    Attributes:
+        are_as_built: whether they are those that the user has set.
     """
-    total_bytes = sum(parameter.nbytes for _, parameter in named)
-    cap_bytes = max(_ARRIVAL_BYTES, total_bytes // _MAX_BUCKETS)
-    if cap_bytes < bucket_cap_bytes(ddp):
-        rebuild_buckets(ddp, cap_bytes)
-        if not has_run_forward(ddp):
-            return None
-        return _refuse_backward_of_earlier_forward(ddp, [parameter for _, parameter in named])
-    return None
+
+    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
+        self._ddp = weakref.ref(ddp)
+        total_bytes = sum(parameter.nbytes for parameter in parameters)
+        cap_bytes = max(_ARRIVAL_BYTES, total_bytes // _MAX_BUCKETS)
+        self._small_bytes = cap_bytes if cap_bytes < bucket_cap_bytes(ddp) else None
+        self.are_as_built = True
+        self._allow_backward: Callable[[], None] | None = None
+
+    def make_small_at_attach(self, parameters: Sequence[Tensor]) -> None:
+        """Make them small before there is a hook. Until the next forward, backward is refused."""
+        self.are_as_built = False
+        ddp = self._ddp()
+        if self._small_bytes is None or ddp is None:
+            return
+        rebuild_buckets(ddp, self._small_bytes)
+        if has_run_forward(ddp):
+            self._allow_backward = _refuse_backward_of_earlier_forward(ddp, parameters)
+
+    def forward_begins(self) -> None:
+        """Allow backward from now on."""
+        if self._allow_backward is not None:
+            self._allow_backward()
+            self._allow_backward = None
+
+    def change(self, *, as_built: bool) -> bool:
+        """Change them at the beginning of a forward; every rank must call it. Returns whether they were others."""
+        if as_built == self.are_as_built:
+            return False
+        self.are_as_built = as_built
+        ddp = self._ddp()
+        if self._small_bytes is not None and ddp is not None:
+            rebuild_under_hook(ddp, None if as_built else self._small_bytes)
+        return True
 
 
 def _refuse_backward_of_earlier_forward(

@@ -6,6 +6,7 @@ all-reduces are as fast. It sends in the wire dtype and adds up in the same orde
 # No `from __future__ import annotations`: DDP checks the annotations of what it calls, and expects types.
 
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,10 +26,19 @@ class PlainAllReduce:
         turns: notified of waits, so that another job may compute meanwhile.
         device: device of the gradients.
         wire_dtype: dtype to which wider gradients are cast on the wire, or None.
+        all_reduce: sums a bucket, given its index, over all ranks; by default, the link does.
     """
 
-    def __init__(self, link: Link, turns: Turns, device: torch.device, wire_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        link: Link,
+        turns: Turns,
+        device: torch.device,
+        wire_dtype: torch.dtype | None,
+        all_reduce: Callable[[int, Tensor], torch.futures.Future[Tensor]] | None = None,
+    ) -> None:
         self._link = link
+        self._all_reduce = all_reduce or link.all_reduce
         self._turns = turns
         self._is_on_cpu = device.type == "cpu"
         self._wire_dtype = wire_dtype
@@ -52,7 +62,7 @@ class PlainAllReduce:
         if (dtype := travels_as(buffer.dtype, self._wire_dtype)) is not buffer.dtype:
             on_wire = torch.empty_like(buffer, dtype=dtype)
         scale_into(on_wire, buffer, 1.0 / self._link.world_size)
-        future = self._link.all_reduce(bucket.index(), on_wire)
+        future = self._all_reduce(bucket.index(), on_wire)
         self._under_way.append(future)
         self._last_bucket_s = time.perf_counter()
         return future if on_wire is buffer else future.then(lambda summed: buffer.copy_(summed.value()))

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.ddp.bucket_layout import LayoutRecorder
+from ddp_crossover.ddp.early_arrival import Buckets
 from ddp_crossover.ddp.forwards import CompiledCode, ForwardWatch
 from ddp_crossover.ddp.memory_formats import MemoryFormats
 from ddp_crossover.ddp.plain_all_reduce import PlainAllReduce
@@ -55,7 +56,8 @@ class Reducer:
         updates: defers the optimizers' updates.
         fallbacks: records what took a slower path.
         turns: notified when compute begins, waits and ends.
-        on_first_forward: called when the first forward begins, or None.
+        buckets: DDP's buckets, which are changed with the plan.
+        on_leave: called when DDP should train as it was before attach, with the reason. It has to detach.
         memory: arenas for the first pipeline, large enough for every plan.
         options: the user's options.
         plain_reason: why every bucket goes through a plain all-reduce, or None.
@@ -73,7 +75,8 @@ class Reducer:
         fallbacks: FallbackLog,
         turns: Turns,
         *,
-        on_first_forward: Callable[[], None] | None,
+        buckets: Buckets,
+        on_leave: Callable[[str], None],
         memory: Mapping[str, Tensor],
         options: Options,
         plain_reason: str | None,
@@ -94,6 +97,12 @@ class Reducer:
         self._options = options
         self._plain_reason = plain_reason
         self._plain = PlainAllReduce(link, turns, self._device, options.wire_dtype)
+        # Of two values there is one sum; more are added in another order by the backend than by us, and runs repeat.
+        self._can_leave = link.world_size <= 2 or not link.adds_in_rank_order
+        all_reduce = self._all_reduce_as_ddp if self._can_leave else None
+        self._as_built = PlainAllReduce(link, turns, self._device, options.wire_dtype, all_reduce)
+        self._buckets = buckets
+        self._on_leave = on_leave
         self.pipeline: Pipeline | None = None
         self.iterations = self.pipelined_iterations = 0
         self.steps = StepLog()
@@ -109,7 +118,6 @@ class Reducer:
         refuse_methods(ddp)
         self._in_backward = False
         self._last_bucket = -1
-        self._on_first_forward = on_first_forward
         self._seen_forward = False
         self._awaits_backward = False
         self._detached = False
@@ -124,7 +132,12 @@ class Reducer:
     @property
     def _reduction(self) -> PlainAllReduce | Pipeline:
         """What reduces the buckets now."""
-        return self.pipeline if self.pipeline is not None else self._plain
+        if self.pipeline is not None:
+            return self.pipeline
+        return self._as_built if self._buckets.are_as_built else self._plain
+
+    def _all_reduce_as_ddp(self, bucket: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
+        return all_reduce_sum(buffer, self._process_group, self._link.clock, bucket, self._link.all_reduce_stream)
 
     def detach(self) -> None:
         """Apply pending updates, deliver pending gradients, and remove all hooks."""
@@ -233,8 +246,8 @@ class Reducer:
 
     def _graph_task_ended(self) -> None:
         if self._layouts.complete:
-            if self.pipeline is None:
-                self._plain.wait()
+            if isinstance(reduction := self._reduction, PlainAllReduce):
+                reduction.wait()
             if self.pipeline is None or self.model.find_unused_parameters:
                 self._turns.release()  # DDP waits for other ranks next
         # Queue again, to run after DDP's own callback, which copies buckets into gradients.
@@ -271,7 +284,7 @@ class Reducer:
     def _choose_plan(self) -> None:
         if self._plain_reason is not None or not self._use_order.is_known:
             return
-        if self._layouts.settled_anew():
+        if self._layouts.settled_anew() and not self._buckets.are_as_built:
             with self._turns.released():
                 plan = self._planning.begin(Orders(self._layouts.arrival_order(), self._use_order.ranks()))
             self._use(plan)
@@ -306,8 +319,13 @@ class Reducer:
             unwritten_is_unused=self.model.find_unused_parameters and not self.model.gradient_as_bucket_view,
         )
 
+    @property
+    def _leaves(self) -> bool:
+        """Whether DDP is to be left alone, because its own buckets and its own all-reduces are the plan for good."""
+        return self._can_leave and self._planning.settled and self._planning.takes_buckets_as_built
+
     def _why_plain(self) -> str | None:
-        if self._planning.has_begun and self._planning.settled:
+        if self._planning.has_begun and self._planning.settled and not self._leaves:
             return NOT_FASTER
         return self._plain_reason
 
@@ -320,8 +338,7 @@ class Reducer:
     def _before_forward(self) -> None:
         if not self._seen_forward:
             self._seen_forward = True
-            if self._on_first_forward is not None:
-                self._on_first_forward()
+            self._buckets.forward_begins()
             if not self._is_registered():
                 self._fallbacks.note(
                     "a DearState was built but its hook is not registered: call "
@@ -332,6 +349,8 @@ class Reducer:
             # Code that runs without gradients may check a parameter's class, as TransformerEncoder's fast path does.
             self._updates.flush()
             return
+        if self._follow_plan():
+            return
         self._updates.refuse_to_go_on()
         if self._planning.profiler is not None:
             self._planning.profiler.forward_begins()
@@ -341,6 +360,23 @@ class Reducer:
         self._params.on_use = note_use if self._planning.profiler is None else self._timing(note_use)
         self._early_reads.is_inside_forward = True
         self._compiled.before_forward()
+
+    def _follow_plan(self) -> bool:
+        """Give DDP the buckets that the plan wants; returns whether that was to leave DDP alone.
+
+        A plan is chosen in a backward, when DDP's buckets are in use. All ranks have chosen the same, and each follows
+        at its next forward, so they have the same buckets when the next gradients are reduced.
+        """
+        why = self._planning.progress() if self._leaves else self._planning.why_not_at_all()
+        if why is not None:
+            self._on_leave(why)
+            return True
+        if self._planning.has_begun and self._buckets.change(as_built=self._planning.takes_buckets_as_built):
+            self._layouts.forget()
+        if self._memory and self.pipeline is None and self._planning.has_begun and self._planning.settled:
+            self._memory = {}
+            self._link.use_arenas(())
+        return False
 
     def _after_forward(self, returned: bool) -> None:
         self._early_reads.is_inside_forward = False

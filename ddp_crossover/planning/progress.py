@@ -29,7 +29,11 @@ def coming(options: Options, given: str | None) -> str:
     """What follows once everything is measured; ``given`` comes from :func:`given_plan`."""
     if given is not None:
         return f"{given}; nothing is tried"
-    return "group sizes and plain all-reduces are tried" if options.tune else "the plan that should be the fastest"
+    return (
+        "group sizes, plain all-reduces and DDP as it was are tried"
+        if options.tune
+        else "the plan that should be the fastest"
+    )
 
 
 def outcome(
@@ -49,9 +53,13 @@ def outcome(
         return f"tuned: {result.describe()}{exposed}"
     if given is not None:
         return f"not tuned: {given}"
-    return "not tuned" if predicted is None else f"not tuned: {in_groups(predicted)}, predicted to be the fastest"
+    if predicted is None:
+        return "not tuned"
+    if predicted.as_built:
+        return f"not tuned: {predicted}, which is predicted to leave less than 1% of a step exposed"
+    return f"not tuned: {in_groups(predicted)}, predicted to be the fastest"
 
 
 def in_groups(candidate: Candidate) -> str:
     """The candidate as a part of a sentence."""
-    return "plain all-reduces" if candidate.schedule is Schedule.ALLREDUCE else f"groups of {candidate}"
+    return str(candidate) if candidate.schedule is Schedule.ALLREDUCE else f"groups of {candidate}"

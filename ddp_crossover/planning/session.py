@@ -10,7 +10,7 @@ import enum
 import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -26,9 +26,11 @@ from ddp_crossover.log import logger, say
 from ddp_crossover.options import Options
 from ddp_crossover.planning.compute_profiler import ComputeProfiler, Stopwatch
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.planning.ddp_buckets import ddp_buckets
 from ddp_crossover.planning.link_probe import probe_link
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.progress import coming, given_plan, outcome
+from ddp_crossover.planning.schedule_simulator import simulate
 from ddp_crossover.planning.search import CANDIDATES_MB, PlannedStep, choose_plan
 from ddp_crossover.planning.trials import Candidate
 from ddp_crossover.planning.tuned_file import TunedFileError, describe_model, load_tuned, save_tuned
@@ -37,6 +39,10 @@ from ddp_crossover.planning.tuner import TRIAL_STEPS, WARMUP_STEPS, Tuner, Tunin
 # The plan before any measurement: the number of groups to aim for, and bounds of the group size in MiB.
 _FIRST_GROUPS = 16
 _FIRST_MB = (0.25, 8.0)
+# With new buckets, DDP's next step makes them and the one after it orders them.
+_STEPS_OF_NEW_BUCKETS = 2
+# Less exposed communication than this share of compute is not worth a search.
+_NEGLIGIBLE = 0.01
 # Trials that another job disturbed are repeated, but not for ever: the tuner must end next to a job that never leaves.
 _MAX_REPEATED_TRIALS = 5
 
@@ -72,6 +78,10 @@ class Planning:
         backend: backend of the process group, such as ``"gloo"``.
         turns: turns on the device. The lease is released while ranks exchange messages, and a trial that another job
             disturbed is repeated.
+        bucket_cap_mb: maximum size of DDP's buckets before attach, in MiB; None if DDP as it was is no choice.
+
+    Attributes:
+        takes_buckets_as_built: whether the plan in force is DDP as it was before attach.
     """
 
     def __init__(
@@ -81,6 +91,7 @@ class Planning:
         link: Link,
         backend: str,
         turns: Turns,
+        bucket_cap_mb: float | None,
     ) -> None:
         wire_dtype = options.wire_dtype
         self.specs = [_gradient_spec(name, parameter, wire_dtype) for name, parameter in named]
@@ -106,6 +117,9 @@ class Planning:
         self._waits_s: list[float] = []
         self._exposed_s: dict[Candidate, float] = {}
         self._predicted: Candidate | None = None
+        self._bucket_cap_mb = bucket_cap_mb
+        self._steps_to_skip = 0
+        self.takes_buckets_as_built = False
         self.stage = Stage.OBSERVING
         self.link_model: LinkModel | None = None
         self.compute: ComputeProfile | None = None
@@ -127,6 +141,7 @@ class Planning:
         require_equal("arrival order", {"arrival order": orders.arrival}, self._link.process_group, self._device)
         self._orders = Orders(proposals[0]["arrival"], proposals[0]["use"])
         self._tuner = self.result = None
+        self.takes_buckets_as_built, self._steps_to_skip = False, 0
         self._exposed_s.clear()
         self._repeats_left = _MAX_REPEATED_TRIALS
         self.profiler = None
@@ -137,6 +152,16 @@ class Planning:
             self.stage = Stage.PROFILING
             self.profiler = ComputeProfiler(self._stopwatch, len(self.specs))
         return plan
+
+    def why_not_at_all(self) -> str | None:
+        """Why DDP should train as it was from the first step on, or None."""
+        if self._bucket_cap_mb is None:
+            return None
+        if self._link.world_size == 1:
+            return "there is one rank, so nothing is sent"
+        if self._known is not None and self._known.as_built:
+            return f"DDP as it was is the fastest, as stored in tuned_file {self._options.tuned_file}"
+        return None
 
     @property
     def has_begun(self) -> bool:
@@ -154,6 +179,10 @@ class Planning:
             with self._turns.released():
                 return self._leave_profiling()
         if self.stage is Stage.TUNING:
+            if self._steps_to_skip:
+                self._steps_to_skip -= 1
+                self._begin_trial()
+                return None
             self._mark_step()
             if len(self._step_marks) > TRIAL_STEPS:
                 with self._turns.released():
@@ -201,19 +230,37 @@ class Planning:
         self.stage = Stage.SETTLED
         if fixed_mb is not None:
             return self._checked(self.planned.plan)
-        start = Candidate(
-            self.planned.plan.fusion_mb, Schedule.ALLREDUCE if self.planned.prefers_allreduce else Schedule.AUTO
-        )
-        self._predicted = start
+        start = self._predicted = self._best_predicted()
         if self._known is not None:
             self._say_what_was_decided()
             return self._plan_of(self._known)
-        if not self._options.tune:
+        if not self._options.tune or start.as_built:
+            if start.as_built:
+                self._say_what_was_decided()
             return self._plan_of(start)
-        self._tuner = Tuner(start, model_bytes=self._model_bytes, low_mb=max(0.25, self._lowest_mb()))
+        self._tuner = Tuner(
+            start,
+            model_bytes=self._model_bytes,
+            tries_as_built=self._bucket_cap_mb is not None,
+            low_mb=max(0.25, self._lowest_mb()),
+        )
         self.stage = Stage.TUNING
+        plan = self._plan_of(self._tuner.candidate)
         self._begin_trial()
-        return self._plan_of(self._tuner.candidate)
+        return plan
+
+    def _best_predicted(self) -> Candidate:
+        """The best candidate according to the cost model; DDP as it was only if nothing can be gained over it."""
+        assert self.planned is not None
+        plain = self.planned.prefers_allreduce
+        mb = self.planned.plan.fusion_mb
+        if self._bucket_cap_mb is not None and (profile := self.model_profile()) is not None:
+            assert profile.link is not None
+            buckets = ddp_buckets(profile, self._bucket_cap_mb)
+            step = simulate(buckets, profile.compute, profile.link, profile.world_size, Schedule.ALLREDUCE)
+            if step.step_s <= (1 + _NEGLIGIBLE) * profile.compute.compute_s:
+                return Candidate(mb, Schedule.ALLREDUCE, as_built=True)
+        return Candidate(mb, Schedule.ALLREDUCE if plain else Schedule.AUTO)
 
     def _begin_trial(self) -> None:
         self._step_marks, self._waits_s = [], []
@@ -243,12 +290,13 @@ class Planning:
             self._exposed_s[before] = median(exposed_s[WARMUP_STEPS:])
         for step_s in slowest_s:
             self._tuner.observe(step_s)
+        plan = self._plan_of(self._tuner.candidate) if self._tuner.candidate != before else None
         self._begin_trial()
         if self._tuner.result is not None:
             self._settle(self._tuner.result)
         elif self._link.rank == 0:
             logger.info("%s", self._tuner.progress())
-        return self._plan_of(self._tuner.candidate) if self._tuner.candidate != before else None
+        return plan
 
     def _settle(self, result: TuningResult) -> None:
         self.stage = Stage.SETTLED
@@ -284,18 +332,21 @@ class Planning:
         if self._link.rank == 0:
             try:
                 if (best := load_tuned(self._options.tuned_file, self._tuned_key[0])) is not None:
-                    mine["found"] = [best.fusion_mb, best.schedule]
+                    mine["found"] = asdict(best)
             except (TunedFileError, OSError) as error:
                 mine["error"] = str(error)
         answer = self._exchange(mine)[0]
         if "error" in answer:
             raise TunedFileError(answer["error"])
-        self._known = Candidate(*answer["found"]) if "found" in answer else None
+        self._known = Candidate(**answer["found"]) if "found" in answer else None
 
     # Making plans.
 
     def _plan_of(self, candidate: Candidate) -> FusionPlan:
         assert self.compute is not None
+        as_built = candidate.as_built and self._bucket_cap_mb is not None  # a tuned file may ask for it
+        self._steps_to_skip = _STEPS_OF_NEW_BUCKETS if as_built != self.takes_buckets_as_built else 0
+        self.takes_buckets_as_built = as_built
         if candidate.schedule is Schedule.ALLREDUCE:
             return self._checked(self._cut(candidate.fusion_mb, Schedule.ALLREDUCE))
         return self._checked(self._search(self.compute, [candidate.fusion_mb]).plan)

@@ -28,20 +28,26 @@ class Candidate:
     Attributes:
         fusion_mb: target size of a fusion group in MiB; plain all-reduce ignores it.
         schedule: ``AUTO`` or ``ALLREDUCE``.
+        as_built: whether plain all-reduce takes DDP's buckets as they were before attach, not our small ones.
     """
 
     fusion_mb: float
     schedule: Schedule = Schedule.AUTO
+    as_built: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.fusion_mb) and self.fusion_mb > 0):
             raise ValueError(f"fusion_mb={self.fusion_mb!r}: give a size in MiB greater than 0")
         if self.schedule not in (Schedule.AUTO, Schedule.ALLREDUCE):
             raise ValueError(f"schedule={str(self.schedule)!r}: only 'auto' and 'allreduce' can be tuned")
+        if self.as_built and self.schedule is Schedule.AUTO:
+            raise ValueError("as_built=True: DDP's own buckets go with schedule='allreduce'")
         object.__setattr__(self, "schedule", Schedule(self.schedule))  # a string, if it was read from a file
 
     def __str__(self) -> str:
-        return "plain all-reduce" if self.schedule is Schedule.ALLREDUCE else f"{self.fusion_mb:.3g} MiB"
+        if self.as_built:
+            return "DDP as it was"
+        return "plain all-reduces" if self.schedule is Schedule.ALLREDUCE else f"{self.fusion_mb:.3g} MiB"
 
 
 @dataclass(frozen=True)
@@ -106,11 +112,16 @@ class TrialLog:
                 best = other
         return best
 
+    def plain(self) -> Candidate:
+        """DDP as it was before attach if that was tried, unless plain all-reduce in small buckets is clearly faster."""
+        *small, best = sorted(self.candidates(Schedule.ALLREDUCE), key=lambda plain: plain.as_built)
+        return next((other for other in small if self.faster(other, best)), best)
+
     def winner(self) -> Candidate:
-        """The fastest ``AUTO`` candidate if it is clearly faster than plain all-reduce, else plain all-reduce."""
+        """The fastest ``AUTO`` candidate if it is clearly faster than all plain ones, else :meth:`plain`."""
         fastest = self.fastest()
         beaten = all(self.faster(fastest, plain) for plain in self.candidates(Schedule.ALLREDUCE))
-        return fastest if beaten else self.candidates(Schedule.ALLREDUCE)[0]
+        return fastest if beaten else self.plain()
 
     def _noise(self, candidate: Candidate) -> float:
         """Relative standard deviation of :meth:`time_s`, from the spread of all trials."""

@@ -7,13 +7,13 @@ the times first, for example on those of the slowest rank.
 The next candidate depends only on the measurements so far, so a conclusion that a later trial overturns is simply
 replaced. Candidates are tried in this order:
 
-1. The start, which is the best according to the cost model, and plain all-reduce.
+1. The start, which is the best according to the cost model, plain all-reduce, and DDP as it was before attach.
 2. The neighbours of the fastest size so far on the log2 grid. A faster neighbour takes its place, so this walks
    downhill.
 3. A golden section of the way to a measured neighbour, if step times are known to rise on at least one side.
-4. The winner and plain all-reduce again, if they were measured only once: the lowest of several noisy times is too low
-   on average, and the choice between these two should not depend on the state of the machine at the start. When trials
-   run out, this comes before 2 and 3.
+4. The winner and the best plain one again, if they were measured only once: the lowest of several noisy times is too
+   low on average, and the choice between these two should not depend on the state of the machine at the start. When
+   trials run out, this comes before 2 and 3.
 
 Accuracy, simulated on 80 curves of each kind from starts within two octaves of the best size: without noise the result
 is within 3% of the best time, except for one curve with 3.1%. With 3% noise in every step and a drift of up to 15%, the
@@ -24,7 +24,7 @@ result is within 3% for 99% of smooth curves (worst 4.4%) and for 94% of curves 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddp_crossover.fusion import MB, Schedule
 from ddp_crossover.log import short
@@ -52,7 +52,8 @@ class TuningResult:
         best_s: its step time in seconds, corrected to the state of the machine at the end (see :class:`TrialLog`).
         fastest: the fastest ``AUTO`` candidate; equals ``best`` unless that is plain all-reduce.
         fastest_s: step time of ``fastest`` in seconds, corrected likewise.
-        plain_s: step time of plain all-reduce in seconds, corrected likewise.
+        plain: DDP as it was, or plain all-reduce in small buckets if that is clearly faster or the only one tried.
+        plain_s: step time of ``plain`` in seconds, corrected likewise.
         trials: all trials in the order in which they ran, uncorrected.
         steps: number of training steps used, warm-up included.
         reason: why the tuner stopped.
@@ -62,6 +63,7 @@ class TuningResult:
     best_s: float
     fastest: Candidate
     fastest_s: float
+    plain: Candidate
     plain_s: float
     trials: tuple[Trial, ...]
     steps: int
@@ -72,9 +74,9 @@ class TuningResult:
         fastest, plain = _ms(self.fastest_s), _ms(self.plain_s)
         if self.best.schedule is Schedule.ALLREDUCE:
             others = f"groups of {self.fastest} took {fastest} ms, which is no clear gain"
-            return f"plain all-reduces, {plain} ms a step: {others} (set fusion_mb to use the pipeline anyway)"
+            return f"{self.best}, {plain} ms a step: {others} (set fusion_mb to use the pipeline anyway)"
         times = f"{self.plain_s / self.best_s:.2f} times as fast"
-        return f"{fastest} ms a step instead of {plain} with plain all-reduces ({times}), in groups of {self.best}"
+        return f"{fastest} ms a step instead of {plain} with {self.plain} ({times}), in groups of {self.best}"
 
 
 class Tuner:
@@ -84,7 +86,8 @@ class Tuner:
         start: first candidate, the best according to the cost model. With ``Schedule.ALLREDUCE`` plain all-reduce is
             tried first, and the search for a better size begins at ``fusion_mb``.
         model_bytes: bytes of all gradients; groups are never larger.
-        max_trials: maximum number of trials, each 6 training steps, repeats included; at least 2.
+        tries_as_built: whether DDP's buckets as they were before attach can be had.
+        max_trials: maximum number of trials, each 6 training steps, repeats included; at least 3.
         low_mb: smallest group size to try, in MiB.
 
     Attributes:
@@ -106,6 +109,7 @@ class Tuner:
         start: Candidate,
         *,
         model_bytes: int,
+        tries_as_built: bool = False,
         max_trials: int = 10,
         low_mb: float = 0.25,
     ) -> None:
@@ -114,7 +118,9 @@ class Tuner:
         self._max_trials = max_trials
         auto = self._at(math.log2(start.fusion_mb))
         plain = Candidate(auto.fusion_mb, Schedule.ALLREDUCE)
-        self._first = [plain, auto] if start.schedule is Schedule.ALLREDUCE else [auto, plain]
+        as_built = [replace(plain, as_built=True)] if tries_as_built else []
+        # Next to each other: a change of DDP's buckets costs two steps.
+        self._first = [*as_built, plain, auto] if start.schedule is Schedule.ALLREDUCE else [auto, plain, *as_built]
         self._log = TrialLog()
         self._steps_s: list[float] = []
         self.candidate = self._first[0]
@@ -162,7 +168,8 @@ class Tuner:
             best_s=self._log.time_s(best),
             fastest=fastest,
             fastest_s=self._log.time_s(fastest),
-            plain_s=self._log.time_s(self._log.candidates(Schedule.ALLREDUCE)[0]),
+            plain=self._log.plain(),
+            plain_s=self._log.time_s(self._log.plain()),
             trials=trials,
             steps=len(trials) * TRIAL_STEPS,
             reason=reason,
@@ -177,7 +184,7 @@ class Tuner:
             if not self._log.count(candidate):
                 return candidate
         winner, fastest = self._log.winner(), self._log.fastest()
-        plain = self._log.candidates(Schedule.ALLREDUCE)[0]
+        plain = self._log.plain()
         unconfirmed = [c for c in dict.fromkeys((winner, plain)) if self._log.count(c) == 1]
         if unconfirmed and self._max_trials - trials <= len(unconfirmed):
             return unconfirmed[0]

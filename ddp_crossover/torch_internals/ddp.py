@@ -110,6 +110,15 @@ def rebuild_buckets(ddp: DistributedDataParallel, cap_bytes: int | None = None) 
         ddp.logger._set_static_graph()  # type: ignore[union-attr]
 
 
+def rebuild_under_hook(ddp: DistributedDataParallel, cap_bytes: int | None) -> None:
+    """Give DDP a new reducer with the hooks that it has, see :func:`rebuild_buckets`."""
+    hooks = comm_hooks_of(ddp)
+    rebuild_buckets(ddp, cap_bytes)
+    forget_comm_hooks(ddp)
+    for hook, state in hooks:
+        ddp.register_comm_hook(state, hook)
+
+
 def is_updated_in_backward(parameter: torch.nn.Parameter) -> bool:
     """Whether an optimizer updates this parameter inside backward, as soon as its gradient is accumulated."""
     return hasattr(parameter, "_in_backward_optimizers")

@@ -56,7 +56,7 @@ def _freeze_late(thaw: bool) -> str:
     ddp = DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=0.5)
     last.requires_grad_(thaw)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    state = dx.attach(ddp, optimizer)
+    state = dx.attach(ddp, optimizer, fusion_mb=1.0)
     run = Run(Case(), with_dear=False)
     try:
         for index in range(4):

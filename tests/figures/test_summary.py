@@ -62,7 +62,7 @@ def test_a_state_shows_what_is_in_force(on_ranks) -> None:
 @pytest.mark.parametrize(
     ("options", "attached", "first_plan"),
     [
-        ({}, "group sizes and plain all-reduces are tried", "measuring the compute times"),
+        ({}, "group sizes, plain all-reduces and DDP as it was are tried", "measuring the compute times"),
         ({"tune": False}, "then the plan that should be the fastest", "measuring the compute times"),
         ({"fusion_mb": 0.5}, "schedule auto with groups of 0.5 MiB", "not tuned: schedule auto with groups of 0.5 MiB"),
         ({"schedule": "dear"}, "schedule dear with groups of", "not tuned: schedule dear with groups of"),
@@ -140,7 +140,7 @@ def test_the_end_of_tuning_is_one_line_on_rank_0(on_ranks, tmp_path, favourite) 
     # The made-up times: 1 s for the favourite, 2 s for the other, and more for groups of another size than the best.
     if favourite == Schedule.AUTO:
         assert re.fullmatch(
-            r"tuned: \d+ ms a step instead of 2000 with plain all-reduces \(\d\.\d\d times as fast\), "
+            r"tuned: \d+ ms a step instead of 2000 with DDP as it was \(\d\.\d\d times as fast\), "
             r"in groups of \S+ MiB; \S+ ms exposed",
             line,
         )

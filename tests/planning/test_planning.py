@@ -34,7 +34,7 @@ from plans import judged_plans, random_plans
 
 SETTLING = 4  # steps until DDP's buckets have settled
 PROFILING = 6
-TUNING = 60
+TUNING = 68  # ten trials, and two steps for each change of DDP's buckets
 
 
 class Job:
@@ -99,7 +99,7 @@ def test_stages_follow_each_other_and_end(on_ranks, options, expected) -> None:
         assert lasted.get(Stage.PROFILING, PROFILING) <= PROFILING
         assert lasted.get(Stage.TUNING, TUNING) <= TUNING
         if Stage.TUNING in lasted:
-            assert said.startswith("tuned: ") and "with plain all-reduces" in said and said.endswith(" ms exposed")
+            assert said.startswith("tuned: ") and "DDP as it was" in said and said.endswith(" ms exposed")
         elif options != {"schedule": "allreduce"}:
             assert said.startswith("not tuned: ")
 
@@ -124,7 +124,7 @@ def _measures_differ() -> Iterator[None]:
         )
 
     with (
-        mock.patch.object(planning, "probe_link", lambda *args: LinkModel(off * 1e-4, off * 1e-4, off * 1e-9)),
+        mock.patch.object(planning, "probe_link", lambda *args: LinkModel(off * 1e-3, off * 1e-3, off * 1e-9)),
         mock.patch.object(ComputeProfiler, "profile", other_profile),
     ):
         yield
@@ -154,7 +154,7 @@ def _agreed() -> tuple[Any, ...]:
 def test_all_ranks_plan_from_what_rank_0_has_measured_and_tune_alike(on_ranks) -> None:
     first, *others = on_ranks(_agreed, 3)
     link_model, compute, result, digests = first
-    assert link_model == LinkModel(1e-4, 1e-4, 1e-9)
+    assert link_model == LinkModel(1e-3, 1e-3, 1e-9)
     assert compute.forward_s > 0 and result is not None and len(digests) > 3
     for other in others:
         assert other == first

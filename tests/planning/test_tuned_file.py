@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddp_crossover.fusion import Schedule
 from ddp_crossover.planning import tuned_file
 from ddp_crossover.planning.trials import Candidate, Trial
 from ddp_crossover.planning.tuned_file import TunedFileError, describe_model, load_tuned, save_tuned
@@ -21,13 +22,14 @@ from harness import run_faulty_ranks
 
 NAMED = [("a.weight", torch.zeros(3, 4)), ("a.bias", torch.zeros(3, dtype=torch.float64))]
 WORLD = {"world_size": 2, "backend": "gloo", "device_type": "cpu", "wire_dtype": None}
+PLAIN = Candidate(5.21, Schedule.ALLREDUCE, as_built=True)
 KEY, MODEL = describe_model(NAMED, **WORLD)
 
 
 def result(fusion_mb: float = 5.21) -> TuningResult:
-    trials = (Trial(Candidate(fusion_mb), (0.1, 0.3, 0.2)), Trial(Candidate(fusion_mb, "allreduce"), (0.4,)))
+    trials = (Trial(Candidate(fusion_mb), (0.1, 0.3, 0.2)), Trial(PLAIN, (0.4,)))
     best = Candidate(fusion_mb)
-    return TuningResult(best, 0.2, best, 0.2, 0.4, trials, 12, "of a test")
+    return TuningResult(best, 0.2, best, 0.2, PLAIN, 0.4, trials, 12, "of a test")
 
 
 def save(path: Path | str, key: str = KEY, fusion_mb: float = 5.21) -> None:

@@ -160,7 +160,7 @@ def test_the_first_step_after_a_switch_does_not_count() -> None:
     for step_s in [99.0, *[1.0] * (TRIAL_STEPS - 1)]:
         switch = tuner.observe(step_s)
     assert switch == Candidate(8.0, Schedule.ALLREDUCE)
-    assert tuner.progress() == "tuning 2/10: plain all-reduce: warming up"
+    assert tuner.progress() == "tuning 2/10: plain all-reduces: warming up"
     for step_s in [99.0, *[2.0] * (TRIAL_STEPS - 1)]:
         tuner.observe(step_s)
     assert tuner.progress() == "tuning 3/10: 4 MiB: warming up, best 1000 ms at 8 MiB"
@@ -173,6 +173,31 @@ def test_the_start_that_is_plain_all_reduce_goes_first() -> None:
     tuner = Tuner(Candidate(8.0, Schedule.ALLREDUCE), model_bytes=MODEL_BYTES)
     assert tuner.candidate.schedule == Schedule.ALLREDUCE
     assert [tuner.observe(1.0) for _ in range(TRIAL_STEPS)][-1] == Candidate(8.0)
+
+
+def _with_ddp_as_it_was(pipeline_s: float, plain_s: float, as_built_s: float) -> TuningResult:
+    tuner = Tuner(Candidate(4.0), model_bytes=MODEL_BYTES, tries_as_built=True)
+    while tuner.result is None:
+        plain = as_built_s if tuner.candidate.as_built else plain_s
+        tuner.observe(pipeline_s if tuner.candidate.schedule == Schedule.AUTO else plain)
+    return tuner.result
+
+
+@pytest.mark.parametrize(
+    ("times_s", "best"),
+    [
+        ((1.0, 1.0, 0.9), "DDP as it was"),
+        ((1.0, 0.9, 0.8), "DDP as it was"),
+        ((1.0, 0.8, 0.9), "plain all-reduces"),
+        ((1.0, 1.0, 1.0), "DDP as it was"),
+        ((0.8, 0.9, 1.0), "4 MiB"),
+        ((0.9, 1.0, 0.8), "DDP as it was"),
+    ],
+)
+def test_ddp_as_it_was_is_kept_unless_something_is_clearly_faster(times_s, best) -> None:
+    result = _with_ddp_as_it_was(*times_s)
+    assert str(result.best) == best
+    assert result.plain.as_built == (times_s[1] > times_s[2] / 1.01)
 
 
 def test_it_stops_early_and_says_why() -> None:

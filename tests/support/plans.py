@@ -21,10 +21,15 @@ from ddp_crossover import comm_hook
 from ddp_crossover.fusion import MB, FusionPlan, Schedule, plan_fusion
 from ddp_crossover.planning.compute_profiler import Stopwatch
 from ddp_crossover.planning.session import Orders, Planning, Stage
+from ddp_crossover.planning.trials import Candidate
+
+AS_BUILT = "as built"  # a favourite: DDP as it was before attach
 
 
 class RandomPlanning(Planning):
     """Draws plans from a seed that all ranks share; the ranks compare them as they compare all plans.
+
+    Some of those that are plain all-reduces want DDP's buckets as they were before attach.
 
     Attributes:
         choices: what was chosen so far.
@@ -39,9 +44,13 @@ class RandomPlanning(Planning):
     def measure_link(self) -> None:
         """Not needed."""
 
+    def why_not_at_all(self) -> str | None:
+        """Nothing is: random plans are for one rank, too."""
+        return None
+
     def begin(self, orders: Orders) -> FusionPlan:
         self._orders = Orders(*self._exchange(orders)[0])
-        self.stage = Stage.SETTLED
+        self.stage = Stage.TUNING  # else DDP would be left alone once it has its own buckets
         return self._chosen()
 
     def at_step_boundary(self) -> FusionPlan | None:
@@ -49,6 +58,7 @@ class RandomPlanning(Planning):
 
     def _chosen(self) -> FusionPlan:
         self.choices.append(self._checked(self._plan_at_random(Schedule(self._draw.choice(self._schedules)))))
+        self.takes_buckets_as_built = self.choices[-1].schedule is Schedule.ALLREDUCE and self._draw.random() < 0.5
         return self.choices[-1]
 
     def _plan_at_random(self, schedule: Schedule) -> FusionPlan:
@@ -97,10 +107,15 @@ class JudgedPlanning(Planning):
         self._stopwatch = _Judge(self)
         self.choices: list[FusionPlan] = []
 
+    def _best_predicted(self) -> Candidate:
+        """Never to leave DDP alone at once, as on a machine on which compute is slow."""
+        predicted = super()._best_predicted()
+        return Candidate(predicted.fusion_mb) if predicted.as_built else predicted
+
     def made_up_step_s(self) -> float:
         assert self._tuner is not None
         candidate = self._tuner.candidate
-        step_s = 1.0 if candidate.schedule == self._favourite else 2.0
+        step_s = 1.0 if (AS_BUILT if candidate.as_built else candidate.schedule) == self._favourite else 2.0
         if candidate.schedule is Schedule.AUTO:
             step_s += 0.2 * abs(math.log2(candidate.fusion_mb / self._best_mb))
         return step_s
