@@ -59,10 +59,6 @@ class LayoutRecorder:
         arrived = {parameter for bucket in self._now.values() for parameter in bucket}
         return [index for index in self._index_of.values() if index not in arrived]
 
-    def forget(self) -> None:
-        """Start anew, because DDP gets other buckets; the plan's layout stays known."""
-        self._last = self._before_last = {}
-
     def end_backward(self) -> None:
         """Keep the layout of this backward, if every gradient has arrived."""
         if self.complete:

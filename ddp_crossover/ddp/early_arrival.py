@@ -30,6 +30,7 @@ class Buckets:
 
     Attributes:
         are_as_built: whether they are those that the user has set.
+        were_changed: whether they have been changed since the first forward.
     """
 
     def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
@@ -38,6 +39,7 @@ class Buckets:
         cap_bytes = max(_ARRIVAL_BYTES, total_bytes // _MAX_BUCKETS)
         self._small_bytes = cap_bytes if cap_bytes < bucket_cap_bytes(ddp) else None
         self.are_as_built = True
+        self.were_changed = False
         self._allow_backward: Callable[[], None] | None = None
 
     def make_small_at_attach(self, parameters: Sequence[Tensor]) -> None:
@@ -56,15 +58,14 @@ class Buckets:
             self._allow_backward()
             self._allow_backward = None
 
-    def change(self, *, as_built: bool) -> bool:
-        """Change them at the beginning of a forward; every rank must call it. Returns whether they were others."""
+    def change(self, *, as_built: bool) -> None:
+        """Change them at the beginning of a forward, if they are others; every rank must call it."""
         if as_built == self.are_as_built:
-            return False
-        self.are_as_built = as_built
+            return
+        self.are_as_built, self.were_changed = as_built, True
         ddp = self._ddp()
         if self._small_bytes is not None and ddp is not None:
             rebuild_under_hook(ddp, None if as_built else self._small_bytes)
-        return True
 
 
 def _refuse_backward_of_earlier_forward(

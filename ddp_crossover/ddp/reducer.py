@@ -284,7 +284,8 @@ class Reducer:
     def _choose_plan(self) -> None:
         if self._plain_reason is not None or not self._use_order.is_known:
             return
-        if self._layouts.settled_anew() and not self._buckets.are_as_built:
+        # DDP may order new buckets in another way each time. No reason to plan anew: any plan takes any buckets.
+        if not self._buckets.were_changed and self._layouts.settled_anew():
             with self._turns.released():
                 plan = self._planning.begin(Orders(self._layouts.arrival_order(), self._use_order.ranks()))
             self._use(plan)
@@ -371,8 +372,8 @@ class Reducer:
         if why is not None:
             self._on_leave(why)
             return True
-        if self._planning.has_begun and self._buckets.change(as_built=self._planning.takes_buckets_as_built):
-            self._layouts.forget()
+        if self._planning.has_begun:
+            self._buckets.change(as_built=self._planning.takes_buckets_as_built)
         if self._memory and self.pipeline is None and self._planning.has_begun and self._planning.settled:
             self._memory = {}
             self._link.use_arenas(())

@@ -98,7 +98,7 @@ class LeaseUse:
 
 @dataclass(frozen=True)
 class DearStats:
-    """Figures of one rank since attach.
+    """Figures of one rank since attach, until DDP trains without the hook.
 
     Attributes:
         iterations: backward passes whose gradients were reduced.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -20,7 +21,7 @@ from ddp_crossover.planning import session
 from ddp_crossover.planning.cost_model import LinkModel
 from ddp_crossover.torch_internals.ddp import has_comm_hook
 from equivalence import ADAMW, SGD, Case, Run, check_case, plain_loop
-from models import DeepNet
+from models import INPUTS, OUTPUTS, WideNet
 from plans import AS_BUILT, judged_plans
 
 BUCKET_VIEWS = {"gradient_as_bucket_view": True}
@@ -47,7 +48,10 @@ def _tuned(run: Run, loop: Any, is_left_alone: bool) -> Iterator[Any]:
     with judged_plans(AS_BUILT):
         yield from loop(run)
     if run.with_dear:
-        assert str(run.state._planning.result.best) == "DDP as it was"
+        result = run.state._planning.result
+        assert str(result.best) == "DDP as it was"
+        kinds = [trial.candidate.as_built for trial in result.trials]
+        assert sum(one != other for one, other in itertools.pairwise(kinds)) >= 3, "the buckets did not change back"
         assert run.model.bucket_bytes_cap == cap_bytes
         if is_left_alone:
             _assert_left_alone(run)
@@ -74,7 +78,7 @@ def _tuned(run: Run, loop: Any, is_left_alone: bool) -> Iterator[Any]:
 def test_ddp_as_it_was_is_tried_and_kept_without_a_difference(on_ranks, loop, world_size, ddp) -> None:
     """From the first step to the last: observed, in the pipeline, with two kinds of buckets, and left alone."""
     loop = partial(_tuned, loop=loop, is_left_alone=world_size <= 2)
-    case = Case(loop, DeepNet, SGD, world_size, steps=110, dear=SEARCHED, ddp=ddp, strict=False, pipelined=False)
+    case = Case(loop, WideNet, SGD, world_size, steps=110, dear=SEARCHED, ddp=ddp, strict=False, pipelined=False)
     check_case(case, on_ranks)
 
 
@@ -160,6 +164,33 @@ def _memory_given_back() -> tuple[int, int]:
 def test_memory_is_given_back(on_ranks) -> None:
     for before, after in on_ranks(_memory_given_back, 2):
         assert before > 20e6 and after == 0
+
+
+class Turning(nn.Module):
+    """Uses its layers in another order from a certain step on, so that DDP orders new buckets in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.last = nn.Linear(INPUTS, 400), nn.Linear(400, OUTPUTS)
+        self.first, self.second = nn.Linear(400, 400), nn.Linear(400, 400)
+        self.steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        one, other = (self.first, self.second) if self.steps < 16 else (self.second, self.first)
+        return self.last(other(torch.tanh(one(self.start(x)))))
+
+
+def _begins(run: Run) -> Iterator[Any]:
+    begin = session.Planning.begin
+    with mock.patch.object(session.Planning, "begin", autospec=True, side_effect=begin) as begins:
+        yield from _tuned(run, plain_loop, is_left_alone=True)
+    assert begins.call_count == run.with_dear, "the tuner has started anew"
+
+
+def test_gradients_that_come_in_another_order_in_new_buckets_do_not_start_the_tuner_anew(on_ranks) -> None:
+    case = Case(_begins, Turning, ADAMW, steps=110, dear=SEARCHED, strict=False, pipelined=False)
+    check_case(case, on_ranks)
 
 
 def _over_a_fast_link() -> tuple[bool, bool, str]:
