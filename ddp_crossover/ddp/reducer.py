@@ -134,7 +134,8 @@ class Reducer:
         """What reduces the buckets now."""
         if self.pipeline is not None:
             return self.pipeline
-        return self._as_built if self._buckets.are_as_built else self._plain
+        as_built = self._buckets.are_as_built and self._planning.takes_buckets_as_built
+        return self._as_built if as_built else self._plain
 
     def _all_reduce_as_ddp(self, bucket: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         return all_reduce_sum(buffer, self._process_group, self._link.clock, bucket, self._link.all_reduce_stream)

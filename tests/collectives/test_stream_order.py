@@ -95,7 +95,7 @@ def races_of_branches(side_first: bool, clip: bool, join: bool) -> dict[tuple[st
             stack.enter_context(mock.patch.object(StreamOrder, "join", lambda order: None))
         ddp = DistributedDataParallel(Branches(gpu, side_first))
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-        state = dx.attach(ddp, optimizer)
+        state = dx.attach(ddp, optimizer, fusion_mb=1.0)
         for parameter in ddp.parameters():
             gpu.watch(parameter)
         for _ in range(8):
