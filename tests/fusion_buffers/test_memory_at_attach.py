@@ -83,8 +83,8 @@ def probes(options: dict[str, Any]) -> tuple[int, int, int]:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         state = dx.attach(ddp, optimizer, **options)
         at_attach = probed.call_count
-        _train(ddp, optimizer, STEPS)
         allocated = sum(arena.numel() for arena in state._reducer._memory.values())
+        _train(ddp, optimizer, STEPS)
         state.detach()
     return at_attach, probed.call_count - at_attach, allocated
 
@@ -123,7 +123,7 @@ def first_uses(schedule: str) -> tuple[set[str], set[str]]:
         for name in ("_reduce_scatter", "_all_gather"):
             stack.enter_context(noting(name))
         ddp = DistributedDataParallel(DeepNet())
-        state = dx.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), schedule=schedule)
+        state = dx.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), schedule=schedule, fusion_mb=1.0)
         link: Any = state._link
         assert link.sent_bytes == 0  # of no step
         groups = {"legs": link.process_group, "norms": link._small_group}
