@@ -60,7 +60,7 @@ def train(attached):
     torch.manual_seed(0)
     ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)))
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1)
-    state = dx.attach(ddp, optimizer) if attached else None
+    state = dx.attach(ddp, optimizer, fusion_mb=1.0) if attached else None
     for _ in range(8):
         optimizer.zero_grad()
         ddp(torch.randn(4, 6)).square().sum().backward()
