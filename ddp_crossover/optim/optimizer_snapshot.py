@@ -140,7 +140,12 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def reads_attributes(optimizer: Optimizer) -> bool:
     """Whether it may read attributes that users set on parameters (``p.scale = ...``); torch's optimizers do not."""
-    return not type(optimizer).__module__.startswith("torch.optim.")
+    return not is_of_torch(optimizer)
+
+
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Whether it is one of torch's own optimizers, and no subclass of one."""
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 @contextlib.contextmanager

@@ -18,10 +18,12 @@ from ddp_crossover.collectives.leg import LegError
 from ddp_crossover.dear import Pipeline
 from ddp_crossover.log import say
 from ddp_crossover.optim.after_update import AfterUpdate
-from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, ToUpdate
+from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, ToUpdate, is_of_torch
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError
 from ddp_crossover.parameters.slots import Slot
 from ddp_crossover.torch_internals.autograd import unrecorded
+
+_ALIGNMENT_BYTES = 64  # of torch's own memory on CPU
 
 
 class DeferredUpdate(NamedTuple):
@@ -145,11 +147,23 @@ class UpdateRunner:
             memory = lazy.memory
             if self._strict or lazy.is_written:
                 _show_value(lazy)
-            memory.grad = gradients[slot]
+            memory.grad = _placed_as_by_autograd(gradients[slot], update)
             members.setdefault(update, []).append(ToUpdate(slot.parameter, memory))
         with _as_if_called_by_the_user():
             for update, to_update in members.items():
                 update.snapshot.step(update.group, to_update)
+
+
+def _placed_as_by_autograd(gradient: Tensor, update: DeferredUpdate) -> Tensor:
+    """The gradient, or a copy of a matrix that begins where autograd would not have put it in memory.
+
+    BLAS adds up in another order there (seen with MKL on AMD processors), so an optimizer that multiplies gradients as
+    matrices, such as Shampoo, would not have the bits of plain DDP. Torch's own do not multiply gradients themselves.
+    """
+    is_misplaced = gradient.dim() > 1 and gradient.device.type == "cpu" and gradient.data_ptr() % _ALIGNMENT_BYTES
+    if is_misplaced and not update.edits_gradient and not is_of_torch(update.snapshot.optimizer):
+        return gradient.clone()
+    return gradient
 
 
 def _show_value(lazy: LazyParam) -> None:

@@ -207,3 +207,40 @@ def test_the_trial_of_an_optimizer_leaves_global_generators_as_they_are() -> Non
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     assert "a trial on a small clone gave different results" in str(why_not_separable(Noisy([torch.zeros(2, 2)])))
     assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+class Multiplying(Optimizer):
+    """Multiplies gradients as matrices, as Shampoo does; notes where in memory they begin."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                update = p.grad @ p.grad.t() @ p.grad if p.grad.dim() == 2 else p.grad
+                p.add_(update, alpha=-group["lr"])
+                if p.grad.dim() == 2:
+                    self.state[p]["begins_at"] = torch.tensor(p.grad.data_ptr() % 64)
+        return loss
+
+
+def multiplying(model: nn.Module) -> Optimizer:
+    return Multiplying(model.parameters())
+
+
+def _begins(run: Run) -> Iterator[Any]:
+    yield from plain_loop(run)
+    if run.with_dear:
+        assert run.state.stats().deferred_steps > 5
+
+
+def test_an_optimizer_that_multiplies_gradients_finds_them_where_autograd_puts_them(on_ranks) -> None:
+    """BLAS adds up in another order, on some processors, if a matrix begins elsewhere; see the states compared."""
+    for world_size in (2, 3):
+        case = Case(_begins, DeepNet, multiplying, world_size, pipelined=False)
+        check_case(case, on_ranks)
