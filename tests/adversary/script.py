@@ -29,7 +29,7 @@ from reference import rank_order_hook
 from torch_features import HAS_COVERS
 
 # Reasons to fall back that the documents tell of.
-GRADIENTS_READ = "before optimizer.step(), so their updates are not deferred"
+GRADIENTS_READ = "before optimizer.step.*their updates are not deferred"
 PAST_EVERYTHING = "RuntimeError: .* by code that bypasses __torch_function__"
 KEPT = "has a gradient whose memory the script keeps"
 ALIASED = "shares its memory with another tensor"
