@@ -41,8 +41,10 @@ _FIRST_GROUPS = 16
 _FIRST_MB = (0.25, 8.0)
 # With new buckets, DDP's next step makes them and the one after it orders them.
 _STEPS_OF_NEW_BUCKETS = 2
-# Less exposed communication than this share of compute is not worth a search.
+# Exposed communication, and all of it, that is less than these shares of compute is not worth a search. The second one
+# because a link that takes the processor's time is faster while nothing is computed, as when it was measured.
 _NEGLIGIBLE = 0.01
+_NEGLIGIBLE_IN_ALL = 0.05
 # Trials that another job disturbed are repeated, but not for ever: the tuner must end next to a job that never leaves.
 _MAX_REPEATED_TRIALS = 5
 
@@ -258,7 +260,9 @@ class Planning:
             assert profile.link is not None
             buckets = ddp_buckets(profile, self._bucket_cap_mb)
             step = simulate(buckets, profile.compute, profile.link, profile.world_size, Schedule.ALLREDUCE)
-            if step.step_s <= (1 + _NEGLIGIBLE) * profile.compute.compute_s:
+            all_s = 2 * profile.link.leg_s(self._model_bytes, profile.world_size)
+            compute_s = profile.compute.compute_s
+            if step.exposed_s <= _NEGLIGIBLE * compute_s and all_s <= _NEGLIGIBLE_IN_ALL * compute_s:
                 return Candidate(mb, Schedule.ALLREDUCE, as_built=True)
         return Candidate(mb, Schedule.ALLREDUCE if plain else Schedule.AUTO)
 
