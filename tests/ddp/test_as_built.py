@@ -51,7 +51,7 @@ def _tuned(run: Run, loop: Any, is_left_alone: bool) -> Iterator[Any]:
         result = run.state._planning.result
         assert str(result.best) == "DDP as it was"
         kinds = [trial.candidate.as_built for trial in result.trials]
-        assert sum(one != other for one, other in itertools.pairwise(kinds)) >= 3, "the buckets did not change back"
+        assert sum(one != other for one, other in itertools.pairwise(kinds)) >= 2, "the buckets did not change back"
         assert run.model.bucket_bytes_cap == cap_bytes
         if is_left_alone:
             _assert_left_alone(run)
