@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ddp_crossover.fusion import Schedule
-from ddp_crossover.planning.ddp_buckets import ddp_buckets
+from ddp_crossover.planning.ddp_buckets import all_communication_s, simulate_ddp
 from ddp_crossover.planning.model_profile import ModelProfile
-from ddp_crossover.planning.schedule_simulator import simulate
 from ddp_crossover.planning.search import best_of_sizes
 
 # Smaller gains are within what steps differ by themselves.
@@ -64,10 +63,9 @@ def predict(
     """
     assert profile.link is not None
     world_size = profile.world_size
-    plain = simulate(ddp_buckets(profile, bucket_cap_mb), profile.compute, profile.link, world_size, Schedule.ALLREDUCE)
+    plain = simulate_ddp(profile, bucket_cap_mb)
     fusion_mb, ours = best_of_sizes(profile.specs, profile.compute, profile.link, world_size, Schedule.AUTO)
-    all_bytes = sum(spec.numel * spec.itemsize_bytes for spec in profile.specs)
-    communication_s = 2 * profile.link.leg_s(all_bytes, world_size)
+    communication_s = all_communication_s(profile)
     # What plain DDP took beyond compute and communication one after the other, was taken by something else.
     longest_s = profile.compute.compute_s + communication_s
     return Prediction(

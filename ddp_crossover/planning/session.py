@@ -26,11 +26,10 @@ from ddp_crossover.log import logger, say
 from ddp_crossover.options import Options
 from ddp_crossover.planning.compute_profiler import ComputeProfiler, Stopwatch
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
-from ddp_crossover.planning.ddp_buckets import ddp_buckets
+from ddp_crossover.planning.ddp_buckets import leaves_nothing_to_gain
 from ddp_crossover.planning.link_probe import probe_link
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.progress import coming, given_plan, outcome
-from ddp_crossover.planning.schedule_simulator import simulate
 from ddp_crossover.planning.search import CANDIDATES_MB, PlannedStep, choose_plan
 from ddp_crossover.planning.trials import Candidate
 from ddp_crossover.planning.tuned_file import TunedFileError, describe_model, load_tuned, save_tuned
@@ -41,10 +40,6 @@ _FIRST_GROUPS = 16
 _FIRST_MB = (0.25, 8.0)
 # With new buckets, DDP's next step makes them and the one after it orders them.
 _STEPS_OF_NEW_BUCKETS = 2
-# Exposed communication, and all of it, that is less than these shares of compute is not worth a search. The second one
-# because a link that takes the processor's time is faster while nothing is computed, as when it was measured.
-_NEGLIGIBLE = 0.01
-_NEGLIGIBLE_IN_ALL = 0.05
 # Trials that another job disturbed are repeated, but not for ever: the tuner must end next to a job that never leaves.
 _MAX_REPEATED_TRIALS = 5
 
@@ -254,17 +249,12 @@ class Planning:
     def _best_predicted(self) -> Candidate:
         """The best candidate according to the cost model; DDP as it was only if nothing can be gained over it."""
         assert self.planned is not None
-        plain = self.planned.prefers_allreduce
-        mb = self.planned.plan.fusion_mb
-        if self._bucket_cap_mb is not None and (profile := self.model_profile()) is not None:
-            assert profile.link is not None
-            buckets = ddp_buckets(profile, self._bucket_cap_mb)
-            step = simulate(buckets, profile.compute, profile.link, profile.world_size, Schedule.ALLREDUCE)
-            all_s = 2 * profile.link.leg_s(self._model_bytes, profile.world_size)
-            compute_s = profile.compute.compute_s
-            if step.exposed_s <= _NEGLIGIBLE * compute_s and all_s <= _NEGLIGIBLE_IN_ALL * compute_s:
-                return Candidate(mb, Schedule.ALLREDUCE, as_built=True)
-        return Candidate(mb, Schedule.ALLREDUCE if plain else Schedule.AUTO)
+        profile = self.model_profile()
+        assert profile is not None
+        fusion_mb = self.planned.plan.fusion_mb
+        if self._bucket_cap_mb is not None and leaves_nothing_to_gain(profile, self._bucket_cap_mb):
+            return Candidate(fusion_mb, Schedule.ALLREDUCE, as_built=True)
+        return Candidate(fusion_mb, Schedule.ALLREDUCE if self.planned.prefers_allreduce else Schedule.AUTO)
 
     def _begin_trial(self) -> None:
         self._step_marks, self._waits_s = [], []
