@@ -263,6 +263,11 @@ class Pipeline:
 
     # Forward, and other code that needs a result.
 
+    @property
+    def has_shared_gradients(self) -> bool:
+        """Whether gradients are the sum over all ranks; else some are each rank's own, as after ``no_sync()``."""
+        return self.phase is Phase.REDUCED and self.gradients.are_reduced
+
     def apply_pending(self, slots: Iterable[Slot]) -> None:
         """Apply the pending updates of these parameters and of the others in their fusion groups."""
         with self.lock:

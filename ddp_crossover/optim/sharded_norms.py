@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ddp_crossover.collectives.leg import slice_bounds
-from ddp_crossover.dear import Phase, Pipeline
+from ddp_crossover.dear import Pipeline
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.slots import GroupInFlight, Slot
 from ddp_crossover.torch_internals.gradient_calls import require_on_device
@@ -47,7 +47,7 @@ def shared_gradients(pipeline: Pipeline | None, parameters: Iterable[Tensor]) ->
 
     That is so before the first pipelined backward, in ``no_sync()``, and if DDP was told to ignore a parameter.
     """
-    if pipeline is None or pipeline.phase is not Phase.REDUCED or not pipeline.gradients.are_reduced:
+    if pipeline is None or not pipeline.has_shared_gradients:
         return None
     return gradients_of(pipeline, parameters)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ddp_crossover.collectives.leg import LegError
-from ddp_crossover.dear import Phase, Pipeline
+from ddp_crossover.dear import Pipeline
 from ddp_crossover.optim import sharded_norms as shards
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.slots import Slot
@@ -58,9 +58,7 @@ class StockCalls:
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of ``func(*args, **kwargs)``, or ``NotImplemented`` if it needs whole gradients."""
         expected, answer = self._answers.get(func, (None, None))
-        if answer is None or kwargs or self._pipeline.phase is not Phase.REDUCED:
-            return NotImplemented
-        if not self._pipeline.gradients.are_reduced:  # the norm of each rank's own gradients, as after `no_sync()`
+        if answer is None or kwargs or not self._pipeline.has_shared_gradients:
             return NotImplemented
         caller = gradient_caller()
         if caller is None or caller.call is not expected:
