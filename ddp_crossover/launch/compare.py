@@ -79,7 +79,7 @@ def compare(plain: Path, attached: Path, again: Path, rank: int) -> Verdict:
     if difference is None:
         how = "DDP that adds in rank order" if first["sums_are_in_rank_order"] else "plain DDP"
         text = f"parameters, buffers, optimizer state and losses equal {how}'s bit for bit ({compared})"
-        return verdict(0, text + _how_weak(models), None)
+        return verdict(0, text if 2 * overlapped >= finished else f"{text}. {_how_weak(models)}", None)
     distance = _largest_distance(plain / f"{rank}.pt", attached / f"{rank}.pt")
     # Other sums change values, but not how many there are.
     as_many = all(len(first[what]) == len(other[what]) for what in ("losses", "before_steps"))
@@ -92,12 +92,9 @@ def compare(plain: Path, attached: Path, again: Path, rank: int) -> Verdict:
 
 def _how_weak(models: list[dict[str, Any]]) -> str:
     """What to say if most steps waited as plain DDP does, so that little was tried."""
-    finished = sum(model["finished_steps"] for model in models)
-    if 2 * sum(model["overlapped_steps"] for model in models) >= finished:
-        return ""
     causes = Counter({what: times for model in models for what, times in model["obstacles"].items()})
     why = "".join(f"; {what} ({times} times)" for what, times in causes.most_common(1))
-    return f". Most steps did not overlap, so this says little about a run whose steps do{why}"
+    return f"Most steps did not overlap, so this says little about a run whose steps do{why}"
 
 
 def first_difference(left: dict[str, Any], right: dict[str, Any], left_name: str, right_name: str) -> str | None:

@@ -32,14 +32,14 @@ class Examination:
 
     Args:
         path: where rank 0 writes what was found; None on other ranks.
-        steps: number of steps of an optimizer.
+        steps: number of steps of an optimizer, at least ``FEWEST_STEPS``.
         states: returns what has been attached; nothing if plain DDP is timed.
     """
 
     def __init__(self, path: Path | None, steps: int, states: Callable[[], list[DearState]]) -> None:
         self._path = path
         self._steps_made = None if path is None else StepsMade(path.with_suffix(f".{STEPS_MADE}"))
-        self._steps = max(steps, FEWEST_STEPS)
+        self._steps = steps
         self._states = states
         self._first: Optimizer | None = None
         self._ends_s: list[float] = []
@@ -81,7 +81,7 @@ class Examination:
         }
         for state in self._states():
             profile = state.profile()
-            stats = state.stats()
+            stats, why = state.stats(), state.tuning_progress()
             if profile is not None:
                 profile.save(path.with_suffix(".profile"))
             found["models"].append(
@@ -89,9 +89,11 @@ class Examination:
                     **asdict(stats),
                     "last_steps": [],
                     # That a plan was not worth it is no fault of the script, and what the verdict is about.
-                    "obstacles": {what: times for what, times in stats.obstacles.items() if what != NOT_FASTER},
+                    "obstacles": {
+                        what: times for what, times in stats.obstacles.items() if what not in (NOT_FASTER, why)
+                    },
                     "has_profile": profile is not None,
-                    "why": state.tuning_progress(),
+                    "why": why,
                 }
             )
         return found

@@ -60,8 +60,8 @@ def progress(what: str, steps_made: Callable[[], int], steps: int) -> Iterator[N
             _write(f"\r{what} ... {steps_made()} of {steps} steps, {time.monotonic() - start_s:.0f} s ")
 
     _write(f"{what} ... ")
-    shower = threading.Thread(target=show)
-    if sys.stderr.isatty():
+    shower = threading.Thread(target=show) if sys.stderr.isatty() else None
+    if shower is not None:
         shower.start()
     how = "failed after "
     try:
@@ -69,7 +69,7 @@ def progress(what: str, steps_made: Callable[[], int], steps: int) -> Iterator[N
         how = ""
     finally:
         is_over.set()
-        if shower.is_alive():
+        if shower is not None:
             shower.join()
             _write(f"\r{what} ... \x1b[K")
         _write(f"{how}{time.monotonic() - start_s:.1f} s\n")
