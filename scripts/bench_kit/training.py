@@ -9,6 +9,7 @@ part, and the last timed step hands as many out of it. So every arm is timed ove
 in the middle of a long run, and no arm's work runs in the turn of another.
 """
 
+import resource
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -72,6 +73,8 @@ class Arm:
         self, workload: Workload, network: nn.Module, optimizer: Optimizer, state: dx.DearState | None = None
     ) -> None:
         self._workload, self._network, self._optimizer, self.state = workload, network, optimizer, state
+        self.processor_s: list[float] = []
+        """Processor time of all threads of this process, per step of each turn."""
 
     def step(self) -> None:
         """One training step, as in any script."""
@@ -105,10 +108,11 @@ class Arm:
         """Seconds per step of one turn; see the top of this file."""
         dist.barrier()
         self.step()
-        start = time.perf_counter()
+        start, processor_start_s = time.perf_counter(), _processor_s()
         for _ in range(steps):
             self.step()
         seconds = (time.perf_counter() - start) / steps
+        self.processor_s.append((_processor_s() - processor_start_s) / steps)
         self.drain()
         return seconds
 
@@ -148,6 +152,12 @@ def set_pace(pace: Pace, layers: int, compute_s: float, arm: Arm) -> list[float]
 
 def _calibration_turns_s(arm: Arm) -> list[float]:
     return mean_over_ranks([arm.turn_s(CALIBRATION_STEPS) for _ in range(CALIBRATION_TURNS)])
+
+
+def _processor_s() -> float:
+    """Processor time that all threads of this process have used, in user and in kernel mode."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def mean_over_ranks(own_s: list[float]) -> list[float]:

@@ -63,6 +63,9 @@ class Rank:
         gc.freeze()
         flat_s, rounds_s = self._rounds()
         facts = {name: arm.facts() for name, arm in self._arms.items()}
+        processor_s = {
+            name: mean_over_ranks(arm.processor_s[-self._settings.rounds :]) for name, arm in self._arms.items()
+        }
         for name, step_s in predicted_steps_s(self._arms).items():
             facts[name]["predicted_step_s"] = step_s
         for arm in self._arms.values():
@@ -76,6 +79,7 @@ class Rank:
             "threads": torch.get_num_threads(),
             "all_reduces_s": flat_s,
             "rounds_s": rounds_s,
+            "processor_s": processor_s,
             "refused": self._refused,
             "warm_up_steps": self._warm_up_steps,
             "facts": facts,

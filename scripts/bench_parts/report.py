@@ -22,7 +22,7 @@ def print_case(console: Console, case: dict[str, Any], network: str) -> None:
     )
     table = Table(box=box.SIMPLE, padding=(0, 1))
     table.add_column("arm", no_wrap=True)
-    for heading in ("ms", "quartiles", "sim", "T/T*", "over best DDP", "25 MB"):
+    for heading in ("ms", "quartiles", "sim", "T/T*", "over best DDP", "25 MB", "cpu ms"):
         table.add_column(heading, justify="right", no_wrap=True)
     for arm in case["arms"]:
         if not arm["refused"]:
@@ -42,6 +42,7 @@ def _cells(arm: dict[str, Any]) -> list[str]:
         f"{arm['over_bound']['median']:.3f}",
         f"{over_best['median']:.2f} ({over_best['low']:.2f}..{over_best['high']:.2f})" if over_best else "",
         f"{over_default['median']:.2f}" if over_default else "",
+        f"{arm['processor_s']['median'] * 1e3:.0f}",
     ]
 
 

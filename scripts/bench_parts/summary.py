@@ -60,6 +60,7 @@ def _arm(
         "speedup_over_default_ddp": _speedup(default_ddp_s, rounds_s),
         "warm_up_steps": measured["warm_up_steps"][name],
         "rounds_s": measured["rounds_s"][name],
+        "processor_s": spread(np.array(measured["processor_s"][name])),
         **measured["facts"][name],
     }
 

@@ -114,6 +114,7 @@ MEASURED: dict[str, Any] = {
     "rounds_s": {
         "noop": [0.8, 0.8, 0.9], "ddp@25": [2.0, 2.0, 8.0], "ddp@1": [1.5, 1.5, 6.0], "auto": [1.0, 1.2, 4.0],
     },
+    "processor_s": {"noop": [0.1] * 3, "ddp@25": [0.2] * 3, "ddp@1": [0.2] * 3, "auto": [0.3, 0.1, 0.2]},
     "refused": {"ddp-bf16": "refused"},
     "warm_up_steps": {"noop": 6, "ddp@25": 6, "ddp@1": 6, "auto": 8},
     "facts": {"noop": {}, "ddp@25": {}, "ddp@1": {}, "auto": {}},
@@ -128,6 +129,7 @@ def test_ratios_are_taken_within_a_round() -> None:
     # The slow third round is slow for both. The ratio of the medians would be 1.25.
     assert auto["speedup_over_best_ddp"]["median"] == pytest.approx(1.5)
     assert auto["speedup_over_default_ddp"]["median"] == pytest.approx(2.0)
+    assert auto["processor_s"]["median"] == pytest.approx(0.2)
     assert refused == {"arm": "ddp-bf16", "refused": "refused"}
 
 
