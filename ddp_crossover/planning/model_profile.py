@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,8 @@ class ModelProfile:
                 f"{len(self.compute.use_s)}"
             )
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON document."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the document for ``json.dump``; :meth:`from_json` reads it."""
         document: dict[str, Any] = {
             "parameters": [asdict(spec) for spec in self.specs],
             "compute": self.compute.to_json(),
@@ -55,7 +56,29 @@ class ModelProfile:
         }
         if self.link is not None:
             document["link"] = self.link.to_json()
-        Path(path).write_text(json.dumps(document, indent=1) + "\n")
+        return document
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> ModelProfile:
+        """The inverse of :meth:`to_json`."""
+        return cls(
+            specs=tuple(
+                GradientSpec(
+                    name=str(entry["name"]),
+                    numel=int(entry["numel"]),
+                    itemsize_bytes=int(entry["itemsize_bytes"]),
+                    arena=str(entry.get("arena", f"{entry['itemsize_bytes']} bytes")),
+                )
+                for entry in document["parameters"]
+            ),
+            compute=ComputeProfile.from_json(document["compute"]),
+            link=LinkModel.from_json(document["link"]) if "link" in document else None,
+            world_size=int(document.get("world_size", 2)),
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON document."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ModelProfile:
@@ -66,25 +89,8 @@ class ModelProfile:
             ValueError: if the file is not a valid profile.
         """
         try:
-            return _model_profile(json.loads(Path(path).read_text()))
+            return cls.from_json(json.loads(Path(path).read_text()))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{path} is not a profile file ({error!r}): write one with state.profile().save(path)"
             ) from error
-
-
-def _model_profile(document: Any) -> ModelProfile:
-    return ModelProfile(
-        specs=tuple(
-            GradientSpec(
-                name=str(entry["name"]),
-                numel=int(entry["numel"]),
-                itemsize_bytes=int(entry["itemsize_bytes"]),
-                arena=str(entry.get("arena", f"{entry['itemsize_bytes']} bytes")),
-            )
-            for entry in document["parameters"]
-        ),
-        compute=ComputeProfile.from_json(document["compute"]),
-        link=LinkModel.from_json(document["link"]) if "link" in document else None,
-        world_size=int(document.get("world_size", 2)),
-    )
