@@ -18,7 +18,7 @@ from bench_kit.paced import sleep_accurately
 from bench_kit.rounds import turns
 from bench_kit.training import Arm, ArmRefused, Workload, all_reduces_s, mean_over_ranks, set_pace
 from bench_parts.arms import ArmName, make_arm
-from bench_parts.prediction import predicted_steps_s
+from bench_parts.prediction import measured_profile, predicted_steps_s
 from bench_parts.settings import CaseSettings
 from bench_parts.workloads import make_workload
 
@@ -68,6 +68,7 @@ class Rank:
         }
         for name, step_s in predicted_steps_s(self._arms).items():
             facts[name]["predicted_step_s"] = step_s
+        profile = measured_profile(self._arms)
         for arm in self._arms.values():
             arm.close()
         return {
@@ -83,6 +84,7 @@ class Rank:
             "refused": self._refused,
             "warm_up_steps": self._warm_up_steps,
             "facts": facts,
+            "profile": profile.to_json() if profile else None,
         }
 
     def _start(self, name: str) -> None:

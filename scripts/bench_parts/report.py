@@ -22,17 +22,17 @@ def print_case(console: Console, case: dict[str, Any], network: str) -> None:
     )
     table = Table(box=box.SIMPLE, padding=(0, 1))
     table.add_column("arm", no_wrap=True)
-    for heading in ("ms", "quartiles", "sim", "T/T*", "over best DDP", "25 MB", "cpu ms"):
+    for heading in ("ms", "quartiles", "sim", "T/T*", "at best", "over best DDP", "25 MB", "cpu ms"):
         table.add_column(heading, justify="right", no_wrap=True)
     for arm in case["arms"]:
         if not arm["refused"]:
-            table.add_row(*_cells(arm))
+            table.add_row(*_cells(arm, case["least_over_bound"]))
     console.print(table)
     for note in _notes(case):
         console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _cells(arm: dict[str, Any]) -> list[str]:
+def _cells(arm: dict[str, Any], least_over_bound: float | None) -> list[str]:
     step_s, over_best, over_default = arm["step_s"], arm["speedup_over_best_ddp"], arm["speedup_over_default_ddp"]
     return [
         arm["arm"],
@@ -40,6 +40,7 @@ def _cells(arm: dict[str, Any]) -> list[str]:
         f"{step_s['low'] * 1e3:.0f}..{step_s['high'] * 1e3:.0f}",
         f"{arm['predicted_step_s'] * 1e3:.0f}" if "predicted_step_s" in arm else "",
         f"{arm['over_bound']['median']:.3f}",
+        f"{least_over_bound:.3f}" if least_over_bound else "",
         f"{over_best['median']:.2f} ({over_best['low']:.2f}..{over_best['high']:.2f})" if over_best else "",
         f"{over_default['median']:.2f}" if over_default else "",
         f"{arm['processor_s']['median'] * 1e3:.0f}",

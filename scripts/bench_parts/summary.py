@@ -8,7 +8,9 @@ import numpy as np
 
 from bench_kit.rounds import spread
 from bench_parts.arms import DEFAULT_BUCKET_MB, ArmName
+from bench_parts.prediction import least_case_step_s
 from bench_parts.settings import CaseSettings
+from ddp_crossover.planning.model_profile import ModelProfile
 
 
 def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any]:
@@ -22,6 +24,8 @@ def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any
     all_reduce_best_s = min(measured["all_reduces_s"])
     compute_s = float(np.median(rounds_s["noop"]))
     bound_s = max(compute_s, all_reduce_best_s)
+    profile = measured["profile"]
+    least_s = least_case_step_s(ModelProfile.from_json(profile), compute_s, all_reduce_best_s) if profile else None
     sweep = {name: times for name, times in rounds_s.items() if ArmName.parse(name).kind == "ddp"}
     best = min(sweep, key=lambda name: float(np.median(sweep[name])), default=None)
     default = str(ArmName("ddp", DEFAULT_BUCKET_MB))
@@ -40,6 +44,8 @@ def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any
         "compute_s": compute_s,
         "ratio_measured": all_reduce_best_s / compute_s,
         "bound_s": bound_s,
+        "least_step_s": least_s,
+        "least_over_bound": least_s / bound_s if least_s else None,
         "best_ddp": best,
         "arms": [_arm(name, measured, bound_s, sweep.get(best or ""), sweep.get(default)) for name in settings.arms],
     }

@@ -1,5 +1,6 @@
 """`scripts/bench.py`: a whole run, as small as can be, over loopback; what it makes of its figures; paced layers."""
 
+import io
 import itertools
 import json
 import os
@@ -11,13 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import bench
 import lab
 from bench_kit import launch, paced
-from bench_parts import options
+from bench_parts import options, report
 from bench_parts.settings import CaseSettings
 from bench_parts.summary import summarize
+from ddp_crossover.fusion import GradientSpec
+from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.planning.model_profile import ModelProfile
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 450
@@ -118,6 +123,7 @@ MEASURED: dict[str, Any] = {
     "refused": {"ddp-bf16": "refused"},
     "warm_up_steps": {"noop": 6, "ddp@25": 6, "ddp@1": 6, "auto": 8},
     "facts": {"noop": {}, "ddp@25": {}, "ddp@1": {}, "auto": {}},
+    "profile": None,
 }  # fmt: skip
 
 
@@ -140,6 +146,24 @@ def test_the_bound_is_the_longer_of_compute_and_the_best_all_reduce() -> None:
     assert case["arms"][-1]["over_bound"]["median"] == pytest.approx(1.2)
     slow_compute = MEASURED | {"rounds_s": MEASURED["rounds_s"] | {"noop": [2.0, 2.0, 2.0]}}
     assert summarize(settings, slow_compute)["bound_s"] == 2.0
+
+
+def test_the_least_step_is_that_of_the_measured_times() -> None:
+    # Of 0.8 s of compute and 1 s on the wire, as the table has them; the profile has measured twice as long.
+    profile = ModelProfile(
+        specs=(GradientSpec("first", 5, 4, "float32"), GradientSpec("last", 5, 4, "float32")),
+        compute=ComputeProfile(use_s=(0.0, 0.4), arrival_s=(0.8, 0.4), forward_s=0.8, backward_s=0.8),
+        link=LinkModel(0.0, 0.0, 0.1),
+    )
+    settings = CaseSettings("paced", ("noop", "auto"), rounds=3, steps=1, ratio=1.0)
+    case = summarize(settings, MEASURED | {"profile": profile.to_json()})
+    # The link begins when the last layer's gradient arrives, after 0.2 s, and ends when that layer begins its forward.
+    assert case["least_step_s"] == pytest.approx(1.0 + 0.2 + 0.2) and case["bound_s"] == 1.0
+    console = Console(record=True, width=200, file=io.StringIO())
+    report.print_case(console, case, "a network")
+    heading, auto = (line for line in console.export_text().splitlines() if line.split()[:1] in (["arm"], ["auto"]))
+    assert "at best" in heading and "1.400" in auto.split()
+    assert summarize(settings, MEASURED)["least_over_bound"] is None  # without the arm that measures
 
 
 class RecordingPace(paced.Pace):
