@@ -189,8 +189,9 @@ class DearState:
         self._finalizers.append(weakref.finalize(self, self._turns.release))
         # Detach when the DDP object is dropped, not this state: a variable may hold the state while the network is
         # wrapped and attached again.
-        self._finalizers.append(weakref.finalize(ddp, self._model_is_dropped))
-        self._finalizers[-1].atexit = False  # code that runs at exit still gets pending updates and gradients
+        self._when_model_is_dropped: weakref.finalize[..., object] = weakref.finalize(ddp, self._model_is_dropped)
+        self._finalizers.append(self._when_model_is_dropped)
+        self._when_model_is_dropped.atexit = False  # code that runs at exit still gets pending updates and gradients
         settle_before_use(_settled)
         allow_foreach(PendingParameter)
         watch_forks(self)
@@ -374,6 +375,7 @@ class DearState:
                 self._turn_points.remove()
             self._turns.release()
             self._link.close()
+        self._when_model_is_dropped.detach()  # it keeps this state alive, and a model may be attached many times
 
     def _leave(self, why: str) -> None:
         """Detach because nothing can be gained. Every rank does, at its next forward."""

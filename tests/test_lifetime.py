@@ -63,6 +63,20 @@ def test_a_detached_model_is_freed_as_a_plain_one(on_ranks) -> None:
     assert on_ranks(_is_freed, 2, True) == [True, True]
 
 
+def _state_is_freed_before_its_model() -> bool:
+    run = _trained_run(with_dear=True)
+    run.detach()
+    state = weakref.ref(run.state)
+    run.state = None
+    gc.collect()
+    return state() is None
+
+
+def test_a_detached_state_is_freed_while_its_model_lives(on_ranks) -> None:
+    """Else a script that detaches and attaches anew every epoch keeps every state that it ever had."""
+    assert on_ranks(_state_is_freed_before_its_model, 2) == [True, True]
+
+
 def _hooks_left_by_detach() -> list[str]:
     def hooks(module: torch.nn.Module) -> int:
         return sum(
