@@ -28,8 +28,14 @@ def start_broker(path: Path, stack: ExitStack) -> BrokerDirectory:
     """A broker as the first client would start it; it is killed when the stack ends."""
     directory = BrokerDirectory(path)
     spawn_broker(directory)
-    stack.callback(os.kill, json.loads(ask_status(directory, BROKER_START_S))["pid"], signal.SIGKILL)
+    stack.callback(os.kill, broker_pid(directory), signal.SIGKILL)
     return directory
+
+
+def broker_pid(directory: BrokerDirectory) -> int:
+    """The process id of a broker that runs."""
+    pid: int = json.loads(ask_status(directory, BROKER_START_S))["pid"]
+    return pid
 
 
 class Program:

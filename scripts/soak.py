@@ -1,0 +1,87 @@
+"""Train for long, and see whether anything grows and whether the bits stay those of plain DDP.
+
+    python scripts/soak.py                                     # 50,000 steps, with and without the package
+    python scripts/soak.py --steps 2000 --json soak.json       # a first look
+
+Trains a small network on two ranks over loopback: first with the package, its tuner and a lease that another job wants
+as well, with evaluations, checkpoints that are saved and loaded, and the package detached and attached anew with other
+options; then on the same data without the package. Compares the first quarter of the run with the last one for memory,
+threads, descriptors, objects and the time of a step, and parameters and optimizer state bit for bit. Exits with 1 if
+anything grew or differs, or a rank failed.
+"""
+
+import argparse
+import sys
+import time
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from bench_kit import record
+from bench_kit.display import Display
+from bench_kit.launch import CaseFailed, over_loopback
+from bench_kit.options import add_results, make_parser
+from soak_parts.conduct import ARMS, conduct
+from soak_parts.report import print_report
+from soak_parts.settings import LEAST_SAMPLES, WORLD_SIZE
+from soak_parts.verdict import courses, differences
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a soak; returns 1 if anything grew, differs or failed, else 0."""
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "--steps", type=_steps, default=50_000, help=f"steps of each run, {LEAST_SAMPLES} or more (%(default)s)"
+    )
+    add_results(parser)
+    args = parser.parse_args(arguments)
+    configuration = record.configuration(args, torch=torch.__version__, backend="gloo", world_size=WORLD_SIZE)
+    record.show_configuration(configuration)
+    console = Console()
+    began_s: dict[str, float] = {}
+    try:
+        with over_loopback(WORLD_SIZE) as run_ranks, Display(console, len(ARMS)) as display:
+
+            def on_run(arm: str) -> None:
+                began_s[arm] = time.monotonic()
+                display.begin(arm)
+
+            runs = conduct(args.steps, run_ranks, on_run, display.update)
+    except CaseFailed as error:
+        print(f"soak: {error}", file=sys.stderr)
+        return 1
+    return _conclude(console, args, configuration, runs, _seconds(began_s))
+
+
+def _conclude(
+    console: Console, args: argparse.Namespace, configuration: dict[str, Any], runs: dict[str, Any], seconds: Any
+) -> int:
+    found = courses(runs["attached"])
+    result = {
+        "configuration": configuration,
+        "runs": runs,
+        "seconds": seconds,
+        "growing": [f"{course.figure} of {course.process}" for course in found if course.grows],
+        "differences": differences(runs["attached"], runs["plain"]),
+    }
+    print_report(console, found, result)
+    record.write(result, args.json)
+    return 1 if result["growing"] or result["differences"] else 0
+
+
+def _seconds(began_s: dict[str, float]) -> dict[str, float]:
+    """How long each run took."""
+    ends_s = [*list(began_s.values())[1:], time.monotonic()]
+    return {arm: end_s - start_s for (arm, start_s), end_s in zip(began_s.items(), ends_s, strict=True)}
+
+
+def _steps(text: str) -> int:
+    """An argparse type: steps enough for a verdict."""
+    if (number := int(text)) < LEAST_SAMPLES:
+        raise argparse.ArgumentTypeError(f"{text}: give {LEAST_SAMPLES} or more, so that each quarter has samples")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

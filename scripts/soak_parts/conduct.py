@@ -1,0 +1,70 @@
+"""Runs a soak: the run with the package, beside a broker and other jobs, and then the run without."""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench_kit.launch import NEWS_BEGIN, OnProgress, RunRanks, rank_environment
+from bench_kit.lease_processes import Program, broker_pid, start_broker
+from soak_parts.settings import WORLD_SIZE, SoakSettings
+
+ARMS = ("attached", "plain")
+RANK = ["-m", "soak_parts.rank"]
+NEIGHBOUR = Path(__file__).with_name("neighbour.py")
+
+
+def conduct(steps: int, run_ranks: RunRanks, on_run: Callable[[str], None], on_progress: OnProgress) -> dict[str, Any]:
+    """Run both; returns the samples and the result of every rank by arm, and what the neighbours did.
+
+    Args:
+        steps: training steps of each run.
+        run_ranks: runs a command once per rank.
+        on_run: told which run begins.
+        on_progress: told how far it is.
+
+    Raises:
+        CaseFailed: when a rank ended with an error.
+    """
+
+    def on_line(line: str) -> None:
+        if line.startswith(NEWS_BEGIN):
+            news = json.loads(line)
+            on_progress(news["doing"], news["behind"])
+
+    def run(arm: str, watched: dict[str, int]) -> list[dict[str, Any]]:
+        settings = SoakSettings(steps, directory, watched)
+        settings_file = Path(directory, "settings.json")
+        settings.write(settings_file)
+        on_run(arm)
+        environment = rank_environment() | {"TMPDIR": directory}
+        run_ranks([*RANK, str(settings_file), arm], environment, on_line)
+        return [_read(settings, arm, rank) for rank in range(WORLD_SIZE)]
+
+    # Only this user may enter it, and all sockets and files are in it, torchrun's as well.
+    with tempfile.TemporaryDirectory(prefix="soak-") as directory:
+        with _neighbours(directory) as (neighbours, watched):
+            attached = run("attached", watched)
+            for neighbour in neighbours:
+                neighbour.tell("stop")
+            answers = [neighbour.answer() for neighbour in neighbours]
+        return {"attached": attached, "plain": run("plain", {}), "neighbours": answers}
+
+
+@contextmanager
+def _neighbours(directory: str) -> Iterator[tuple[list[Program], dict[str, int]]]:
+    """A broker and a job on each core that want turns as well, and the process ids of all of them by name."""
+    with ExitStack() as stack:
+        broker = start_broker(Path(directory), stack)
+        neighbours = [Program(stack, NEIGHBOUR, [directory, f"cpu:{core}"]) for core in range(WORLD_SIZE)]
+        for neighbour in neighbours:
+            neighbour.wait_until_ready()
+        pids = {f"neighbour {core}": neighbour.process.pid for core, neighbour in enumerate(neighbours)}
+        yield neighbours, {"broker": broker_pid(broker)} | pids
+
+
+def _read(settings: SoakSettings, arm: str, rank: int) -> dict[str, Any]:
+    samples = [json.loads(line) for line in settings.samples(arm, rank).read_text().splitlines()]
+    return {"samples": samples, **json.loads(settings.result(arm, rank).read_text())}

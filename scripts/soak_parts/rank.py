@@ -1,0 +1,94 @@
+"""One rank of one run: `python -m soak_parts.rank SETTINGS ARM`, with torchrun's environment.
+
+Trains with the package (ARM is `attached`) or without (`plain`), adds a line to a file for each sample, and writes the
+digest of its parameters and its optimizer state at the end.
+"""
+
+import json
+import statistics
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from soak_parts import figures
+from soak_parts.attached import Attached
+from soak_parts.digest import digest
+from soak_parts.settings import SoakSettings
+from soak_parts.training import Training
+
+TIMEOUT = timedelta(seconds=120)
+NEWS_EVERY_S = 0.5
+
+
+class Run:
+    """One run on one rank."""
+
+    def __init__(self, settings: SoakSettings, arm: str) -> None:
+        self._settings, self._arm, self._rank = settings, arm, dist.get_rank()
+        self._training = Training(settings)
+        self._attached = Attached(self._training, settings) if arm == "attached" else None
+        self._times_s: list[float] = []
+        self._checkpoints = 0
+        self._next_news_s = 0.0
+
+    def run(self) -> None:
+        """Train all steps, with everything that comes between them."""
+        settings = self._settings
+        for step in range(1, settings.steps + 1):
+            start_s = time.perf_counter()
+            self._training.step(step)
+            self._times_s.append(time.perf_counter() - start_s)
+            if step % settings.sample_every == 0:
+                self._sample(step, self._training.evaluate())
+            if step % settings.checkpoint_every == 0:
+                self._checkpoint()
+            if self._attached is not None and step % settings.attach_every == 0 and step < settings.steps:
+                self._attached.attach_anew()
+            self._tell(step)
+        final = digest(self._training.ddp.module, self._training.optimizer)
+        facts = self._attached.close() if self._attached is not None else {}
+        settings.result(self._arm, self._rank).write_text(json.dumps({"digest": final, "facts": facts}))
+
+    def _checkpoint(self) -> None:
+        self._checkpoints += 1
+        if self._checkpoints % 3 == 0:
+            self._training.load()
+        else:
+            self._training.save()
+
+    def _sample(self, step: int, loss: float) -> None:
+        """Add a line to the file, rather than to a list: what this process keeps is what it measures."""
+        own = figures.of_this_process() | {"step_s": statistics.median(self._times_s)}
+        self._times_s.clear()
+        watched = self._settings.watched if self._rank == 0 else {}
+        line = {
+            "step": step,
+            "loss": loss.hex(),
+            "figures": {f"rank {self._rank}": own} | {name: figures.of_process(pid) for name, pid in watched.items()},
+        }
+        with self._settings.samples(self._arm, self._rank).open("a") as file:
+            print(json.dumps(line), file=file)
+
+    def _tell(self, step: int) -> None:
+        if self._rank == 0 and time.monotonic() >= self._next_news_s:
+            self._next_news_s = time.monotonic() + NEWS_EVERY_S
+            doing = f"step {step} of {self._settings.steps}"
+            print(json.dumps({"doing": doing, "behind": step / self._settings.steps}), flush=True)
+
+
+def main() -> None:
+    """Run one rank."""
+    settings, arm = SoakSettings.read(Path(sys.argv[1])), sys.argv[2]
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # the network learns its few batches by heart, and small gradients would be slow
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    Run(settings, arm).run()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
