@@ -10,12 +10,12 @@ need no optimizer and may start before ``step()``.
 [Note: DeAR's terms]
 bucket: DDP's ``GradBucket``, the unit in which gradients arrive in backward.
 fusion group: the unit in which gradients travel. One reduce-scatter and one all-gather carry it.
-arena: flat memory for all gradients of one dtype and device, in the wire dtype.
-fusion buffer: the range of an arena that belongs to a fusion group; its size is a multiple of the world size.
-shard: this rank's slice of a fusion buffer. After the scatter leg it holds the sum over ranks.
+fusion buffer: the memory of a fusion group: parts of DDP's buckets where a link takes these, else a range of an arena.
+arena: flat memory for copies of all gradients of one dtype and device, in the wire dtype.
+shard: this rank's slice of a fusion buffer, or of each of its parts. After the scatter leg it holds the sum over ranks.
 scatter leg, gather leg: the reduce-scatter and the all-gather of a fusion group.
 arrival order, use order: the order in which backward produces gradients, and in which forward first uses parameters.
-slot: one parameter, the place of its gradient in the arenas, and what is still to be done with it.
+slot: one parameter, the place of its gradient in the fusion buffers, and what is still to be done with it.
 pending gradient: a ``PendingGrad`` in ``.grad``, whose value is still on the way.
 pending parameter: a parameter whose update was asked for by ``step()`` and has not been applied.
 touch: the first use of a pending parameter, which applies its update.
@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -37,17 +38,20 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.profiler import record_function
 
+from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.leg import HostWait
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.collectives.wire import scale_into, travels_as
 from ddp_crossover.fusion import FusionGroup, FusionPlan, Schedule, gathers_behind_scatters, order_of_use
-from ddp_crossover.fusion_buffers.staging import Staging, gradient_stride, plan_staging, same_objects
+from ddp_crossover.fusion_buffers.in_place import lay_out, travels_in_place
+from ddp_crossover.fusion_buffers.staging import Staging, gradient_stride, plan_staging
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.reduced_gradients import ReducedGradients
 from ddp_crossover.parameters.slots import GroupInFlight, GroupState, Slot
+from ddp_crossover.torch_internals.autograd import is_in_backward
 from ddp_crossover.torch_internals.ddp import GradBucket
 from ddp_crossover.torch_internals.dispatch import allow_foreach, is_traced, outside_of_modes
 
@@ -112,26 +116,22 @@ class Pipeline:
         self._followers = {} if link.orders_gathers else gathers_behind_scatters(plan)
         self._inverse_world_size = 1.0 / link.world_size
         self._stagings: dict[int, Staging] = {}
-        self._arrived: list[Staging] = []
+        self._arrived: list[int] = []
+        self.may_announce = False
+        self.awaits_backward = False
 
+        self.device = parameters[0][1].device
         arena_of = {p.parameter: group.arena for group in plan.groups for p in group.pieces}
         like = {arena: parameters[index][1] for index, arena in arena_of.items()}
         self._arenas = {
             arena: _zeros(numel, travels_as(like[arena].dtype, wire_dtype), like[arena].device, memory.get(arena))
             for arena, numel in plan.arena_numel.items()
+            if not travels_in_place(like[arena].dtype, link, wire_dtype)
         }
         link.use_arenas(self._arenas.values())
         allow_foreach(PendingGrad)
         self.slots = [
-            Slot(
-                index,
-                name,
-                parameter,
-                self._arenas[arena_of[index]].as_strided(
-                    parameter.shape, gradient_stride(parameter), plan.offsets[index]
-                ),
-                self.lock,
-            )
+            self._slot(index, name, parameter, arena_of[index], wire_dtype)
             for index, (name, parameter) in enumerate(parameters)
         ]
         self.gradients = ReducedGradients(
@@ -140,11 +140,24 @@ class Pipeline:
         self.slot_of: dict[Tensor, Slot] = {slot.parameter: slot for slot in self.slots}
         self.groups = [self._group(spec) for spec in plan.groups]
 
+    def _slot(
+        self, index: int, name: str, parameter: Parameter, arena_name: str, wire_dtype: torch.dtype | None
+    ) -> Slot:
+        arena, stride = self._arenas.get(arena_name), gradient_stride(parameter)
+        dtype = travels_as(parameter.dtype, wire_dtype)
+        slot = Slot(index, name, parameter, stride, dtype, self.lock, is_in_place=arena is None)
+        if arena is not None:
+            slot.view = arena.as_strided(parameter.shape, stride, self.plan.offsets[index])
+        return slot
+
     def _group(self, spec: FusionGroup) -> GroupInFlight:
-        buffer = self._arenas[spec.arena].narrow(0, spec.offset, spec.numel)
-        group = GroupInFlight(spec, buffer, [self.slots[p.parameter] for p in spec.pieces])
+        group = GroupInFlight(spec, [self.slots[p.parameter] for p in spec.pieces])
         for slot in group.slots:
             slot.groups.append(group)
+        if (arena := self._arenas.get(spec.arena)) is not None:
+            group.buffer = FusionBuffer((arena.narrow(0, spec.offset, spec.numel),))
+            starts = itertools.accumulate((piece.numel for piece in spec.pieces), initial=0)
+            group.places = [(0, start) for start, _ in zip(starts, spec.pieces, strict=False)]
         return group
 
     def set_use_order(self, use_rank: Sequence[int]) -> None:
@@ -158,6 +171,7 @@ class Pipeline:
     def begin_backward(self) -> None:
         """Reset all groups for the next iteration and announce its first scatter legs."""
         assert self.phase is Phase.IDLE
+        self.awaits_backward = False
         for group in self.groups:
             group.reset()
         self._arrived.clear()
@@ -169,7 +183,7 @@ class Pipeline:
             self._announce(index)
 
     def reduce(self, bucket: GradBucket, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
-        """Copy one DDP bucket into the fusion buffers and launch the scatter legs of groups that became complete.
+        """Take one DDP bucket and launch the scatter legs of groups that became complete.
 
         Args:
             bucket: the bucket.
@@ -178,26 +192,22 @@ class Pipeline:
         Returns:
             A completed future of the bucket's own gradients: DDP takes them for reduced, and backward does not wait.
         """
-        buffer = bucket.buffer().detach()
-        self._stage(bucket, buffer, parameters)
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(buffer)
-        return future
-
-    def _stage(self, bucket: GradBucket, buffer: Tensor, parameters: list[Tensor]) -> None:
-        index = bucket.index()
+        index, buffer = bucket.index(), bucket.buffer()
         staging = self._stagings.get(index)
-        if staging is None or not same_objects(staging.parameters, parameters):
+        if staging is None or not staging.fits(buffer, parameters):
+            slots = [self.slot_of[parameter] for parameter in parameters]
             staging = self._stagings[index] = plan_staging(
-                buffer, [self.slot_of[p] for p in parameters], parameters, bucket.gradients(), self._arenas
+                index, buffer.detach(), slots, parameters, bucket.gradients(), self._arenas
             )
-        self.link.stage(functools.partial(self._copy, buffer, staging.copies))
-        self._arrived.append(staging)
+        if staging.copies:
+            self.link.stage(functools.partial(self._copy, staging.buffer, staging.copies))
+        self._arrived.append(index)
         self.gradients.bucket_arrives(buffer, staging.slots)
         for group, pieces in staging.arrivals:
             group.missing -= pieces
             if not group.missing:
                 self._launch(group)
+        return staging.answer
 
     @torch.no_grad()
     def _copy(self, buffer: Tensor, copies: list[tuple[int, int, Tensor]]) -> None:
@@ -209,25 +219,41 @@ class Pipeline:
     def _launch(self, group: GroupInFlight) -> None:
         index = group.spec.index
         self._announce(index + _ANNOUNCED_LEGS)
+        buffer = self._buffer_of(group)
         if not group.spec.split:
-            group.scatter = group.gather = self.link.all_reduce_leg(index, group.buffer)
+            group.scatter = group.gather = self.link.all_reduce_leg(index, buffer)
             group.state = GroupState.GATHERING
         else:
-            group.scatter = self.link.reduce_scatter(index, group.buffer)
+            group.scatter = self.link.reduce_scatter(index, buffer)
             group.state = GroupState.SCATTERING
             if self._gathers_early and self.link.orders_gathers:
                 self._gather(group, self._urgency[index])
         for follower in self._followers.get(index, ()):
             self._gather(self.groups[follower])
 
+    def _buffer_of(self, group: GroupInFlight) -> FusionBuffer:
+        # If DDP may leave out buckets, which they were last time says nothing about this time.
+        if group.buffer is None or not (self.every_group_arrives or group.spec.arena in self._arenas):
+            lay_out(group, self.link.world_size)
+        assert group.buffer is not None
+        return group.buffer
+
     def _announce(self, index: int) -> None:
-        if self.every_group_arrives and index < len(self.groups) and not self.groups[index].is_launched:
-            self.groups[index].state = GroupState.ANNOUNCED
-            self.link.announce(index, self.groups[index].buffer)
+        if not self.every_group_arrives or index >= len(self.groups):
+            return
+        group = self.groups[index]
+        # Before DDP's buckets are where they will stay, their sizes may differ from those of the last iteration.
+        is_known = group.spec.arena in self._arenas or (self.may_announce and group.buffer is not None)
+        if is_known and not group.is_launched:
+            group.state = GroupState.ANNOUNCED
+            self.link.announce(index, self._buffer_of(group))
 
     def end_backward(self) -> None:
         """Launch the gather legs in use order and make every ``.grad`` a PendingGrad unless a script keeps it."""
         self.order.join()
+        if self.every_group_arrives:
+            for index in self._stagings.keys() - set(self._arrived):
+                del self._stagings[index]  # a bucket that DDP no longer has: frees its memory
         self._complete_partly_staged_groups()
         unused = [group for group in self.groups if not group.is_launched]
         for group in unused:
@@ -255,10 +281,13 @@ class Pipeline:
         arrived: set[Slot] | None = None
         for group in self.groups:
             if 0 < group.missing < len(group.spec.pieces):
-                arrived = arrived or {slot for s in self._arrived for slot in s.slots}
+                arrived = arrived or {slot for index in self._arrived for slot in self._stagings[index].slots}
                 for slot in group.slots:
                     if slot not in arrived:
-                        slot.view.zero_()
+                        if slot.is_in_place:
+                            slot.place = None
+                        else:
+                            slot.view.zero_()
                 self._launch(group)
 
     # Forward, and other code that needs a result.
@@ -313,6 +342,41 @@ class Pipeline:
         """Context of a wait for communication; ``what`` identifies the same wait in each step, see :class:`Turns`."""
         return self.turns.gap(what)
 
+    def end_forward(self, call_before_backward: Callable[[Callable[[], None]], bool] | None) -> None:
+        """Finish what needs the memory of DDP's buckets, into which the next backward writes before it calls the hook.
+
+        Args:
+            call_before_backward: calls a function when that backward begins, or returns False if it cannot; None if the
+                next backward does not write into the buckets.
+        """
+        # Protects gradients that are still being copied.
+        self.link.finish_staging()
+        if self._has_all_copied or self.phase is Phase.IDLE:
+            return
+        with self.lock:
+            if self.phase is Phase.BACKWARD:
+                if not is_in_backward():
+                    self._retire()
+                elif all(group.is_launched for group in self.groups):  # forward was called again by a checkpoint
+                    self._gather_in_use_order()
+                    self._end_legs()
+                return
+            self.flush()
+            self._end_legs()
+            self.awaits_backward = call_before_backward is not None
+            if call_before_backward is not None and not call_before_backward(self._before_backward):
+                self.gradients.finish()
+
+    def _before_backward(self) -> None:
+        if self.phase is Phase.REDUCED:
+            with self.lock:
+                self.gradients.finish(leave_in_grad=True)
+
+    @property
+    def _has_all_copied(self) -> bool:
+        """Whether no gradient travels from DDP's buckets."""
+        return len(self._arenas) == len(self.plan.arena_numel)
+
     def retire(self) -> None:
         """End the iteration: finish its updates, gradients and legs before its buffers are filled again."""
         if self.phase is not Phase.IDLE:
@@ -320,21 +384,20 @@ class Pipeline:
                 self._retire()
 
     def _retire(self) -> None:
-        self.gradients.is_retiring = True
-        try:
-            self.flush()
-            if self.phase is Phase.REDUCED:
-                self.gradients.finish()
-        finally:
-            self.gradients.is_retiring = False
+        self.flush()
+        if self.phase is Phase.REDUCED:
+            self.gradients.finish(is_late=self.awaits_backward and is_in_backward())
         if self.phase is Phase.BACKWARD and not self.link.is_closed:
             self._close_broken_backward()
+        self._end_legs()
+        self.phase = Phase.IDLE
+
+    def _end_legs(self) -> None:
         with self.waiting("end of iteration") as host_wait:
             for group in self.groups:
                 if group.gather is not None:
                     # Protects peers that still receive from this buffer.
                     group.gather.wait(host_wait)
-        self.phase = Phase.IDLE
 
     def _close_broken_backward(self) -> None:
         """Complete the announced legs of a backward that raised on all ranks, so that no receive stays open.
@@ -344,19 +407,34 @@ class Pipeline:
         self.link.finish_staging()
         for index, group in enumerate(self.groups):
             if group.state is GroupState.ANNOUNCED:
-                group.scatter = self.link.reduce_scatter(index, group.buffer)
+                parts = tuple(torch.zeros_like(part) for part in self._buffer_of(group).parts)
+                group.scatter = self.link.reduce_scatter(index, FusionBuffer(parts))
                 group.state = GroupState.SCATTERING
         self._gather_in_use_order()
 
     def release(self) -> dict[str, Tensor]:
         """Return the arenas by name, for the next plan's pipeline. This pipeline must not be used again."""
         assert self.phase is Phase.IDLE
+        self._forget_buckets()
         return {name: arena._base if arena._base is not None else arena for name, arena in self._arenas.items()}
+
+    def _forget_buckets(self) -> None:
+        """Drop all references to DDP's buckets, which would count as a script's."""
+        self._stagings.clear()
+        for slot in self.slots:
+            if slot.is_in_place and slot.place is not None:
+                slot.place = None
+                del slot.view
+        for group in self.groups:
+            group.scatter = group.gather = None
+            if group.spec.arena not in self._arenas:
+                group.buffer = None
 
     def drop_references(self) -> None:
         """Drop all parameters and fusion buffers now, not at the next garbage collection. Ends the pipeline."""
+        self._forget_buckets()
         for slot in self.slots:
-            del slot.parameter, slot.view, slot.pending
+            del slot.parameter, slot.pending
         for group in self.groups:
             del group.buffer, group.scatter, group.gather
         for held in (self.slots, self.slot_of, self.groups, self._arenas, self._stagings, self._arrived):

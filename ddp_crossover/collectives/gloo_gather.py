@@ -62,7 +62,7 @@ class GlooGatherLeg(GlooLeg):
             with record_function(f"ddp_crossover::all_gather[{self.group}]"):
                 context.meter.clock.leg_posted(self.times)
                 scatter.sends += messages.send(
-                    [Slice(peer, scatter.shard()) for peer in messages.peers],
+                    [Slice(peer, shard) for peer in messages.peers for shard in scatter.shards()],
                     message_tag(MessageKind.GATHER, scatter.iteration, self.group),
                 )
         except Exception as error:

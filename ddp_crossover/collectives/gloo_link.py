@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.gloo_failures import Failures
 from ddp_crossover.collectives.gloo_gather import GlooGatherLeg, GlooSmallGather
 from ddp_crossover.collectives.gloo_leg import GlooCommContext
@@ -119,6 +120,7 @@ class GlooLink(PeerLink):
         sums_in_fp32: whether 16-bit buffers are added up in fp32 and rounded once.
     """
 
+    takes_parts = True
     early_receives: AnnouncedLegs
 
     def __init__(
@@ -134,11 +136,11 @@ class GlooLink(PeerLink):
         self.staging = StagingQueue(context.threads.posting.put, context.failures)
         self.early_receives = AnnouncedLegs(context)
 
-    def reduce_scatter(self, group: int, buffer: Tensor) -> GlooScatterLeg:
+    def reduce_scatter(self, group: int, buffer: FusionBuffer) -> GlooScatterLeg:
         leg = self.early_receives.take(group, self.iteration)
         if leg is None:
             leg = GlooScatterLeg(self._context, self.iteration, group, buffer)
-        assert leg.buffer is buffer
+        leg.buffer = buffer  # if the memory was moved since, its parts have the same sizes
         leg.start()
         return leg
 
@@ -156,7 +158,7 @@ class GlooLink(PeerLink):
             else:
                 future.set_exception(error)  # type: ignore[arg-type]
 
-        scatter = self.reduce_scatter(group, buffer)
+        scatter = self.reduce_scatter(group, FusionBuffer((buffer,)))
         GlooGatherLeg(self._context, scatter, urgency=group, paced=False, on_done=complete).start()
         return future
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.profiler import record_function
 
+from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.gloo_leg import GlooCommContext, GlooLeg
 from ddp_crossover.collectives.gloo_messages import Message, MessageKind, Slice, message_tag
-from ddp_crossover.collectives.leg import ScatterLeg, slice_bounds
+from ddp_crossover.collectives.leg import ScatterLeg
 from ddp_crossover.collectives.rank_order_sum import add_in_rank_order
 
 
@@ -18,11 +19,12 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
         is_announced: whether ``Link.announce`` announced it; its receives are then posted earlier than its sends.
         gather_receives: receives of the peers' reduced slices.
         sends: sends of both legs.
+        incoming: memory for the slices of each peer, until they are added up.
     """
 
     is_announced = False
 
-    def __init__(self, context: GlooCommContext, iteration: int, group: int, buffer: Tensor) -> None:
+    def __init__(self, context: GlooCommContext, iteration: int, group: int, buffer: FusionBuffer) -> None:
         super().__init__(context, f"scatter leg of fusion group {group}")
         self.iteration = iteration
         self.group = group
@@ -30,10 +32,11 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
         self.gather_receives: list[Message] = []
         self.sends: list[Message] = []
         self.incoming: list[Tensor] = []
+        self._incoming_parts: list[list[Tensor]] = []
         self._scatter_receives: list[Message] = []
 
-    def shard(self) -> Tensor:
-        return self._slice_of(self._context.messages.rank)
+    def shards(self) -> list[Tensor]:
+        return self._slices_of(self._context.messages.rank)
 
     def start(self) -> None:
         """Queue the leg for the posting thread. Runs on the training thread."""
@@ -48,10 +51,16 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
         messages = self._context.messages
         try:
             self._context.failures.check()
-            shard = self.shard()
-            self.incoming = [self._context.scratch.allocate(shard) for _ in messages.peers]
+            shards = self.shards()
+            numels = [shard.numel() for shard in shards]
+            self.incoming = [self._context.scratch.allocate(sum(numels), shards[0].dtype) for _ in messages.peers]
+            self._incoming_parts = [list(memory.split(numels)) for memory in self.incoming]
             self._scatter_receives = messages.receive(
-                [Slice(*pair) for pair in zip(messages.peers, self.incoming, strict=True)],
+                [
+                    Slice(peer, memory)
+                    for peer, parts in zip(messages.peers, self._incoming_parts, strict=True)
+                    for memory in parts
+                ],
                 message_tag(MessageKind.SCATTER, self.iteration, self.group),
             )
         except Exception as error:
@@ -66,7 +75,7 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
             context.failures.check()
             with record_function(f"ddp_crossover::reduce_scatter[{self.group}]"):
                 self.before_posting()
-                slices = [Slice(peer, self._slice_of(peer)) for peer in messages.peers]
+                slices = [Slice(peer, memory) for peer in messages.peers for memory in self._slices_of(peer)]
                 # Safe before our sends: a peer sends its reduced slice only after it has received our slice.
                 self.gather_receives = messages.receive(
                     slices, message_tag(MessageKind.GATHER, self.iteration, self.group)
@@ -88,7 +97,11 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
             context.failures.check()
             # A peer sends these slices as soon as its own backward has come so far.
             context.messages.wait(self._scatter_receives, self.label, is_proof=True)
-            add_in_rank_order(self.shard(), context.messages.rank, self.incoming, in_fp32=context.sums_in_fp32)
+            for own, *incoming in zip(self.shards(), *self._incoming_parts, strict=True):
+                add_in_rank_order(
+                    own, context.messages.rank, incoming, self.buffer.factor, in_fp32=context.sums_in_fp32
+                )
+            self._incoming_parts = []
             context.scratch.free(self.incoming)
             self.incoming = []
         except Exception as error:
@@ -96,9 +109,8 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
         else:
             self._end(None)
 
-    def _slice_of(self, rank: int) -> Tensor:
-        low, high = slice_bounds(self.buffer.numel(), self._context.messages.world_size, rank)
-        return self.buffer[low:high]
+    def _slices_of(self, rank: int) -> list[Tensor]:
+        return self.buffer.slices(rank, self._context.messages.world_size)
 
 
 class AnnouncedLegs:
@@ -115,7 +127,7 @@ class AnnouncedLegs:
         self.legs: dict[int, GlooScatterLeg] = {}
         self._context = context
 
-    def post(self, iteration: int, group: int, buffer: Tensor) -> None:
+    def post(self, iteration: int, group: int, buffer: FusionBuffer) -> None:
         """Post the receives of this group's scatter leg in this iteration."""
         self._context.failures.check()
         leg = self.legs[group] = GlooScatterLeg(self._context, iteration, group, buffer)

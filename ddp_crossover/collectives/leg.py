@@ -57,8 +57,8 @@ class ScatterLeg(Leg):
     """A reduce-scatter under way."""
 
     @abstractmethod
-    def shard(self) -> Tensor:
-        """This rank's slice of the buffer, which holds the sum over ranks after :meth:`wait`."""
+    def shards(self) -> list[Tensor]:
+        """This rank's slice of each part of the buffer; after :meth:`wait` they hold the sums over ranks."""
 
 
 def slice_bounds(numel: int, world_size: int, rank: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.leg import Leg, ScatterLeg
 from ddp_crossover.collectives.meter import LinkMeter
 from ddp_crossover.collectives.pace import Pace
@@ -26,7 +27,7 @@ from ddp_crossover.tracing.clock import CommClock
 class EarlyReceives(Protocol):
     """Receives of scatter legs that this rank has not started yet."""
 
-    def post(self, iteration: int, group: int, buffer: Tensor) -> None:
+    def post(self, iteration: int, group: int, buffer: FusionBuffer) -> None:
         """Post the receives of this group's scatter leg in this iteration."""
 
 
@@ -44,6 +45,8 @@ class Link(ABC):
         iteration: number of the training iteration to which legs that are started now belong.
         meter: the clock of the legs, and the bytes that they have sent.
         adds_in_rank_order: whether sums do not depend on the backend's algorithm.
+        takes_parts: whether a fusion buffer may have several parts of any size, and a factor. If not, it is one part,
+            whose size is a multiple of the world size.
         has_fused_all_reduce: whether an all-reduce is one operation, not a scatter and a gather leg.
         all_reduce_stream: stream for :func:`all_reduce_sum` on another process group, which stays usable after the
             link is closed; None if that function needs none.
@@ -57,6 +60,7 @@ class Link(ABC):
 
     owns_process_group: bool = False
     adds_in_rank_order: bool = False
+    takes_parts: bool = False
     has_fused_all_reduce: bool = False
     all_reduce_stream: torch.cuda.Stream | None = None
     is_closed: bool = False
@@ -90,8 +94,8 @@ class Link(ABC):
     # Every link has its own way to run legs.
 
     @abstractmethod
-    def reduce_scatter(self, group: int, buffer: Tensor) -> ScatterLeg:
-        """Start to sum ``buffer`` (flat, contiguous) over ranks; each rank keeps its own slice of the sum.
+    def reduce_scatter(self, group: int, buffer: FusionBuffer) -> ScatterLeg:
+        """Start to sum ``buffer`` over ranks; each rank keeps its own slices of the sum.
 
         Never blocks. ``buffer`` belongs to the link until the gather leg has ended.
         """
@@ -110,7 +114,7 @@ class Link(ABC):
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         """Start to all-reduce ``buffer`` in place; the future's value is ``buffer``, summed over ranks."""
 
-    def all_reduce_leg(self, group: int, buffer: Tensor) -> ScatterLeg:
+    def all_reduce_leg(self, group: int, buffer: FusionBuffer) -> ScatterLeg:
         """Start both legs as one, if :attr:`has_fused_all_reduce`; afterwards the whole buffer holds the sum."""
         raise NotImplementedError("this link has no fused all-reduce: a plan for it splits every group into two legs")
 
@@ -126,7 +130,7 @@ class Link(ABC):
         if self.pace is not None:
             self.pace.is_relaxed = False
 
-    def announce(self, group: int, buffer: Tensor) -> None:
+    def announce(self, group: int, buffer: FusionBuffer) -> None:
         """Announce a scatter leg of this group in this iteration, so that faster peers can send already."""
         if self.early_receives is not None:
             self.early_receives.post(self.iteration, group, buffer)

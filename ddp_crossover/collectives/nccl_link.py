@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
+from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.leg import HostWait, Leg, ScatterLeg, slice_bounds
 from ddp_crossover.collectives.link import Link, release
 from ddp_crossover.collectives.stream_order import CudaStreams
@@ -59,10 +60,10 @@ class _NcclScatterLeg(_NcclLeg, ScatterLeg):
     def __init__(self, link: NcclLink, group: int, buffer: Tensor, shard: Tensor, stream: torch.cuda.Stream) -> None:
         super().__init__(link, f"scatter leg of fusion group {group}", group, stream)
         self.buffer = buffer
-        self._shard = shard
+        self.shard = shard
 
-    def shard(self) -> Tensor:
-        return self._shard
+    def shards(self) -> list[Tensor]:
+        return [self.shard]
 
 
 class NcclLink(Link):
@@ -93,18 +94,19 @@ class NcclLink(Link):
         self.all_reduce_stream = self._stream
         self.streams = CudaStreams(device, (self._stream,))
 
-    def reduce_scatter(self, group: int, buffer: Tensor) -> _NcclScatterLeg:
-        low, high = slice_bounds(buffer.numel(), self.world_size, self.rank)
-        shard = buffer[low:high]
+    def reduce_scatter(self, group: int, buffer: FusionBuffer) -> _NcclScatterLeg:
+        memory = buffer.whole()
+        low, high = slice_bounds(memory.numel(), self.world_size, self.rank)
+        shard = memory[low:high]
         with record_function(f"ddp_crossover::reduce_scatter[{group}]"):
             # Wait for the staging copies, which run on the caller's stream.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             begin = self.clock.mark(self._stream)
             with torch.cuda.stream(self._stream):
-                _reduce_scatter(shard, buffer, group=self.process_group)
+                _reduce_scatter(shard, memory, group=self.process_group)
             self.clock.span("scatter", begin, self._stream, group=group)
-        self._count(buffer)
-        return _NcclScatterLeg(self, group, buffer, shard, self._stream)
+        self._count(memory)
+        return _NcclScatterLeg(self, group, memory, shard, self._stream)
 
     def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> Leg:
         leg = cast(_NcclScatterLeg, scatter)
@@ -113,23 +115,24 @@ class NcclLink(Link):
             torch.cuda.stream(self._stream),
         ):
             begin = self.clock.mark(self._stream)
-            _all_gather(leg.buffer, leg.shard(), group=self.process_group)
+            _all_gather(leg.buffer, leg.shard, group=self.process_group)
             self.clock.span("gather", begin, self._stream, group=leg.group)
         self._count(leg.buffer)
         return _NcclLeg(self, f"gather leg of fusion group {leg.group}", leg.group, self._stream)
 
-    def all_reduce_leg(self, group: int, buffer: Tensor) -> ScatterLeg:
-        low, high = slice_bounds(buffer.numel(), self.world_size, self.rank)
+    def all_reduce_leg(self, group: int, buffer: FusionBuffer) -> ScatterLeg:
+        memory = buffer.whole()
+        low, high = slice_bounds(memory.numel(), self.world_size, self.rank)
         with record_function(f"ddp_crossover::all_reduce[{group}]"):
             # Wait for the staging copies, which run on the caller's stream.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             begin = self.clock.mark(self._stream)
             with torch.cuda.stream(self._stream):
-                dist.all_reduce(buffer, group=self.process_group)
+                dist.all_reduce(memory, group=self.process_group)
             self.clock.span("all_reduce", begin, self._stream, group=group)
-        self._count(buffer)
-        self._count(buffer)
-        return _NcclScatterLeg(self, group, buffer, buffer[low:high], self._stream)
+        self._count(memory)
+        self._count(memory)
+        return _NcclScatterLeg(self, group, memory, memory[low:high], self._stream)
 
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         self._count(buffer)
@@ -156,7 +159,7 @@ class NcclLink(Link):
         memory = max(arenas, key=lambda arena: arena.nbytes)
         with self.meter.unrecorded():
             for numel in (self.world_size, min(memory.numel(), _LARGE_NUMEL)):
-                buffer = memory[: numel // self.world_size * self.world_size].zero_()
+                buffer = FusionBuffer((memory[: numel // self.world_size * self.world_size].zero_(),))
                 self.all_gather(self.reduce_scatter(0, buffer)).wait()
                 self.all_reduce_leg(0, buffer).wait()
             self.all_gather_small(torch.zeros(1, device=self._device))

@@ -21,18 +21,16 @@ class ScratchPool:
         self._lock = threading.Lock()  # legs are posted on one thread and reduced on another
         self._free: dict[torch.dtype, list[Tensor]] = {}
 
-    def allocate(self, like: Tensor) -> Tensor:
-        """An uninitialized flat CPU tensor with the dtype and number of elements of ``like``."""
-        numel = like.numel()
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialized flat CPU tensor of ``numel`` elements."""
         with self._lock:
-            free = self._free.setdefault(like.dtype, [])
+            free = self._free.setdefault(dtype, [])
             place = next((i for i, tensor in enumerate(free) if tensor.numel() >= numel), None)
             if place is not None:
                 return free.pop(place)[:numel]
             if free:
                 free.pop()  # replace a tensor that is too small
-        # Not empty_like(): pinned or otherwise special memory has no benefit here.
-        return torch.empty(numel, dtype=like.dtype)
+        return torch.empty(numel, dtype=dtype)
 
     def free(self, tensors: list[Tensor]) -> None:
         """Return tensors of :meth:`allocate` to the pool; nothing may be received into them any more."""
@@ -48,26 +46,40 @@ class ScratchPool:
                 free.clear()
 
 
-def add_in_rank_order(own: Tensor, rank: int, incoming: list[Tensor], *, in_fp32: bool = False) -> None:
-    """Set ``own`` to ``((x0 + x1) + x2) + ...`` over ranks, rounded to its dtype after each addition.
+def add_in_rank_order(
+    own: Tensor, rank: int, incoming: list[Tensor], factor: float = 1.0, *, in_fp32: bool = False
+) -> None:
+    """Set ``own`` to ``((x0 + x1) + x2) + ...`` over ranks, rounded to its dtype after each operation.
 
     Args:
         own: this rank's term, flat; overwritten with the sum.
         rank: position of ``own`` among the terms.
         incoming: the other ranks' terms, flat, in rank order; may be overwritten.
+        factor: each term is first multiplied by it.
         in_fp32: add 16-bit terms in fp32, and round once at the end.
     """
     terms = [*incoming[:rank], own, *incoming[rank:]]
-    if len(terms) == 1:
+    in_fp32 = in_fp32 and own.dtype.itemsize < torch.float32.itemsize and len(terms) > 2  # one addition rounds once
+    if factor == 1.0 and not in_fp32:
+        _add(own, terms)
         return
-    if in_fp32 and own.dtype.itemsize < torch.float32.itemsize and len(terms) > 2:  # one addition rounds once
-        for target, first, *others in zip(*(term.split(CHUNK_NUMEL) for term in (own, *terms)), strict=True):
-            wide = first.float()
-            for other in others:
-                wide.add_(other)
+    # In chunks, which stay in a core's cache between the operations.
+    for target, *parts in zip(*(term.split(CHUNK_NUMEL) for term in (own, *terms)), strict=True):
+        if factor != 1.0:
+            for part in parts:
+                part.mul_(factor)
+        if in_fp32:
+            wide = parts[0].float()
+            for part in parts[1:]:
+                wide.add_(part)
             target.copy_(wide)
-        return
+        else:
+            _add(target, parts)
+
+
+def _add(target: Tensor, terms: list[Tensor]) -> None:
     total = terms[0]
     for term in terms[1:-1]:
         total.add_(term)
-    torch.add(total, terms[-1], out=own)
+    if len(terms) > 1:
+        torch.add(total, terms[-1], out=target)

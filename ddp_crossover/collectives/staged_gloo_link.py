@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
+from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.gloo_gather import GlooGatherLeg
 from ddp_crossover.collectives.gloo_leg import GlooCommContext
 from ddp_crossover.collectives.gloo_link import PeerLink
@@ -30,7 +31,7 @@ class _StagedScatterLeg(GlooScatterLeg):
         host: Tensor,
         copy_stream: torch.cuda.Stream,
     ) -> None:
-        super().__init__(context, iteration, group, host)
+        super().__init__(context, iteration, group, FusionBuffer((host,)))
         self.device_buffer = buffer
         # Blocking event: the posting thread sleeps while it waits, instead of occupying a core.
         self._copied = torch.cuda.Event(blocking=True)
@@ -65,7 +66,7 @@ class _StagedGatherLeg(GlooGatherLeg):
 
     def after_receiving(self) -> None:
         with torch.cuda.device(self.device_buffer.device), torch.cuda.stream(self.copy_stream):
-            self.device_buffer.copy_(self.scatter.buffer, non_blocking=True)
+            self.device_buffer.copy_(self.scatter.buffer.whole(), non_blocking=True)
             self._on_device.record(self.copy_stream)
 
 
@@ -97,12 +98,13 @@ class StagedGlooLink(PeerLink):
         self._host_buffers: dict[int, Tensor] = {}
         self.streams = CudaStreams(device, (self._to_host_stream, self._to_device_stream))
 
-    def reduce_scatter(self, group: int, buffer: Tensor) -> GlooScatterLeg:
+    def reduce_scatter(self, group: int, buffer: FusionBuffer) -> GlooScatterLeg:
+        memory = buffer.whole()
         host = self._host_buffers.get(group)
-        if host is None or host.numel() != buffer.numel() or host.dtype != buffer.dtype:
-            host = torch.empty(buffer.numel(), dtype=buffer.dtype, pin_memory=True)
+        if host is None or host.numel() != memory.numel() or host.dtype != memory.dtype:
+            host = torch.empty(memory.numel(), dtype=memory.dtype, pin_memory=True)
             self._host_buffers[group] = host
-        leg = _StagedScatterLeg(self._context, self.iteration, group, buffer, host, self._to_host_stream)
+        leg = _StagedScatterLeg(self._context, self.iteration, group, memory, host, self._to_host_stream)
         leg.start()
         return leg
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+_BACKWARDS_UNTIL_REBUILT = 3
 _Layout = dict[int, tuple[int, ...]]  # bucket index -> parameters, in bucket order
 
 
@@ -27,6 +28,16 @@ class LayoutRecorder:
         self._last: _Layout = {}
         self._before_last: _Layout = {}
         self._planned: _Layout = {}
+        self._complete_backwards = 0
+
+    def begin_anew(self) -> None:
+        """Note that DDP was given new buckets, which it will rebuild as it did the first ones."""
+        self._complete_backwards = 0
+
+    @property
+    def stays(self) -> bool:
+        """Whether DDP has rebuilt its buckets, or will not do so."""
+        return self._complete_backwards >= _BACKWARDS_UNTIL_REBUILT
 
     def begin_backward(self) -> None:
         """Start with an empty record, also after a backward that raised."""
@@ -62,6 +73,7 @@ class LayoutRecorder:
     def end_backward(self) -> None:
         """Keep the layout of this backward, if every gradient has arrived."""
         if self.complete:
+            self._complete_backwards += 1
             self._before_last, self._last = self._last, self._now
 
     def settled_anew(self) -> bool:

@@ -58,14 +58,19 @@ class Buckets:
             self._allow_backward()
             self._allow_backward = None
 
-    def change(self, *, as_built: bool) -> None:
-        """Change them at the beginning of a forward, if they are others; every rank must call it."""
+    def change(self, *, as_built: bool) -> bool:
+        """Change them at the beginning of a forward, if they are others; every rank must call it.
+
+        Returns:
+            Whether they were changed.
+        """
         if as_built == self.are_as_built:
-            return
+            return False
         self.are_as_built, self.were_changed = as_built, True
         ddp = self._ddp()
         if self._small_bytes is not None and ddp is not None:
             rebuild_under_hook(ddp, None if as_built else self._small_bytes)
+        return True
 
 
 def _refuse_backward_of_earlier_forward(

@@ -32,14 +32,14 @@ class ForwardWatch(Hook):
     Args:
         ddp: the model.
         on_begin: called before each forward.
-        on_end: called after each forward, with True if it returned and False if it raised.
+        on_end: called after each forward, with whether it returned, and what it returned.
     """
 
     def __init__(
         self,
         ddp: DistributedDataParallel,
         on_begin: Callable[[], None],
-        on_end: Callable[[bool], None],
+        on_end: Callable[[bool, Any], None],
     ) -> None:
         self._ddp = weakref.ref(ddp)
         # Keep both out of compiled graphs, because what they decide changes from one forward to the next.
@@ -53,13 +53,13 @@ class ForwardWatch(Hook):
         ddp = self._ddp()
         assert ddp is not None  # the model is running
         self._on_begin()
-        returned = False
+        returned, output = False, None
         try:
             output = self._forward(*args, **kwargs) if self._forward else type(ddp).forward(ddp, *args, **kwargs)
             returned = True
             return output
         finally:
-            self._on_end(returned)
+            self._on_end(returned, output)
 
     def remove(self) -> None:
         """Restore the model's own forward."""

@@ -7,6 +7,7 @@ For the terms see [Note: DeAR's terms] in ``dear.py``.
 """
 # No `from __future__ import annotations`: DDP checks the annotations of what it calls, and expects types.
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
 from ddp_crossover.collectives.link import Link
+from ddp_crossover.ddp.backward_start import call_before_backward
 from ddp_crossover.ddp.bucket_layout import LayoutRecorder
 from ddp_crossover.ddp.early_arrival import Buckets
 from ddp_crossover.ddp.forwards import CompiledCode, ForwardWatch
@@ -240,6 +242,8 @@ class Reducer:
         self._awaits_backward = False
         self._layouts.begin_backward()
         self._choose_plan()
+        if self.pipeline is not None:
+            self.pipeline.may_announce = self._layouts.stays
         self._reduction.begin_backward()
         self._turns.want()
         self._turns.resume()
@@ -373,14 +377,14 @@ class Reducer:
         if why is not None:
             self._on_leave(why)
             return True
-        if self._planning.has_begun:
-            self._buckets.change(as_built=self._planning.takes_buckets_as_built)
+        if self._planning.has_begun and self._buckets.change(as_built=self._planning.takes_buckets_as_built):
+            self._layouts.begin_anew()
         if self._memory and self.pipeline is None and self._planning.has_begun and self._planning.settled:
             self._memory = {}
             self._link.use_arenas(())
         return False
 
-    def _after_forward(self, returned: bool) -> None:
+    def _after_forward(self, returned: bool, output: object) -> None:
         self._early_reads.is_inside_forward = False
         self._params.on_use = self._guard.note_touch
         if not torch.is_grad_enabled():
@@ -393,9 +397,10 @@ class Reducer:
         if returned and self._use_order.end_forward() and self.pipeline is not None:
             self.pipeline.set_use_order(self._use_order.ranks())
         self._guard.end_forward()
-        # Protects gradients that are still being staged: the next backward writes into DDP's buckets before it calls
-        # the hook.
-        self._link.finish_staging()
+        # DDP prepares no backward for a forward that raised, perhaps because of Ctrl-C in a wait for a peer.
+        if returned and self.pipeline is not None:
+            watch = functools.partial(call_before_backward, output) if self._awaits_backward else None
+            self.pipeline.end_forward(watch)
 
     def _timing(self, note_use: Callable[[LazyParam], None]) -> Callable[[LazyParam], None]:
         profiler = self._planning.profiler

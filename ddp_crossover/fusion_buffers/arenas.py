@@ -1,6 +1,7 @@
 """Allocates the arenas for any plan at attach, before activations and optimizer state take memory.
 
-The first plan is made during a backward, when the device's memory is fullest.
+The first plan is made during a backward, when the device's memory is fullest. An arena takes copies of gradients, where
+these cannot travel from DDP's buckets.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.wire import travels_as
 from ddp_crossover.fusion import GradientSpec, arena_capacity
+from ddp_crossover.fusion_buffers.in_place import travels_in_place
 
 
 def make_arenas(
@@ -32,12 +34,13 @@ def make_arenas(
         wire_dtype: dtype that wider gradients are cast to on the wire, or None.
 
     Returns:
-        A flat tensor for each arena, in its wire dtype.
+        A flat tensor for each arena that is needed, in its wire dtype.
     """
     like = {spec.arena: parameter for spec, (_, parameter) in zip(specs, named, strict=True)}
     arenas = {
         arena: torch.empty(numel, dtype=travels_as(like[arena].dtype, wire_dtype), device=like[arena].device)
         for arena, numel in arena_capacity(specs, link.world_size).items()
+        if not travels_in_place(like[arena].dtype, link, wire_dtype)
     }
     link.connect(arenas.values())
     return arenas

@@ -1,4 +1,4 @@
-"""Plans the copies of a DDP bucket's gradients into the fusion buffers, merging copies of adjacent gradients."""
+"""Plans how the gradients of a DDP bucket get into fusion buffers: by copies, or by being a part of them."""
 
 from __future__ import annotations
 
@@ -8,46 +8,80 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_crossover.parameters.slots import GroupInFlight, Slot
+from ddp_crossover.fusion_buffers.in_place import alias_of
+from ddp_crossover.parameters.slots import GroupInFlight, Place, Slot
 
 
 class Staging(NamedTuple):
-    """How one DDP bucket is copied into the fusion buffers.
+    """How the gradients of one DDP bucket get into fusion buffers.
 
     Attributes:
         parameters: the bucket's parameters.
-        copies: range of bucket elements [low, high), and the flat part of an arena that it is copied to.
         slots: the slots of its parameters.
         arrivals: fusion groups with pieces in this bucket, each with the number of those pieces.
+        buffer: the bucket's flat gradients.
+        address: where they were when this was planned. A script may move their storage.
+        copies: range of bucket elements [low, high), and the flat part of an arena that it is copied to; none if the
+            bucket is itself a part of fusion buffers.
+        answer: what the hook returns, a completed future of ``buffer``.
     """
 
     parameters: list[Tensor]
-    copies: list[tuple[int, int, Tensor]]
     slots: list[Slot]
     arrivals: list[tuple[GroupInFlight, int]]
+    buffer: Tensor
+    address: int
+    copies: list[tuple[int, int, Tensor]]
+    answer: torch.futures.Future[Tensor]
+
+    def fits(self, buffer: Tensor, parameters: list[Tensor]) -> bool:
+        """Whether it is for these parameters in this memory, which is not freed while ``self.buffer`` refers to it."""
+        return self.address == buffer.data_ptr() and same_objects(self.parameters, parameters)
 
 
 def plan_staging(
+    index: int,
     buffer: Tensor,
     slots: list[Slot],
     parameters: list[Tensor],
     gradients: list[Tensor],
     arenas: Mapping[str, Tensor],
 ) -> Staging:
-    """Plan the copies of one bucket.
+    """Plan what to do with one bucket, and tell the slots where their gradients are, if they are not copied.
 
     Args:
-        buffer: the bucket's flat gradients.
+        index: number of the bucket.
+        buffer: its flat gradients, as a tensor object of which the caller keeps none.
         slots: the slots of its parameters, in the order of ``parameters``.
         parameters: its parameters.
         gradients: its gradients as views of ``buffer``, in the same order.
-        arenas: the memory of all fusion buffers.
+        arenas: the memory of the fusion buffers to which gradients are copied.
     """
+    counts: dict[GroupInFlight, int] = {}
+    for slot in slots:
+        for group in slot.groups:
+            counts[group] = counts.get(group, 0) + 1
+    arrivals = sorted(counts.items(), key=lambda item: item[0].spec.index)
+    starts = [int(gradient.storage_offset()) - int(buffer.storage_offset()) for gradient in gradients]
+    answer: torch.futures.Future[Tensor] = torch.futures.Future()
+    answer.set_result(buffer)
+    if not slots[0].is_in_place:  # a bucket's gradients have one dtype
+        copies = _copies(slots, gradients, starts, arenas)
+        return Staging(parameters, slots, arrivals, buffer, buffer.data_ptr(), copies, answer)
+    memory = alias_of(buffer)
+    for slot, gradient, start in zip(slots, gradients, starts, strict=True):
+        view = buffer.as_strided(slot.parameter.shape, slot.stride, int(gradient.storage_offset()))
+        slot.put(Place(index, memory, start, start + gradient.numel()), view, [group for group, _ in arrivals])
+    return Staging(parameters, slots, arrivals, buffer, buffer.data_ptr(), [], answer)
+
+
+def _copies(
+    slots: list[Slot], gradients: list[Tensor], starts: list[int], arenas: Mapping[str, Tensor]
+) -> list[tuple[int, int, Tensor]]:
     copies: list[tuple[int, int, Tensor]] = []
     low = high = target = -1
     arena: Tensor | None = None
-    for slot, gradient in zip(slots, gradients, strict=True):
-        here = int(gradient.storage_offset()) - int(buffer.storage_offset())
+    for slot, gradient, here in zip(slots, gradients, starts, strict=True):
         there = int(slot.view.storage_offset())
         own_arena = arenas[slot.groups[0].spec.arena]
         # Gradients that are adjacent both in the bucket and in the arena are copied together.
@@ -59,12 +93,7 @@ def plan_staging(
             low, high, target, arena = here, here + gradient.numel(), there, own_arena
     if arena is not None:
         copies.append((low, high, arena[target : target + high - low]))
-    counts: dict[GroupInFlight, int] = {}
-    for slot in slots:
-        for group in slot.groups:
-            counts[group] = counts.get(group, 0) + 1
-    arrivals = sorted(counts.items(), key=lambda item: item[0].spec.index)
-    return Staging(parameters, copies, slots, arrivals)
+    return copies
 
 
 def gradient_stride(parameter: Tensor) -> tuple[int, ...]:

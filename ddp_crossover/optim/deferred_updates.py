@@ -36,6 +36,11 @@ from ddp_crossover.parameters.slots import Slot
 from ddp_crossover.torch_internals.gradient_calls import require_gradient_calls
 from ddp_crossover.torch_internals.optimizers import has_hooks, move_to_front, step_pre_hooks
 
+_TOO_LATE = (
+    "it is called between a forward and its backward, which will overwrite the gradients. To have updates deferred, "
+    "call step() before the next forward"
+)
+
 
 class DeferredUpdates:
     """Takes over the optimizers of one model.
@@ -110,6 +115,7 @@ class DeferredUpdates:
         if pipeline is None:
             return
         pipeline.gradients.on_read = self._before_gradient_is_read
+        pipeline.gradients.is_needed = pipeline.updates.__contains__
         if self._norms is Norms.SHARDED:
             pipeline.gradients.answer_early = StockCalls(pipeline).answer
         self._params.join = pipeline.order.join if pipeline.link.current_stream() is not None else None
@@ -145,7 +151,7 @@ class DeferredUpdates:
         assert pipeline is not None
         self._early_reads.note_gradient_read()
         update = pipeline.updates.get(slot)
-        if isinstance(update, DeferredUpdate) and update.edits_gradient:
+        if isinstance(update, DeferredUpdate) and (update.edits_gradient or slot.is_shared):
             pipeline.apply_pending([slot])
 
     def _note_waits(self, optimizer: Optimizer, reason: str | None) -> None:
@@ -166,7 +172,9 @@ class DeferredUpdates:
     def is_deferred(self, optimizer: Optimizer) -> bool:
         """Whether ``step()`` would defer its updates, judged by the first parameter that has a gradient."""
         pipeline = self.pipeline
-        if pipeline is None or not self.enabled or self._separable.why_not(optimizer) is not None:
+        if pipeline is None or pipeline.awaits_backward or not self.enabled:
+            return False
+        if self._separable.why_not(optimizer) is not None:
             return False
         slots = (pipeline.slot_of.get(parameter) for parameter in optimizer_parameters(optimizer))
         slot = next((slot for slot in slots if slot is not None and slot.parameter.grad is not None), None)
@@ -206,6 +214,8 @@ class DeferredUpdates:
             slots = [pipeline.slot_of.get(parameter) for parameter in optimizer_parameters(optimizer)]
             pipeline.apply_pending([slot for slot in slots if slot is not None])
         reason = self._separable.why_not(optimizer, test_again=True) or why_call_waits(args, kwargs)
+        if reason is None and pipeline.awaits_backward:
+            reason = _TOO_LATE
         if reason is not None:
             self._note_waits(optimizer, reason)
         if reason is not None or not self.enabled:

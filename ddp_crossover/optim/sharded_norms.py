@@ -86,7 +86,7 @@ def total_norm(pipeline: Pipeline, gradients: Gradients, norm_type: float) -> Te
         A 0-dim tensor on the device of the gradients, fp32 or fp64.
     """
     pipeline.order.join()
-    device, dtype = pipeline.slots[0].view.device, _accumulation_dtype(pipeline)
+    device, dtype = pipeline.device, _accumulation_dtype(pipeline)
     by_factors: dict[tuple[int, ...], tuple[tuple[Tensor, ...], list[Tensor]]] = {}
     for _, factors, piece in _own_pieces(pipeline, gradients, merge=True):
         by_factors.setdefault(tuple(map(id, factors)), (factors, []))[1].append(piece)
@@ -115,7 +115,7 @@ def norms(pipeline: Pipeline, gradients: Gradients, norm_type: float) -> dict[Sl
             there).
     """
     pipeline.order.join()
-    device, dtype = pipeline.slots[0].view.device, _accumulation_dtype(pipeline)
+    device, dtype = pipeline.device, _accumulation_dtype(pipeline)
     rows: list[int] = []
     columns: list[int] = []
     pieces: list[Tensor] = []
@@ -169,42 +169,46 @@ def _own_pieces(
     on_the_wire = set(gradients.on_the_wire)
     flat = {slot: _in_memory_order(slot, grad) for slot, grad in gradients.in_memory.items()}
     for group in pipeline.groups:
-        low, high = slice_bounds(group.spec.numel, pipeline.link.world_size, pipeline.link.rank)
-        if low == high:
-            continue
+        if group.buffer is None:
+            continue  # no rank has used its parameters yet
         pending = [slot in on_the_wire for slot in group.slots]
-        shard = _reduced_shard(pipeline, group, low, high) if any(pending) else None
+        shards = _reduced_shards(pipeline, group) if any(pending) else []
         if merge and all(pending) and len({tuple(map(id, slot.scales)) for slot in group.slots}) == 1:
-            assert shard is not None
-            yield group.slots[0], group.slots[0].scales, shard  # padding is zero
+            for shard in shards:
+                if shard.numel():
+                    yield group.slots[0], group.slots[0].scales, shard  # padding is zero
             continue
-        start = 0
-        for piece, slot in zip(group.spec.pieces, group.slots, strict=True):
+        bounds = [
+            slice_bounds(part.numel(), pipeline.link.world_size, pipeline.link.rank) for part in group.buffer.parts
+        ]
+        for piece, slot, place in zip(group.spec.pieces, group.slots, group.places, strict=True):
+            if place is None:
+                continue
+            part, start = place
+            low, high = bounds[part]
             first, last = max(start, low), min(start + piece.numel, high)
             if first < last and slot in on_the_wire:
-                assert shard is not None
-                yield slot, slot.scales, shard[first - low : last - low]
+                yield slot, slot.scales, shards[part][first - low : last - low]
             elif first < last and slot in flat:
                 shift = piece.start - start
                 yield slot, (), flat[slot][first + shift : last + shift]
-            start += piece.numel
 
 
-def _reduced_shard(pipeline: Pipeline, group: GroupInFlight, low: int, high: int) -> Tensor:
+def _reduced_shards(pipeline: Pipeline, group: GroupInFlight) -> list[Tensor]:
+    assert group.buffer is not None
     if group.is_complete:
-        return group.buffer[low:high]
+        return group.buffer.slices(pipeline.link.rank, pipeline.link.world_size)
     assert group.scatter is not None
     with pipeline.waiting(f"scatter {group.spec.index}") as host_wait:
         # Protects the norm from incomplete sums.
         group.scatter.wait(host_wait)
-    return group.scatter.shard()
+    return group.scatter.shards()
 
 
 def _in_memory_order(slot: Slot, grad: Tensor) -> Tensor:
     """The gradient as a flat tensor, with its elements in the order of the fusion buffer."""
-    like = slot.view
-    if grad.stride() != like.stride():
-        grad = torch.empty_strided(like.shape, like.stride(), dtype=grad.dtype, device=like.device).copy_(grad)
+    if grad.stride() != slot.stride:
+        grad = torch.empty_strided(grad.shape, slot.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
     return grad.as_strided((grad.numel(),), (1,))
 
 

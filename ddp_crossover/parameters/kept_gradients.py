@@ -31,8 +31,8 @@ class KeptGradients:
         parameter.grad = torch.zeros(1)
         grad = parameter.grad
         self._alone = self.excess(grad)
-        pending = PendingGrad(parameter, parameter.dtype, threading.RLock())
-        pending.arm(lambda memory: memory, torch.zeros(1))
+        pending = PendingGrad(parameter.shape, parameter.stride(), parameter.dtype, parameter.device, threading.RLock())
+        pending.arm(lambda memory: memory, torch.zeros(1), lambda memory: False)
         self._alone_in_pending = self.excess(pending)
 
     def excess(self, grad: Tensor) -> int:
@@ -51,9 +51,9 @@ class KeptGradients:
         """Forget DDP's buckets at the beginning of backward, which may use other ones."""
         self._of_ddp.clear()
 
-    def note_bucket(self, buffer: Tensor, gradients: int) -> None:
-        """Note that up to ``gradients`` gradients are views of this bucket."""
-        self._of_ddp[_storage_of(buffer)] = references_to_bucket_view(gradients)
+    def note_bucket(self, buffer: Tensor, gradients: int, own: int) -> None:
+        """Note a bucket of which up to ``gradients`` gradients are views, and to which we hold ``own`` references."""
+        self._of_ddp[_storage_of(buffer)] = references_to_bucket_view(gradients) + own
 
     def is_in_bucket(self, memory: Tensor) -> bool:
         """Whether ``memory`` is a part of one of DDP's buckets."""

@@ -7,6 +7,7 @@ gradient. This module knows no groups or legs: it is given a function that deliv
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -77,25 +78,34 @@ class PendingGrad(Tensor):
     _deliver: Callable[[Tensor], Tensor] | None
     _memory: Tensor | None
     _value: Tensor | None
-    _wait_until_unread: Callable[[], None]
+    _zero: Callable[[Tensor], bool]
+    _becomes_zero: bool
     _answer_early: Callable[..., Any] | None
     _note_sum: Callable[[], None]
 
     @staticmethod
-    def __new__(cls, like: Tensor, dtype: torch.dtype, lock: threading.RLock) -> PendingGrad:
-        pending = Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device)
+    def __new__(
+        cls,
+        shape: torch.Size,
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        lock: threading.RLock,
+    ) -> PendingGrad:
+        pending = Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=device)
         pending._lock = lock
         pending._value = None
         pending._deliver = None
         pending._memory = None
         pending._answer_early = None
+        pending._becomes_zero = False
         return pending
 
     def arm(
         self,
         deliver: Callable[[Tensor], Tensor],
         memory: Tensor,
-        wait_until_unread: Callable[[], None] = lambda: None,
+        zero: Callable[[Tensor], bool],
         answer_early: Callable[..., Any] | None = None,
         note_sum: Callable[[], None] = lambda: None,
     ) -> None:
@@ -105,14 +115,15 @@ class PendingGrad(Tensor):
             deliver: waits for the legs and returns the reduced gradient. It uses the memory that it is given, or new
                 memory where the given memory belongs to the next gradient already.
             memory: where plain DDP would leave the reduced gradient.
-            wait_until_unread: waits until this rank's own gradient has been copied out of ``memory``.
+            zero: sets ``memory`` to zero in place of the reduced gradient; False if that has to wait for ``deliver``.
             answer_early: called with a torch function, its arguments and its keyword arguments; returns the result if
                 it needs no gathered gradients for it, else ``NotImplemented``.
             note_sum: called when a backward has added this rank's own gradient to the reduced one.
         """
         self._note_sum = note_sum
         self._answer_early = answer_early
-        self._wait_until_unread = wait_until_unread
+        self._zero = zero
+        self._becomes_zero = False
         self._value = None
         self._memory = memory
         self._deliver = deliver  # last, because a signal handler may resolve it in between
@@ -121,6 +132,11 @@ class PendingGrad(Tensor):
     def resolved(self) -> bool:
         """Whether there is nothing left to wait for."""
         return self._deliver is None
+
+    @property
+    def is_reduced_gradient(self) -> bool:
+        """Whether it stands for a gradient that is on the wire, and was neither read nor set to zero."""
+        return self._deliver is not None and not self._becomes_zero
 
     def resolve(self) -> Tensor:
         """Wait for the reduced gradient and return it as a plain tensor.
@@ -133,7 +149,8 @@ class PendingGrad(Tensor):
             with self._lock:
                 if self._deliver is not None:  # another thread may have delivered it meanwhile
                     assert self._memory is not None
-                    self._value = self._deliver(self._memory)
+                    value = self._deliver(self._memory)
+                    self._value = value.zero_() if self._becomes_zero else value
                     self._deliver = None
         assert self._value is not None
         return self._value
@@ -168,9 +185,11 @@ class PendingGrad(Tensor):
                 self._value.zero_()
                 return
             assert self._memory is not None
-            self._wait_until_unread()
-            self._value = self._memory.zero_()
-            self._deliver = None
+            if self._zero(self._memory):
+                self._value = self._memory
+                self._deliver = None
+            else:
+                self._becomes_zero = True
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -221,11 +240,17 @@ class PendingGradPool:
     Making one takes microseconds per parameter; reusing one takes a tenth of that.
     """
 
-    def __init__(self, like: Tensor, dtype: torch.dtype, lock: threading.RLock) -> None:
-        self._like = like
-        self._dtype = dtype
-        self._lock = lock
-        self._object = PendingGrad(like, dtype, lock)
+    def __init__(
+        self,
+        shape: torch.Size,
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        lock: threading.RLock,
+    ) -> None:
+        self._stride = stride
+        self._make = functools.partial(PendingGrad, shape, stride, dtype, device, lock)
+        self._object = self._make()
         self._unshared_references = sys.getrefcount(self._object)
 
     def take(self, grad: Tensor) -> PendingGrad:
@@ -233,18 +258,18 @@ class PendingGradPool:
         pending = self._object
         if grad is pending:
             return pending
-        if type(grad) is PendingGrad and grad.stride() == self._like.stride():
+        if type(grad) is PendingGrad and grad.stride() == self._stride:
             self._object = grad  # made under the last plan; its holders expect it to follow `param.grad`
         elif not pending.is_free:
             del pending  # this name would count as a reference
             if self.held_elsewhere():
-                self._object = PendingGrad(self._like, self._dtype, self._lock)
+                self._object = self._make()
             self._object.disarm()
         return self._object
 
     def is_current(self, grad: Tensor) -> bool:
-        """Whether ``grad`` is the object that was taken last and is still unread."""
-        return grad is self._object and self._object._deliver is not None
+        """Whether ``grad`` is the object that was taken last, and was neither read nor set to zero."""
+        return grad is self._object and self._object.is_reduced_gradient
 
     @property
     def current(self) -> PendingGrad:

@@ -22,6 +22,11 @@ from ddp_crossover.parameters.slots import GroupInFlight, GroupState, Slot
 from ddp_crossover.torch_internals.autograd import is_in_backward
 from ddp_crossover.torch_internals.dispatch import outside_of_modes
 
+_OVERWRITTEN = (
+    "the gradient of {} that the script took from .grad after the last forward, without reading it, was overwritten by "
+    "the backward that has begun, which did not come from the model's output: read or clone gradients before a forward"
+)
+
 
 class ReducedGradients:
     """The gradients of one model under one plan.
@@ -37,6 +42,7 @@ class ReducedGradients:
 
     Attributes:
         on_read: called before a gradient is delivered to a reader.
+        is_needed: whether an update that has not been applied needs a gradient.
         answer_early: answers some torch functions without gathered gradients, see :meth:`PendingGrad.arm`; or None.
         are_reduced: whether no backward can have added this rank's own gradients to those of the latest iteration, or
             put them in their place.
@@ -54,6 +60,7 @@ class ReducedGradients:
         unwritten_is_unused: bool,
     ) -> None:
         self.on_read: Callable[[Slot], None] = _nothing
+        self.is_needed: Callable[[Slot], bool] = _never
         self.answer_early: Callable[..., Any] | None = None
         self._slots = slots
         self._link = link
@@ -63,19 +70,23 @@ class ReducedGradients:
         self._unwritten_is_unused = unwritten_is_unused
         self.are_reduced = False
         self.is_retiring = False
+        self._was_finished = False
         self._thread = 0
         for slot in slots:
             slot.deliver = functools.partial(self._deliver, slot)
+            slot.zero = functools.partial(self._zero, slot)
 
     # Backward.
 
     def begin_backward(self) -> None:
         """Forget the buckets of the last backward."""
+        self._was_finished = False
         self._kept.forget_buckets()
 
     def bucket_arrives(self, buffer: Tensor, slots: Sequence[Slot]) -> None:
         """Note a bucket of DDP, which has views on the gradients of these parameters."""
-        self._kept.note_bucket(buffer, len(slots))
+        # We hold each slot's view, if gradients travel in place. The result of the hook counts as DDP's.
+        self._kept.note_bucket(buffer, len(slots), own=len(slots) if slots[0].is_in_place else 0)
         if self._unwritten_is_unused:
             for slot in slots:
                 slot.version_before = _version(slot.parameter.grad)
@@ -91,7 +102,7 @@ class ReducedGradients:
         doubtful = []
         for slot in self._slots:
             grad = slot.parameter.grad
-            slot.is_kept = False
+            slot.is_kept = slot.is_shared = False
             if grad is None or (some_unused and all(group.state is GroupState.UNUSED for group in slot.groups)):
                 continue
             if self._unwritten_is_unused and _version(grad) == slot.version_before:
@@ -117,7 +128,8 @@ class ReducedGradients:
 
     def _make_one_pending(self, slot: Slot, grad: Tensor, pending: PendingGrad) -> None:
         memory = grad.resolve() if type(grad) is PendingGrad else grad
-        pending.arm(slot.deliver, memory, self._link.finish_staging, self.answer_early, self._note_sum)
+        slot.is_shared = slot.is_in_place and memory.data_ptr() == slot.view.data_ptr()
+        pending.arm(slot.deliver, memory, slot.zero, self.answer_early, self._note_sum)
         if pending is not grad:
             slot.parameter.grad = pending
 
@@ -128,36 +140,52 @@ class ReducedGradients:
         """Wait for a gradient whose memory a script keeps, and put it there."""
         grad = slot.parameter.grad
         assert grad is not None
-        for group in slot.groups:
+        for group in slot.neighbours or slot.groups:
             self._complete(group)
         memory = grad.resolve() if isinstance(grad, PendingGrad) else grad
         self._copy_out(slot, memory)
         if self.answer_early is not None and memory is grad:
             # Another rank, whose script does not keep it, may call `answer_early`: so must this one.
             pending = slot.pending.current
-            pending.arm(_itself, memory, answer_early=self.answer_early, note_sum=self._note_sum)
+            pending.arm(_itself, memory, slot.zero, answer_early=self.answer_early, note_sum=self._note_sum)
             pending.resolve()
             slot.parameter.grad = pending
 
     # Readers of `.grad`, and the optimizer.
 
     def is_pending(self, slot: Slot) -> bool:
-        """Whether the parameter's ``.grad`` is a PendingGrad that no code has read yet."""
+        """Whether the parameter's ``.grad`` is a PendingGrad that no code has read or set to zero yet."""
         pending = slot.pending.current
-        return not pending.resolved and slot.parameter.grad is pending
+        return pending.is_reduced_gradient and slot.parameter.grad is pending
 
     def _deliver(self, slot: Slot, memory: Tensor) -> Tensor:
         if not self.is_retiring:
             self.on_read(slot)
-        for group in slot.groups:
+        # A script that has got a part of a bucket may move the storage of all of it.
+        for group in slot.neighbours if slot.is_shared else slot.groups:
             self._complete(group)
-        if slot.parameter.grad is not slot.pending.current:
+        if slot.is_shared and not slot.scales:
+            return memory  # it is a part of the fusion buffer
+        if slot.is_shared:
+            memory = torch.empty_like(memory)  # the factors belong to the update, too
+        elif slot.parameter.grad is not slot.pending.current:
             if self._is_overwritten(memory):
                 return memory
             if not self._may_fill(memory):
                 memory = torch.empty_like(memory)
         outside_of_modes(functools.partial(self._copy_out, slot, memory), self._link.current_stream())
         return memory
+
+    def _zero(self, slot: Slot, memory: Tensor) -> bool:
+        """Set the memory of a pending gradient to zero; False if it is a part of the fusion buffer of an update."""
+        if slot.is_shared:
+            if self.is_needed(slot):
+                return False
+            for group in slot.neighbours:
+                self._complete(group)  # protects the zeros from the gather leg, which writes there, too
+        self._link.finish_staging()  # protects this rank's own gradient, which may not have been copied yet
+        memory.zero_()
+        return True
 
     def _is_overwritten(self, memory: Tensor) -> bool:
         """Whether DDP's next gradient is in ``memory`` already; plain DDP overwrites kept gradients, too."""
@@ -171,6 +199,8 @@ class ReducedGradients:
     @torch.no_grad()
     def _copy_out(self, slot: Slot, memory: Tensor) -> None:
         value = slot.view
+        if not slot.scales and value.data_ptr() == memory.data_ptr():
+            return
         for factor in slot.scales:  # not in place: a signal handler may interrupt this loop and run it, too
             self._order.keep(factor)
             [value] = torch._foreach_mul([value.to(memory.dtype)], factor)
@@ -209,16 +239,34 @@ class ReducedGradients:
         unwrap_gradients(slot.parameter for slot in self._slots)
         return bool(pending)
 
-    def finish(self) -> None:
-        """Deliver gradients that a script still refers to and drop the rest, before backward fills the buffers anew."""
-        for slot in self._slots:
-            pool = slot.pending  # no local name for the PendingGrad: held_elsewhere() would count it
-            if pool.current.resolved:
-                continue
-            if slot.parameter.grad is pool.current or pool.held_elsewhere():
-                pool.current.resolve()
-            else:
-                pool.current.disarm()
+    def finish(self, *, leave_in_grad: bool = False, is_late: bool = False) -> None:
+        """Deliver gradients that a script still refers to and drop the rest, before backward writes into the buckets.
+
+        Args:
+            leave_in_grad: leave those that are still in ``.grad``, which backward asks for before it overwrites them.
+            is_late: whether backward may have overwritten others before this call.
+
+        Raises:
+            RuntimeError: if a gradient that a script holds may have been overwritten.
+        """
+        self.is_retiring = True
+        try:
+            for slot in self._slots:
+                pool = slot.pending  # no local name for the PendingGrad: held_elsewhere() would count it
+                if pool.current.resolved:
+                    continue
+                if slot.parameter.grad is pool.current:
+                    if not leave_in_grad or slot.is_shared:
+                        pool.current.resolve()
+                elif not pool.held_elsewhere():
+                    pool.current.disarm()
+                elif is_late and slot.is_in_place and not slot.is_shared and not self._was_finished:
+                    raise RuntimeError(_OVERWRITTEN.format(slot.name))
+                else:
+                    pool.current.resolve()
+            self._was_finished = True
+        finally:
+            self.is_retiring = False
 
 
 def unwrap_gradients(parameters: Iterable[Tensor]) -> None:
@@ -230,6 +278,10 @@ def unwrap_gradients(parameters: Iterable[Tensor]) -> None:
 
 def _nothing(slot: Slot) -> None:
     pass
+
+
+def _never(slot: Slot) -> bool:
+    return False
 
 
 def _itself(memory: Tensor) -> Tensor:

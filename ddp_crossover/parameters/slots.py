@@ -7,14 +7,26 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.leg import Leg, ScatterLeg
 from ddp_crossover.fusion import FusionGroup
 from ddp_crossover.parameters.pending_gradient import PendingGradPool
+
+
+class Place(NamedTuple):
+    """Where elements lie: a bucket of DDP, its memory as one flat tensor, and the range ``[low, high)`` in it."""
+
+    bucket: int
+    memory: Tensor
+    low: int
+    high: int
 
 
 class Slot:
@@ -24,12 +36,18 @@ class Slot:
         index: position among the parameters that DDP manages.
         name: full name, for messages.
         parameter: the parameter.
-        view: its gradient inside the fusion buffers, in the wire dtype.
+        stride: stride of its gradient.
+        is_in_place: whether its gradient travels from DDP's bucket; else a copy travels from an arena.
+        neighbours: the fusion groups with a part in the bucket that it is in, if it travels in place.
+        place: where DDP has put it, if it travels in place and has arrived once.
+        view: its gradient inside the fusion buffers, in the wire dtype; set once it has a place there.
         is_cast: whether the wire dtype differs from the parameter's dtype.
         groups: the fusion groups that carry a piece of it.
         pending: makes its ``PendingGrad``.
         deliver: called by its ``PendingGrad`` to get the value.
+        zero: called by its ``PendingGrad`` to set it to zero before it was read.
         scales: factors (0-dim tensors) by which the complete gradient is multiplied, in the parameter's dtype.
+        is_shared: whether its ``.grad`` is a part of a fusion buffer.
         is_kept: whether a script keeps the memory of its gradient, so that it was delivered at the end of backward.
         version_before: version counter of ``.grad`` when its bucket arrived, to tell whether DDP wrote to it since.
     """
@@ -39,27 +57,62 @@ class Slot:
         "groups",
         "index",
         "is_cast",
+        "is_in_place",
         "is_kept",
+        "is_shared",
         "name",
+        "neighbours",
         "parameter",
         "pending",
+        "place",
         "scales",
+        "stride",
         "version_before",
         "view",
+        "zero",
     )
 
-    def __init__(self, index: int, name: str, parameter: Parameter, view: Tensor, lock: threading.RLock) -> None:
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        parameter: Parameter,
+        stride: tuple[int, ...],
+        wire_dtype: torch.dtype,
+        lock: threading.RLock,
+        *,
+        is_in_place: bool,
+    ) -> None:
         self.index = index
         self.name = name
         self.parameter = parameter
-        self.view = view
-        self.is_cast = view.dtype is not parameter.dtype
+        self.stride = stride
+        self.is_in_place = is_in_place
+        self.place: Place | None = None
+        self.neighbours: list[GroupInFlight] = []
+        self.view: Tensor
+        self.is_cast = wire_dtype is not parameter.dtype
         self.groups: list[GroupInFlight] = []
-        self.pending = PendingGradPool(view, parameter.dtype, lock)
+        self.pending = PendingGradPool(parameter.shape, stride, parameter.dtype, parameter.device, lock)
         self.scales: tuple[Tensor, ...] = ()
-        self.is_kept = False
+        self.is_kept = self.is_shared = False
         self.version_before = -1
         self.deliver: Callable[[Tensor], Tensor]
+        self.zero: Callable[[Tensor], bool]
+
+    def put(self, place: Place, view: Tensor, neighbours: list[GroupInFlight]) -> None:
+        """Note where DDP has put the gradient; its fusion buffers have to be made anew.
+
+        Args:
+            place: its place in a bucket.
+            view: the same as a tensor with the gradient's shape.
+            neighbours: all fusion groups with a part in the bucket.
+        """
+        self.place = place
+        self.view = view
+        self.neighbours = neighbours
+        for group in self.groups:
+            group.buffer = None
 
 
 class GroupState(enum.Enum):
@@ -79,7 +132,9 @@ class GroupInFlight:
 
     Attributes:
         spec: what it carries, from the plan.
-        buffer: its fusion buffer.
+        buffer: its fusion buffer; None while it has to be made, see ``fusion_buffers.in_place``.
+        places: for each of its pieces, the index of its part of the buffer, and its first element there; None for a
+            piece that is not in the buffer.
         slots: its parameters.
         state: how far it has come.
         missing: number of its gradients, or parts of them, that have not arrived.
@@ -87,10 +142,11 @@ class GroupInFlight:
         gather: its gather leg, from ``GATHERING`` on; the same object if both legs are one all-reduce.
     """
 
-    def __init__(self, spec: FusionGroup, buffer: Tensor, slots: list[Slot]) -> None:
+    def __init__(self, spec: FusionGroup, slots: list[Slot]) -> None:
         self.spec = spec
-        self.buffer = buffer
         self.slots = slots
+        self.buffer: FusionBuffer | None = None
+        self.places: Sequence[tuple[int, int] | None] = ()
         self.reset()
         self.state = GroupState.UNUSED
 

@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.leg import ScatterLeg
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.planning.cost_model import LinkModel
@@ -71,7 +72,8 @@ class _Probe:
         """Seconds from the start of several scatter legs until the last is done."""
         link, device = self._link, self._device
         sizes = [max(buffer_bytes, self._priming_bytes), *[buffer_bytes] * legs]
-        buffers = [torch.zeros(size // 4 // link.world_size * link.world_size, device=device) for size in sizes]
+        numels = [size // 4 // link.world_size * link.world_size for size in sizes]
+        buffers = [FusionBuffer((torch.zeros(numel, device=device),)) for numel in numels]
         link.begin_iteration()
         link.all_gather_small(torch.zeros(1, device=device))  # a barrier, so that all ranks begin together
         scatters: list[ScatterLeg] = [link.reduce_scatter(0, buffers[0])]

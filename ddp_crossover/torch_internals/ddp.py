@@ -136,7 +136,7 @@ def is_wrapped_by_replicate(module: object) -> bool:
 
 
 def references_to_bucket_view(gradients: int) -> int:
-    """Number of references that DDP holds to the memory of a bucket, besides those that any ``.grad`` has.
+    """Number of references that DDP has to the memory of a bucket, besides those that any ``.grad`` has.
 
     DDP keeps the bucket itself, the result of the hook, and two views for each gradient: one of its place in the
     bucket, which ``.grad`` shares with ``gradient_as_bucket_view``, and one of its place in the result.

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.make_link import make_link
 from harness import run_ranks
 
@@ -24,7 +25,7 @@ def _gather_to_a_stopped_peer(directory: str) -> tuple[bool, bool]:
     link = make_link(dist.group.WORLD, torch.device("cpu"), timedelta(seconds=60))
     buffer = torch.full((NUMEL,), 1.0 + rank)
     link.begin_iteration()
-    scatter = link.reduce_scatter(0, buffer)
+    scatter = link.reduce_scatter(0, FusionBuffer((buffer,)))
     scatter.wait()
     if rank == 1:
         gather = link.all_gather(scatter)

@@ -11,10 +11,6 @@ from ddp_crossover.collectives.rank_order_sum import ScratchPool
 SIZES = st.integers(0, 20)
 
 
-def like(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.zeros(numel, dtype=dtype)
-
-
 def memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -25,9 +21,9 @@ def free_tensors(pool: ScratchPool) -> list[torch.Tensor]:
 
 def test_a_smaller_request_reuses_a_larger_tensor_which_stays_whole() -> None:
     pool = ScratchPool()
-    large = pool.allocate(like(100))
+    large = pool.allocate(100, torch.float32)
     pool.free([large])
-    small = pool.allocate(like(7))
+    small = pool.allocate(7, torch.float32)
     assert small.numel() == 7 and memory(small) == memory(large)
     pool.free([small])
     assert [tensor.numel() for tensor in free_tensors(pool)] == [100]
@@ -35,8 +31,8 @@ def test_a_smaller_request_reuses_a_larger_tensor_which_stays_whole() -> None:
 
 def test_memory_of_one_dtype_is_not_given_out_as_another() -> None:
     pool = ScratchPool()
-    pool.free([pool.allocate(like(10))])
-    assert pool.allocate(like(5, torch.bfloat16)).dtype == torch.bfloat16
+    pool.free([pool.allocate(10, torch.float32)])
+    assert pool.allocate(5, torch.bfloat16).dtype == torch.bfloat16
 
 
 @given(st.lists(st.one_of(SIZES.map(lambda n: ("take", n)), SIZES.map(lambda n: ("give back", n)))))
@@ -46,7 +42,7 @@ def test_there_are_never_more_tensors_than_were_in_use_at_once(events) -> None:
     most = 0
     for event, number in events:
         if event == "take":
-            taken.append(pool.allocate(like(number)))
+            taken.append(pool.allocate(number, torch.float32))
             assert taken[-1].shape == (number,)
         elif taken:
             pool.free([taken.pop(number % len(taken))])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.socket_backlog import SocketBacklog
 from ddp_crossover.collectives.staged_gloo_link import StagedGlooLink
 from fake_streams import FakeEvent, FakeStream
@@ -42,7 +43,7 @@ def sums(world_size: int, dtype: torch.dtype) -> list[torch.Tensor]:
             ]
             for group, buffer in enumerate(buffers):
                 link.announce(group, buffer)
-            scatters = [link.reduce_scatter(group, buffer) for group, buffer in enumerate(buffers)]
+            scatters = [link.reduce_scatter(group, FusionBuffer((buffer,))) for group, buffer in enumerate(buffers)]
             for gather in [link.all_gather(scatter, urgency) for urgency, scatter in enumerate(scatters)]:
                 gather.wait()
             results += buffers

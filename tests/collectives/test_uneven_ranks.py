@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.gloo_gather import GlooGatherLeg
 from ddp_crossover.collectives.gloo_link import GlooLink
 from ddp_crossover.collectives.rank_order_sum import ScratchPool
@@ -50,10 +51,10 @@ def _arrived_early() -> list[bool]:
         _slow_in_backward(run, seconds)
     allocate, start = ScratchPool.allocate, GlooLink.reduce_scatter
 
-    def allocate_nan(pool: ScratchPool, like: torch.Tensor) -> torch.Tensor:
-        return allocate(pool, like).fill_(float("nan"))
+    def allocate_nan(pool: ScratchPool, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return allocate(pool, numel, dtype).fill_(float("nan"))
 
-    def look(link: GlooLink, group: int, buffer: torch.Tensor) -> Any:
+    def look(link: GlooLink, group: int, buffer: FusionBuffer) -> Any:
         nonlocal woken
         if woken and run.state.plan is not None:
             woken = False

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradient_loops
 import loops
+from ddp_crossover.collectives.gloo_link import GlooLink
 from ddp_crossover.planning import session
 from ddp_crossover.planning.cost_model import LinkModel
 from ddp_crossover.torch_internals.ddp import has_comm_hook
@@ -144,6 +145,8 @@ class Wide(nn.Module):
         return self.layers(x)
 
 
+# As on a link that wants fusion buffers in one piece, so that gradients are copied into arenas.
+@mock.patch.object(GlooLink, "takes_parts", False)
 def _memory_given_back() -> tuple[int, int]:
     """Bytes of arenas before and after."""
     import ddp_crossover as dx

@@ -72,6 +72,7 @@ def test_every_plan_uses_the_memory_of_attach(on_ranks, world_size, make, option
     for made, used in on_ranks(storages_of_plans, world_size, make, options):
         assert len(used) > 4
         assert all(storages == made for storages in used)
+        assert bool(made) == bool(options)  # gradients that keep their dtype travel from DDP's buckets
 
 
 def probes(options: dict[str, Any]) -> tuple[int, int, int]:
@@ -92,10 +93,11 @@ def probes(options: dict[str, Any]) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     ("options", "expected", "has_memory"),
     [
-        ({}, 1, True),
-        ({"fusion_mb": 0.01}, 1, True),
-        ({"schedule": "dear"}, 0, True),
-        ({"schedule": "allreduce"}, 0, False),
+        ({}, 1, False),  # gradients travel from DDP's buckets
+        ({"wire_dtype": torch.bfloat16}, 1, True),
+        ({"fusion_mb": 0.01}, 1, False),
+        ({"schedule": "dear", "wire_dtype": torch.bfloat16}, 0, True),
+        ({"schedule": "allreduce", "wire_dtype": torch.bfloat16}, 0, False),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from ddp_crossover.collectives.gloo_link import GlooLink
 from ddp_crossover.dear import Pipeline
 from equivalence import SGD, Case, Run, check_case
 from models import DeepNet
@@ -25,7 +26,9 @@ def _held_gradients(run: Run) -> Iterator[Any]:
             time.sleep(LATE_S)
         copy(self, *args)
 
-    with mock.patch.object(Pipeline, "_copy", late_copy):
+    # As on a link that wants a buffer in one piece.
+    with mock.patch.object(Pipeline, "_copy", late_copy), mock.patch.object(GlooLink, "takes_parts", False):
+        run.attach()
         for index, (x, y) in enumerate(run.batches()):
             run.optimizer.zero_grad()
             is_late = index in HOLDS_AT
@@ -43,4 +46,5 @@ def _held_gradients(run: Run) -> Iterator[Any]:
 
 
 def test_late_staging_ends_before_the_next_backward_writes_into_the_buckets(on_ranks) -> None:
-    check_case(Case(_held_gradients, DeepNet, SGD, steps=14, ddp={"gradient_as_bucket_view": False}), on_ranks)
+    ddp = {"gradient_as_bucket_view": False}
+    check_case(Case(_held_gradients, DeepNet, SGD, steps=14, ddp=ddp), on_ranks)

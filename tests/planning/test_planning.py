@@ -218,7 +218,7 @@ def _storage_bytes(tensors: list[torch.Tensor]) -> int:
 def test_memory_of_a_tuning_run_is_that_of_one_plan(on_ranks, world_size) -> None:
     for gradients, arenas, scratch in on_ranks(_memory_of_a_tuning_run, world_size):
         spare_bytes = 4 * 2**14
-        assert gradients <= arenas <= gradients + 2 * spare_bytes
+        assert arenas == 0  # gradients travel from DDP's buckets
         # All legs at once: from every peer what this rank owns, (n - 1) / n of the gradients.
         # Slots of earlier plans may be kept where they fit, so a busy machine needs a little more than one plan does.
         assert 0 < scratch <= gradients + spare_bytes

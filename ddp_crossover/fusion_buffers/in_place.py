@@ -1,0 +1,48 @@
+"""Fusion buffers that are parts of DDP's own buckets: gradients travel from where DDP has put them, without a copy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ddp_crossover.collectives.fusion_buffer import FusionBuffer
+from ddp_crossover.collectives.link import Link
+from ddp_crossover.collectives.wire import travels_as
+from ddp_crossover.parameters.slots import GroupInFlight, Place
+
+
+def travels_in_place(dtype: torch.dtype, link: Link, wire_dtype: torch.dtype | None) -> bool:
+    """Whether gradients of ``dtype`` travel from DDP's buckets; else a copy of them does."""
+    return link.takes_parts and travels_as(dtype, wire_dtype) is dtype
+
+
+def alias_of(bucket: Tensor) -> Tensor:
+    """A flat tensor over the memory of a bucket, with a storage of its own, for legs.
+
+    Views of it that legs hold on other threads do not count as references to the bucket, which ``KeptGradients``
+    counts; the alias keeps the object ``bucket``, which counts as one. It must not be used any more when a script moves
+    the bucket's storage, as ``share_memory_()`` does, so no script gets to a bucket in which a leg is under way.
+    """
+    return torch.from_dlpack(bucket)  # type: ignore[attr-defined]
+
+
+def lay_out(group: GroupInFlight, world_size: int) -> None:
+    """Make the fusion buffer of a group of the places of its gradients, with as few parts as possible.
+
+    Gradients that have no place yet, because DDP leaves out their bucket, are left out.
+    """
+    pieces = {
+        index: place._replace(low=place.low + piece.start, high=place.low + piece.start + piece.numel)
+        for index, (piece, slot) in enumerate(zip(group.spec.pieces, group.slots, strict=True))
+        if (place := slot.place) is not None
+    }
+    parts: list[Place] = []
+    places: list[tuple[int, int] | None] = [None] * len(group.slots)
+    for index, piece in sorted(pieces.items(), key=lambda item: (item[1].bucket, item[1].low)):
+        if parts and parts[-1].bucket == piece.bucket and parts[-1].high == piece.low:
+            parts[-1] = parts[-1]._replace(high=piece.high)
+        else:
+            parts.append(piece)
+        places[index] = (len(parts) - 1, piece.low - parts[-1].low)
+    group.places = places
+    group.buffer = FusionBuffer(tuple(one.memory[one.low : one.high] for one in parts), 1.0 / world_size)
