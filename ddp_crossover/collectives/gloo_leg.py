@@ -97,8 +97,7 @@ class GlooLeg(Leg):
             open_legs.discard(self)
 
     def _end(self, error: BaseException | None) -> None:
-        """Finish the leg, and let the posting thread check whether a gather leg has become ready."""
+        """Finish the leg. Runs on whichever thread has run its last stage."""
         context = self._context
         context.meter.clock.leg_ended(self.times)
         self.finish(None if error is None else context.failures.record(self.label, error))
-        context.threads.posting.wake()

@@ -109,6 +109,10 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
         else:
             self._end(None)
 
+    def _end(self, error: BaseException | None) -> None:
+        super()._end(error)
+        self._context.threads.posting.wake()  # its gather leg has become ready
+
     def _slices_of(self, rank: int) -> list[Tensor]:
         return self.buffer.slices(rank, self._context.messages.world_size)
 

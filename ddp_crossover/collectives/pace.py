@@ -10,8 +10,9 @@ _LEAD_S = 2e-3
 _RELAXED_LEAD_S = 8e-3
 # The backlog at which to post a gather leg while the speed of the link is not known.
 _LEAD_BYTES = 2**18
-# The kernel does not notify about sent bytes, so the backlog must be polled.
-_SHORTEST_NAP_S = 2e-4
+# The kernel does not notify about sent bytes, so the backlog must be polled. It shrinks by less than the link sends,
+# because more is written meanwhile: to ask when the lead should be reached would mean to ask ever more often.
+_SHORTEST_NAP_S = 5e-4
 
 
 class Pace:
