@@ -17,11 +17,13 @@ VERSION = 2
 NAME_BYTES = 96
 WEIGHTS = (0.01, 100.0)
 
-_HEADER = struct.Struct("<HBBIQQ8x")  # magic, version, kind, value, request, fence
+_HEADER = struct.Struct("<HBBIQQQ")  # magic, version, kind, value, request, fence, successor
 _HELLO = struct.Struct(f"<B7xd{NAME_BYTES}s{NAME_BYTES}s")  # role, weight, job, resource
 
 MESSAGE_BYTES = _HEADER.size
 HELLO_BYTES = _HEADER.size + _HELLO.size
+TAKES_OVER = 1
+"""Value of HELLO from a client that can be handed a resource by another client."""
 STATUS_BYTES = 1 << 18
 """Maximum size of the answer to STATUS. It is JSON, the only message that is not of fixed size."""
 
@@ -29,14 +31,17 @@ STATUS_BYTES = 1 << 18
 class Kind(IntEnum):
     """The type of a message. Clients open with HELLO or STATUS; after HELLO they send REQUEST, RELEASE and CANCEL."""
 
-    HELLO = 1  # client: the connection's job, resource, role and weight
-    WELCOME = 2  # broker: value = slot on the state page, whose file descriptor comes with this message
+    HELLO = 1  # client: the connection's job, resource, role and weight; value = TAKES_OVER or 0
+    WELCOME = 2  # broker: value = slot on the state page, request = the number of the member; the descriptors of the
+    #              page and, if the client takes over, of its alarm come with it
     REFUSED = 3  # broker: value = Refusal; the broker then closes the connection
     REQUEST = 4  # client: requests the resource
     GRANT = 5  # broker: grants the request, with the fence to hold under
-    RELEASE = 6  # client: ends the hold under the fence; a nonzero request number also queues a new request
+    RELEASE = 6  # client: ends the hold under the fence; a nonzero request number also queues a new request, a nonzero
+    #              successor is the promised fence under which the client has handed the resource over
     CANCEL = 7  # client: withdraws its requests up to this number, whether granted or not
     STATUS = 8  # client: asks for the broker's state, which is sent as JSON
+    INTRODUCE = 9  # broker: value = a member that this client may hand the resource to; its alarm comes with it
 
 
 _KINDS = {int(kind): kind for kind in Kind}  # calling Kind() would add a microsecond to every hand-off
@@ -84,6 +89,7 @@ class Message(NamedTuple):
     value: int = 0
     request: int = 0
     fence: int = 0
+    successor: int = 0
 
     def encode(self) -> bytes:
         return _HEADER.pack(MAGIC, VERSION, *self)
@@ -97,16 +103,16 @@ class Hello(NamedTuple):
     role: Role
     weight: float
 
-    def encode(self) -> bytes:
+    def encode(self, value: int = 0) -> bytes:
         body = _HELLO.pack(self.role, self.weight, self.job.encode(), self.resource.encode())
-        return Message(Kind.HELLO).encode() + body
+        return Message(Kind.HELLO, value).encode() + body
 
 
 def decode(data: bytes) -> Message:
     """Decode ``data``; of HELLO only the header. Raises :class:`ProtocolError`."""
     if len(data) not in (MESSAGE_BYTES, HELLO_BYTES):
         raise ProtocolError(Refusal.MALFORMED, f"a message must not have {len(data)} bytes")
-    magic, version, kind, value, request, fence = _HEADER.unpack_from(data)
+    magic, version, kind, value, request, fence, successor = _HEADER.unpack_from(data)
     if magic != MAGIC:
         raise ProtocolError(Refusal.MALFORMED, "the magic number is wrong")
     if version != VERSION:
@@ -118,7 +124,7 @@ def decode(data: bytes) -> Message:
         raise ProtocolError(Refusal.MALFORMED, f"message kind {kind} is unknown")
     if (known is Kind.HELLO) != (len(data) == HELLO_BYTES):
         raise ProtocolError(Refusal.MALFORMED, f"a {known.name} message must not have {len(data)} bytes")
-    return Message(known, value, request, fence)
+    return Message(known, value, request, fence, successor)
 
 
 def decode_hello(data: bytes) -> Hello:

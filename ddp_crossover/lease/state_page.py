@@ -1,8 +1,8 @@
 """The state page: shared memory that the broker writes and every client reads without a system call.
 
-There is one cache line per resource, with one word for each field of :class:`ResourceState`. Word 0 of the page is a
-heartbeat that the broker increments while any job waits. Each word is read and written in one aligned 8-byte access. A
-client may read between two writes and see an inconsistent state, which affects speed only.
+There is one cache line per resource, with one word for each field of :class:`ResourceState` but the last, which has
+two. Word 0 of the page is a heartbeat that the broker increments while any job waits. Each word is read and written in
+one aligned 8-byte access. A client may read between two writes and see an inconsistent state, which affects speed only.
 """
 
 from __future__ import annotations
@@ -15,9 +15,29 @@ from typing import NamedTuple
 
 RESOURCE_SLOTS = 63
 _WORDS = 8  # 8 words of 8 bytes fill a cache line, so two resources never share one
-_FENCE, _YIELDING, _WAITERS, _PRESSED, _TIED, _HOLDER = range(6)  # in the order of ResourceState
+_FENCE, _YIELDING, _WAITERS, _PRESSED, _TIED, _HOLDER, _NEXT, _TICKET = range(_WORDS)  # in the order of ResourceState
+_EVEN_IF_AGAIN = 1 << 63  # a ticket is this bit, a member in 31 bits and the low 32 bits of its request's number
 _PAGE_BYTES = (RESOURCE_SLOTS + 1) * _WORDS * 8
 _F_SEAL_FUTURE_WRITE = 0x10  # not in Python's fcntl; Linux 5.1
+
+
+class Successor(NamedTuple):
+    """The client that the broker has promised a resource, if the hold of now ends by its holder's release.
+
+    Attributes:
+        fence: the fence of the promised hold, 0 if nothing is promised.
+        member: the broker's number of the client.
+        request: the number of the client's request.
+        even_if_again: whether the promise holds if the holder requests the resource again while it releases it.
+    """
+
+    fence: int = 0
+    member: int = 0
+    request: int = 0
+    even_if_again: bool = False
+
+
+NOBODY = Successor()
 
 
 class ResourceState(NamedTuple):
@@ -30,6 +50,7 @@ class ResourceState(NamedTuple):
         pressed: 1 if a waiting job is entitled to a turn, else 0.
         tied: 1 if the broker may keep the resource free for another job when a job requests it, else 0.
         holder: :func:`tag_of` the job that holds, 0 if none does.
+        successor: to whom the holder may hand the resource over.
     """
 
     fence: int = 0
@@ -38,6 +59,7 @@ class ResourceState(NamedTuple):
     pressed: int = 0
     tied: int = 0
     holder: int = 0
+    successor: Successor = NOBODY
 
 
 class PageWriter:
@@ -57,10 +79,19 @@ class PageWriter:
         self._words[0] += 1
 
     def show(self, slot: int, state: ResourceState) -> None:
-        """Write the state of the resource in ``slot``. The fence comes last: clients look at it first."""
+        """Write the state of the resource in ``slot``."""
         start = (slot + 1) * _WORDS
-        for word in (_YIELDING, _WAITERS, _PRESSED, _TIED, _HOLDER, _FENCE):
-            self._words[start + word] = state[word]
+        words = self._words
+        for word in (_YIELDING, _WAITERS, _PRESSED, _TIED, _HOLDER):
+            words[start + word] = state[word]  # type: ignore[assignment]
+        # The fence comes after them, because clients look at it first, and before the next promise: a fence that was
+        # promised must not be missing on the page between the promise and the hold.
+        words[start + _FENCE] = state.fence
+        fence, member, request, even_if_again = state.successor
+        if words[start + _NEXT] != fence:
+            words[start + _NEXT] = 0  # no reader may see a fence with another promise's ticket
+        words[start + _TICKET] = _ticket(member, request) | (_EVEN_IF_AGAIN if even_if_again else 0)
+        words[start + _NEXT] = fence
 
 
 class PageReader:
@@ -103,9 +134,34 @@ class PageReader:
     def pressed(self) -> int:
         return self._words[self._start + _PRESSED]
 
+    def admits(self, fence: int) -> bool:
+        """Whether ``fence`` is the current hold, or the one that was promised to follow it."""
+        words, start = self._words, self._start
+        # Look again: the promise may have become the hold after the first look.
+        return words[start] == fence or words[start + _NEXT] == fence or words[start] == fence
+
+    def successor(self, fence: int) -> Successor:
+        """Who was promised the resource after the hold under ``fence``; ``NOBODY`` also if that is not the hold now."""
+        words, start = self._words, self._start
+        promised = words[start + _NEXT]
+        ticket = words[start + _TICKET]
+        if promised <= fence or words[start + _NEXT] != promised or words[start] != fence:
+            return NOBODY
+        return Successor(promised, ticket >> 32 & 0x7FFFFFFF, ticket & 0xFFFFFFFF, bool(ticket & _EVEN_IF_AGAIN))
+
+    def promises(self, fence: int, member: int, request: int) -> bool:
+        """Whether ``request`` of ``member`` is promised the next hold, under ``fence``."""
+        words, start = self._words, self._start
+        ticket = words[start + _TICKET] & ~_EVEN_IF_AGAIN
+        return words[start + _NEXT] == fence and ticket == _ticket(member, request)
+
     def is_undisturbed(self, fence: int) -> bool:
         """Whether ``fence`` is the current hold and no waiting job presses it."""
         return self._words[self._start] == fence and not self._words[self._start + _PRESSED]
+
+
+def _ticket(member: int, request: int) -> int:
+    return member << 32 | request & 0xFFFFFFFF
 
 
 def tag_of(job: str) -> int:

@@ -11,6 +11,7 @@ from ddp_crossover.lease.broker.fairness import AHEAD_S, EQUAL_S
 from ddp_crossover.lease.broker.jobs import JobKey
 from ddp_crossover.lease.broker.ties import LONGEST_S
 from ddp_crossover.lease.protocol import Role
+from ddp_crossover.lease.state_page import Successor
 
 RESOURCES = ["GPU-0", "GPU-1"]
 JOBS = {
@@ -36,7 +37,9 @@ class ArbiterMachine(RuleBasedStateMachine):
         self.waiting: dict[int, int] = {}  # member: request
         self.told: dict[int, int] = {}  # member: fence under which it believes to hold
         self.owners: dict[int, tuple[JobKey, str]] = {}  # of every fence there was
+        self.promised: dict[str, list[Successor]] = {resource: [] for resource in RESOURCES}  # in the current hold
         self.reserved: set[str] = set()  # before the arbiter was called last
+        self.handed = 0  # the fence under which a holder has just handed over
         self.next_member = 1
 
     # ---- what members do
@@ -81,6 +84,21 @@ class ArbiterMachine(RuleBasedStateMachine):
                 request = self.waiting[member] = self.last_request[member]
             fence = self.told.pop(member)
             self._hear(self.arbiter.release(member, fence, request, self.now_s))
+
+    # To whom the holder may hand over, or might until a moment ago.
+    @rule(resource=resources, age=st.integers(0, 2))
+    def hand_over(self, resource: str, age: int) -> None:
+        promises = self.promised[resource][-1 - age :]
+        if not promises:
+            return
+        [holder] = self.arbiter.holders(resource)
+        waits = self.waiting.get(promises[0].member) == promises[0].request
+        self.handed = promises[0].fence if waits else 0
+        fence = self.told.pop(holder)
+        grants = self.arbiter.release(holder, fence, 0, self.now_s, promises[0].fence)
+        self._hear(grants)
+        if waits:
+            assert Grant(promises[0].member, promises[0].request, promises[0].fence) in grants
 
     # A tie: the GPU may be reserved for other jobs when those that went first come again.
     @rule(some=st.lists(picks, min_size=2, max_size=4), again=st.integers(0, 4))
@@ -135,6 +153,22 @@ class ArbiterMachine(RuleBasedStateMachine):
     # ---- what must hold
 
     @invariant()
+    def a_promise_is_for_who_is_next(self) -> None:
+        for resource in RESOURCES:
+            view = self.arbiter.view(resource)
+            promise, promises = view.successor, self.promised[resource]
+            if (promises and promises[0].fence <= view.fence) or not view.fence or not promise.fence:
+                promises.clear()
+            if promise.fence:
+                assert promise.fence > view.fence
+                assert self.waiting[promise.member] == promise.request
+                key, holder = self.members[promise.member][0], self.arbiter_holder(resource)
+                assert holder is not None and holder != key and holder.uid == key.uid
+                assert len(self.arbiter.holders(resource)) == 1
+                self._must_have_been_next(key, resource)
+                promises.append(promise)
+
+    @invariant()
     def one_job_holds_under_a_valid_fence(self) -> None:
         for resource in RESOURCES:
             fence = self.arbiter.view(resource).fence
@@ -185,13 +219,15 @@ class ArbiterMachine(RuleBasedStateMachine):
         self._hear(self.arbiter.request(member, self.last_request[member], self.now_s))
 
     def _hear(self, grants: list[Grant]) -> None:
-        newest = max(self.owners, default=0)
         for member, request, fence in grants:
             key, resource = self.members[member]
+            newest = max((f for f, (_, where) in self.owners.items() if where == resource), default=0)
             assert self.waiting.pop(member) == request
             self.told[member] = fence
             # A fence is new, or that of the hold which its job has already.
             assert self.owners.setdefault(fence, (key, resource)) == (key, resource)
+            if fence == self.handed:
+                continue  # its holder was told so, before another came
             if fence > newest:
                 self._must_have_been_next(key, resource)
             else:

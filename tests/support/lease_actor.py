@@ -48,6 +48,29 @@ class Actor:
     def yield_turn(self):
         return self.lease.yield_turn()
 
+    def release_with_signal(self, number):
+        """Get this signal between waking the next client and telling the broker. Whether it was woken."""
+        connection = self.lease._reconnector.connection
+        hand_over, woken = connection.hand_over, []
+
+        def hand_over_and_signal(*arguments, **options):
+            woken.append(hand_over(*arguments, **options))
+            os.kill(os.getpid(), number)
+            return woken[0]
+
+        connection.hand_over = hand_over_and_signal
+        try:
+            self.lease.release()
+        finally:
+            del connection.hand_over
+        return bool(woken and woken[0])
+
+    def ring(self, member, fence):
+        """Wake a client without having anything to hand over. Whether it could be woken."""
+        connection = self.lease._reconnector.connection
+        connection.discard_received()  # the introduction is among it
+        return connection._neighbours.wake(member, fence)
+
     def close(self):
         self.lease.close()
 

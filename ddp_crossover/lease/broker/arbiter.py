@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..protocol import Role
 from ..state_page import ResourceState, tag_of
-from . import fairness
+from . import fairness, succession
 from .holds import Hold, Member, Resource, Waiting, Wish
 from .jobs import Job, JobKey
 
@@ -104,10 +104,11 @@ class Arbiter:
         self._enqueue(m, now_s)
         return self._arbitrate(res, now_s, finds_free)
 
-    def release(self, member: int, fence: int, again: int, now_s: float) -> list[Grant]:
+    def release(self, member: int, fence: int, again: int, now_s: float, handed: int = 0) -> list[Grant]:
         """End the hold of ``member`` under ``fence``, and queue it again as request ``again`` unless that is 0.
 
-        The next job is then chosen by virtual time and may be the same one. With a stale fence nothing is released, but
+        The next job is the one to which ``member`` has handed the resource under the promised fence ``handed``.
+        Otherwise it is chosen by virtual time and may be the same one. With a stale fence nothing is released, but
         ``again`` is still queued.
         """
         m = self._members[member]
@@ -121,7 +122,7 @@ class Arbiter:
             # Queue it later than EQUAL_S: it must come after every waiting job, not tie with the last one.
             self._enqueue(m, now_s + 2 * fairness.EQUAL_S)
         self._stop_holding(m, hold, wish, now_s)
-        return self._arbitrate(m.resource, now_s)
+        return self._arbitrate(m.resource, now_s, handed=handed)
 
     def cancel(self, member: int, request: int, now_s: float) -> list[Grant]:
         """Withdraw the requests of ``member`` up to number ``request``, whether granted or not."""
@@ -156,6 +157,16 @@ class Arbiter:
         """Grant a resource whose time in :meth:`reserved` is over."""
         return self._arbitrate(self._resources[resource], now_s)
 
+    def renew_promise(self, resource: str) -> bool:
+        """Follow virtual times, which also change with what jobs hold elsewhere; return whether the promise changed."""
+        res = self._resources[resource]
+        hold = res.hold
+        if hold is None or not any(waiting.job.shared_resources > 1 for waiting in res.queue.values()):
+            return False
+        before = hold.promise
+        succession.promise_next(res, hold, self._new_fence)
+        return hold.promise != before
+
     # ---- queries
 
     def view(self, resource: str) -> ResourceState:
@@ -169,7 +180,13 @@ class Arbiter:
             return ResourceState(waiters=len(res.queue), tied=tied)
         waiters = len(res.queue) - (hold.job.key in res.queue)
         yielding = hold.fence if hold.job.role is Role.FILLER and res.peer_waits else 0
-        return ResourceState(hold.fence, yielding, waiters, int(hold.contested), tied, tag_of(hold.job.key.name))
+        tag, successor = tag_of(hold.job.key.name), succession.successor(hold)
+        return ResourceState(hold.fence, yielding, waiters, int(hold.contested), tied, tag, successor)
+
+    def succession(self, resource: str) -> succession.Pair | None:
+        """Who may hand the resource to whom."""
+        res = self._resources.get(resource)
+        return succession.pair(res.hold) if res is not None and res.hold is not None else None
 
     def holders(self, resource: str) -> frozenset[int]:
         """Members that currently hold the resource."""
@@ -238,17 +255,17 @@ class Arbiter:
             rivals = {key: each.since_s for key, each in waiting if each.job.role is hold.job.role}
             res.ties.note_hold(hold.job.key, rivals, hold.start_s, now_s)
 
-    def _arbitrate(self, res: Resource, now_s: float, finds_free: bool = False) -> list[Grant]:
+    def _arbitrate(self, res: Resource, now_s: float, finds_free: bool = False, handed: int = 0) -> list[Grant]:
         """Start the next hold if the resource is free, and return grants for members that may join the hold now."""
         hold = res.hold
         if hold is None:
-            job = self._next_job(res, now_s, finds_free)
+            job = self._next_job(res, now_s, finds_free, handed)
             if job is None:
                 return []
             hold = res.hold = self._start(res, job, now_s, finds_free)
         else:
             fairness.charge(res, hold, now_s)
-        hold.contested = self._is_contested(res, hold)
+        hold.contested = res.presses(hold)
         waiting = res.members_of(hold.job, Wish.WAITING)
         # While another job waits, admit each member once per fence: alternating ranks would never end the hold.
         admitted = waiting - hold.served if hold.contested else waiting
@@ -259,29 +276,28 @@ class Arbiter:
         if admitted == waiting:
             res.queue.pop(hold.job.key, None)
         self._limit(res, hold, now_s)
+        succession.promise_next(res, hold, self._new_fence)
         return grants
 
     def _start(self, res: Resource, job: Job, now_s: float, found_free: bool) -> Hold:
-        fence = self._next_fence
-        self._next_fence += 1
+        fence = succession.promised_fence(res, job) or self._new_fence()
+        res.promises.clear()
         fairness.start_holding(res, job)
         return Hold(job, fence, start_s=now_s, found_free=found_free, charged_until_s=now_s)
 
-    def _next_job(self, res: Resource, now_s: float, finds_free: bool) -> Job | None:
+    def _new_fence(self) -> int:
+        fence = self._next_fence
+        self._next_fence += 1
+        return fence
+
+    def _next_job(self, res: Resource, now_s: float, finds_free: bool, handed: int) -> Job | None:
         """The job to be granted ``res``; None if no job waits or the resource is reserved for another job."""
         if not res.queue:
             res.ties.end_reservation(now_s)
             return None
-        first = fairness.next_job(list(res.queue.values()))
+        first = succession.handed_to(res, handed) or fairness.next_job(list(res.queue.values()))
         key = res.ties.choose(first.key, res.queue, finds_free, now_s)
         return self._jobs[key] if key is not None else None
-
-    def _is_contested(self, res: Resource, hold: Hold) -> bool:
-        """Whether another job presses the holder. A waiting filler does not press a peer: it waits for a gap."""
-        for waiting in res.queue.values():  # noqa: SIM110 - any() would add a generator frame to every hand-off
-            if waiting.job is not hold.job and waiting.job.role <= hold.job.role:
-                return True
-        return False
 
     def _limit(self, res: Resource, hold: Hold, now_s: float) -> None:
         """Start, change or lift the limit of ``hold``, depending on the jobs that wait."""

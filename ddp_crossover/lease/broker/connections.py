@@ -8,11 +8,11 @@ import select
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..peer_process import Peer, open_pidfd, peer_of
-from ..protocol import HELLO_BYTES
+from ..protocol import HELLO_BYTES, Kind, Message
 from .jobs import JobKey
 
 _CONNECTIONS = 480
@@ -35,6 +35,8 @@ class Connection:
     member: int
     opened_s: float
     joined: Joined | None = None  # set by HELLO
+    alarm: int | None = None  # an eventfd on which other clients wake it, if it takes over from them
+    introduced: set[int] = field(default_factory=set)  # members that it knows how to wake
 
     def receive(self) -> bytes | None:
         """The next message; empty at the end of the connection, None if there is none. Raises ``OSError``."""
@@ -44,6 +46,11 @@ class Connection:
         except BlockingIOError:
             return None
 
+    def make_alarm(self) -> int:
+        """Make the alarm and return it, for the client to read. Raises ``OSError``."""
+        self.alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        return self.alarm
+
 
 class Connections:
     """All connections. Iterating over it may be combined with :meth:`remove`."""
@@ -52,7 +59,7 @@ class Connections:
         self.capacity = _CONNECTIONS
         files = rlimits.getrlimit(rlimits.RLIMIT_NOFILE)[0]
         if files != rlimits.RLIM_INFINITY:
-            self.capacity = min(self.capacity, (files - 32) // 2)  # each needs a socket and a pidfd
+            self.capacity = min(self.capacity, (files - 32) // 3)  # each needs a socket, a pidfd and an alarm
         self._listener = listener
         self._epoll = select.epoll()
         self._epoll.register(listener, select.EPOLLIN)
@@ -101,10 +108,26 @@ class Connections:
         self._by_fd |= dict.fromkeys(descriptors, connection)
         return connection
 
+    def introduce(self, member: int, other: int) -> None:
+        """Give ``member`` the means to wake ``other``, once. Without it, the broker passes the resource on."""
+        ours, theirs = self._by_member.get(member), self._by_member.get(other)
+        if ours is None or theirs is None or ours.alarm is None or theirs.alarm is None or other in ours.introduced:
+            return
+        introduction = Message(Kind.INTRODUCE, value=other).encode()
+        try:
+            socket.send_fds(ours.sock, [introduction], [theirs.alarm])
+        except OSError:
+            return  # it has not read earlier ones; another try follows with the next promise
+        ours.introduced.add(other)
+
     def remove(self, connection: Connection) -> bool:
         """Forget a connection, which :meth:`close_removed` will close. Returns False if it was removed before."""
         if self._by_member.pop(connection.member, None) is None:
             return False
+        if connection.alarm is not None:
+            os.close(connection.alarm)
+        for other in self._by_member.values():
+            other.introduced.discard(connection.member)
         for fd in (connection.sock.detach(), connection.pidfd):
             if fd is not None:
                 del self._by_fd[fd]

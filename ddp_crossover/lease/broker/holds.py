@@ -31,6 +31,20 @@ class Member:
     wish: Wish = Wish.IDLE
 
 
+class Promise(NamedTuple):
+    """``request`` of ``member`` is granted under ``fence`` once ``holder`` has released the resource."""
+
+    member: Member
+    request: int
+    fence: int
+    holder: Member
+    even_if_again: bool  # also if the holder's job requests the resource again at once
+
+    def stands_for(self, member: Member) -> bool:
+        """Whether this is the promise for what ``member`` waits for."""
+        return self.member is member and member.wish is Wish.WAITING and member.last_request == self.request
+
+
 @dataclass(slots=True, eq=False)
 class Hold:
     """A job's turn on a resource. It lasts until none of the job's members is HOLDING."""
@@ -45,6 +59,7 @@ class Hold:
     uncontested_s: float = 0.0  # uncontested time that was charged
     limit_s: float = math.inf
     ends_s: float = math.inf
+    promise: Promise | None = None  # for the hold that follows this one, see succession.py
 
 
 class Waiting(NamedTuple):
@@ -62,6 +77,7 @@ class Resource:
     members: set[Member] = field(default_factory=set)
     queue: dict[JobKey, Waiting] = field(default_factory=dict)
     hold: Hold | None = None
+    promises: dict[JobKey, Promise] = field(default_factory=dict)  # of the current hold: the last one for each job
     ties: Ties = field(default_factory=Ties)
     shared: bool = False  # whether members of several jobs are connected
     # Per role, a lower bound on the virtual time of active jobs, see fairness.start_waiting().
@@ -69,6 +85,13 @@ class Resource:
 
     def members_of(self, job: Job, wish: Wish) -> set[Member]:
         return {member for member in self.members if member.job is job and member.wish is wish}
+
+    def presses(self, hold: Hold) -> bool:
+        """Whether another job presses the holder. A waiting filler does not press a peer: it waits for a gap."""
+        for waiting in self.queue.values():  # noqa: SIM110 - any() would add a generator frame to every hand-off
+            if waiting.job is not hold.job and waiting.job.role <= hold.job.role:
+                return True
+        return False
 
     @property
     def peer_waits(self) -> bool:

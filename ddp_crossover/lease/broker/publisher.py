@@ -28,14 +28,18 @@ class Publisher:
     Args:
         arbiter: decides who holds what.
         send: sends a message to a member. If that fails, it removes the member, also from the arbiter.
+        introduce: gives a member the means to wake another one.
     """
 
-    def __init__(self, arbiter: Arbiter, send: Callable[[int, Message], None]) -> None:
+    def __init__(
+        self, arbiter: Arbiter, send: Callable[[int, Message], None], introduce: Callable[[int, int], None]
+    ) -> None:
         self.page = PageWriter()
         self.evictions = 0
         self._grants = 0
         self._arbiter = arbiter
         self._send = send
+        self._introduce = introduce
         self._resources: dict[str, _Resource] = {}
 
     def has_room(self, resource: str) -> bool:
@@ -68,9 +72,17 @@ class Publisher:
         for member, request, fence in grants:
             self._send(member, Message(Kind.GRANT, 0, request, fence))
 
-        # Update figures last, off the grants' path. If a grant could not be sent, the resource may be gone.
+        # The rest is off the grants' path. If a grant could not be sent, the resource may be gone.
+        if (pair := self._arbiter.succession(resource)) is not None:
+            self._introduce(*pair)
         if (known := self._resources.get(resource)) is not None:
             known.figures.change(now_s, self._arbiter.holding_job(resource), self._arbiter.queue(resource))
+
+    def renew_promises(self) -> None:
+        """Show the promises that follow from the virtual times of now."""
+        for resource in self._arbiter.contended():
+            if self._arbiter.renew_promise(resource):
+                self.publish(resource, [], time.monotonic())
 
     def status(self, connections: Iterable[Connection]) -> dict[str, Any]:
         """Return the state that ``lease status`` shows, ready for JSON."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from ..directory import BrokerDirectory
 from ..peer_process import is_stopped
-from ..protocol import Hello, Kind, Message, ProtocolError, Refusal, decode, decode_hello
+from ..protocol import TAKES_OVER, Hello, Kind, Message, ProtocolError, Refusal, decode, decode_hello
 from .arbiter import Arbiter, Limits, MismatchError
 from .connections import Connection, Connections, Joined
 from .jobs import JobKey
@@ -72,7 +72,7 @@ class Broker:
         self._connections = Connections(listener)
         # Start fences at the nanoseconds since boot, which is above every fence of an earlier broker.
         self._arbiter = Arbiter(time.monotonic_ns(), self._settings.limits)
-        self._publisher = Publisher(self._arbiter, self._send_to_member)
+        self._publisher = Publisher(self._arbiter, self._send_to_member, self._connections.introduce)
         self._last_client_s = self._housekeeping_at_s = self._stopped_check_at_s = time.monotonic()
 
     def serve_forever(self) -> None:
@@ -130,7 +130,7 @@ class Broker:
     def _on_message(self, connection: Connection, data: bytes) -> None:
         message = decode(data)
         if connection.joined is None:
-            self._on_first_message(connection, message.kind, data)
+            self._on_first_message(connection, message, data)
             return
         now_s = time.monotonic()
         member = connection.member
@@ -138,21 +138,21 @@ class Broker:
             case Kind.REQUEST:
                 grants = self._arbiter.request(member, message.request, now_s)
             case Kind.RELEASE:
-                grants = self._arbiter.release(member, message.fence, message.request, now_s)
+                grants = self._arbiter.release(member, message.fence, message.request, now_s, message.successor)
             case Kind.CANCEL:
                 grants = self._arbiter.cancel(member, message.request, now_s)
             case _:
                 raise ProtocolError(Refusal.MALFORMED, f"a client that has joined must not send {message.kind.name}")
         self._publisher.publish(connection.joined.resource, grants, now_s)
 
-    def _on_first_message(self, connection: Connection, kind: Kind, data: bytes) -> None:
-        if kind is Kind.HELLO:
-            self._welcome(connection, decode_hello(data))
-        elif kind is Kind.STATUS:
+    def _on_first_message(self, connection: Connection, message: Message, data: bytes) -> None:
+        if message.kind is Kind.HELLO:
+            self._welcome(connection, decode_hello(data), takes_over=message.value == TAKES_OVER)
+        elif message.kind is Kind.STATUS:
             status = self._publisher.status(self._connections)
             self._send(connection, json.dumps(status, separators=(",", ":")).encode())
         else:
-            raise ProtocolError(Refusal.MALFORMED, f"a client must send HELLO before {kind.name}")
+            raise ProtocolError(Refusal.MALFORMED, f"a client must send HELLO before {message.kind.name}")
 
     def _accept(self) -> None:
         try:
@@ -169,7 +169,7 @@ class Broker:
         elif len(self._connections) > self._connections.capacity or of_user > self._settings.connections_per_uid:
             self._refuse(connection, Refusal.FULL, "there are too many connections")
 
-    def _welcome(self, connection: Connection, hello: Hello) -> None:
+    def _welcome(self, connection: Connection, hello: Hello, takes_over: bool) -> None:
         key = JobKey(connection.peer.uid, hello.job)
         jobs = self._arbiter.jobs_of(key.uid)
         if key not in jobs and len(jobs) >= self._settings.jobs_per_uid:
@@ -182,9 +182,10 @@ class Broker:
             raise ProtocolError(Refusal.MISMATCH, str(error)) from None
         connection.joined = Joined(key, hello.resource)
         slot = self._publisher.add_job(hello.resource, key, hello.role, time.monotonic())
-        welcome = Message(Kind.WELCOME, value=slot).encode()
+        welcome = Message(Kind.WELCOME, value=slot, request=connection.member).encode()
         try:
-            socket.send_fds(connection.sock, [welcome], [self._publisher.page.fd])
+            alarm = [connection.make_alarm()] if takes_over else []
+            socket.send_fds(connection.sock, [welcome], [self._publisher.page.fd, *alarm])
         except OSError as error:
             self._drop(connection, str(error))
 
@@ -227,6 +228,7 @@ class Broker:
     def _watch_holds(self, now_s: float) -> None:
         """While a job waits: beat, end reservations that are over, and evict holders that are late or stopped."""
         self._publisher.page.beat()
+        self._publisher.renew_promises()
         for resource, until_s in self._arbiter.reserved().items():
             if until_s <= now_s:
                 self._publisher.publish(resource, self._arbiter.end_reservation(resource, now_s), now_s)

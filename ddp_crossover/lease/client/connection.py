@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import struct
+import sys
 
 from ..directory import BrokerDirectory, DirectoryError
 from ..peer_process import peer_of
@@ -14,6 +15,7 @@ from ..protocol import (
     MESSAGE_BYTES,
     REFUSALS,
     STATUS_BYTES,
+    TAKES_OVER,
     Hello,
     Kind,
     Message,
@@ -22,10 +24,15 @@ from ..protocol import (
     decode,
 )
 from ..state_page import PageReader
+from .neighbours import Neighbours
 
 
 class RefusedError(Exception):
     """The broker refused this client. The message gives the reason."""
+
+
+_ONE_FD_BYTES = socket.CMSG_SPACE(4)
+_NOW = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 
 
 class BrokerConnection:
@@ -36,40 +43,83 @@ class BrokerConnection:
     Args:
         sock: the connected socket, which this object then owns.
         page: the state page of the connection's resource.
+        member: the broker's number of this client.
+        alarm: an eventfd, which this object then owns, on which other clients wake this one; None if they cannot.
         timeout_s: time-out of each send and receive, in seconds.
     """
 
-    def __init__(self, sock: socket.socket, page: PageReader, timeout_s: float) -> None:
+    def __init__(self, sock: socket.socket, page: PageReader, member: int, alarm: int | None, timeout_s: float) -> None:
         self._sock = sock
         self.page = page
+        self._member = member
+        self._alarm = alarm
+        self._neighbours = Neighbours()
+        self._timeout_ms = 1e3 * timeout_s
         self._sock.setblocking(True)
-        # With the kernel's time-out, Python needs no poll() before each receive.
+        # With the kernel's time-out, Python needs no poll() before each send.
         timeout = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
     def __del__(self) -> None:
-        self._sock.close()
+        self.close_in_child()
 
-    def send(self, kind: Kind, *, request: int = 0, fence: int = 0) -> None:
+    def send(self, kind: Kind, *, request: int = 0, fence: int = 0, successor: int = 0) -> None:
         """Send a message. Raises ``OSError`` if the broker is gone or does not read."""
-        self._sock.send(Message(kind, 0, request, fence).encode(), socket.MSG_NOSIGNAL)
+        self._sock.send(Message(kind, 0, request, fence, successor).encode(), socket.MSG_NOSIGNAL)
+
+    def wait(self) -> bool:
+        """Wait for something to receive, at most ``timeout_s``; return whether there is something."""
+        # The set is not kept between calls: a signal handler must be able to wait while this thread does.
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        if self._alarm is not None:
+            poll.register(self._alarm, select.POLLIN)
+        return bool(poll.poll(self._timeout_ms))
+
+    def taken_over(self, request: int) -> int:
+        """The fence under which another client has handed the resource over to this ``request``; 0 if none has."""
+        if self._alarm is None:
+            return 0
+        try:
+            fence = os.eventfd_read(self._alarm)
+        except BlockingIOError:
+            return 0
+        # What comes too late, or after another that was not read, is not what the broker promises now.
+        return fence if self.page.promises(fence, self._member, request) else 0
 
     def receive(self) -> Message | None:
-        """Return the next message, or None after ``timeout_s`` without one. Raises ``OSError``, ``ProtocolError``."""
-        try:
-            data = self._sock.recv(MESSAGE_BYTES + 1)
-        except BlockingIOError:
-            return None
-        if not data:
-            raise ConnectionResetError("the broker closed the connection")
-        return decode(data)
+        """The broker's next message, without waiting; None if there is none. Raises ``OSError``, ``ProtocolError``."""
+        while True:
+            try:
+                # Not socket.recv_fds: it ignores flags (Python 3.11).
+                data, ancillary, _, _ = self._sock.recvmsg(MESSAGE_BYTES + 1, _ONE_FD_BYTES, _NOW)
+            except BlockingIOError:
+                return None
+            if not data:
+                raise ConnectionResetError("the broker closed the connection")
+            message = decode(data)
+            if message.kind is not Kind.INTRODUCE:
+                return message
+            for _, _, fd in ancillary:
+                self._neighbours.add(message.value, int.from_bytes(fd, sys.byteorder))
+
+    def hand_over(self, fence: int, again: bool) -> int:
+        """Wake the client that was promised the resource after the hold under ``fence``, and return its fence.
+
+        Returns 0 if nobody can be woken, so that the broker has to. To be called just before RELEASE, which carries a
+        new request if ``again``.
+        """
+        successor = self.page.successor(fence)
+        if not successor.fence or (again and not successor.even_if_again):
+            return 0
+        if not self._neighbours.knows(successor.member):
+            self.discard_received()  # the introduction may be among it
+        return successor.fence if self._neighbours.wake(successor.member, successor.fence) else 0
 
     def discard_received(self) -> None:
-        """Drop all received messages without waiting. Raises ``OSError`` if the connection failed."""
-        with contextlib.suppress(BlockingIOError):
-            while self._sock.recv(MESSAGE_BYTES + 1, socket.MSG_DONTWAIT):
-                pass
+        """Drop all received grants without waiting. Raises ``OSError`` if the connection failed."""
+        while self.receive() is not None:
+            pass
 
     def wait_until_lost(self) -> None:
         """Block until the broker is gone or this side has shut down. Reads no messages."""
@@ -83,8 +133,12 @@ class BrokerConnection:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close_in_child(self) -> None:
-        """Close the descriptor in a forked child, which has no other threads. The parent's connection stays open."""
+        """Close the descriptors in a forked child, which has no other threads. The parent's connection stays open."""
         self._sock.close()
+        self._neighbours.close()
+        alarm, self._alarm = self._alarm, None
+        if alarm is not None:
+            os.close(alarm)
 
 
 def open_connection(
@@ -96,7 +150,8 @@ def open_connection(
     """
     sock = _connect(directory, timeout_s)
     try:
-        return BrokerConnection(sock, _open_page(*ask(sock, hello.encode(), MESSAGE_BYTES + 1)), receive_timeout_s)
+        page, member, alarm = _open_welcome(*ask(sock, hello.encode(TAKES_OVER), MESSAGE_BYTES + 1))
+        return BrokerConnection(sock, page, member, alarm, receive_timeout_s)
     except BaseException:
         sock.close()
         raise
@@ -137,22 +192,23 @@ def ask(sock: socket.socket, opening: bytes, answer_bytes: int) -> tuple[bytes, 
     with contextlib.suppress(BrokenPipeError):
         sock.send(opening)
     try:
-        data, fds, _, _ = socket.recv_fds(sock, answer_bytes, maxfds=1)
+        data, fds, _, _ = socket.recv_fds(sock, answer_bytes, maxfds=2)
     except ConnectionResetError:
-        data, fds, _, _ = socket.recv_fds(sock, answer_bytes, maxfds=1)
+        data, fds, _, _ = socket.recv_fds(sock, answer_bytes, maxfds=2)
     return data, fds
 
 
-def _open_page(data: bytes, fds: list[int]) -> PageReader:
-    """Map the state page that came with WELCOME."""
+def _open_welcome(data: bytes, fds: list[int]) -> tuple[PageReader, int, int | None]:
+    """The state page, mapped, the member and its alarm, as they came with WELCOME. An older broker makes no alarm."""
     try:
         message = _decode_answer(data)
         if message.kind is not Kind.WELCOME or not fds:
             raise ProtocolError(Refusal.MALFORMED, f"the broker sent {message.kind.name} instead of WELCOME")
         try:
-            return PageReader(fds[0], message.value)
+            page = PageReader(fds[0], message.value)
         except ValueError as error:
             raise ProtocolError(Refusal.MALFORMED, str(error)) from None
+        return page, message.request, fds.pop() if len(fds) == 2 else None
     finally:
         for fd in fds:
             os.close(fd)  # the mapping keeps its own reference

@@ -215,8 +215,7 @@ class GpuLease:
     @property
     def contended(self) -> bool:
         """Whether another job waits for the resource. Reads shared memory, without a system call."""
-        connection = self._reconnector.connection
-        return connection is not None and connection.page.waiters > 0
+        return self._turn.is_contended
 
     @property
     def pressed(self) -> bool:

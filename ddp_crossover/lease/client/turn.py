@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from ..protocol import Hello, Kind, ProtocolError, Role
+from ..protocol import Hello, Kind, Message, ProtocolError, Role
 from ..state_page import tag_of
 from .connection import BrokerConnection
 from .reconnect import Reconnector
@@ -16,11 +16,18 @@ _UNKNOWN_FENCE = -1  # the fence of a hold whose grant has not been read yet
 class _Hold(NamedTuple):
     """A hold, under ``fence`` of the broker at the other end of ``connection``.
 
-    With ``_UNKNOWN_FENCE``, a free resource was requested and counts as held before the grant has arrived.
+    An early hold counts before the broker has granted it: another client has handed the resource over, and the broker
+    learns of it some microseconds later; or, with ``_UNKNOWN_FENCE``, a free resource was requested.
     """
 
     connection: BrokerConnection
     fence: int
+    is_early: bool = False
+
+    @property
+    def is_granted(self) -> bool:
+        """Whether the broker knows of this hold, as far as this process can see."""
+        return not self.is_early or self.connection.page.fence == self.fence
 
 
 class Turn:
@@ -68,7 +75,7 @@ class Turn:
         if hold is None or hold.connection is not self._reconnector.connection:
             return False
         page = hold.connection.page
-        return page.holder in (0, self._tag) if hold.fence == _UNKNOWN_FENCE else page.fence == hold.fence
+        return page.holder in (0, self._tag) if hold.fence == _UNKNOWN_FENCE else page.admits(hold.fence)
 
     @property
     def is_undisturbed(self) -> bool:
@@ -88,7 +95,19 @@ class Turn:
     def is_taken(self) -> bool:
         """Whether another job holds the resource."""
         connection = self._reconnector.connection
-        return connection is not None and connection.page.holder not in (0, self._tag)
+        return connection is not None and connection.page.holder not in (0, self._tag) and not self._is_handed
+
+    @property
+    def is_contended(self) -> bool:
+        """Whether another job waits for the resource."""
+        connection = self._reconnector.connection
+        return connection is not None and (waiters := connection.page.waiters) > 0 and waiters > self._is_handed
+
+    @property
+    def _is_handed(self) -> bool:
+        """Whether the hold was handed over by another client, and the page shows this job as waiting still."""
+        hold = self._hold
+        return hold is not None and hold.fence > 0 and not hold.is_granted and self.is_held
 
     # ---- changing
 
@@ -103,7 +122,7 @@ class Turn:
         try:
             connection.discard_received()  # grants of earlier requests that were not waited for
             self._request += 1
-            self._hold = _Hold(connection, _UNKNOWN_FENCE)
+            self._hold = _Hold(connection, _UNKNOWN_FENCE, is_early=True)
             connection.send(Kind.REQUEST, request=self._request)
         except OSError:
             self.forget()
@@ -118,8 +137,8 @@ class Turn:
         Returns None once granted, otherwise the reason why not.
         """
         held = self._count_if_lost()
-        if self._hold is not None and self._hold.fence == _UNKNOWN_FENCE:
-            self._send_end(self._hold)  # cancels: RELEASE needs a fence, which is not yet known
+        if self._hold is not None and not self._hold.is_granted:
+            self._send_end(self._hold)  # cancels: RELEASE needs a fence that the broker knows
             held = None
         connection = self._reconnector.connection
         if connection is None:
@@ -130,7 +149,9 @@ class Turn:
             self.forget()
             self._request += 1
             beats = connection.page.beats
-            connection.send(kind, request=self._request, fence=held.fence if held is not None else 0)
+            fence = held.fence if held is not None else 0
+            successor = connection.hand_over(fence, again=True) if fence else 0
+            connection.send(kind, request=self._request, fence=fence, successor=successor)
             why_not = self._wait_for_grant(connection, beats, start_s)
             self.grants += why_not is None
         except (OSError, ProtocolError) as error:
@@ -148,8 +169,8 @@ class Turn:
     def end(self) -> None:
         """Release the hold, or cancel the request whose grant has not been read yet."""
         held = self._count_if_lost()
-        if self._hold is not None and self._hold.fence == _UNKNOWN_FENCE:
-            held = self._hold  # cancel even if another job came first: our turn must not come later
+        if self._hold is not None and not self._hold.is_granted:
+            held = self._hold  # cancel even if it is lost: our turn must not come later
         if held is not None:
             self._send_end(held)
         # Forget last: after an interrupt in between, the hold can still be ended.
@@ -165,15 +186,17 @@ class Turn:
         """Return None once granted, otherwise the reason why not."""
         missed_beats = 0
         while True:
-            message = connection.receive()
-            if message is None:
+            if not connection.wait():
                 beats_now = connection.page.beats
                 missed_beats = missed_beats + 1 if beats_now == beats else 0
                 beats = beats_now
                 if missed_beats == 2:
                     self._reconnector.disconnect(connection, slow=True)
                     return "the broker does not answer"
-            elif message.kind is Kind.GRANT and message.request == self._request:
+            elif fence := connection.taken_over(self._request):
+                self._hold = _Hold(connection, fence, is_early=True)
+                return None
+            elif (message := connection.receive()) is not None and self._is_granted(message):
                 if connection.page.fence == message.fence:
                     self._hold = _Hold(connection, message.fence)
                     return None
@@ -185,12 +208,18 @@ class Turn:
                 self._send_cancel(connection)
                 return f"waited for {self._max_wait_s} s"
 
+    def _is_granted(self, message: Message) -> bool:
+        return message.kind is Kind.GRANT and message.request == self._request
+
     def _send_end(self, hold: _Hold) -> None:
-        if hold.fence == _UNKNOWN_FENCE:
+        if not hold.is_granted:
+            # A RELEASE might overtake that of the client that has handed over, be stale, and leave this one in the
+            # queue. CANCEL is right before and after it.
             self._send_cancel(hold.connection)
             return
         try:
-            hold.connection.send(Kind.RELEASE, fence=hold.fence)
+            successor = hold.connection.hand_over(hold.fence, again=False)
+            hold.connection.send(Kind.RELEASE, fence=hold.fence, successor=successor)
         except OSError:
             self._reconnector.disconnect(hold.connection)
 
