@@ -8,6 +8,7 @@ import select
 import socket
 import struct
 import sys
+import time
 
 from ..directory import BrokerDirectory, DirectoryError
 from ..peer_process import peer_of
@@ -31,8 +32,10 @@ class RefusedError(Exception):
     """The broker refused this client. The message gives the reason."""
 
 
+EARLY = 1
+"""Value of a grant that comes from another client, before that of the broker."""
+
 _ONE_FD_BYTES = socket.CMSG_SPACE(4)
-_NOW = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 
 
 class BrokerConnection:
@@ -54,10 +57,11 @@ class BrokerConnection:
         self._member = member
         self._alarm = alarm
         self._neighbours = Neighbours()
-        self._timeout_ms = 1e3 * timeout_s
+        self._timeout_s = timeout_s
         self._sock.setblocking(True)
-        # With the kernel's time-out, Python needs no poll() before each send.
+        # With the kernel's time-out, Python needs no poll() before each call.
         timeout = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
     def __del__(self) -> None:
@@ -67,41 +71,27 @@ class BrokerConnection:
         """Send a message. Raises ``OSError`` if the broker is gone or does not read."""
         self._sock.send(Message(kind, 0, request, fence, successor).encode(), socket.MSG_NOSIGNAL)
 
-    def wait(self) -> bool:
-        """Wait for something to receive, at most ``timeout_s``; return whether there is something."""
+    def receive(self, request: int, alone: bool) -> Message | None:
+        """The broker's next message, or a GRANT with the value ``EARLY`` if another client hands over to ``request``.
+
+        If ``alone``, does not look for the latter, which is cheaper. Returns None after ``timeout_s`` without either.
+        Raises ``OSError``, ``ProtocolError``.
+        """
+        if alone or self._alarm is None:
+            return self._read(wait=True)
+        until_s = time.monotonic() + self._timeout_s
         # The set is not kept between calls: a signal handler must be able to wait while this thread does.
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
-        if self._alarm is not None:
-            poll.register(self._alarm, select.POLLIN)
-        return bool(poll.poll(self._timeout_ms))
-
-    def taken_over(self, request: int) -> int:
-        """The fence under which another client has handed the resource over to this ``request``; 0 if none has."""
-        if self._alarm is None:
-            return 0
-        try:
-            fence = os.eventfd_read(self._alarm)
-        except BlockingIOError:
-            return 0
-        # What comes too late, or after another that was not read, is not what the broker promises now.
-        return fence if self.page.promises(fence, self._member, request) else 0
-
-    def receive(self) -> Message | None:
-        """The broker's next message, without waiting; None if there is none. Raises ``OSError``, ``ProtocolError``."""
-        while True:
-            try:
-                # Not socket.recv_fds: it ignores flags (Python 3.11).
-                data, ancillary, _, _ = self._sock.recvmsg(MESSAGE_BYTES + 1, _ONE_FD_BYTES, _NOW)
-            except BlockingIOError:
-                return None
-            if not data:
-                raise ConnectionResetError("the broker closed the connection")
-            message = decode(data)
-            if message.kind is not Kind.INTRODUCE:
+        poll.register(self._alarm, select.POLLIN)
+        while ready := poll.poll(max(0.0, 1e3 * (until_s - time.monotonic()))):
+            if ready[-1][0] == self._alarm and (fence := self._read_alarm()):
+                # What comes too late, or after another that was not read, is not what the broker promises now.
+                if self.page.promises(fence, self._member, request):
+                    return Message(Kind.GRANT, EARLY, request, fence)
+            elif (message := self._read()) is not None:
                 return message
-            for _, _, fd in ancillary:
-                self._neighbours.add(message.value, int.from_bytes(fd, sys.byteorder))
+        return None
 
     def hand_over(self, fence: int, again: bool) -> int:
         """Wake the client that was promised the resource after the hold under ``fence``, and return its fence.
@@ -118,7 +108,7 @@ class BrokerConnection:
 
     def discard_received(self) -> None:
         """Drop all received grants without waiting. Raises ``OSError`` if the connection failed."""
-        while self.receive() is not None:
+        while self._read() is not None:
             pass
 
     def wait_until_lost(self) -> None:
@@ -139,6 +129,30 @@ class BrokerConnection:
         alarm, self._alarm = self._alarm, None
         if alarm is not None:
             os.close(alarm)
+
+    def _read(self, wait: bool = False) -> Message | None:
+        """The broker's next message; None if there is none, with ``wait`` for ``timeout_s``. Keeps introductions."""
+        while True:
+            try:
+                # Not socket.recv_fds: it ignores flags (Python 3.11).
+                flags = socket.MSG_CMSG_CLOEXEC if wait else socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+                data, ancillary, _, _ = self._sock.recvmsg(MESSAGE_BYTES + 1, _ONE_FD_BYTES, flags)
+            except BlockingIOError:
+                return None
+            if not data:
+                raise ConnectionResetError("the broker closed the connection")
+            message = decode(data)
+            if message.kind is not Kind.INTRODUCE:
+                return message
+            for _, _, fd in ancillary:
+                self._neighbours.add(message.value, int.from_bytes(fd, sys.byteorder))
+
+    def _read_alarm(self) -> int:
+        """The sum of the fences that other clients have handed over since the last look, 0 if none."""
+        try:
+            return os.eventfd_read(self._alarm) if self._alarm is not None else 0
+        except BlockingIOError:  # a signal handler has read it
+            return 0
 
 
 def open_connection(

@@ -215,7 +215,9 @@ class GpuLease:
     @property
     def contended(self) -> bool:
         """Whether another job waits for the resource. Reads shared memory, without a system call."""
-        return self._turn.is_contended
+        connection = self._reconnector.connection
+        waiters = connection.page.waiters if connection is not None else 0
+        return waiters > 0 and (waiters > 1 or not self._turn.is_handed)
 
     @property
     def pressed(self) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from ..protocol import Hello, Kind, Message, ProtocolError, Role
+from ..protocol import Hello, Kind, ProtocolError, Role
 from ..state_page import tag_of
-from .connection import BrokerConnection
+from .connection import EARLY, BrokerConnection
 from .reconnect import Reconnector
 
 _UNKNOWN_FENCE = -1  # the fence of a hold whose grant has not been read yet
@@ -95,16 +95,10 @@ class Turn:
     def is_taken(self) -> bool:
         """Whether another job holds the resource."""
         connection = self._reconnector.connection
-        return connection is not None and connection.page.holder not in (0, self._tag) and not self._is_handed
+        return connection is not None and connection.page.holder not in (0, self._tag) and not self.is_handed
 
     @property
-    def is_contended(self) -> bool:
-        """Whether another job waits for the resource."""
-        connection = self._reconnector.connection
-        return connection is not None and (waiters := connection.page.waiters) > 0 and waiters > self._is_handed
-
-    @property
-    def _is_handed(self) -> bool:
+    def is_handed(self) -> bool:
         """Whether the hold was handed over by another client, and the page shows this job as waiting still."""
         hold = self._hold
         return hold is not None and hold.fence > 0 and not hold.is_granted and self.is_held
@@ -185,20 +179,19 @@ class Turn:
     def _wait_for_grant(self, connection: BrokerConnection, beats: int, start_s: float) -> str | None:
         """Return None once granted, otherwise the reason why not."""
         missed_beats = 0
+        alone = connection.page.holder in (0, self._tag) and not connection.page.waiters
         while True:
-            if not connection.wait():
+            message = connection.receive(self._request, alone)
+            if message is None:
                 beats_now = connection.page.beats
                 missed_beats = missed_beats + 1 if beats_now == beats else 0
                 beats = beats_now
                 if missed_beats == 2:
                     self._reconnector.disconnect(connection, slow=True)
                     return "the broker does not answer"
-            elif fence := connection.taken_over(self._request):
-                self._hold = _Hold(connection, fence, is_early=True)
-                return None
-            elif (message := connection.receive()) is not None and self._is_granted(message):
-                if connection.page.fence == message.fence:
-                    self._hold = _Hold(connection, message.fence)
+            elif message.kind is Kind.GRANT and message.request == self._request:
+                if message.value == EARLY or connection.page.fence == message.fence:
+                    self._hold = _Hold(connection, message.fence, is_early=message.value == EARLY)
                     return None
                 # This process was stopped, and the broker has ended this hold since. Request again.
                 self.lost += 1
@@ -207,9 +200,6 @@ class Turn:
             if time.monotonic() - start_s > self._max_wait_s:
                 self._send_cancel(connection)
                 return f"waited for {self._max_wait_s} s"
-
-    def _is_granted(self, message: Message) -> bool:
-        return message.kind is Kind.GRANT and message.request == self._request
 
     def _send_end(self, hold: _Hold) -> None:
         if not hold.is_granted:
