@@ -33,7 +33,7 @@ class Kind(IntEnum):
 
     HELLO = 1  # client: the connection's job, resource, role and weight; value = TAKES_OVER or 0
     WELCOME = 2  # broker: value = slot on the state page, request = the number of the member; the descriptors of the
-    #              page and, if the client takes over, of its alarm come with it
+    #              page and, if the client takes over, of its alarm and its note come with it
     REFUSED = 3  # broker: value = Refusal; the broker then closes the connection
     REQUEST = 4  # client: requests the resource
     GRANT = 5  # broker: grants the request, with the fence to hold under

@@ -134,6 +134,11 @@ class PageReader:
     def pressed(self) -> int:
         return self._words[self._start + _PRESSED]
 
+    @property
+    def promised(self) -> int:
+        """The fence that was promised to follow the current hold, 0 if none."""
+        return self._words[self._start + _NEXT]
+
     def admits(self, fence: int) -> bool:
         """Whether ``fence`` is the current hold, or the one that was promised to follow it."""
         words, start = self._words, self._start

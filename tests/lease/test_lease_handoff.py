@@ -255,6 +255,35 @@ def test_an_alarm_without_a_handover_gives_nobody_a_turn(processes: LeaseProcess
     third_job_gets_it(processes, waiter)
 
 
+def test_the_broker_learns_of_a_handover_by_itself(processes: LeaseProcesses, pair: tuple[Actor, Actor]) -> None:
+    holder, waiter = pair
+    onlooker = processes.raw()
+    onlooker.hello("onlooker")
+    holder.call("release")
+    assert waiter.result()
+    fence = waiter.call("get", "fence")
+    eventually(lambda: onlooker.page.fence == fence, timeout_s=2.0)
+    assert onlooker.page.waiters == 0
+    jobs = {job["job"]: job for job in processes.status()["resources"][0]["jobs"]}
+    assert jobs["waiter"]["handoffs"] == 1
+
+
+@pytest.mark.parametrize("at_s", [0.0, 1e9])
+def test_a_note_that_nobody_was_promised_ends_a_hold_at_most(
+    processes: LeaseProcesses, pair: tuple[Actor, Actor], at_s: float
+) -> None:
+    holder, waiter = pair
+    holder.call("write_note", 1, 1, at_s)  # of a hold that it does not have
+    assert not waiter.has_answered(0.2)
+    assert holder.call("get", "holding")
+    holder.call("write_note", 0, 1, at_s)
+    assert waiter.result()
+    assert not holder.call("get", "holding")
+    third_job_gets_it(processes, waiter)
+    held_s = {job["job"]: job["held_s"] for job in processes.status()["resources"][0]["jobs"]}
+    assert held_s["holder"] > 0.1  # it cannot say that it has not held
+
+
 def test_a_client_that_cannot_be_woken_is_granted_its_turn_by_the_broker(processes: LeaseProcesses) -> None:
     """As one of an older version."""
     processes.broker()

@@ -49,7 +49,7 @@ class Actor:
         return self.lease.yield_turn()
 
     def release_with_signal(self, number):
-        """Get this signal between waking the next client and telling the broker. Whether it was woken."""
+        """Get this signal just after having woken the next client. Whether it was woken."""
         connection = self.lease._reconnector.connection
         hand_over, woken = connection.hand_over, []
 
@@ -64,6 +64,11 @@ class Actor:
         finally:
             del connection.hand_over
         return bool(woken and woken[0])
+
+    def write_note(self, ahead, successor, at_s):
+        """Say that the current hold, or one that many ahead, was handed over."""
+        note = self.lease._reconnector.connection._note
+        note.write(self.lease.fence + ahead, successor, int(1e9 * at_s))
 
     def ring(self, member, fence):
         """Wake a client without having anything to hand over. Whether it could be woken."""

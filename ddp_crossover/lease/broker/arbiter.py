@@ -115,6 +115,7 @@ class Arbiter:
         hold = m.resource.hold
         if m.wish is not Wish.HOLDING or hold is None or hold.fence != fence:
             return self.request(member, again, now_s) if again else []
+        now_s = max(now_s, hold.charged_until_s)  # a client may name a time in the past
         wish = Wish.IDLE
         if again > m.last_request:
             m.last_request = again
@@ -182,6 +183,15 @@ class Arbiter:
         yielding = hold.fence if hold.job.role is Role.FILLER and res.peer_waits else 0
         tag, successor = tag_of(hold.job.key.name), succession.successor(hold)
         return ResourceState(hold.fence, yielding, waiters, int(hold.contested), tied, tag, successor)
+
+    def may_be_handed_over(self) -> list[tuple[str, int, int]]:
+        """Resource, holder and fence of all holds that their holders might have handed over."""
+        return [
+            (name, promise.holder.number, res.hold.fence)
+            for name, res in self._resources.items()
+            if res.hold is not None
+            for promise in res.promises.values()
+        ]
 
     def succession(self, resource: str) -> succession.Pair | None:
         """Who may hand the resource to whom."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..note import NoteReader
 from ..peer_process import Peer, open_pidfd, peer_of
 from ..protocol import HELLO_BYTES, Kind, Message
 from .jobs import JobKey
@@ -36,6 +37,7 @@ class Connection:
     opened_s: float
     joined: Joined | None = None  # set by HELLO
     alarm: int | None = None  # an eventfd on which other clients wake it, if it takes over from them
+    note: NoteReader | None = None  # where it tells what it has handed over
     introduced: set[int] = field(default_factory=set)  # members that it knows how to wake
 
     def receive(self) -> bytes | None:

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, field
 
 from ..directory import BrokerDirectory
+from ..note import NoteReader
 from ..peer_process import is_stopped
 from ..protocol import TAKES_OVER, Hello, Kind, Message, ProtocolError, Refusal, decode, decode_hello
 from .arbiter import Arbiter, Limits, MismatchError
@@ -81,7 +82,9 @@ class Broker:
         logger.info("pid %d serves %s", os.getpid(), self._directory.socket)
         try:
             while self.serving:
-                for fd in self._connections.poll(self._wait_s()):
+                events = self._connections.poll(self._wait_s())
+                self._read_notes()  # first: what clients say afterwards depends on it
+                for fd in events:
                     self._on_event(fd)
                 now_s = time.monotonic()
                 if self._arbiter.contended():
@@ -102,6 +105,18 @@ class Broker:
         return min([_BEAT_S, *(max(0.0, until_s - now_s) for until_s in self._arbiter.reserved().values())])
 
     # ---- messages
+
+    def _read_notes(self) -> None:
+        """End the holds that their holders have handed over."""
+        for resource, member, fence in self._arbiter.may_be_handed_over():
+            connection = self._connections.get(member)
+            note = connection.note.read() if connection is not None and connection.note is not None else None
+            if note is not None and note.fence == fence:
+                now_s = time.monotonic()
+                # The time of the hand-over decides whom a job is charged for, so not every time is believed.
+                at_s = min(max(note.at_s, now_s - 2 * _BEAT_S), now_s)
+                grants = self._arbiter.release(member, fence, 0, at_s, note.successor)
+                self._publisher.publish(resource, grants, at_s)
 
     def _on_event(self, fd: int) -> None:
         connection = self._connections.find(fd)
@@ -184,8 +199,15 @@ class Broker:
         slot = self._publisher.add_job(hello.resource, key, hello.role, time.monotonic())
         welcome = Message(Kind.WELCOME, value=slot, request=connection.member).encode()
         try:
-            alarm = [connection.make_alarm()] if takes_over else []
-            socket.send_fds(connection.sock, [welcome], [self._publisher.page.fd, *alarm])
+            if not takes_over:
+                socket.send_fds(connection.sock, [welcome], [self._publisher.page.fd])
+                return
+            connection.note = NoteReader()
+            try:
+                fds = [self._publisher.page.fd, connection.make_alarm(), connection.note.fd]
+                socket.send_fds(connection.sock, [welcome], fds)
+            finally:
+                os.close(connection.note.fd)
         except OSError as error:
             self._drop(connection, str(error))
 

@@ -9,8 +9,10 @@ import socket
 import struct
 import sys
 import time
+from typing import NamedTuple
 
 from ..directory import BrokerDirectory, DirectoryError
+from ..note import NoteWriter
 from ..peer_process import peer_of
 from ..protocol import (
     MESSAGE_BYTES,
@@ -24,7 +26,7 @@ from ..protocol import (
     Refusal,
     decode,
 )
-from ..state_page import PageReader
+from ..state_page import NOBODY, PageReader, Successor
 from .neighbours import Neighbours
 
 
@@ -38,6 +40,22 @@ EARLY = 1
 _ONE_FD_BYTES = socket.CMSG_SPACE(4)
 
 
+class Welcome(NamedTuple):
+    """What a broker gives a client.
+
+    Attributes:
+        page: the state page of the connection's resource.
+        member: the broker's number of the client.
+        alarm: an eventfd on which other clients wake this one; None from an older broker, which lets nobody hand over.
+        note: where to tell the broker of what was handed over; None without an alarm.
+    """
+
+    page: PageReader
+    member: int
+    alarm: int | None
+    note: NoteWriter | None
+
+
 class BrokerConnection:
     """A connection after HELLO and WELCOME.
 
@@ -45,17 +63,13 @@ class BrokerConnection:
 
     Args:
         sock: the connected socket, which this object then owns.
-        page: the state page of the connection's resource.
-        member: the broker's number of this client.
-        alarm: an eventfd, which this object then owns, on which other clients wake this one; None if they cannot.
+        welcome: what came with WELCOME, which this object then owns.
         timeout_s: time-out of each send and receive, in seconds.
     """
 
-    def __init__(self, sock: socket.socket, page: PageReader, member: int, alarm: int | None, timeout_s: float) -> None:
+    def __init__(self, sock: socket.socket, welcome: Welcome, timeout_s: float) -> None:
         self._sock = sock
-        self.page = page
-        self._member = member
-        self._alarm = alarm
+        self.page, self._member, self._alarm, self._note = welcome
         self._neighbours = Neighbours()
         self._timeout_s = timeout_s
         self._sock.setblocking(True)
@@ -93,18 +107,31 @@ class BrokerConnection:
                 return message
         return None
 
-    def hand_over(self, fence: int, again: bool) -> int:
-        """Wake the client that was promised the resource after the hold under ``fence``, and return its fence.
+    def hand_over(self, fence: int) -> int:
+        """End the hold under ``fence`` by waking the client that was promised the next one; return the fence of that.
 
-        Returns 0 if nobody can be woken, so that the broker has to. To be called just before RELEASE, which carries a
-        new request if ``again``.
+        The broker will find it in the note. Returns 0 if nobody can be woken, and the hold is to be released.
         """
-        successor = self.page.successor(fence)
-        if not successor.fence or (again and not successor.even_if_again):
+        successor = self._successor(fence)
+        if not successor.fence or self._note is None:
             return 0
-        if not self._neighbours.knows(successor.member):
-            self.discard_received()  # the introduction may be among it
+        # First the note: what the other client does next must find it there.
+        self._note.write(fence, successor.fence, time.monotonic_ns())
         return successor.fence if self._neighbours.wake(successor.member, successor.fence) else 0
+
+    def wake_successor(self, fence: int) -> int:
+        """Like :meth:`hand_over`, for a client that sends RELEASE with a new request right afterwards."""
+        successor = self._successor(fence)
+        woken = successor.even_if_again and self._neighbours.wake(successor.member, successor.fence)
+        return successor.fence if woken else 0
+
+    def _successor(self, fence: int) -> Successor:
+        """Who may be woken at the end of the hold under ``fence``."""
+        successor = self.page.successor(fence)
+        if successor.fence and not self._neighbours.knows(successor.member):
+            self.discard_received()  # the introduction may be among it
+            return successor if self._neighbours.knows(successor.member) else NOBODY
+        return successor
 
     def discard_received(self) -> None:
         """Drop all received grants without waiting. Raises ``OSError`` if the connection failed."""
@@ -164,8 +191,8 @@ def open_connection(
     """
     sock = _connect(directory, timeout_s)
     try:
-        page, member, alarm = _open_welcome(*ask(sock, hello.encode(TAKES_OVER), MESSAGE_BYTES + 1))
-        return BrokerConnection(sock, page, member, alarm, receive_timeout_s)
+        welcome = _open_welcome(*ask(sock, hello.encode(TAKES_OVER), MESSAGE_BYTES + 1))
+        return BrokerConnection(sock, welcome, receive_timeout_s)
     except BaseException:
         sock.close()
         raise
@@ -206,23 +233,24 @@ def ask(sock: socket.socket, opening: bytes, answer_bytes: int) -> tuple[bytes, 
     with contextlib.suppress(BrokenPipeError):
         sock.send(opening)
     try:
-        data, fds, _, _ = socket.recv_fds(sock, answer_bytes, maxfds=2)
+        data, fds, _, _ = socket.recv_fds(sock, answer_bytes, maxfds=3)
     except ConnectionResetError:
-        data, fds, _, _ = socket.recv_fds(sock, answer_bytes, maxfds=2)
+        data, fds, _, _ = socket.recv_fds(sock, answer_bytes, maxfds=3)
     return data, fds
 
 
-def _open_welcome(data: bytes, fds: list[int]) -> tuple[PageReader, int, int | None]:
-    """The state page, mapped, the member and its alarm, as they came with WELCOME. An older broker makes no alarm."""
+def _open_welcome(data: bytes, fds: list[int]) -> Welcome:
+    """Map and keep what has come with WELCOME."""
     try:
         message = _decode_answer(data)
         if message.kind is not Kind.WELCOME or not fds:
             raise ProtocolError(Refusal.MALFORMED, f"the broker sent {message.kind.name} instead of WELCOME")
         try:
             page = PageReader(fds[0], message.value)
+            note = NoteWriter(fds[2]) if len(fds) == 3 else None
         except ValueError as error:
             raise ProtocolError(Refusal.MALFORMED, str(error)) from None
-        return page, message.request, fds.pop() if len(fds) == 2 else None
+        return Welcome(page, message.request, fds.pop(1) if note is not None else None, note)
     finally:
         for fd in fds:
             os.close(fd)  # the mapping keeps its own reference

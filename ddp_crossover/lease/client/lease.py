@@ -223,7 +223,7 @@ class GpuLease:
     def pressed(self) -> bool:
         """Whether a waiting job is entitled to a turn of its own. A filler is not entitled while a peer holds."""
         connection = self._reconnector.connection
-        return connection is not None and connection.page.pressed > 0
+        return connection is not None and connection.page.pressed > 0 and self.contended
 
     @property
     def taken(self) -> bool:

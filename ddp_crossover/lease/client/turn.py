@@ -17,7 +17,7 @@ class _Hold(NamedTuple):
     """A hold, under ``fence`` of the broker at the other end of ``connection``.
 
     An early hold counts before the broker has granted it: another client has handed the resource over, and the broker
-    learns of it some microseconds later; or, with ``_UNKNOWN_FENCE``, a free resource was requested.
+    learns of it some milliseconds later; or, with ``_UNKNOWN_FENCE``, a free resource was requested.
     """
 
     connection: BrokerConnection
@@ -54,6 +54,7 @@ class Turn:
         self._max_wait_s = max_wait_s
         self._request = 0  # number of the last request
         self._hold: _Hold | None = None
+        self._given: _Hold | None = None  # the last hold that this process has handed over; not one if its fence is 0
 
     # ---- reading
 
@@ -95,7 +96,12 @@ class Turn:
     def is_taken(self) -> bool:
         """Whether another job holds the resource."""
         connection = self._reconnector.connection
-        return connection is not None and connection.page.holder not in (0, self._tag) and not self.is_handed
+        if connection is None:
+            return False
+        if connection.page.holder not in (0, self._tag):
+            return not self.is_handed
+        given = self._given  # the broker may not have found the note yet
+        return given is not None and given.connection is connection and 0 < given.fence == connection.page.promised
 
     @property
     def is_handed(self) -> bool:
@@ -144,7 +150,7 @@ class Turn:
             self._request += 1
             beats = connection.page.beats
             fence = held.fence if held is not None else 0
-            successor = connection.hand_over(fence, again=True) if fence else 0
+            successor = connection.wake_successor(fence) if fence else 0
             connection.send(kind, request=self._request, fence=fence, successor=successor)
             why_not = self._wait_for_grant(connection, beats, start_s)
             self.grants += why_not is None
@@ -203,13 +209,15 @@ class Turn:
 
     def _send_end(self, hold: _Hold) -> None:
         if not hold.is_granted:
-            # A RELEASE might overtake that of the client that has handed over, be stale, and leave this one in the
-            # queue. CANCEL is right before and after it.
+            # A RELEASE might come before the broker knows of the hold, be stale, and leave this client in the queue.
+            # CANCEL is right before and after that.
             self._send_cancel(hold.connection)
             return
         try:
-            successor = hold.connection.hand_over(hold.fence, again=False)
-            hold.connection.send(Kind.RELEASE, fence=hold.fence, successor=successor)
+            successor = hold.connection.hand_over(hold.fence)
+            self._given = _Hold(hold.connection, successor)
+            if not successor:
+                hold.connection.send(Kind.RELEASE, fence=hold.fence)
         except OSError:
             self._reconnector.disconnect(hold.connection)
 
