@@ -8,6 +8,7 @@ Late and duplicate messages carry an old number and are ignored.
 from __future__ import annotations
 
 import math
+import os
 import struct
 from enum import IntEnum
 from typing import NamedTuple
@@ -22,8 +23,8 @@ _HELLO = struct.Struct(f"<B7xd{NAME_BYTES}s{NAME_BYTES}s")  # role, weight, job,
 
 MESSAGE_BYTES = _HEADER.size
 HELLO_BYTES = _HEADER.size + _HELLO.size
-TAKES_OVER = 1
-"""Value of HELLO from a client that can be handed a resource by another client."""
+TAKES_OVER = int(hasattr(os, "eventfd"))
+"""Value of HELLO from a client that can be handed a resource by another one: 1, or 0 if the system cannot do that."""
 STATUS_BYTES = 1 << 18
 """Maximum size of the answer to STATUS. It is JSON, the only message that is not of fixed size."""
 

@@ -7,7 +7,7 @@ import sys
 
 sys.path.append(sys.argv[1])
 
-from lease.broker.arbiter import Limits
+from lease.broker.limits import Limits
 from lease.broker.process import log_to_file
 from lease.broker.server import Broker, BrokerSettings
 from lease.directory import BrokerDirectory

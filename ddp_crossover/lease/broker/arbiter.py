@@ -8,7 +8,6 @@ together, under one fence. This module knows when a hold begins and ends. Which 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..protocol import Role
@@ -16,6 +15,7 @@ from ..state_page import ResourceState, tag_of
 from . import fairness, succession
 from .holds import Hold, Member, Resource, Waiting, Wish
 from .jobs import Job, JobKey
+from .limits import Limits
 
 
 class Grant(NamedTuple):
@@ -28,20 +28,6 @@ class Grant(NamedTuple):
 
 class MismatchError(ValueError):
     """The members of one job disagree on its weight or role."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How long a hold may last, in seconds, once another job waits for its resource.
-
-    Attributes:
-        hold_s: limit for any hold, after which the resource goes to the next job and the fence is stale. A filler that
-            waits for a peer does not start this limit.
-        filler_s: limit for a filler's hold once a peer waits.
-    """
-
-    hold_s: float = 10.0
-    filler_s: float = 0.1
 
 
 class Arbiter:
@@ -186,12 +172,8 @@ class Arbiter:
 
     def may_be_handed_over(self) -> list[tuple[str, int, int]]:
         """Resource, holder and fence of all holds that their holders might have handed over."""
-        return [
-            (name, promise.holder.number, res.hold.fence)
-            for name, res in self._resources.items()
-            if res.hold is not None
-            for promise in res.promises.values()
-        ]
+        held = [(name, res, res.hold) for name, res in self._resources.items() if res.hold is not None]
+        return [(name, each.holder.number, hold.fence) for name, res, hold in held for each in res.promises.values()]
 
     def succession(self, resource: str) -> succession.Pair | None:
         """Who may hand the resource to whom."""

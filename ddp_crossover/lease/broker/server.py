@@ -19,9 +19,10 @@ from ..directory import BrokerDirectory
 from ..note import NoteReader
 from ..peer_process import is_stopped
 from ..protocol import TAKES_OVER, Hello, Kind, Message, ProtocolError, Refusal, decode, decode_hello
-from .arbiter import Arbiter, Limits, MismatchError
+from .arbiter import Arbiter, MismatchError
 from .connections import Connection, Connections, Joined
 from .jobs import JobKey
+from .limits import Limits
 from .publisher import Publisher
 
 logger = logging.getLogger("ddp_crossover.lease")
@@ -162,7 +163,7 @@ class Broker:
 
     def _on_first_message(self, connection: Connection, message: Message, data: bytes) -> None:
         if message.kind is Kind.HELLO:
-            self._welcome(connection, decode_hello(data), takes_over=message.value == TAKES_OVER)
+            self._welcome(connection, decode_hello(data), takes_over=message.value == TAKES_OVER != 0)
         elif message.kind is Kind.STATUS:
             status = self._publisher.status(self._connections)
             self._send(connection, json.dumps(status, separators=(",", ":")).encode())
