@@ -119,6 +119,7 @@ class Pipeline:
         self._arrived: list[int] = []
         self.may_announce = False
         self.awaits_backward = False
+        self._versions: dict[int, int] = {}
 
         self.device = parameters[0][1].device
         arena_of = {p.parameter: group.arena for group in plan.groups for p in group.pieces}
@@ -135,7 +136,13 @@ class Pipeline:
             for index, (name, parameter) in enumerate(parameters)
         ]
         self.gradients = ReducedGradients(
-            self.slots, link, self.order, kept, self.complete, unwritten_is_unused=unwritten_is_unused
+            self.slots,
+            link,
+            self.order,
+            kept,
+            self.complete,
+            self._is_overwritten,
+            unwritten_is_unused=unwritten_is_unused,
         )
         self.slot_of: dict[Tensor, Slot] = {slot.parameter: slot for slot in self.slots}
         self.groups = [self._group(spec) for spec in plan.groups]
@@ -254,14 +261,14 @@ class Pipeline:
         if self.every_group_arrives:
             for index in self._stagings.keys() - set(self._arrived):
                 del self._stagings[index]  # a bucket that DDP no longer has: frees its memory
-        self._complete_partly_staged_groups()
+        skipped = self._complete_partly_staged_groups()
         unused = [group for group in self.groups if not group.is_launched]
         for group in unused:
             group.state = GroupState.UNUSED
         self._gather_in_use_order()
         self.link.end_scatter_legs()
         with self.lock:
-            kept = self.gradients.make_pending(some_unused=bool(unused))
+            kept = self.gradients.make_pending(some_unused=bool(unused), skipped=skipped)
             self.phase = Phase.REDUCED
             for slot in kept:
                 self.gradients.deliver_kept(slot)
@@ -276,19 +283,29 @@ class Pipeline:
             group.gather = self.link.all_gather(group.scatter, urgency)
             group.state = GroupState.GATHERING
 
-    def _complete_partly_staged_groups(self) -> None:
-        """Launch groups for which DDP skipped a bucket, which no rank has used, with zeros for its gradients."""
+    def _complete_partly_staged_groups(self) -> set[Slot]:
+        """Launch groups for which DDP skipped a bucket, which no rank has used, without its gradients or with zeros.
+
+        Returns:
+            The parameters of these groups whose gradients have not arrived.
+        """
+        skipped: set[Slot] = set()
         arrived: set[Slot] | None = None
         for group in self.groups:
             if 0 < group.missing < len(group.spec.pieces):
                 arrived = arrived or {slot for index in self._arrived for slot in self._stagings[index].slots}
                 for slot in group.slots:
                     if slot not in arrived:
+                        skipped.add(slot)
                         if slot.is_in_place:
                             slot.place = None
                         else:
                             slot.view.zero_()
                 self._launch(group)
+        if skipped:
+            for index in self._stagings.keys() - set(self._arrived):
+                del self._stagings[index]  # its slots have no place until it arrives again
+        return skipped
 
     # Forward, and other code that needs a result.
 
@@ -363,14 +380,25 @@ class Pipeline:
                 return
             self.flush()
             self._end_legs()
-            self.awaits_backward = call_before_backward is not None
-            if call_before_backward is not None and not call_before_backward(self._before_backward):
+            if call_before_backward is None:
+                return  # the backward of an earlier forward may still be awaited
+            self.awaits_backward = True
+            self._versions = {index: staging.buffer._version for index, staging in self._stagings.items()}
+            if not call_before_backward(self._before_backward):
                 self.gradients.finish()
 
     def _before_backward(self) -> None:
-        if self.phase is Phase.REDUCED:
+        # Not if this backward comes second: DDP does not reduce it, and it adds to gradients that updates may need.
+        if self.phase is Phase.REDUCED and self.awaits_backward:
             with self.lock:
                 self.gradients.finish(leave_in_grad=True)
+
+    def _is_overwritten(self, slot: Slot) -> bool:
+        """Whether the backward that has begun has written into the bucket, as versions tell: legs use an alias."""
+        if not self.awaits_backward or slot.place is None or not is_in_backward():
+            return False
+        staging = self._stagings.get(slot.place.bucket)
+        return staging is not None and staging.buffer._version != self._versions.get(slot.place.bucket)
 
     @property
     def _has_all_copied(self) -> bool:
@@ -386,7 +414,7 @@ class Pipeline:
     def _retire(self) -> None:
         self.flush()
         if self.phase is Phase.REDUCED:
-            self.gradients.finish(is_late=self.awaits_backward and is_in_backward())
+            self.gradients.finish()
         if self.phase is Phase.BACKWARD and not self.link.is_closed:
             self._close_broken_backward()
         self._end_legs()

@@ -115,7 +115,7 @@ class DeferredUpdates:
         if pipeline is None:
             return
         pipeline.gradients.on_read = self._before_gradient_is_read
-        pipeline.gradients.is_needed = pipeline.updates.__contains__
+        pipeline.gradients.is_needed = self._needs_gradient
         if self._norms is Norms.SHARDED:
             pipeline.gradients.answer_early = StockCalls(pipeline).answer
         self._params.join = pipeline.order.join if pipeline.link.current_stream() is not None else None
@@ -153,6 +153,12 @@ class DeferredUpdates:
         update = pipeline.updates.get(slot)
         if isinstance(update, DeferredUpdate) and (update.edits_gradient or slot.is_shared):
             pipeline.apply_pending([slot])
+
+    def _needs_gradient(self, slot: Slot) -> bool:
+        # Updates that are being written are needed, too: a signal handler may read gradients meanwhile.
+        pipeline = self.pipeline
+        assert pipeline is not None
+        return slot in pipeline.updates or self._params.all[slot.index] in self._params.updating
 
     def _note_waits(self, optimizer: Optimizer, reason: str | None) -> None:
         self._early_reads.is_explained = True
@@ -282,7 +288,9 @@ class DeferredUpdates:
                     else:
                         waiting.append(lazy)
                 self._params.make_lazy(waiting, note_update, hide_values=self._strict)
-            pipeline.apply_pending([pipeline.slots[lazy.index] for lazy in why_not])
+            # A signal handler may have read gradients since the step looked. From now on the script may change these.
+            read = [slot for slot in pipeline.updates if slot.is_shared and slot.pending.current.resolved]
+            pipeline.apply_pending([*read, *(pipeline.slots[lazy.index] for lazy in why_not)])
             self._deferrable.note_not_deferred(why_not)
 
 

@@ -138,6 +138,11 @@ class PendingGrad(Tensor):
         """Whether it stands for a gradient that is on the wire, and was neither read nor set to zero."""
         return self._deliver is not None and not self._becomes_zero
 
+    @property
+    def becomes_zero(self) -> bool:
+        """Whether it was set to zero before it was delivered."""
+        return self._becomes_zero
+
     def resolve(self) -> Tensor:
         """Wait for the reduced gradient and return it as a plain tensor.
 
@@ -185,11 +190,10 @@ class PendingGrad(Tensor):
                 self._value.zero_()
                 return
             assert self._memory is not None
-            if self._zero(self._memory):
-                self._value = self._memory
+            self._becomes_zero = True  # first, because a signal handler may resolve it at any place below
+            if self._zero(memory := self._memory) and self._deliver is not None:
+                self._value = memory
                 self._deliver = None
-            else:
-                self._becomes_zero = True
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class ReducedGradients:
         order: orders CUDA streams.
         kept: finds gradients whose memory a script keeps.
         complete: waits until a fusion group's buffer holds the reduced gradients.
+        is_overwritten: whether DDP's next backward has written into the bucket with this gradient.
         unwritten_is_unused: if DDP does not write a ``.grad`` at the end of backward, no rank has used its
             parameter, and the ``.grad`` stays as it is.
 
@@ -56,6 +57,7 @@ class ReducedGradients:
         order: StreamOrder,
         kept: KeptGradients,
         complete: Callable[[GroupInFlight], None],
+        is_overwritten: Callable[[Slot], bool],
         *,
         unwritten_is_unused: bool,
     ) -> None:
@@ -67,10 +69,10 @@ class ReducedGradients:
         self._order = order
         self._kept = kept
         self._complete = complete
+        self._was_overwritten = is_overwritten
         self._unwritten_is_unused = unwritten_is_unused
         self.are_reduced = False
         self.is_retiring = False
-        self._was_finished = False
         self._thread = 0
         for slot in slots:
             slot.deliver = functools.partial(self._deliver, slot)
@@ -80,7 +82,6 @@ class ReducedGradients:
 
     def begin_backward(self) -> None:
         """Forget the buckets of the last backward."""
-        self._was_finished = False
         self._kept.forget_buckets()
 
     def bucket_arrives(self, buffer: Tensor, slots: Sequence[Slot]) -> None:
@@ -91,11 +92,12 @@ class ReducedGradients:
             for slot in slots:
                 slot.version_before = _version(slot.parameter.grad)
 
-    def make_pending(self, some_unused: bool) -> list[Slot]:
+    def make_pending(self, some_unused: bool, skipped: Collection[Slot] = ()) -> list[Slot]:
         """Make every ``.grad`` a PendingGrad; return the slots of those that cannot be, because a script keeps them.
 
         Args:
             some_unused: whether no rank has used the parameters of some fusion group.
+            skipped: parameters whose buckets DDP has left out; their ``.grad`` stays as it is.
         """
         self._thread = threading.get_ident()
         self.are_reduced = True
@@ -103,7 +105,11 @@ class ReducedGradients:
         for slot in self._slots:
             grad = slot.parameter.grad
             slot.is_kept = slot.is_shared = False
-            if grad is None or (some_unused and all(group.state is GroupState.UNUSED for group in slot.groups)):
+            if (
+                grad is None
+                or slot in skipped
+                or (some_unused and all(group.state is GroupState.UNUSED for group in slot.groups))
+            ):
                 continue
             if self._unwritten_is_unused and _version(grad) == slot.version_before:
                 continue
@@ -165,10 +171,14 @@ class ReducedGradients:
         for group in slot.neighbours if slot.is_shared else slot.groups:
             self._complete(group)
         if slot.is_shared and not slot.scales:
+            if slot.pending.current.becomes_zero and self.is_needed(slot):
+                return torch.empty_like(memory)  # the zeros would overwrite what an update is about to read
             return memory  # it is a part of the fusion buffer
         if slot.is_shared:
             memory = torch.empty_like(memory)  # the factors belong to the update, too
         elif slot.parameter.grad is not slot.pending.current:
+            if self._was_overwritten(slot):
+                raise RuntimeError(_OVERWRITTEN.format(slot.name))
             if self._is_overwritten(memory):
                 return memory
             if not self._may_fill(memory):
@@ -239,12 +249,11 @@ class ReducedGradients:
         unwrap_gradients(slot.parameter for slot in self._slots)
         return bool(pending)
 
-    def finish(self, *, leave_in_grad: bool = False, is_late: bool = False) -> None:
+    def finish(self, *, leave_in_grad: bool = False) -> None:
         """Deliver gradients that a script still refers to and drop the rest, before backward writes into the buckets.
 
         Args:
             leave_in_grad: leave those that are still in ``.grad``, which backward asks for before it overwrites them.
-            is_late: whether backward may have overwritten others before this call.
 
         Raises:
             RuntimeError: if a gradient that a script holds may have been overwritten.
@@ -260,11 +269,8 @@ class ReducedGradients:
                         pool.current.resolve()
                 elif not pool.held_elsewhere():
                     pool.current.disarm()
-                elif is_late and slot.is_in_place and not slot.is_shared and not self._was_finished:
-                    raise RuntimeError(_OVERWRITTEN.format(slot.name))
                 else:
                     pool.current.resolve()
-            self._was_finished = True
         finally:
             self.is_retiring = False
 
