@@ -14,6 +14,7 @@ from equivalence import Case, Run, check_case
 from models import DeepNet
 
 LATE_S = 0.02
+MOVES_AT = 8
 
 
 def _peers_take_their_time(run: Run) -> Iterator[Any]:
@@ -42,6 +43,29 @@ def _peers_take_their_time(run: Run) -> Iterator[Any]:
     if run.with_dear:
         assert len(open_legs) > run.case.steps // 2
         assert not any(open_legs) and not any(pending), (open_legs, pending)
+
+
+def _storage_moves(run: Run) -> Iterator[Any]:
+    """A script that has got one gradient moves the storage of the whole bucket."""
+    post = GlooGatherLeg.post
+
+    def later(leg: GlooGatherLeg) -> None:
+        time.sleep(LATE_S)  # so that peers' gradients come when the first one was read long ago
+        post(leg)
+
+    with mock.patch.object(GlooGatherLeg, "post", later):
+        for index, (x, y) in enumerate(run.batches()):
+            run.optimizer.zero_grad()
+            loss = run.loss(run.model(x), y)
+            loss.backward()
+            if index == MOVES_AT:
+                next(run.model.parameters()).grad.share_memory_()  # gathered first
+            run.optimizer.step()
+            yield loss
+
+
+def test_storage_of_a_bucket_moves_only_when_no_leg_uses_it(on_ranks) -> None:
+    check_case(Case(_storage_moves, DeepNet, ddp={"gradient_as_bucket_view": True}, pipelined=False), on_ranks)
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["", "bucket_view"])
