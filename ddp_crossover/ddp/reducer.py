@@ -389,8 +389,10 @@ class Reducer:
         self._params.on_use = self._guard.note_touch
         if not torch.is_grad_enabled():
             return
-        self._awaits_backward = self.model.require_backward_grad_sync
-        if not self._awaits_backward and self.pipeline is not None:
+        reduces = self.model.require_backward_grad_sync
+        # The reducer may still wait for the backward of an earlier forward, whatever this one is.
+        self._awaits_backward = self._awaits_backward or reduces
+        if not reduces and self.pipeline is not None:
             self.pipeline.gradients.are_reduced = False  # the backward of this forward adds what no rank has shared
         if self._planning.profiler is not None:
             self._planning.profiler.forward_ends()
@@ -399,7 +401,7 @@ class Reducer:
         self._guard.end_forward()
         # DDP prepares no backward for a forward that raised, perhaps because of Ctrl-C in a wait for a peer.
         if returned and self.pipeline is not None:
-            watch = functools.partial(call_before_backward, output) if self._awaits_backward else None
+            watch = functools.partial(call_before_backward, output) if reduces else None
             self.pipeline.end_forward(watch)
 
     def _timing(self, note_use: Callable[[LazyParam], None]) -> Callable[[LazyParam], None]:
