@@ -20,10 +20,12 @@ _SIGNALS = [getattr(signal, name) for name in _SIGNAL_NAMES if hasattr(signal, n
 
 def may_look() -> bool:
     """Whether the process has another thread, or a signal handler, that may read parameters."""
-    this = threading.current_thread()
-    if any(thread is not this and not _minds_its_own_business(thread) for thread in threading.enumerate()):
+    # Handlers first: one that interrupts `enumerate`, which holds a lock, and waits for a leg whose thread starts
+    # another thread just then, would wait forever.
+    if any(callable(handler := signal.getsignal(number)) and not _reads_nothing(handler) for number in _SIGNALS):
         return True
-    return any(callable(handler := signal.getsignal(number)) and not _reads_nothing(handler) for number in _SIGNALS)
+    this = threading.current_thread()
+    return any(thread is not this and not _minds_its_own_business(thread) for thread in threading.enumerate())
 
 
 def _minds_its_own_business(thread: threading.Thread) -> bool:
