@@ -289,7 +289,7 @@ class DeferredUpdates:
                         waiting.append(lazy)
                 self._params.make_lazy(waiting, note_update, hide_values=self._strict)
             # A signal handler may have read gradients since the step looked. From now on the script may change these.
-            read = [slot for slot in pipeline.updates if slot.is_shared and slot.pending.current.resolved]
+            read = [slot for slot in list(pipeline.updates) if slot.is_shared and slot.pending.current.resolved]
             pipeline.apply_pending([*read, *(pipeline.slots[lazy.index] for lazy in why_not)])
             self._deferrable.note_not_deferred(why_not)
 

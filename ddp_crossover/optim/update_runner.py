@@ -89,7 +89,7 @@ class UpdateRunner:
         if self._written_in == pipeline.iteration:
             raise error
         with unrecorded():
-            for slot in pipeline.updates:
+            for slot in list(pipeline.updates):  # a signal handler may apply some
                 lazy = self._params.all[slot.index]
                 _show_value(lazy)
                 lazy.uncover()
