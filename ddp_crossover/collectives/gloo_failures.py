@@ -32,7 +32,7 @@ class Failures:
     def check(self) -> None:
         """Raise the first failure, if there is one; raise ``RuntimeError`` if the link is closed."""
         if self._errors:
-            raise self._errors[0]
+            raise self._errors[0].with_traceback(None)  # each raise would add its frames, and keep what they refer to
         if self.is_closed:
             raise RuntimeError("the communication threads of this DearState have been closed")
 
