@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ddp_crossover.torch_internals.private import private
 
+_USE_COUNT: Callable[[torch.Tensor], int] = private(torch.Tensor, "_use_count")
+_STORAGE_USE_COUNT: Callable[[int], int] = private(torch._C, "_storage_Use_Count")
+
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Number of C++ references to a storage: one for each tensor, plus a constant."""
-    return torch._C._storage_Use_Count(storage._cdata)
+    return _STORAGE_USE_COUNT(storage._cdata)
 
 
 def references_to_memory(tensor: torch.Tensor) -> int:
     """Number of references in C++ and Python to a tensor and to its storage, plus a constant."""
     storage = tensor.untyped_storage()
     of_storage = storage_use_count(storage) + sys.getrefcount(storage)
-    return of_storage + tensor._use_count() + sys.getrefcount(tensor)
+    return of_storage + _USE_COUNT(tensor) + sys.getrefcount(tensor)
 
 
 def cover_of(memory: torch.Tensor, message: str) -> torch.Tensor | None:
@@ -55,4 +59,4 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 def use_count(tensor: torch.Tensor) -> int:
     """Number of C++ references to a tensor."""
     with torch._C.DisableTorchFunctionSubclass():
-        return tensor._use_count()
+        return _USE_COUNT(tensor)
