@@ -8,8 +8,8 @@ contiguous range of its arena. Groups are cut between parameters if possible; a 
 a multiple of ``world_size``, so only the end of a group that ends with a parameter needs padding, and a parameter's
 own elements always stay contiguous.
 
-With ``taper``, groups are small at both ends of an arena. The first group to arrive lets the link start early. The last
-group to arrive is the first that the forward needs, so no compute hides its two legs.
+With a :class:`Taper`, groups are small at both ends of an arena. The first group to arrive lets the link start early.
+The last group to arrive is the first that the forward needs, so no compute hides its two legs.
 
 For the terms see [Note: DeAR's terms] in ``dear.py``.
 """
@@ -21,12 +21,12 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 from ddp_crossover.log import short
 
 MB = 2**20
 DEFAULT_FUSION_MB = 8.0
-_TAPER = 8  # the smallest group of a tapered arena is this many times smaller than fusion_mb
 # repr() shows this many groups at each end of a plan, and str() all of them.
 _GROUPS_SHOWN = 2
 
@@ -57,6 +57,18 @@ class GradientSpec:
     numel: int
     itemsize_bytes: int
     arena: str
+
+
+class Taper(NamedTuple):
+    """How group sizes rise from both ends of an arena.
+
+    Attributes:
+        slope: no group is larger than this many times its distance to the nearer end,
+        smallest: but may always have this part of ``fusion_mb``.
+    """
+
+    slope: float
+    smallest: float
 
 
 @dataclass(frozen=True)
@@ -181,7 +193,7 @@ def plan_fusion(
     *,
     world_size: int,
     fusion_mb: float = DEFAULT_FUSION_MB,
-    taper: bool = False,
+    taper: Taper | None = None,
 ) -> FusionPlan:
     """Cut and merge gradients into fusion groups.
 
@@ -191,8 +203,7 @@ def plan_fusion(
         use_rank: per parameter, when the forward first uses it (smaller is earlier).
         world_size: ranks per group; group sizes are multiples of it.
         fusion_mb: target size of a group in MiB.
-        taper: make groups smaller towards both ends of each arena: limit each group to half of its distance to the
-            nearer end, but to no less than ``fusion_mb / 8``.
+        taper: make groups smaller towards both ends of each arena; None: all alike.
 
     Returns:
         A plan in which every element of every gradient lies in exactly one group.
@@ -213,7 +224,7 @@ def plan_fusion(
     for arena in dict.fromkeys(specs[i].arena for i in arrival_order):
         members = [i for i in arrival_order if specs[i].arena == arena]
         total_numel = sum(specs[i].numel for i in members)
-        cutter = _ArenaCutter(arena, world_size, fusion_mb, total_numel if taper else None, first_index=len(groups))
+        cutter = _ArenaCutter(arena, world_size, fusion_mb, taper, total_numel, first_index=len(groups))
         for parameter in members:
             offsets[parameter] = cutter.add(parameter, specs[parameter])
         groups += cutter.finish()
@@ -243,12 +254,19 @@ class _ArenaCutter:
     """Lays out gradients in one arena and closes a group whenever the target size is reached."""
 
     def __init__(
-        self, arena: str, world_size: int, fusion_mb: float, taper_over_numel: int | None, first_index: int
+        self,
+        arena: str,
+        world_size: int,
+        fusion_mb: float,
+        taper: Taper | None,
+        total_numel: int,
+        first_index: int,
     ) -> None:
         self._arena = arena
         self._world_size = world_size
         self._fusion_mb = fusion_mb
-        self._taper_over_numel = taper_over_numel
+        self._taper = taper
+        self._total_numel = total_numel
         self._index = first_index
         self._groups: list[FusionGroup] = []
         self._pieces: list[Piece] = []
@@ -278,9 +296,10 @@ class _ArenaCutter:
     def _capacity(self, itemsize_bytes: int) -> int:
         """Return how many elements the open group may hold."""
         target_numel = self._fusion_mb * MB / itemsize_bytes
-        if self._taper_over_numel is not None:
-            to_nearer_end = min(self._closed_numel, self._taper_over_numel - self._closed_numel)
-            target_numel = min(max(to_nearer_end / 2, target_numel / _TAPER), target_numel)
+        if self._taper is not None:
+            to_nearer_end = min(self._closed_numel, self._total_numel - self._closed_numel)
+            rising_numel = max(to_nearer_end * self._taper.slope, target_numel * self._taper.smallest)
+            target_numel = min(rising_numel, target_numel)
         return max(int(target_numel) // self._world_size, 1) * self._world_size
 
     def _cut(self, numel: int, itemsize_bytes: int) -> int:

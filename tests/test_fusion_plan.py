@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_crossover.fusion import MB, FusionPlan, GradientSpec, arena_capacity, plan_fusion
+from ddp_crossover.fusion import MB, FusionPlan, GradientSpec, Taper, arena_capacity, plan_fusion
 
 # Before the tests: @given keeps the settings that it finds.
 settings.register_profile("suite", deadline=None, max_examples=100)
@@ -17,8 +17,11 @@ settings.load_profile("suite")
 SIZES = st.one_of(st.integers(0, 40), st.integers(0, 5_000), st.just(10**10))
 
 
+TAPERS = st.builds(Taper, slope=st.floats(0.05, 2.0), smallest=st.floats(0.01, 1.0))
+
+
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[list[GradientSpec], list[int], list[int], int, float, bool]:
+def problems(draw: st.DrawFn) -> tuple[list[GradientSpec], list[int], list[int], int, float, Taper | None]:
     sizes = draw(st.lists(SIZES, min_size=1, max_size=30))
     arenas = {"fp32": 4, "bf16": 2}
     specs = []
@@ -31,10 +34,10 @@ def problems(draw: st.DrawFn) -> tuple[list[GradientSpec], list[int], list[int],
     # Huge gradients in tiny groups would be millions of groups: keep their number sane.
     smallest = 1e-5 if max(sizes) < 10**6 else 100.0
     fusion_mb = draw(st.floats(smallest, 1000.0))
-    return specs, arrival, use_rank, world_size, fusion_mb, draw(st.booleans())
+    return specs, arrival, use_rank, world_size, fusion_mb, draw(st.none() | TAPERS)
 
 
-def plan_of(problem: tuple[list[GradientSpec], list[int], list[int], int, float, bool]) -> FusionPlan:
+def plan_of(problem: tuple[list[GradientSpec], list[int], list[int], int, float, Taper | None]) -> FusionPlan:
     specs, arrival, use_rank, world_size, fusion_mb, taper = problem
     return plan_fusion(specs, arrival, use_rank, world_size=world_size, fusion_mb=fusion_mb, taper=taper)
 
@@ -128,24 +131,24 @@ def test_a_group_is_no_larger_than_asked_for(problem) -> None:
         assert payload <= max(plan.fusion_mb * MB / itemsize, smallest_possible)
 
 
-@given(problems())
-def test_a_tapered_group_is_no_larger_than_half_of_the_way_to_the_nearer_end(problem) -> None:
+@given(problems(), TAPERS)
+def test_a_tapered_group_is_no_larger_than_its_part_of_the_way_to_the_nearer_end(problem, taper) -> None:
     specs, arrival, use_rank, world_size, fusion_mb, _ = problem
-    plan = plan_fusion(specs, arrival, use_rank, world_size=world_size, fusion_mb=fusion_mb, taper=True)
+    plan = plan_fusion(specs, arrival, use_rank, world_size=world_size, fusion_mb=fusion_mb, taper=taper)
     for arena in plan.arena_numel:
         total = sum(spec.numel for spec in specs if spec.arena == arena)
         before = 0
         for group in sorted((g for g in plan.groups if g.arena == arena), key=lambda g: (g.offset, g.numel)):
             payload = group.numel - group.padding
             largest = fusion_mb * MB / specs[group.pieces[0].parameter].itemsize_bytes
-            allowed = max(min(before, total - before) / 2, largest / 8)
+            allowed = max(min(before, total - before) * taper.slope, largest * taper.smallest)
             assert payload <= max(min(allowed, largest), world_size)
             before += payload
 
 
 def test_taper_leaves_the_middle_large() -> None:
     specs = [GradientSpec(f"p{index}", 100, 4, "fp32") for index in range(400)]
-    plan = plan_fusion(specs, range(400), range(400), world_size=2, fusion_mb=3200 * 4 / MB, taper=True)
+    plan = plan_fusion(specs, range(400), range(400), world_size=2, fusion_mb=3200 * 4 / MB, taper=Taper(1 / 2, 1 / 8))
     sizes = [group.numel for group in plan.groups]
     assert sizes[:8] == [400, 400, 400, 600, 900, 1300, 2000, 3000]
     assert set(sizes[8:-5]) == {3200}

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ddp_crossover.fusion import MB, FusionGroup, FusionPlan, GradientSpec, Schedule, plan_fusion
+from ddp_crossover.fusion import MB, FusionGroup, FusionPlan, GradientSpec, Schedule, Taper, plan_fusion
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.schedule_simulator import SimulatedStep, TimedGroup, simulate
 
 # 0.25 to 64 MiB, two sizes an octave.
 CANDIDATES_MB = tuple(2 ** (step / 2) for step in range(-4, 13))
+# How group sizes may rise from the ends of an arena. Steep and flat ones: where communication is long, the link must
+# never idle, and small groups go far into the middle; where it is short, a few small groups at the ends suffice.
+TAPERS = (None, *(Taper(slope, smallest) for slope in (0.25, 0.5, 1.0) for smallest in (0.5, 0.25, 0.125)))
 
 # Predictions that differ by less than this fraction count as equal, and the larger group size wins: the model is not
 # that exact, and larger groups cost the host less.
@@ -64,7 +67,7 @@ def choose_plan(
         link: measured link between ``world_size`` ranks.
         fused_all_reduce: whether an all-reduce is one operation that pays ``per_leg_s`` once, as on NCCL. If not, it
             is a scatter and a gather leg back to back, as on our gloo link.
-        candidates_mb: group sizes to try, in MiB; ``Schedule.AUTO`` tries each with and without tapered groups.
+        candidates_mb: group sizes to try, in MiB; ``Schedule.AUTO`` tries each with all of ``TAPERS``.
     """
     problem = _Problem(specs, arrival_order, use_rank, profile, link, world_size, fused_all_reduce)
     auto = _try_sizes(problem, Schedule.AUTO, candidates_mb)
@@ -117,17 +120,13 @@ class _Candidate(NamedTuple):
 def _try_sizes(problem: _Problem, schedule: Schedule, candidates_mb: Sequence[float]) -> dict[float, _Candidate]:
     """Plan and simulate each group size, except for those that cut the model into too many groups."""
     specs = problem.specs
-    tapers = (True, False) if schedule == Schedule.AUTO else (False,)
+    tapers = TAPERS if schedule == Schedule.AUTO else (None,)
     total_mb = sum(spec.numel * spec.itemsize_bytes for spec in specs) / MB
     sizes_mb = [mb for mb in candidates_mb if total_mb <= mb * _MAX_GROUPS] or [max(candidates_mb)]
-    candidates = {}
-    for fusion_mb in sizes_mb:
-        shapes = [_try(problem, schedule, fusion_mb, taper) for taper in tapers]
-        candidates[fusion_mb] = min(shapes, key=lambda candidate: candidate.step.step_s)
-    return candidates
+    return {mb: min((_try(problem, schedule, mb, taper) for taper in tapers), key=_cost_s) for mb in sizes_mb}
 
 
-def _try(problem: _Problem, schedule: Schedule, fusion_mb: float, taper: bool) -> _Candidate:
+def _try(problem: _Problem, schedule: Schedule, fusion_mb: float, taper: Taper | None) -> _Candidate:
     plan = plan_fusion(
         problem.specs,
         problem.arrival_order,
@@ -141,10 +140,13 @@ def _try(problem: _Problem, schedule: Schedule, fusion_mb: float, taper: bool) -
     return _Candidate(plan, predict_step(plan, problem.specs, problem.profile, problem.link, schedule))
 
 
+def _cost_s(candidate: _Candidate) -> float:
+    return candidate.step.step_s + len(candidate.plan.groups) * _HOST_S
+
+
 def _best(candidates: dict[float, _Candidate]) -> tuple[float, _Candidate]:
-    costs_s = {mb: candidate.step.step_s + len(candidate.plan.groups) * _HOST_S for mb, candidate in candidates.items()}
-    fastest_s = min(costs_s.values())
-    largest_mb = max(mb for mb, cost_s in costs_s.items() if cost_s <= fastest_s * (1 + _TIE))
+    fastest_s = min(map(_cost_s, candidates.values()))
+    largest_mb = max(mb for mb, candidate in candidates.items() if _cost_s(candidate) <= fastest_s * (1 + _TIE))
     return largest_mb, candidates[largest_mb]
 
 

@@ -13,7 +13,7 @@ from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.ddp_buckets import simulate_ddp
 from ddp_crossover.planning.least_step import least_step_s
 from ddp_crossover.planning.model_profile import ModelProfile
-from ddp_crossover.planning.search import best_of_sizes, predict_step
+from ddp_crossover.planning.search import TAPERS, best_of_sizes, predict_step
 
 settings.register_profile("suite", deadline=None, max_examples=100)
 settings.load_profile("suite")
@@ -50,7 +50,13 @@ def models(draw: st.DrawFn) -> ModelProfile:
     return ModelProfile(specs, compute, link, draw(st.integers(2, 9)))
 
 
-@given(models(), st.sampled_from(("allreduce", "dear", "auto")), st.floats(0.01, 1.0), st.booleans(), st.booleans())
+@given(
+    models(),
+    st.sampled_from(("allreduce", "dear", "auto")),
+    st.floats(0.01, 1.0),
+    st.sampled_from(TAPERS),
+    st.booleans(),
+)
 def test_no_plan_goes_below_it(profile, schedule, fusion_mb, taper, fused) -> None:
     least_s = least_step_s(profile)
     compute = profile.compute

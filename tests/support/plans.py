@@ -20,6 +20,7 @@ import torch
 from ddp_crossover import comm_hook
 from ddp_crossover.fusion import MB, FusionPlan, Schedule, plan_fusion
 from ddp_crossover.planning.compute_profiler import Stopwatch
+from ddp_crossover.planning.search import TAPERS
 from ddp_crossover.planning.session import Orders, Planning, Stage
 from ddp_crossover.planning.trials import Candidate
 
@@ -72,7 +73,7 @@ class RandomPlanning(Planning):
             use_rank,
             world_size=self._link.world_size,
             fusion_mb=self._model_bytes / MB / 2 ** draw.uniform(0, 7),
-            taper=draw.random() < 0.5,
+            taper=draw.choice(TAPERS),
         )
         if self._link.has_fused_all_reduce:
             plan = replace(plan, groups=tuple(replace(g, split=draw.random() < 0.6) for g in plan.groups))
