@@ -54,10 +54,14 @@ from ddp_crossover.parameters.slots import GroupInFlight, GroupState, Slot
 from ddp_crossover.torch_internals.autograd import is_in_backward
 from ddp_crossover.torch_internals.ddp import GradBucket
 from ddp_crossover.torch_internals.dispatch import allow_foreach, is_traced, outside_of_modes
+from ddp_crossover.torch_internals.profiling import named_range
 
 _SPARE_NUMEL = 2**14
-# Receives of scatter legs are posted this many legs ahead, so that a faster rank can send. Each one costs memory.
-_ANNOUNCED_LEGS = 4
+# Receives of scatter legs are posted some legs ahead, so that a faster rank can send. They cost memory: together not
+# more than a sixteenth of all gradients, unless that is little, or one leg alone does.
+_MAX_ANNOUNCED_LEGS = 4
+_ANNOUNCED_PART = 1 / 16
+_LITTLE_BYTES = 2**20
 
 
 class Phase(enum.Enum):
@@ -146,6 +150,7 @@ class Pipeline:
         )
         self.slot_of: dict[Tensor, Slot] = {slot.parameter: slot for slot in self.slots}
         self.groups = [self._group(spec) for spec in plan.groups]
+        self._announced_legs = _announced_legs(plan)
 
     def _slot(
         self, index: int, name: str, parameter: Parameter, arena_name: str, wire_dtype: torch.dtype | None
@@ -186,7 +191,7 @@ class Pipeline:
         self.iteration += 1
         self.link.begin_iteration()
         self.phase = Phase.BACKWARD
-        for index in range(_ANNOUNCED_LEGS):
+        for index in range(self._announced_legs):
             self._announce(index)
 
     def reduce(self, bucket: GradBucket, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
@@ -225,7 +230,7 @@ class Pipeline:
 
     def _launch(self, group: GroupInFlight) -> None:
         index = group.spec.index
-        self._announce(index + _ANNOUNCED_LEGS)
+        self._announce(index + self._announced_legs)
         buffer = self._buffer_of(group)
         if not group.spec.split:
             group.scatter = group.gather = self.link.all_reduce_leg(index, buffer)
@@ -475,6 +480,13 @@ def _zeros(numel: int, dtype: torch.dtype, device: torch.device, memory: Tensor 
         return memory[:numel].zero_()
     # Plans differ in their padding: the spare elements let the next plan's arena fit in the same memory.
     return torch.zeros(numel + _SPARE_NUMEL, dtype=dtype, device=device)[:numel]
+
+
+def _announced_legs(plan: FusionPlan) -> int:
+    """How many scatter legs ahead receives are posted."""
+    sizes = list(map(plan.group_bytes, plan.groups))
+    allowed_bytes = max(_ANNOUNCED_PART * sum(sizes), _LITTLE_BYTES)
+    return max(1, min(_MAX_ANNOUNCED_LEGS, int(allowed_bytes / max(sizes, default=1))))
 
 
 def _no_updates(slots: list[Slot]) -> None:
