@@ -36,7 +36,6 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.profiler import record_function
 
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.leg import HostWait
@@ -354,7 +353,7 @@ class Pipeline:
             index = group.spec.index
             # No profiler range if the leg is done, where it only costs time, or if `torch.jit.trace` would record it.
             unnamed = group.gather.is_done() or is_traced()
-            named = contextlib.nullcontext() if unnamed else record_function(f"ddp_crossover::wait[{index}]")
+            named = contextlib.nullcontext() if unnamed else named_range(f"ddp_crossover::wait[{index}]")
             with named, self.waiting(index) as host_wait:
                 # Protects the optimizer and readers of `.grad` from partly gathered gradients.
                 group.gather.wait(host_wait)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from ddp_crossover.collectives.leg import slice_bounds
 
 
-class FusionBuffer(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class FusionBuffer:
     """The memory of a fusion group: one or more parts, of the same sizes and in the same order on all ranks.
 
     Each rank reduces its own slice of every part.
@@ -21,11 +22,17 @@ class FusionBuffer(NamedTuple):
 
     parts: tuple[Tensor, ...]
     factor: float = 1.0
+    _slices: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def slices(self, rank: int, world_size: int) -> list[Tensor]:
         """The slice of each part that ``rank`` reduces, which may be empty."""
-        bounds = (slice_bounds(part.numel(), world_size, rank) for part in self.parts)
-        return [part[low:high] for part, (low, high) in zip(self.parts, bounds, strict=True)]
+        # Made once, because the same buffer has legs in every step.
+        slices = self._slices.get((rank, world_size))
+        if slices is None:
+            bounds = (slice_bounds(part.numel(), world_size, rank) for part in self.parts)
+            slices = [part[low:high] for part, (low, high) in zip(self.parts, bounds, strict=True)]
+            self._slices[rank, world_size] = slices
+        return slices
 
     def whole(self) -> Tensor:
         """The only part, for links that need the buffer in one piece."""

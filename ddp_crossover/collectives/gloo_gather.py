@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
-from torch.profiler import record_function
 
 from ddp_crossover.collectives.gloo_leg import GlooCommContext, GlooLeg
 from ddp_crossover.collectives.gloo_messages import Message, MessageKind, Slice, message_tag, small_exchange_tag
 from ddp_crossover.collectives.gloo_scatter import GlooScatterLeg
+from ddp_crossover.torch_internals.profiling import named_range
 
 
 class GlooGatherLeg(GlooLeg):
@@ -59,7 +59,7 @@ class GlooGatherLeg(GlooLeg):
         context, messages, scatter = self._context, self._context.messages, self.scatter
         try:
             scatter.wait()  # already done; raises the scatter leg's error, if any
-            with record_function(f"ddp_crossover::all_gather[{self.group}]"):
+            with named_range(f"ddp_crossover::all_gather[{self.group}]"):
                 context.meter.clock.leg_posted(self.times)
                 scatter.sends += messages.send(
                     [Slice(peer, shard) for peer in messages.peers for shard in scatter.shards()],

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.profiler import record_function
 
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.gloo_leg import GlooCommContext, GlooLeg
 from ddp_crossover.collectives.gloo_messages import Message, MessageKind, Slice, message_tag
 from ddp_crossover.collectives.leg import ScatterLeg
 from ddp_crossover.collectives.rank_order_sum import add_in_rank_order
+from ddp_crossover.torch_internals.profiling import named_range
 
 
 class GlooScatterLeg(GlooLeg, ScatterLeg):
@@ -54,7 +54,8 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
             shards = self.shards()
             numels = [shard.numel() for shard in shards]
             self.incoming = [self._context.scratch.allocate(sum(numels), shards[0].dtype) for _ in messages.peers]
-            self._incoming_parts = [list(memory.split(numels)) for memory in self.incoming]
+            is_whole = len(numels) == 1
+            self._incoming_parts = [[memory] if is_whole else list(memory.split(numels)) for memory in self.incoming]
             self._scatter_receives = messages.receive(
                 [
                     Slice(peer, memory)
@@ -73,7 +74,7 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
         context, messages = self._context, self._context.messages
         try:
             context.failures.check()
-            with record_function(f"ddp_crossover::reduce_scatter[{self.group}]"):
+            with named_range(f"ddp_crossover::reduce_scatter[{self.group}]"):
                 self.before_posting()
                 slices = [Slice(peer, memory) for peer in messages.peers for memory in self._slices_of(peer)]
                 # Safe before our sends: a peer sends its reduced slice only after it has received our slice.

@@ -9,13 +9,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.leg import HostWait, Leg, ScatterLeg, slice_bounds
 from ddp_crossover.collectives.link import Link, release
 from ddp_crossover.collectives.stream_order import CudaStreams
+from ddp_crossover.torch_internals.profiling import named_range
 
 # torch 2.13 renamed both functions; the old names warn from then on.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -98,7 +98,7 @@ class NcclLink(Link):
         memory = buffer.whole()
         low, high = slice_bounds(memory.numel(), self.world_size, self.rank)
         shard = memory[low:high]
-        with record_function(f"ddp_crossover::reduce_scatter[{group}]"):
+        with named_range(f"ddp_crossover::reduce_scatter[{group}]"):
             # Wait for the staging copies, which run on the caller's stream.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             begin = self.clock.mark(self._stream)
@@ -111,7 +111,7 @@ class NcclLink(Link):
     def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> Leg:
         leg = cast(_NcclScatterLeg, scatter)
         with (
-            record_function(f"ddp_crossover::all_gather[{leg.group}]"),
+            named_range(f"ddp_crossover::all_gather[{leg.group}]"),
             torch.cuda.stream(self._stream),
         ):
             begin = self.clock.mark(self._stream)
@@ -123,7 +123,7 @@ class NcclLink(Link):
     def all_reduce_leg(self, group: int, buffer: FusionBuffer) -> ScatterLeg:
         memory = buffer.whole()
         low, high = slice_bounds(memory.numel(), self.world_size, self.rank)
-        with record_function(f"ddp_crossover::all_reduce[{group}]"):
+        with named_range(f"ddp_crossover::all_reduce[{group}]"):
             # Wait for the staging copies, which run on the caller's stream.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             begin = self.clock.mark(self._stream)
@@ -137,7 +137,7 @@ class NcclLink(Link):
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         self._count(buffer)
         self._count(buffer)
-        with record_function(f"ddp_crossover::all_reduce[{group}]"):
+        with named_range(f"ddp_crossover::all_reduce[{group}]"):
             return all_reduce_sum(buffer, self.process_group, self.clock, group, self._stream)
 
     def all_gather_small(self, value: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ class ScratchPool:
             free = self._free.setdefault(dtype, [])
             place = next((i for i, tensor in enumerate(free) if tensor.numel() >= numel), None)
             if place is not None:
-                return free.pop(place)[:numel]
+                found = free.pop(place)
+                return found if found.numel() == numel else found[:numel]
             if free:
                 free.pop()  # replace a tensor that is too small
         return torch.empty(numel, dtype=dtype)
