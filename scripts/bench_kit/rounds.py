@@ -4,7 +4,9 @@ In each round every candidate takes a turn, and a different one begins: a slow m
 alike, and ratios taken within a round are free of it.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -38,6 +40,18 @@ def quantile(values: Iterable[float], part: float) -> float:
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median and quartiles."""
     return {"median": quantile(values, 0.5), "low": quantile(values, 0.25), "high": quantile(values, 0.75)}
+
+
+def median_at_least(values: Sequence[float]) -> float | None:
+    """What the median of these samples is at least, with 95% confidence, whatever their distribution.
+
+    Each sample is below the true median with a probability of 1/2, so few are below an order statistic that is low
+    enough. None if there are fewer than 5 samples.
+    """
+    count = len(values)
+    below = accumulate(math.comb(count, successes) / 2**count for successes in range(count + 1))
+    place = sum(1 for probability in below if probability <= 0.05)
+    return sorted(values)[place - 1] if place else None
 
 
 def jain_index(shares: Sequence[float]) -> float:

@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+_WIDTH = 112
+
 
 def print_case(console: Console, case: dict[str, Any], network: str) -> None:
     """A table with a row for each arm."""
@@ -22,12 +24,13 @@ def print_case(console: Console, case: dict[str, Any], network: str) -> None:
     )
     table = Table(box=box.SIMPLE, padding=(0, 1))
     table.add_column("arm", no_wrap=True)
-    for heading in ("ms", "quartiles", "sim", "T/T*", "at best", "over best DDP", "25 MB", "cpu ms"):
+    for heading in ("ms", "quartiles", "sim", "T/T*", "at best", "over best DDP", "95%", "25 MB", "cpu ms"):
         table.add_column(heading, justify="right", no_wrap=True)
     for arm in case["arms"]:
         if not arm["refused"]:
             table.add_row(*_cells(arm, case["least_over_bound"]))
-    console.print(table)
+    # Wide enough for all figures, also where the output is no terminal and rich assumes 80 columns.
+    console.print(table, width=max(console.width, _WIDTH), crop=False)
     for note in _notes(case):
         console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
 
@@ -42,6 +45,7 @@ def _cells(arm: dict[str, Any], least_over_bound: float | None) -> list[str]:
         f"{arm['over_bound']['median']:.3f}",
         f"{least_over_bound:.3f}" if least_over_bound else "",
         f"{over_best['median']:.2f} ({over_best['low']:.2f}..{over_best['high']:.2f})" if over_best else "",
+        f">= {over_best['at_least']:.2f}" if over_best and over_best["at_least"] else "",
         f"{over_default['median']:.2f}" if over_default else "",
         f"{arm['processor_s']['median'] * 1e3:.0f}",
     ]

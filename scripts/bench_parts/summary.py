@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from bench_kit.rounds import spread
+from bench_kit.rounds import median_at_least, spread
 from bench_parts.arms import DEFAULT_BUCKET_MB, ArmName
 from bench_parts.prediction import least_case_step_s
 from bench_parts.settings import CaseSettings
@@ -71,6 +71,9 @@ def _arm(
     }
 
 
-def _speedup(reference_s: np.ndarray | None, times_s: np.ndarray) -> dict[str, float] | None:
-    """How many times faster than `reference_s`: ratios of the same round, then their median and quartiles."""
-    return None if reference_s is None else spread(reference_s / times_s)
+def _speedup(reference_s: np.ndarray | None, times_s: np.ndarray) -> dict[str, float | None] | None:
+    """How many times faster than `reference_s`: ratios of the same round, then their median, quartiles and bound."""
+    if reference_s is None:
+        return None
+    ratios = (reference_s / times_s).tolist()
+    return {**spread(ratios), "at_least": median_at_least(ratios)}

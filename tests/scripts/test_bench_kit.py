@@ -2,7 +2,9 @@
 
 import ast
 import json
+import math
 import os
+import random
 import subprocess
 import sys
 from argparse import Namespace
@@ -14,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench_kit import record
-from bench_kit.rounds import jain_index, quantile, spread, turns
+from bench_kit.rounds import jain_index, median_at_least, quantile, spread, turns
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 TIMEOUT_S = 300
@@ -29,6 +31,19 @@ def test_every_candidate_takes_a_turn_in_each_round_and_another_one_begins() -> 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=20), st.floats(0, 1))
 def test_quantiles_are_those_of_numpy(values: list[float], part: float) -> None:
     assert quantile(values, part) == pytest.approx(float(np.quantile(values, part)), abs=1e-9)
+
+
+def test_a_median_is_at_least_what_few_samples_of_it_allow() -> None:
+    assert median_at_least([3.0, 1.0, 2.0, 4.0]) is None
+    assert median_at_least([5.0, 3.0, 1.0, 2.0, 4.0]) == 1.0
+    assert median_at_least(list(map(float, range(10)))) == 1.0
+
+
+def test_the_bound_of_a_median_holds_in_95_of_100_cases() -> None:
+    draw = random.Random(0)
+    median = math.log(2)  # of the exponential distribution
+    bounds = [median_at_least([draw.expovariate(1.0) for _ in range(12)]) for _ in range(4000)]
+    assert 0.01 < sum(bound > median for bound in bounds) / len(bounds) < 0.05
 
 
 def test_a_spread_is_median_and_quartiles() -> None:
