@@ -27,10 +27,11 @@ def main():
     ddp = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
     data = TensorDataset(torch.randn(64, 32), torch.randint(0, 4, (64,)))
-    workers = {"num_workers": 1, "multiprocessing_context": "spawn"} if "--workers" in sys.argv else {}
+    workers = {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True}
+    loader = DataLoader(data, batch_size=16, shuffle=True, **(workers if "--workers" in sys.argv else {}))
     losses = []
     for epoch in range(5):
-        for x, y in DataLoader(data, batch_size=16, shuffle=True, **workers):
+        for x, y in loader:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(ddp(x), y)
             loss.backward()
