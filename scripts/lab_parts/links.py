@@ -9,6 +9,10 @@ from typing import NamedTuple
 from lab_parts.namespaces import call
 
 INTERFACE = "eth0"
+# The same on every machine, and Linux's own default. With BBR, which some kernels prefer, a connection that has been
+# used without a pause for 10 s, or comes back after such a time, sends next to nothing for 100 to 200 ms. Arms of a
+# bench that take turns would each pay for that in every turn.
+CONGESTION_CONTROL = "cubic"
 
 
 class Shaping(NamedTuple):
@@ -40,6 +44,8 @@ def connect(hosts: Sequence[str], switch: str) -> None:
     for rank, host in enumerate(hosts):
         call("ip", "-n", host, "addr", "add", f"{address(rank)}/24", "dev", INTERFACE)
         call("ip", "-n", host, "link", "set", INTERFACE, "up")
+        local = ("10.0.0.0/24", "dev", INTERFACE, "proto", "kernel", "scope", "link", "src", address(rank))
+        call("ip", "-n", host, "route", "replace", *local, "congctl", "lock", CONGESTION_CONTROL)
         call("ip", "-n", host, "link", "set", "lo", "up")
 
 

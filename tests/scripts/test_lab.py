@@ -131,6 +131,15 @@ def test_each_host_has_one_core_and_only_the_lab_network() -> None:
 
 
 @needs_lab
+def test_connections_between_hosts_have_the_same_congestion_control_on_every_machine() -> None:
+    show = "print(peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode())"
+    code = TRANSFER.format(size_bytes=1).replace("    peer.sendall", f"    {show}\n    peer.sendall")
+    code = code.replace("    start =", f"    {show}\n    start =")
+    with Lab(hosts=2, rate=None) as lab:
+        results = lab.run(python(code), timeout_s=60.0)
+    assert [result.stdout.split()[0] for result in results] == ["cubic", "cubic"]
+
+
 def test_loopback_works_inside() -> None:
     connect = 'import socket; s = socket.create_server(("127.0.0.1", 0)); socket.create_connection(s.getsockname())'
     with Lab(hosts=2) as lab:
