@@ -59,9 +59,6 @@ class PostQueue:
         self._as_ready: list[GatherToPost] = []
         self._is_closed = False
         self._held: tuple[GatherToPost | None, float] = (None, 0.0)
-        # Whether the posting thread sleeps until the link has almost nothing left to send. Only then does it post
-        # another leg, so it need not be woken for one that becomes ready meanwhile, which would cost processor time.
-        self._naps = False
 
     def put_urgent(self, job: Job) -> None:
         """Queue ``job`` ahead of everything else."""
@@ -76,15 +73,13 @@ class PostQueue:
         self._inbox.put(lambda: self._sort_in(leg))
 
     def wake(self) -> None:
-        """Tell the posting thread that a scatter leg has ended, so that a gather leg may be ready."""
-        # A relaxed pace lets the leg that is needed first go earlier than the one for which the thread naps.
-        if not self._naps or self.pace.is_relaxed:
-            self._inbox.put(lambda: None)
+        """Wake the posting thread: a scatter leg has ended, so a gather leg may be ready."""
+        self._inbox.put(lambda: None)
 
     def stop_pacing(self) -> None:
         """Hold no leg back any more, because the link has failed: the remaining legs then fail at once."""
         self._is_pacing = False
-        self._inbox.put(lambda: None)
+        self.wake()
 
     def close(self) -> None:
         """Let the posting thread end after the jobs and gather legs that are ready."""
@@ -93,7 +88,6 @@ class PostQueue:
     def next(self) -> Job | None:
         """Wait for the next job, which may post a gather leg; None once closed. Call it on the posting thread only."""
         while True:
-            self._naps = False  # before it looks which legs are ready, so that none is missed
             while not self._inbox.empty():
                 self._inbox.get()()
             for jobs in (self._urgent, self._jobs):
@@ -112,7 +106,6 @@ class PostQueue:
                     return self._as_ready.pop(place).post
             if self._is_closed:
                 return None
-            self._naps = wait_s is not None and not self._in_order and all(leg.paced for leg in self._as_ready)
             with contextlib.suppress(queue.Empty):
                 self._inbox.get(timeout=wait_s)()
                 if self._jobs:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 
@@ -136,31 +135,6 @@ def test_one_that_becomes_ready_while_the_link_is_busy_is_chosen_if_it_is_more_u
     assert posting.nothing_taken()
     drain(posting.reader, written)
     assert [posting.next_taken() for _ in range(2)] == [early.post, late.post]
-
-
-def test_a_leg_that_becomes_ready_while_the_link_is_busy_does_not_wake_the_thread(posting) -> None:
-    fill(posting.writer)
-    looks: list[float] = []
-    idle_in_s = posting.queue.pace.idle_in_s
-
-    def look(*, is_most_urgent: bool) -> float:
-        looks.append(idle_in_s(is_most_urgent=is_most_urgent))
-        return SOON_S  # far longer than the test
-
-    with mock.patch.object(posting.queue.pace, "idle_in_s", look):
-        posting.queue.put_gather(gather(1, paced=True))
-        early = gather(0, paced=True, done=False)
-        posting.queue.put_gather(early)
-        posting.start()
-        assert posting.nothing_taken()
-        early.scatter.finish()
-        before = len(looks)
-        for _ in range(10):
-            posting.queue.wake()
-        assert posting.nothing_taken() and len(looks) == before
-        posting.queue.pace.is_relaxed = True  # now the most urgent one may go earlier
-        posting.queue.wake()
-        assert posting.nothing_taken() and len(looks) == before + 1
 
 
 @pytest.mark.parametrize("s_per_byte", [8e-8, 0.0], ids=["speed_known", "speed_unknown"])
