@@ -140,6 +140,7 @@ def test_connections_between_hosts_have_the_same_congestion_control_on_every_mac
     assert [result.stdout.split()[0] for result in results] == ["cubic", "cubic"]
 
 
+@needs_lab
 def test_loopback_works_inside() -> None:
     connect = 'import socket; s = socket.create_server(("127.0.0.1", 0)); socket.create_connection(s.getsockname())'
     with Lab(hosts=2) as lab:
