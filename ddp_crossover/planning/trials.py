@@ -15,6 +15,9 @@ from ddp_crossover.fusion import Schedule
 
 # A candidate that is faster by less than this does not count as faster: not worth the risk of a change of plan.
 MIN_GAIN = 0.01
+# How much slower groups of twice the size may be and still win: half as many groups cost the host up to a third less
+# processor time, which other work on it can use.
+THRIFT = 0.005
 # Ratio of standard deviation to median absolute deviation for normal noise, and of the standard deviation of a median
 # to that of a mean (asymptotically, the median's variance is pi / 2 times the mean's). Rough, as samples are few.
 STD_PER_MAD = 1.4826
@@ -73,11 +76,15 @@ class TrialLog:
     A shared machine or link gets slower and faster during the measurements. Candidates that were tried more than once
     show by how much; a steady drift is estimated from them and removed from all trials.
 
+    Args:
+        thrifty_mb: up to this size in MiB a larger one is preferred to a smaller one that is hardly faster.
+
     Attributes:
         trials: all trials in the order in which they ran.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, thrifty_mb: float = 0.0) -> None:
+        self._thrifty_mb = thrifty_mb
         self.trials: list[Trial] = []
 
     def count(self, candidate: Candidate) -> int:
@@ -105,10 +112,10 @@ class TrialLog:
         return math.log(self.time_s(other) / self.time_s(one)) > margin
 
     def fastest(self) -> Candidate:
-        """The fastest ``AUTO`` candidate; an earlier one is kept unless a later one is clearly faster."""
+        """The fastest ``AUTO`` candidate; an earlier one is kept unless a later one is clearly faster, or thriftier."""
         best, *others = self.candidates(Schedule.AUTO)
         for other in others:
-            if self.faster(other, best):
+            if self.faster(other, best) or self._thriftier(other, best):
                 best = other
         return best
 
@@ -122,6 +129,12 @@ class TrialLog:
         fastest = self.fastest()
         beaten = all(self.faster(fastest, plain) for plain in self.candidates(Schedule.ALLREDUCE))
         return fastest if beaten else self.plain()
+
+    def _thriftier(self, one: Candidate, other: Candidate) -> bool:
+        """Whether ``one`` has larger groups, of a size that is worth having, and is hardly slower."""
+        octaves = math.log2(one.fusion_mb / other.fusion_mb)
+        slower = math.log(self.time_s(one) / self.time_s(other))
+        return octaves > 0 and one.fusion_mb <= self._thrifty_mb and slower < THRIFT * octaves
 
     def _noise(self, candidate: Candidate) -> float:
         """Relative standard deviation of :meth:`time_s`, from the spread of all trials."""

@@ -16,9 +16,9 @@ replaced. Candidates are tried in this order:
    trials run out, this comes before 2 and 3.
 
 Accuracy, simulated on 80 curves of each kind from starts within two octaves of the best size: without noise the result
-is within 3% of the best time, except for one curve with 3.1%. With 3% noise in every step and a drift of up to 15%, the
-result is within 3% for 99% of smooth curves (worst 4.4%) and for 94% of curves with a kink at the best size (worst
-7.6%). After a sudden jump of 10%, it is for 96% and 69% (worst 9.0%).
+is within 3% of the best time for smooth curves, and for 97% of curves with a kink at the best size (worst 4.7%). With
+3% noise in every step and a drift of up to 15%, it is for 97% of smooth curves (worst 4.9%) and for 94% of curves with
+a kink (worst 5.9%). After a sudden jump of 10%, it is for 92% and 68% (worst 9.0%).
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ TRIAL_STEPS = WARMUP_STEPS + MEASURED_STEPS
 GOLDEN = (3 - math.sqrt(5)) / 2
 # The largest group size to try, in MiB.
 HIGH_MB = 64.0
+# With no more groups than this, larger ones would hardly spare the processor, and need more memory to receive into.
+THRIFTY_GROUPS = 16
 # In octaves: sizes closer to each other than this are not worth a trial between them.
 MIN_GAP = 0.45
 
@@ -121,7 +123,7 @@ class Tuner:
         as_built = [replace(plain, as_built=True)] if tries_as_built else []
         # Next to each other: a change of DDP's buckets costs two steps.
         self._first = [*as_built, plain, auto] if start.schedule is Schedule.ALLREDUCE else [auto, plain, *as_built]
-        self._log = TrialLog()
+        self._log = TrialLog(thrifty_mb=model_bytes / MB / THRIFTY_GROUPS)
         self._steps_s: list[float] = []
         self.candidate = self._first[0]
         self.result: TuningResult | None = None

@@ -256,6 +256,15 @@ def test_noise_is_not_taken_for_a_gain() -> None:
     assert log.fastest() == Candidate(2)
 
 
+def test_of_sizes_that_are_as_fast_the_larger_is_kept_while_it_spares_many_groups() -> None:
+    log = TrialLog(thrifty_mb=4.0)
+    for fusion_mb, step_s in [(1.0, 1.0), (2.0, 1.004), (4.0, 1.007), (8.0, 1.007)]:
+        log.trials.append(Trial(Candidate(fusion_mb), (step_s,) * 5))
+    assert log.fastest() == Candidate(4.0)
+    log.trials.append(Trial(Candidate(0.5), (0.99,) * 5))
+    assert log.fastest() == Candidate(0.5), "but not where it is clearly slower"
+
+
 @pytest.mark.parametrize(("fusion_mb", "schedule"), [(0.0, "auto"), (math.nan, "auto"), (8.0, "dear")])
 def test_an_impossible_candidate_is_refused(fusion_mb, schedule) -> None:
     with pytest.raises(ValueError, match=r"fusion_mb|schedule"):
