@@ -4,8 +4,10 @@
     python scripts/bench_overhead.py --optimizer adamw --rounds 20 --json overhead.json
 
 Measures ResNet-50, a 1,000-layer MLP, and MLPs of 250 to 2,000 layers for the growth with the
-number of parameters. Plain DDP and DeAR take turns in one process, in rounds of a few steps, so
-that a slow moment of the machine hits both. The overhead is the median over rounds of (DeAR - DDP).
+number of parameters. Plain DDP, DeAR and a default attach() take turns in one process, in rounds of a
+few steps, so that a slow moment of the machine hits all. The overhead is the median over rounds of
+(DeAR - DDP), with a schedule that keeps the pipeline. A default attach() leaves DDP with one rank alone;
+its column is the median over rounds of its step time over that of DDP.
 """
 
 import argparse
@@ -45,12 +47,13 @@ class Case(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """Seconds per step of each round, plain DDP and DeAR side by side."""
+    """Seconds per step of each round, plain DDP, DeAR and a default attach() side by side."""
 
     name: str
     parameters: int
     ddp_s: np.ndarray
     dear_s: np.ndarray
+    attached_s: np.ndarray
 
     @property
     def overheads_s(self) -> np.ndarray:
@@ -60,6 +63,7 @@ class Measurement(NamedTuple):
     def summary(self) -> dict[str, Any]:
         """Medians, quartiles of the overhead, and the overhead per parameter tensor."""
         overhead_s = spread(self.overheads_s.tolist())
+        attached = spread((self.attached_s / self.ddp_s).tolist())
         return {
             "model": self.name,
             "parameters": self.parameters,
@@ -68,6 +72,9 @@ class Measurement(NamedTuple):
             "overhead_ms": 1e3 * overhead_s["median"],
             "overhead_quartiles_ms": [1e3 * overhead_s["low"], 1e3 * overhead_s["high"]],
             "overhead_per_parameter_us": 1e6 * overhead_s["median"] / self.parameters,
+            "attached_over_ddp": attached["median"],
+            "attached_over_ddp_quartiles": [attached["low"], attached["high"]],
+            "rounds_attached_s": self.attached_s.tolist(),
             "rounds_ddp_s": self.ddp_s.tolist(),
             "rounds_dear_s": self.dear_s.tolist(),
         }
@@ -98,6 +105,8 @@ def make_step(case: Case, optimizer_name: str, hook: str, stack: contextlib.Exit
         state = dx.DearState(ddp, optimizer, schedule="dear")  # with "auto", DDP with one rank is left alone
         ddp.register_comm_hook(state, dx.dear_hook)
         stack.callback(state.detach)
+    elif hook == "attached":
+        dx.attach(ddp, optimizer)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -116,8 +125,8 @@ def seconds_per_step(step: Callable[[], None], steps: int) -> float:
 
 
 def measure(case: Case, args: argparse.Namespace) -> Measurement:
-    """Warm both up, then let them take turns; the one that goes first alternates."""
-    rounds: dict[str, list[float]] = {"none": [], "dear": []}
+    """Warm all up, then let them take turns; the one that goes first alternates."""
+    rounds: dict[str, list[float]] = {"none": [], "dear": [], "attached": []}
     with contextlib.ExitStack() as stack:
         steps = {hook: make_step(case, args.optimizer, hook, stack) for hook in rounds}
         for step in steps.values():
@@ -126,8 +135,7 @@ def measure(case: Case, args: argparse.Namespace) -> Measurement:
             hook = list(steps)[turn.index]
             rounds[hook].append(seconds_per_step(steps[hook], args.steps))
     parameters = sum(1 for _ in case.build().parameters())
-    ddp_s, dear_s = np.array(rounds["none"]), np.array(rounds["dear"])
-    return Measurement(case.name, parameters, ddp_s, dear_s)
+    return Measurement(case.name, parameters, *(np.array(rounds[hook]) for hook in ("none", "dear", "attached")))
 
 
 def growth(measurements: list[Measurement]) -> dict[str, Any]:
@@ -166,14 +174,14 @@ def print_results(console: Console, summaries: list[dict[str, Any]], fit: dict[s
     """One row a model, and the growth."""
     table = Table(title="Extra time per step at world size 1", title_justify="left", box=box.SIMPLE)
     table.add_column("model", no_wrap=True)
-    for heading in ("tensors", "DDP ms", "DeAR ms", "extra ms", "quartiles", "us/tensor"):
+    for heading in ("tensors", "DDP ms", "DeAR ms", "extra ms", "us/tensor", "attached/DDP"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in summaries:
         low, high = row["overhead_quartiles_ms"]
         table.add_row(
             row["model"], str(row["parameters"]), f"{row['ddp_ms']:.1f}", f"{row['dear_ms']:.1f}",
-            f"{row['overhead_ms']:.1f}", f"{low:.1f}..{high:.1f}",
-            f"{row['overhead_per_parameter_us']:.1f}",
+            f"{row['overhead_ms']:.1f} ({low:.1f}..{high:.1f})", f"{row['overhead_per_parameter_us']:.1f}",
+            f"{row['attached_over_ddp']:.2f}",
         )  # fmt: skip
     console.print(table)
     low, high = fit["interval_95"]
@@ -188,7 +196,7 @@ def parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("--optimizer", choices=("sgd", "adamw"), default="sgd", help="SGD is without momentum (%(default)s)")
-    add("--rounds", type=positive_int, default=15, help="turns that each of the two takes (%(default)s)")
+    add("--rounds", type=positive_int, default=15, help="turns that each of the three takes (%(default)s)")
     add("--steps", type=positive_int, default=3, help="steps per turn (%(default)s)")
     add("--warmup", type=positive_int, default=5, help="steps before the first turn (%(default)s)")
     add("--width", type=positive_int, default=32, help="width of the MLPs (%(default)s)")
