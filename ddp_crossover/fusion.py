@@ -4,9 +4,9 @@ Pure functions from sizes and orders to a :class:`FusionPlan`. This file knows n
 tensors' contents, so the same input gives the same plan on every rank.
 
 A plan lays out all gradients of one dtype and device in one flat *arena*, in arrival order. A fusion group is a
-contiguous range of its arena. Groups are cut between parameters if possible; a parameter larger than a group is cut at
-a multiple of ``world_size``, so only the end of a group that ends with a parameter needs padding, and a parameter's
-own elements always stay contiguous.
+contiguous range of its arena. Groups are cut between parameters if possible. A parameter larger than a group is cut
+where all ranks' shards are equal (and aligned, on a link that wants it), so only the end of a group that ends with a
+parameter needs padding, and a parameter's own elements always stay contiguous.
 
 With a :class:`Taper`, groups are small at both ends of an arena. The first group to arrive lets the link start early.
 The last group to arrive is the first that the forward needs, so no compute hides its two legs.
@@ -89,7 +89,7 @@ class FusionGroup:
         arena: name of the arena that contains the group.
         offset: first element in the arena.
         numel: elements including padding, a multiple of the world size.
-        padding: elements at the end that belong to no gradient, fewer than the world size.
+        padding: elements at the end that belong to no gradient: fewer than the world size, unless shards are aligned.
         pieces: the gradients, or parts of them, that the group carries, in arena order.
         split: True if it travels as a scatter leg and a gather leg, False if as one plain all-reduce.
     """
@@ -194,6 +194,7 @@ def plan_fusion(
     world_size: int,
     fusion_mb: float = DEFAULT_FUSION_MB,
     taper: Taper | None = None,
+    shard_align_bytes: int = 1,
 ) -> FusionPlan:
     """Cut and merge gradients into fusion groups.
 
@@ -204,6 +205,7 @@ def plan_fusion(
         world_size: ranks per group; group sizes are multiples of it.
         fusion_mb: target size of a group in MiB.
         taper: make groups smaller towards both ends of each arena; None: all alike.
+        shard_align_bytes: shards are multiples of this many bytes, and so begin at multiples of it in their arena.
 
     Returns:
         A plan in which every element of every gradient lies in exactly one group.
@@ -224,7 +226,8 @@ def plan_fusion(
     for arena in dict.fromkeys(specs[i].arena for i in arrival_order):
         members = [i for i in arrival_order if specs[i].arena == arena]
         total_numel = sum(specs[i].numel for i in members)
-        cutter = _ArenaCutter(arena, world_size, fusion_mb, taper, total_numel, first_index=len(groups))
+        quantum = _quantum(specs[members[0]].itemsize_bytes, world_size, shard_align_bytes)
+        cutter = _ArenaCutter(arena, quantum, fusion_mb, taper, total_numel, first_index=len(groups))
         for parameter in members:
             offsets[parameter] = cutter.add(parameter, specs[parameter])
         groups += cutter.finish()
@@ -242,12 +245,18 @@ def plan_fusion(
     )
 
 
-def arena_capacity(specs: Sequence[GradientSpec], world_size: int) -> dict[str, int]:
+def arena_capacity(specs: Sequence[GradientSpec], world_size: int, shard_align_bytes: int = 1) -> dict[str, int]:
     """Return how many elements of each arena suffice for every plan, if every gradient ends a group and is padded."""
     capacity: dict[str, int] = {}
     for spec in specs:
-        capacity[spec.arena] = capacity.get(spec.arena, 0) + spec.numel + world_size - 1
+        quantum = _quantum(spec.itemsize_bytes, world_size, shard_align_bytes)
+        capacity[spec.arena] = capacity.get(spec.arena, 0) + spec.numel + quantum - 1
     return capacity
+
+
+def _quantum(itemsize_bytes: int, world_size: int, shard_align_bytes: int) -> int:
+    """Return the number of elements of which groups are multiples."""
+    return world_size * max(shard_align_bytes // itemsize_bytes, 1)
 
 
 class _ArenaCutter:
@@ -256,14 +265,14 @@ class _ArenaCutter:
     def __init__(
         self,
         arena: str,
-        world_size: int,
+        quantum: int,
         fusion_mb: float,
         taper: Taper | None,
         total_numel: int,
         first_index: int,
     ) -> None:
         self._arena = arena
-        self._world_size = world_size
+        self._quantum = quantum
         self._fusion_mb = fusion_mb
         self._taper = taper
         self._total_numel = total_numel
@@ -300,18 +309,18 @@ class _ArenaCutter:
             to_nearer_end = min(self._closed_numel, self._total_numel - self._closed_numel)
             rising_numel = max(to_nearer_end * self._taper.slope, target_numel * self._taper.smallest)
             target_numel = min(rising_numel, target_numel)
-        return max(int(target_numel) // self._world_size, 1) * self._world_size
+        return max(int(target_numel) // self._quantum, 1) * self._quantum
 
     def _cut(self, numel: int, itemsize_bytes: int) -> int:
         """Return the size of the next piece of a gradient of ``numel`` elements, or 0 if it fits into a group.
 
-        Pieces have about equal sizes, which are multiples of the world size, so that they need no padding.
+        Pieces have about equal sizes, of which ranks have equal shards, so that they need no padding.
         """
         pieces = -(-numel // self._capacity(itemsize_bytes))
         if pieces <= 1:
             return 0
         even = -(-numel // pieces)
-        return -(-even // self._world_size) * self._world_size
+        return -(-even // self._quantum) * self._quantum
 
     def _append(self, piece: Piece) -> None:
         self._pieces.append(piece)
@@ -319,7 +328,7 @@ class _ArenaCutter:
 
     def _close(self) -> None:
         self._closed_numel += self.offset - self._start
-        padding = -(self.offset - self._start) % self._world_size
+        padding = -(self.offset - self._start) % self._quantum
         self.offset += padding
         self._groups.append(
             FusionGroup(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -20,8 +21,18 @@ SIZES = st.one_of(st.integers(0, 40), st.integers(0, 5_000), st.just(10**10))
 TAPERS = st.builds(Taper, slope=st.floats(0.05, 2.0), smallest=st.floats(0.01, 1.0))
 
 
+class Problem(NamedTuple):
+    specs: list[GradientSpec]
+    arrival: list[int]
+    use_rank: list[int]
+    world_size: int
+    fusion_mb: float
+    taper: Taper | None
+    align_bytes: int
+
+
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[list[GradientSpec], list[int], list[int], int, float, Taper | None]:
+def problems(draw: st.DrawFn) -> Problem:
     sizes = draw(st.lists(SIZES, min_size=1, max_size=30))
     arenas = {"fp32": 4, "bf16": 2}
     specs = []
@@ -34,12 +45,20 @@ def problems(draw: st.DrawFn) -> tuple[list[GradientSpec], list[int], list[int],
     # Huge gradients in tiny groups would be millions of groups: keep their number sane.
     smallest = 1e-5 if max(sizes) < 10**6 else 100.0
     fusion_mb = draw(st.floats(smallest, 1000.0))
-    return specs, arrival, use_rank, world_size, fusion_mb, draw(st.none() | TAPERS)
+    align_bytes = draw(st.sampled_from([1, 128, 256]))
+    return Problem(specs, arrival, use_rank, world_size, fusion_mb, draw(st.none() | TAPERS), align_bytes)
 
 
-def plan_of(problem: tuple[list[GradientSpec], list[int], list[int], int, float, Taper | None]) -> FusionPlan:
-    specs, arrival, use_rank, world_size, fusion_mb, taper = problem
-    return plan_fusion(specs, arrival, use_rank, world_size=world_size, fusion_mb=fusion_mb, taper=taper)
+def plan_of(problem: Problem) -> FusionPlan:
+    return plan_fusion(
+        problem.specs,
+        problem.arrival,
+        problem.use_rank,
+        world_size=problem.world_size,
+        fusion_mb=problem.fusion_mb,
+        taper=problem.taper,
+        shard_align_bytes=problem.align_bytes,
+    )
 
 
 @given(problems())
@@ -72,7 +91,7 @@ def test_a_piece_lies_inside_its_group_where_the_gradient_lies_in_the_arena(prob
 @given(problems())
 def test_memory_made_ahead_is_enough_for_every_plan(problem) -> None:
     specs, plan = problem[0], plan_of(problem)
-    capacity = arena_capacity(specs, plan.world_size)
+    capacity = arena_capacity(specs, plan.world_size, problem.align_bytes)
     assert capacity.keys() == plan.arena_numel.keys()
     for arena, numel in plan.arena_numel.items():
         assert numel <= capacity[arena]
@@ -91,12 +110,15 @@ def test_groups_tile_their_arena(problem) -> None:
 
 
 @given(problems())
-def test_padding_is_below_world_size_and_only_where_needed(problem) -> None:
+def test_shards_are_equal_and_aligned_and_padding_is_only_where_needed(problem) -> None:
     plan = plan_of(problem)
     for group in plan.groups:
         assert group.numel % plan.world_size == 0
+        itemsize = problem.specs[group.pieces[0].parameter].itemsize_bytes
+        assert group.numel // plan.world_size * itemsize % problem.align_bytes == 0
+        assert group.offset * itemsize % problem.align_bytes == 0
         payload = sum(piece.numel for piece in group.pieces)
-        assert group.padding == -payload % plan.world_size
+        assert group.padding == -payload % (plan.world_size * max(problem.align_bytes // itemsize, 1))
 
 
 @given(problems())
@@ -127,13 +149,13 @@ def test_a_group_is_no_larger_than_asked_for(problem) -> None:
     for group in plan.groups:
         itemsize = specs[group.pieces[0].parameter].itemsize_bytes
         payload = group.numel - group.padding
-        smallest_possible = plan.world_size
+        smallest_possible = plan.world_size * max(problem.align_bytes // itemsize, 1)
         assert payload <= max(plan.fusion_mb * MB / itemsize, smallest_possible)
 
 
 @given(problems(), TAPERS)
 def test_a_tapered_group_is_no_larger_than_its_part_of_the_way_to_the_nearer_end(problem, taper) -> None:
-    specs, arrival, use_rank, world_size, fusion_mb, _ = problem
+    specs, arrival, use_rank, world_size, fusion_mb, *_ = problem
     plan = plan_fusion(specs, arrival, use_rank, world_size=world_size, fusion_mb=fusion_mb, taper=taper)
     for arena in plan.arena_numel:
         total = sum(spec.numel for spec in specs if spec.arena == arena)
