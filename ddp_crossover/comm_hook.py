@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from ddp_crossover.collectives.leg import LegError
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.make_link import make_link
+from ddp_crossover.collectives.nccl_settings import why_streams_block
 from ddp_crossover.ddp.early_arrival import Buckets
 from ddp_crossover.ddp.forks import watch_forks
 from ddp_crossover.ddp.reducer import Reducer
@@ -34,6 +35,7 @@ from ddp_crossover.figures.stats import DearStats, FallbackLog
 from ddp_crossover.figures.summary import about, in_force, summary
 from ddp_crossover.fusion import MB, FusionPlan, Schedule
 from ddp_crossover.fusion_buffers.arenas import make_arenas
+from ddp_crossover.gpu_sharing.mps import WITHOUT_MPS, mps_runs
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.optim import sharded_norms as shards
@@ -65,7 +67,8 @@ class DearState:
         ddp: the model, also as ``torch.compile`` and frameworks wrap it, see ``ddp.unwrapping``.
         optimizer: its optimizer, or a list of all its optimizers, also as frameworks wrap them.
         process_group: process group for our traffic, over the same ranks as ``ddp.process_group``. Default: a
-            new one with the same backend and timeout, so that DDP's own traffic never queues behind ours.
+            new one with the same backend and timeout, so that DDP's own traffic never queues behind ours. One of gloo
+            under a model on NCCL stages gradients through the host.
         fusion_mb: size of a fusion group on the wire, in MiB. Larger groups cost less latency, smaller ones overlap
             more finely. Default: the fastest size, found from measured times and by trials; with
             ``schedule="dear"`` a sixteenth of the model, from 0.25 to 8 MiB.
@@ -146,8 +149,13 @@ class DearState:
         self._about = about(ddp, self._link.rank)
         self._plain_reason = why_plain_all_reduce(ddp, options.schedule)
         require_same_setup(self._link, named, optimizers, options)
-        self._turns = Turns(lease, self._link.clock, self._fallbacks.note_here)
-        backend = dist.get_backend(ddp.process_group)
+        self._turns = Turns(lease, self._link.clock, self._fallbacks.note_here, self._link.streams)
+        if self._link.spins_on_device:
+            if lease is not None and not mps_runs():
+                self._fallbacks.note_here(WITHOUT_MPS)
+            if (reason := why_streams_block()) is not None:
+                self._fallbacks.note_here(reason)
+        backend = dist.get_backend(self._link.process_group)
         has_choice = self._plain_reason is None and lease is None and options.leaves_the_choice
         bucket_cap_mb = bucket_cap_bytes(ddp) / MB if has_choice else None
         self._planning = Planning(named, options, self._link, backend, self._turns, bucket_cap_mb)

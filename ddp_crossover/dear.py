@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ddp_crossover import device as gpu
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.leg import HostWait
 from ddp_crossover.collectives.link import Link
@@ -341,7 +342,8 @@ class Pipeline:
     def _apply(self, slots: list[Slot]) -> None:
         self.turns.resume()
         begin = self.link.clock.mark()
-        self.apply_updates(slots)
+        with self.link.meter.host.of("update") if self.link.streams is not None else contextlib.nullcontext():
+            self.apply_updates(slots)
         self.link.clock.span("update", begin)
         self.order.mark()
 
@@ -349,6 +351,7 @@ class Pipeline:
         """Wait until the group's buffer holds the reduced gradients."""
         self.order.join()
         if not group.is_complete:
+            self._refuse_capture()
             assert group.gather is not None
             index = group.spec.index
             # No profiler range if the leg is done, where it only costs time, or if `torch.jit.trace` would record it.
@@ -358,6 +361,13 @@ class Pipeline:
                 # Protects the optimizer and readers of `.grad` from partly gathered gradients.
                 group.gather.wait(host_wait)
             group.state = GroupState.COMPLETE
+
+    def _refuse_capture(self) -> None:
+        if gpu.is_capturing(self.device):
+            raise RuntimeError(
+                "a CUDA graph cannot wait for gradients that are still under way: call state.synchronize() before the "
+                "capture, and before each replay of a graph that uses the model's parameters"
+            )
 
     def waiting(self, what: int | str) -> contextlib.AbstractContextManager[HostWait | None]:
         """Context of a wait for communication; ``what`` identifies the same wait in each step, see :class:`Turns`."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_crossover import device as gpu
 from ddp_crossover.collectives.leg import HostWait
 from ddp_crossover.tracing.clock import CommClock
 
@@ -18,7 +19,7 @@ def all_reduce_sum(
     process_group: dist.ProcessGroup,
     clock: CommClock | None = None,
     group: int = -1,
-    stream: torch.cuda.Stream | None = None,
+    stream: gpu.Stream | None = None,
 ) -> torch.futures.Future[Tensor]:
     """All-reduce ``buffer`` in place with the backend's own operation; the future's value is ``buffer``.
 
@@ -40,7 +41,7 @@ def all_reduce_sum(
 
 
 def _all_reduce_sum_on(
-    stream: torch.cuda.Stream,
+    stream: gpu.Stream,
     buffer: Tensor,
     process_group: dist.ProcessGroup,
     clock: CommClock | None,
@@ -51,25 +52,25 @@ def _all_reduce_sum_on(
     An asynchronous call would return a future, too, but getting it from torch 2.15's NCCL backend (nccl2) makes the
     caller's stream wait for the sum, which would stall backward at every bucket.
     """
-    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device])
+    future = gpu.future_on(buffer.device)
     # Wait for the gradients, which are written on the caller's stream.
-    stream.wait_stream(torch.cuda.current_stream(buffer.device))
+    stream.wait_stream(gpu.current_stream(buffer.device))
     begin = clock.mark(stream) if clock is not None else None
-    with torch.cuda.stream(stream):
+    with gpu.on_stream(stream):
         dist.all_reduce(buffer, group=process_group)
         # set_result() records an event on this stream, for which streams that wait for the future will wait.
         future.set_result(buffer)
     if clock is not None:
         clock.span("all_reduce", begin, stream, group=group)
     # The caching allocator knows only the caller's stream: keep the memory until this stream is done with it.
-    buffer.record_stream(stream)
+    gpu.keep(buffer, stream)
     return future
 
 
-def stream_for_all_reduces(process_group: dist.ProcessGroup, device: torch.device) -> torch.cuda.Stream | None:
+def stream_for_all_reduces(process_group: dist.ProcessGroup, device: torch.device) -> gpu.Stream | None:
     """The stream that :func:`all_reduce_sum` needs on NCCL; None on other backends, whose futures block no stream."""
-    is_nccl = device.type == "cuda" and backend_for(process_group, device).startswith("nccl")
-    return torch.cuda.Stream(device) if is_nccl else None
+    is_nccl = gpu.has_streams(device) and backend_for(process_group, device).startswith("nccl")
+    return gpu.new_stream(device) if is_nccl else None
 
 
 def wait_for_futures(futures: Sequence[torch.futures.Future[Tensor]], host_wait: HostWait) -> None:

@@ -7,15 +7,17 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ddp_crossover.device import Event
+
 
 class HostWait(Protocol):
-    """One wait of the host for a leg, polled while it lasts."""
+    """One wait for a leg, of the host or of a CUDA stream. Other jobs may use the device meanwhile."""
 
     def poll(self) -> float:
         """Called while the host waits; returns the number of seconds after which to call again."""
 
-    def is_worth_blocking(self) -> bool:
-        """Whether the host should block even if only a CUDA stream has to wait."""
+    def before_stream_waits(self, done: Event) -> None:
+        """Called before the current stream is made to wait for ``done``; blocks if the host must not run ahead."""
 
 
 # Fusion groups are numbered from 0. The tag of a message has 16 bits for this number, see ``gloo_messages``.
@@ -39,10 +41,10 @@ class Leg(ABC):
     def wait(self, host_wait: HostWait | None = None) -> None:
         """Wait until the caller's later work can use the result and, after a gather leg, overwrite the buffer.
 
-        On CUDA the current stream waits; the host waits, too, on gloo or if ``host_wait`` asks for it.
+        On CUDA the current stream waits; the host waits, too, on gloo.
 
         Args:
-            host_wait: polled repeatedly while the host waits.
+            host_wait: polled repeatedly while the host waits, and told of a wait of the stream.
 
         Raises:
             LegError: if this leg or an earlier one failed.

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_crossover import device as gpu
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.leg import Leg, ScatterLeg
 from ddp_crossover.collectives.meter import LinkMeter
@@ -47,6 +48,8 @@ class Link(ABC):
         adds_in_rank_order: whether sums do not depend on the backend's algorithm.
         takes_parts: whether a fusion buffer may have several parts of any size, and a factor. If not, it is one part,
             whose size is a multiple of the world size.
+        shard_align_bytes: multiple of bytes that this rank's part of a fusion buffer should be.
+        spins_on_device: whether legs run in kernels of the device, which spin while they wait for peers.
         has_fused_all_reduce: whether an all-reduce is one operation, not a scatter and a gather leg.
         all_reduce_stream: stream for :func:`all_reduce_sum` on another process group, which stays usable after the
             link is closed; None if that function needs none.
@@ -61,8 +64,10 @@ class Link(ABC):
     owns_process_group: bool = False
     adds_in_rank_order: bool = False
     takes_parts: bool = False
+    shard_align_bytes: int = 1
+    spins_on_device: bool = False
     has_fused_all_reduce: bool = False
-    all_reduce_stream: torch.cuda.Stream | None = None
+    all_reduce_stream: gpu.Stream | None = None
     is_closed: bool = False
     staging: StagingQueue | None = None
     early_receives: EarlyReceives | None = None
@@ -172,7 +177,7 @@ class Link(ABC):
         if self.pace is not None:
             self.pace.s_per_byte = s_per_byte
 
-    def current_stream(self) -> torch.cuda.Stream | None:
+    def current_stream(self) -> gpu.Stream | None:
         """The caller's current CUDA stream; None on CPU, where work is done in the order of the calls."""
         return None if self.streams is None else self.streams.current()
 

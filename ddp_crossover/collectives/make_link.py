@@ -12,6 +12,7 @@ from ddp_crossover.collectives.all_reduce import backend_for
 from ddp_crossover.collectives.gloo_link import GlooLink
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.nccl_link import NcclLink
+from ddp_crossover.collectives.nccl_settings import refuse_unsafe_settings
 from ddp_crossover.collectives.socket_backlog import SocketBacklog, connected_tcp_sockets
 from ddp_crossover.collectives.staged_gloo_link import StagedGlooLink
 
@@ -30,13 +31,14 @@ def make_link(
         process_group: process group whose ranks and backend to use.
         device: device of the gradients.
         timeout: time after which a leg fails.
-        own_group: process group for the link; a new one by default.
+        own_group: process group for the link; a new one with the same backend by default.
         sums_in_fp32: whether gloo links add up 16-bit buffers in fp32 and round once. NCCL adds by itself.
 
     Raises:
         ValueError: if the backend is neither gloo nor NCCL, or ``own_group`` has other ranks.
     """
-    backend = backend_for(process_group, device)
+    # The legs may use another backend than DDP: gloo copies CUDA tensors through the host, and so leaves the GPU alone.
+    backend = backend_for(own_group if own_group is not None else process_group, device)
     links = {("gloo", "cpu"): GlooLink, ("gloo", "cuda"): StagedGlooLink, ("nccl", "cuda"): NcclLink}
     link = links.get((backend, device.type))
     if link is None:
@@ -44,6 +46,8 @@ def make_link(
             f"dear_hook runs on gloo (CPU or CUDA parameters) and NCCL (CUDA parameters), but the process group "
             f"uses {backend!r} for parameters on {device}; call init_process_group with one of these backends"
         )
+    if link is NcclLink and backend == "nccl":
+        refuse_unsafe_settings()
     ranks = dist.get_process_group_ranks(process_group)
     if own_group is not None and (others := dist.get_process_group_ranks(own_group)) != ranks:
         raise ValueError(
@@ -53,7 +57,7 @@ def make_link(
     before = connected_tcp_sockets()
     process_group = own_group if own_group is not None else _new_group("legs", ranks, backend, timeout)
     if link is NcclLink:
-        made: Link = NcclLink(process_group, device, small_group=_new_group("norms", ranks, backend, timeout))
+        made: Link = NcclLink(process_group, device, _new_group("norms", ranks, backend, timeout), timeout)
     else:
         # New sockets are those of the new group. The sockets of a given `own_group` are unknown, and on macOS
         # all are; the backlog is then empty, and gather legs are posted as soon as they are ready.

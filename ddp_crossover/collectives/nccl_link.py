@@ -1,18 +1,20 @@
-"""Legs over NCCL, on a CUDA stream of their own. The host enqueues and does not wait, except for a gap in the lease."""
+"""Legs over NCCL, on a CUDA stream of their own. The host enqueues and does not wait."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_crossover import device as gpu
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.leg import HostWait, Leg, ScatterLeg, slice_bounds
+from ddp_crossover.collectives.leg_watch import LegWatch
 from ddp_crossover.collectives.link import Link, release
 from ddp_crossover.collectives.stream_order import CudaStreams
 from ddp_crossover.torch_internals.profiling import named_range
@@ -26,39 +28,33 @@ _LARGE_NUMEL = 2**20
 
 
 class _NcclLeg(Leg):
-    """A leg whose end is a CUDA event on the communication stream."""
+    """A leg between two CUDA events of the communication stream."""
 
-    def __init__(self, link: NcclLink, label: str, group: int, stream: torch.cuda.Stream) -> None:
+    def __init__(self, link: NcclLink, label: str, group: int, stream: gpu.Stream, begun: gpu.Event) -> None:
         self.label = label
         self.group = group
         self._clock = link.clock
-        self._done = torch.cuda.Event()
-        self._done.record(stream)
+        self._done = gpu.record(stream)
         self._device = stream.device
+        link.watch.add(label, begun, self._done)
 
     def wait(self, host_wait: HostWait | None = None) -> None:
-        stream = torch.cuda.current_stream(self._device)
-        if host_wait is not None and not self._done.query() and host_wait.is_worth_blocking():
-            self._wait_on_host(stream, host_wait)
+        stream = gpu.current_stream(self._device)
+        if host_wait is not None:
+            host_wait.before_stream_waits(self._done)
         begin = self._clock.mark(stream)
         stream.wait_event(self._done)
         self._clock.span("wait", begin, stream, group=self.group, what=self.label)
 
-    def _wait_on_host(self, stream: torch.cuda.Stream, host_wait: HostWait) -> None:
-        """Block the host until the leg is done, so that another job can use the GPU meanwhile.
-
-        A gap in the lease can be given only when ``stream`` has nothing left to compute, so drain the stream first.
-        """
-        drained = torch.cuda.Event(blocking=True)
-        drained.record(stream)
-        drained.synchronize()
-        while not self._done.query():
-            time.sleep(host_wait.poll())
+    def is_done(self) -> bool:
+        return bool(self._done.query())
 
 
 class _NcclScatterLeg(_NcclLeg, ScatterLeg):
-    def __init__(self, link: NcclLink, group: int, buffer: Tensor, shard: Tensor, stream: torch.cuda.Stream) -> None:
-        super().__init__(link, f"scatter leg of fusion group {group}", group, stream)
+    def __init__(
+        self, link: NcclLink, group: int, buffer: Tensor, shard: Tensor, stream: gpu.Stream, begun: gpu.Event
+    ) -> None:
+        super().__init__(link, f"scatter leg of fusion group {group}", group, stream, begun)
         self.buffer = buffer
         self.shard = shard
 
@@ -80,17 +76,32 @@ class NcclLink(Link):
         process_group: process group for the legs.
         device: device of the gradients.
         small_group: process group for small exchanges, over the same ranks. The link owns and destroys it.
+        timeout: time-out of both process groups.
+
+    Attributes:
+        watch: names a leg that does not end.
     """
 
     has_fused_all_reduce = True
+    spins_on_device = True
+    # NCCL copies in vectors of 16 bytes and in lines of 128, and falls back to slower ways for other addresses. A group
+    # begins at a multiple of it, too, as torch's allocator aligns, which kernels on fusion buffers like.
+    shard_align_bytes = 256
 
-    def __init__(self, process_group: dist.ProcessGroup, device: torch.device, small_group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        small_group: dist.ProcessGroup,
+        timeout: timedelta,
+    ) -> None:
         super().__init__(process_group)
+        self.watch = LegWatch(self.rank, timeout.total_seconds())
         self._small_group = small_group
         self._device = device
         # High priority: communication kernels are small, and would otherwise wait behind compute kernels.
-        self._stream = torch.cuda.Stream(device, priority=-1)
-        self._small_stream = torch.cuda.Stream(device, priority=-1)
+        self._stream = gpu.new_stream(device, urgent=True)
+        self._small_stream = gpu.new_stream(device, urgent=True)
         self.all_reduce_stream = self._stream
         self.streams = CudaStreams(device, (self._stream,))
 
@@ -98,41 +109,42 @@ class NcclLink(Link):
         memory = buffer.whole()
         low, high = slice_bounds(memory.numel(), self.world_size, self.rank)
         shard = memory[low:high]
-        with named_range(f"ddp_crossover::reduce_scatter[{group}]"):
+        with self.meter.host.of("leg"), named_range(f"ddp_crossover::reduce_scatter[{group}]"):
             # Wait for the staging copies, which run on the caller's stream.
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            begin = self.clock.mark(self._stream)
-            with torch.cuda.stream(self._stream):
+            self._stream.wait_stream(gpu.current_stream(self._device))
+            begin, begun = self.clock.mark(self._stream), gpu.record(self._stream)
+            with gpu.on_stream(self._stream):
                 _reduce_scatter(shard, memory, group=self.process_group)
             self.clock.span("scatter", begin, self._stream, group=group)
         self._count(memory)
-        return _NcclScatterLeg(self, group, memory, shard, self._stream)
+        return _NcclScatterLeg(self, group, memory, shard, self._stream, begun)
 
     def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> Leg:
         leg = cast(_NcclScatterLeg, scatter)
         with (
+            self.meter.host.of("leg"),
             named_range(f"ddp_crossover::all_gather[{leg.group}]"),
-            torch.cuda.stream(self._stream),
+            gpu.on_stream(self._stream),
         ):
-            begin = self.clock.mark(self._stream)
+            begin, begun = self.clock.mark(self._stream), gpu.record(self._stream)
             _all_gather(leg.buffer, leg.shard, group=self.process_group)
             self.clock.span("gather", begin, self._stream, group=leg.group)
         self._count(leg.buffer)
-        return _NcclLeg(self, f"gather leg of fusion group {leg.group}", leg.group, self._stream)
+        return _NcclLeg(self, f"gather leg of fusion group {leg.group}", leg.group, self._stream, begun)
 
     def all_reduce_leg(self, group: int, buffer: FusionBuffer) -> ScatterLeg:
         memory = buffer.whole()
         low, high = slice_bounds(memory.numel(), self.world_size, self.rank)
         with named_range(f"ddp_crossover::all_reduce[{group}]"):
             # Wait for the staging copies, which run on the caller's stream.
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            begin = self.clock.mark(self._stream)
-            with torch.cuda.stream(self._stream):
+            self._stream.wait_stream(gpu.current_stream(self._device))
+            begin, begun = self.clock.mark(self._stream), gpu.record(self._stream)
+            with gpu.on_stream(self._stream):
                 dist.all_reduce(memory, group=self.process_group)
             self.clock.span("all_reduce", begin, self._stream, group=group)
         self._count(memory)
         self._count(memory)
-        return _NcclScatterLeg(self, group, memory, memory[low:high], self._stream)
+        return _NcclScatterLeg(self, group, memory, memory[low:high], self._stream, begun)
 
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         self._count(buffer)
@@ -143,11 +155,11 @@ class NcclLink(Link):
     def all_gather_small(self, value: Tensor) -> Tensor:
         rows = value.new_empty((self.world_size, *value.shape))
         # Wait for `value`, which is written on the caller's stream.
-        self._small_stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._small_stream):
+        self._small_stream.wait_stream(gpu.current_stream(self._device))
+        with gpu.on_stream(self._small_stream):
             _all_gather(rows.view(-1), value.reshape(-1), group=self._small_group)
         # Make the caller's stream wait for the rows before it reads them.
-        torch.cuda.current_stream(self._device).wait_stream(self._small_stream)
+        gpu.current_stream(self._device).wait_stream(self._small_stream)
         return rows
 
     def connect(self, arenas: Collection[Tensor]) -> None:
@@ -165,17 +177,19 @@ class NcclLink(Link):
             self.all_gather_small(torch.zeros(1, device=self._device))
 
     def shut_down(self) -> None:
-        """Do nothing: destroying an NCCL group is a collective operation.
+        """Destroy no process group: that is a collective operation on NCCL.
 
         Garbage collection and process exit happen at any time, possibly on this rank only or because of an exception.
         The user's ``destroy_process_group()``, or the end of the process, destroys the groups.
         """
+        self.watch.close()
 
     def close(self) -> None:
         """Destroy the link's process groups. A collective: all ranks must call it."""
         if self.is_closed:
             return
         self.is_closed = True
+        self.watch.close()
         # Let legs under way finish: destroying their process group would abort them.
         self._stream.synchronize()
         self._small_stream.synchronize()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_crossover import device as gpu
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.gloo_gather import GlooGatherLeg
@@ -29,20 +30,18 @@ class _StagedScatterLeg(GlooScatterLeg):
         group: int,
         buffer: Tensor,
         host: Tensor,
-        copy_stream: torch.cuda.Stream,
+        copy_stream: gpu.Stream,
     ) -> None:
         super().__init__(context, iteration, group, FusionBuffer((host,)))
         self.device_buffer = buffer
-        # Blocking event: the posting thread sleeps while it waits, instead of occupying a core.
-        self._copied = torch.cuda.Event(blocking=True)
-        copy_stream.wait_stream(torch.cuda.current_stream(buffer.device))
-        with torch.cuda.stream(copy_stream):
+        copy_stream.wait_stream(gpu.current_stream(buffer.device))
+        with gpu.on_stream(copy_stream):
             host.copy_(buffer, non_blocking=True)
-            self._copied.record(copy_stream)
+        self._copied = gpu.record(copy_stream, awaited=True)
 
     def before_posting(self) -> None:
         # Wait for the copy to the host, so that peers do not get a half-copied buffer. Blocks only the posting thread.
-        self._copied.synchronize()
+        gpu.sleep_until(self._copied)
 
 
 class _StagedGatherLeg(GlooGatherLeg):
@@ -53,21 +52,22 @@ class _StagedGatherLeg(GlooGatherLeg):
         context: GlooCommContext,
         scatter: _StagedScatterLeg,
         urgency: int | None,
-        copy_stream: torch.cuda.Stream,
+        copy_stream: gpu.Stream,
     ) -> None:
         super().__init__(context, scatter, urgency)
         self.device_buffer = scatter.device_buffer
         self.copy_stream = copy_stream
-        self._on_device = torch.cuda.Event()
+        self._on_device: gpu.Event | None = None
 
     def wait(self, host_wait: HostWait | None = None) -> None:
         super().wait(host_wait)
-        torch.cuda.current_stream(self.device_buffer.device).wait_event(self._on_device)
+        assert self._on_device is not None
+        gpu.current_stream(self.device_buffer.device).wait_event(self._on_device)
 
     def after_receiving(self) -> None:
-        with torch.cuda.device(self.device_buffer.device), torch.cuda.stream(self.copy_stream):
+        with gpu.on_stream(self.copy_stream):
             self.device_buffer.copy_(self.scatter.buffer.whole(), non_blocking=True)
-            self._on_device.record(self.copy_stream)
+        self._on_device = gpu.record(self.copy_stream)
 
 
 class StagedGlooLink(PeerLink):
@@ -92,8 +92,8 @@ class StagedGlooLink(PeerLink):
         sums_in_fp32: bool = False,
     ) -> None:
         # First, because it may fail: the base class starts threads.
-        self._to_host_stream = torch.cuda.Stream(device)
-        self._to_device_stream = torch.cuda.Stream(device)
+        self._to_host_stream = gpu.new_stream(device)
+        self._to_device_stream = gpu.new_stream(device)
         super().__init__(process_group, device, backlog, sums_in_fp32=sums_in_fp32)
         self._host_buffers: dict[int, Tensor] = {}
         self.streams = CudaStreams(device, (self._to_host_stream, self._to_device_stream))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ddp_crossover import device as gpu
+
 
 class CudaStreams:
     """The streams of one link.
@@ -14,19 +16,19 @@ class CudaStreams:
         legs: streams on which legs read and write fusion buffers.
     """
 
-    def __init__(self, device: torch.device, legs: tuple[torch.cuda.Stream, ...]) -> None:
+    def __init__(self, device: torch.device, legs: tuple[gpu.Stream, ...]) -> None:
         self._device = device
         self._legs = legs
 
-    def current(self) -> torch.cuda.Stream:
+    def current(self) -> gpu.Stream:
         """The caller's current stream on the link's device."""
-        return torch.cuda.current_stream(self._device)
+        return gpu.current_stream(self._device)
 
     def keep_until_done(self, memory: Tensor) -> None:
         """Let the allocator keep ``memory`` until legs are done with it, even if it is dropped before."""
         # The memory is allocated at attach, possibly on another stream than the training stream.
         for stream in (*self._legs, self.current()):
-            memory.record_stream(stream)
+            gpu.keep(memory, stream)
 
 
 class StreamOrder:
@@ -42,8 +44,8 @@ class StreamOrder:
 
     def __init__(self, streams: CudaStreams | None) -> None:
         self._streams = streams
-        self._stream: torch.cuda.Stream | None = None
-        self._written: torch.cuda.Event | None = None
+        self._stream: gpu.Stream | None = None
+        self._written: gpu.Event | None = None
 
     def join(self) -> None:
         """Wait for the work noted by :meth:`mark`; call it before reading or writing the same data. Free on CPU."""
@@ -61,10 +63,9 @@ class StreamOrder:
         if self._streams is None:
             return
         self._stream = self._streams.current()
-        self._written = self._written or torch.cuda.Event()
-        self._written.record(self._stream)
+        self._written = gpu.record(self._stream)
 
     def keep(self, tensor: Tensor) -> None:
         """Keep ``tensor``, maybe from another stream, until the current stream has read it, even if it is dropped."""
         if self._streams is not None:
-            tensor.record_stream(self._streams.current())
+            gpu.keep(tensor, self._streams.current())

@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_crossover import device as gpu
 from ddp_crossover.torch_internals.ddp import bucket_cap_bytes, has_run_forward, rebuild_buckets, rebuild_under_hook
 
 # Size of DDP's buckets: small enough that gradients reach the hook early, and not too many of them, because each hook
 # call costs tens of microseconds.
 _ARRIVAL_BYTES = 2**20
 _MAX_BUCKETS = 256
+# On a GPU that time is the host's, which launches backward, and backward is shorter: fewer and larger ones.
+_BUCKETS_ON_GPU = 16
+_MOST_BYTES_ON_GPU = 8 * 2**20
 
 
 class Buckets:
@@ -36,7 +40,7 @@ class Buckets:
     def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
         self._ddp = weakref.ref(ddp)
         total_bytes = sum(parameter.nbytes for parameter in parameters)
-        cap_bytes = max(_ARRIVAL_BYTES, total_bytes // _MAX_BUCKETS)
+        cap_bytes = _small_bytes(total_bytes, on_gpu=gpu.has_streams(parameters[0].device))
         self._small_bytes = cap_bytes if cap_bytes < bucket_cap_bytes(ddp) else None
         self.are_as_built = True
         self.were_changed = False
@@ -71,6 +75,11 @@ class Buckets:
         if self._small_bytes is not None and ddp is not None:
             rebuild_under_hook(ddp, None if as_built else self._small_bytes)
         return True
+
+
+def _small_bytes(total_bytes: int, *, on_gpu: bool) -> int:
+    least_bytes = max(_ARRIVAL_BYTES, total_bytes // _MAX_BUCKETS)
+    return max(least_bytes, min(total_bytes // _BUCKETS_ON_GPU, _MOST_BYTES_ON_GPU)) if on_gpu else least_bytes
 
 
 def _refuse_backward_of_earlier_forward(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_crossover import device as gpu
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.ddp.backward_start import call_before_backward
@@ -206,7 +207,7 @@ class Reducer:
             # The forward of this backward ran before detach(): all-reduce as DDP does without a hook.
             buffer = bucket.buffer().detach().mul_(1.0 / self._link.world_size)
             return all_reduce_sum(buffer, self._process_group, stream=self._link.all_reduce_stream)
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if gpu.is_capturing(self._device):
             raise RuntimeError(
                 "dear_hook cannot be captured in a CUDA graph, because its step spans two iterations: "
                 "capture without the hook, or call state.detach() first"

@@ -39,7 +39,7 @@ def make_arenas(
     like = {spec.arena: parameter for spec, (_, parameter) in zip(specs, named, strict=True)}
     arenas = {
         arena: torch.empty(numel, dtype=travels_as(like[arena].dtype, wire_dtype), device=like[arena].device)
-        for arena, numel in arena_capacity(specs, link.world_size).items()
+        for arena, numel in arena_capacity(specs, link.world_size, link.shard_align_bytes).items()
         if not travels_in_place(like[arena].dtype, link, wire_dtype)
     }
     link.connect(arenas.values())

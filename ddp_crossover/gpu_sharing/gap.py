@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable
 
+from ddp_crossover.device import Event
 from ddp_crossover.gpu_sharing.gap_policy import ExpectedWaits
 from ddp_crossover.gpu_sharing.lease_holder import LeaseHolder
 from ddp_crossover.gpu_sharing.ledger import Ledger
@@ -14,10 +15,12 @@ from ddp_crossover.tracing.clock import CommClock
 # Polling interval during a wait, which is also the longest delay of a job that asks for the lease in that time. Each
 # poll costs about 10 us of an idle core.
 _POLL_S = 1e-3
+# The same where the device waits and the host looks when it ends: what is queued next is late by half of this.
+_DEVICE_POLL_S = 1e-4
 
 
 class Gap:
-    """A :class:`HostWait` that gives the lease away if another job wants it and the wait is long.
+    """A ``HostWait`` that gives the lease away if another job wants it and the wait is long.
 
     Args:
         what: key of the wait; waits with the same key take about the same time in each step.
@@ -50,11 +53,30 @@ class Gap:
         self._is_unmeasured = False
         self._filled_s = 0.0
 
-    def is_worth_blocking(self) -> bool:
-        """Whether to block the host on CUDA, where a stream could wait alone: only if another job wants the device."""
-        worth = self._holder.is_holding and self._lease.contended and self._expected.is_worth_trying(self._what)
-        self._is_unmeasured = not worth
-        return worth
+    def before_stream_waits(self, done: Event) -> None:
+        """Keep the host from running ahead of the device while it is shared with another job.
+
+        What is queued behind a wait goes on by itself when the leg ends, whoever has the device then. So nothing more
+        is queued until the leg is done, and the lease can be given away as soon as the device has nothing to do.
+        """
+        backlog = self._holder.backlog
+        assert backlog is not None
+        backlog.wait_begins(done)
+        if done.query():
+            return
+        if not self._is_worth_blocking():
+            self._is_unmeasured = True
+            return
+        while not done.query():
+            if not self._holder.is_holding or backlog.stands_at_last_wait() or backlog.stands_for_long():
+                self.poll()
+            time.sleep(_DEVICE_POLL_S)
+
+    def _is_worth_blocking(self) -> bool:
+        if not self._holder.has_seen_others():
+            return False
+        # Without a turn, the next one should begin only when the leg is done.
+        return not self._holder.is_holding or self._expected.is_worth_trying(self._what)
 
     def poll(self) -> float:
         """Give the lease away if that pays now; returns the seconds until the next poll."""

@@ -12,7 +12,9 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Protocol
 
 from ddp_crossover.collectives.leg import HostWait
+from ddp_crossover.collectives.stream_order import CudaStreams
 from ddp_crossover.figures.stats import LeaseUse
+from ddp_crossover.gpu_sharing.backlog import Backlog
 from ddp_crossover.gpu_sharing.gap import Gap
 from ddp_crossover.gpu_sharing.gap_policy import MIN_GAIN, ExpectedWaits, Gain
 from ddp_crossover.gpu_sharing.lease_holder import LeaseHolder
@@ -38,13 +40,20 @@ class Turns:
         lease: the lease, or None to compute without turns.
         clock: records turns while a trace is taken.
         note_fallback: called with the reason when sharing has not paid.
+        streams: the streams of the device; None on a CPU.
 
     Attributes:
         profiler: told of time that is not compute, while compute times are measured; else None.
         ledger: figures of the turns so far.
     """
 
-    def __init__(self, lease: GpuLease | None, clock: CommClock, note_fallback: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        lease: GpuLease | None,
+        clock: CommClock,
+        note_fallback: Callable[[str], None],
+        streams: CudaStreams | None = None,
+    ) -> None:
         if lease is not None and not isinstance(lease, GpuLease):
             raise TypeError(f"lease must be a ddp_crossover.GpuLease, got {type(lease).__name__}")
         self.profiler: ComputeTimes | None = None
@@ -56,7 +65,8 @@ class Turns:
         self._gain = Gain()
         self._holder: LeaseHolder | None = None
         if lease is not None:
-            self._holder = LeaseHolder(lease, clock, self.ledger, self._expected)
+            backlog = None if streams is None else Backlog(streams)
+            self._holder = LeaseHolder(lease, clock, self.ledger, self._expected, backlog)
             # Otherwise the first turns would run unleased, before the client has connected.
             lease.wait_until_connected(_CONNECT_S)
 

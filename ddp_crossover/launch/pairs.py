@@ -10,6 +10,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from ddp_crossover import device as gpu
+
 _ROUND_TRIPS = 20
 _FIRST_BYTES, _MOST_BYTES = 2**18, 2**24
 _LONG_ENOUGH_S = 0.1
@@ -66,7 +68,7 @@ def _round_trip_s(leads: bool, peer: int, message: torch.Tensor) -> float:
     start_s = time.perf_counter()
     for sends in (leads, not leads):
         dist.send(message, peer) if sends else dist.recv(message, peer)
-    _finish(message)
+    gpu.synchronize(message.device)
     return time.perf_counter() - start_s
 
 
@@ -79,12 +81,7 @@ def _sending_s(leads: bool, peer: int, message: torch.Tensor, answer: torch.Tens
     else:
         dist.recv(message, peer)
         dist.send(answer, peer)
-    _finish(message)
+    gpu.synchronize(message.device)
     took_s = torch.tensor([time.perf_counter() - start_s], dtype=torch.float64, device=message.device)
     dist.send(took_s, peer) if leads else dist.recv(took_s, peer)
     return float(took_s)
-
-
-def _finish(message: torch.Tensor) -> None:
-    if message.device.type == "cuda":
-        torch.cuda.synchronize(message.device)

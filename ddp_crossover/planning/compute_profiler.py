@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ddp_crossover import device as gpu
 from ddp_crossover.planning.cost_model import ComputeProfile
 from ddp_crossover.tracing.trace import Moment
 
@@ -40,11 +41,9 @@ class Stopwatch:
 
     def now(self) -> Moment:
         """The current moment: host time or, on CUDA, an event on the current stream."""
-        if self._device.type != "cuda":
+        if not gpu.has_streams(self._device):
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return gpu.record(gpu.current_stream(self._device), timed=True)
 
     def mark(self) -> Any:
         """Mark the current moment; the result is opaque and goes to :meth:`seconds`."""
@@ -54,7 +53,7 @@ class Stopwatch:
         """Times of marks in seconds since the first one; ``waits`` says whether to include time spent waiting."""
         last, last_wait = marks[-1]
         if not isinstance(last, float):
-            last.synchronize()  # acceptable: called only when a plan is about to be made
+            gpu.sleep_until(last)  # acceptable: called only when a plan is about to be made
         first, first_wait = marks[0]
         waited_s = [0.0]
         for begin, end in self._waits[first_wait:last_wait]:
@@ -72,7 +71,7 @@ class Stopwatch:
 
 
 def _between_s(begin: Any, end: Any) -> float:
-    return end - begin if isinstance(begin, float) else float(begin.elapsed_time(end)) / 1e3
+    return end - begin if isinstance(begin, float) else gpu.seconds_between(begin, end)
 
 
 class _Step:

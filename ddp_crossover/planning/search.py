@@ -24,7 +24,7 @@ TAPERS = (None, *(Taper(slope, smallest) for slope in (0.25, 0.5, 1.0) for small
 _TIE = 0.002
 # Host time per group, which the simulator does not model: handing over its legs, waiting for them, and a separate
 # update of its parameters. Measured: 0.25 to 0.5 ms on one core of an Intel Xeon.
-_HOST_S = 3e-4
+HOST_PER_GROUP_S = 3e-4
 # Limits the search for very large models, for which small groups would not win anyway.
 _MAX_GROUPS = 1000
 
@@ -57,22 +57,28 @@ def choose_plan(
     *,
     world_size: int,
     fused_all_reduce: bool = True,
+    shard_align_bytes: int = 1,
+    host_per_group_s: float = HOST_PER_GROUP_S,
     candidates_mb: Sequence[float] = CANDIDATES_MB,
 ) -> PlannedStep:
     """Search for the best group size.
 
     Args:
-        specs, arrival_order, use_rank, world_size: as for :func:`~ddp_crossover.fusion.plan_fusion`.
+        specs, arrival_order, use_rank, world_size, shard_align_bytes: as for
+            :func:`~ddp_crossover.fusion.plan_fusion`.
         profile: measured compute times, one entry per parameter in the order of ``specs``.
         link: measured link between ``world_size`` ranks.
         fused_all_reduce: whether an all-reduce is one operation that pays ``per_leg_s`` once, as on NCCL. If not, it
             is a scatter and a gather leg back to back, as on our gloo link.
+        host_per_group_s: seconds of the host that a group costs; of plans with equal steps, the one with fewer wins.
         candidates_mb: group sizes to try, in MiB; ``Schedule.AUTO`` tries each with all of ``TAPERS``.
     """
-    problem = _Problem(specs, arrival_order, use_rank, profile, link, world_size, fused_all_reduce)
+    problem = _Problem(
+        specs, arrival_order, use_rank, profile, link, world_size, fused_all_reduce, shard_align_bytes, host_per_group_s
+    )
     auto = _try_sizes(problem, Schedule.AUTO, candidates_mb)
-    _, allreduce = _best(_try_sizes(problem, Schedule.ALLREDUCE, candidates_mb))
-    _, (plan, step) = _best(auto)
+    _, allreduce = _best(problem, _try_sizes(problem, Schedule.ALLREDUCE, candidates_mb))
+    _, (plan, step) = _best(problem, auto)
     return PlannedStep(
         plan=replace(plan, schedule=Schedule.AUTO, launch_order=step.launch_order),
         step_s=step.step_s,
@@ -98,7 +104,7 @@ def best_of_sizes(
     by_use = sorted(parameters, key=lambda index: profile.use_s[index])
     use_rank = [by_use.index(index) for index in parameters]
     problem = _Problem(specs, arrival_order, use_rank, profile, link, world_size, fused_all_reduce)
-    fusion_mb, candidate = _best(_try_sizes(problem, schedule, candidates_mb))
+    fusion_mb, candidate = _best(problem, _try_sizes(problem, schedule, candidates_mb))
     return fusion_mb, candidate.step
 
 
@@ -110,6 +116,11 @@ class _Problem(NamedTuple):
     link: LinkModel
     world_size: int
     fused_all_reduce: bool
+    shard_align_bytes: int = 1
+    host_per_group_s: float = HOST_PER_GROUP_S
+
+    def cost_s(self, candidate: _Candidate) -> float:
+        return candidate.step.step_s + len(candidate.plan.groups) * self.host_per_group_s
 
 
 class _Candidate(NamedTuple):
@@ -123,7 +134,7 @@ def _try_sizes(problem: _Problem, schedule: Schedule, candidates_mb: Sequence[fl
     tapers = TAPERS if schedule == Schedule.AUTO else (None,)
     total_mb = sum(spec.numel * spec.itemsize_bytes for spec in specs) / MB
     sizes_mb = [mb for mb in candidates_mb if total_mb <= mb * _MAX_GROUPS] or [max(candidates_mb)]
-    return {mb: min((_try(problem, schedule, mb, taper) for taper in tapers), key=_cost_s) for mb in sizes_mb}
+    return {mb: min((_try(problem, schedule, mb, taper) for taper in tapers), key=problem.cost_s) for mb in sizes_mb}
 
 
 def _try(problem: _Problem, schedule: Schedule, fusion_mb: float, taper: Taper | None) -> _Candidate:
@@ -134,19 +145,16 @@ def _try(problem: _Problem, schedule: Schedule, fusion_mb: float, taper: Taper |
         world_size=problem.world_size,
         fusion_mb=fusion_mb,
         taper=taper,
+        shard_align_bytes=problem.shard_align_bytes,
     )
     if schedule == Schedule.ALLREDUCE and problem.fused_all_reduce:
         plan = replace(plan, groups=tuple(replace(group, split=False) for group in plan.groups))
     return _Candidate(plan, predict_step(plan, problem.specs, problem.profile, problem.link, schedule))
 
 
-def _cost_s(candidate: _Candidate) -> float:
-    return candidate.step.step_s + len(candidate.plan.groups) * _HOST_S
-
-
-def _best(candidates: dict[float, _Candidate]) -> tuple[float, _Candidate]:
-    fastest_s = min(map(_cost_s, candidates.values()))
-    largest_mb = max(mb for mb, candidate in candidates.items() if _cost_s(candidate) <= fastest_s * (1 + _TIE))
+def _best(problem: _Problem, candidates: dict[float, _Candidate]) -> tuple[float, _Candidate]:
+    fastest_s = min(map(problem.cost_s, candidates.values()))
+    largest_mb = max(mb for mb, candidate in candidates.items() if problem.cost_s(candidate) <= fastest_s * (1 + _TIE))
     return largest_mb, candidates[largest_mb]
 
 

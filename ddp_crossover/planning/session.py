@@ -30,7 +30,7 @@ from ddp_crossover.planning.ddp_buckets import leaves_nothing_to_gain
 from ddp_crossover.planning.link_probe import probe_link
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.progress import coming, given_plan, outcome
-from ddp_crossover.planning.search import CANDIDATES_MB, PlannedStep, choose_plan
+from ddp_crossover.planning.search import CANDIDATES_MB, HOST_PER_GROUP_S, PlannedStep, choose_plan
 from ddp_crossover.planning.trials import Candidate
 from ddp_crossover.planning.tuned_file import TunedFileError, describe_model, load_tuned, save_tuned
 from ddp_crossover.planning.tuner import TRIAL_STEPS, WARMUP_STEPS, Tuner, TuningResult
@@ -116,6 +116,7 @@ class Planning:
         self._predicted: Candidate | None = None
         self._bucket_cap_mb = bucket_cap_mb
         self._steps_to_skip = 0
+        self._host_per_group_s = HOST_PER_GROUP_S
         self.takes_buckets_as_built = False
         self.stage = Stage.OBSERVING
         self.link_model: LinkModel | None = None
@@ -220,7 +221,16 @@ class Planning:
 
     def _leave_profiling(self) -> FusionPlan | None:
         assert self.profiler is not None
-        self.compute = ComputeProfile.from_json(self._exchange(self.profiler.profile().to_json())[0])
+        host = self._link.meter.host
+        mine = {
+            "compute": self.profiler.profile().to_json(),
+            "host_per_group_s": 2 * host.mean_s("leg") + host.mean_s("update") or HOST_PER_GROUP_S,
+        }
+        of_rank_0 = self._exchange(mine)[0]
+        self.compute, self._host_per_group_s = (
+            ComputeProfile.from_json(of_rank_0["compute"]),
+            of_rank_0["host_per_group_s"],
+        )
         self.profiler = None
         fixed_mb = self._options.fusion_mb
         self.planned = self._search(self.compute, None if fixed_mb is None else [fixed_mb])
@@ -355,13 +365,21 @@ class Planning:
             self.link_model,
             world_size=self._link.world_size,
             fused_all_reduce=self._link.has_fused_all_reduce,
+            shard_align_bytes=self._link.shard_align_bytes,
+            host_per_group_s=self._host_per_group_s,
             candidates_mb=CANDIDATES_MB if sizes_mb is None else sizes_mb,
         )
 
     def _cut(self, fusion_mb: float, schedule: Schedule) -> FusionPlan:
         orders = self._orders
-        world_size = self._link.world_size
-        plan = plan_fusion(self.specs, orders.arrival, orders.use_rank, world_size=world_size, fusion_mb=fusion_mb)
+        plan = plan_fusion(
+            self.specs,
+            orders.arrival,
+            orders.use_rank,
+            world_size=self._link.world_size,
+            fusion_mb=fusion_mb,
+            shard_align_bytes=self._link.shard_align_bytes,
+        )
         return replace(plan, schedule=schedule)
 
     def _first_mb(self) -> float:

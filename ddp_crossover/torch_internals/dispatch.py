@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ddp_crossover import device as gpu
 from ddp_crossover.torch_internals.private import private
 
 
@@ -33,7 +34,7 @@ def allow_foreach(tensor_class: type[torch.Tensor]) -> None:
             supported.append(tensor_class)
 
 
-def outside_of_modes(job: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
+def outside_of_modes(job: Callable[[], None], stream: gpu.Stream | None) -> None:
     """Run ``job`` out of sight of the caller's modes, functorch transforms and ``torch.jit.trace``.
 
     All of these belong to a thread, so if any is active, ``job`` runs on a new thread, which takes 0.1 ms. Exceptions
@@ -52,7 +53,7 @@ def outside_of_modes(job: Callable[[], None], stream: torch.cuda.Stream | None) 
 
     def run() -> None:
         try:
-            with torch.cuda.stream(stream):  # does nothing for None
+            with gpu.on_stream(stream):  # does nothing for None
                 job()
         except BaseException as error:
             errors.append(error)

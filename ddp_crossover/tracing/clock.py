@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from ddp_crossover import device as gpu
+
 if TYPE_CHECKING:
     import torch
 
@@ -108,7 +110,7 @@ class CommClock:
 
         On CUDA, call that function on a stream that waits for the all-reduce.
         """
-        if device.type == "cuda":
+        if gpu.has_streams(device):
             begin = self.mark()
             return lambda: self.span("all_reduce", begin, group=group)
         leg = self.leg_started("all_reduce", group)
@@ -131,7 +133,7 @@ class CommClock:
 
     # All other spans, and all spans on CUDA, are recorded only while a trace is taken.
 
-    def mark(self, stream: torch.cuda.Stream | None = None) -> Moment | None:
+    def mark(self, stream: gpu.Stream | None = None) -> Moment | None:
         """The beginning of a span on ``stream`` (by default the current one); None while no trace is taken."""
         return self.trace.now(stream) if self.trace is not None else None
 
@@ -139,7 +141,7 @@ class CommClock:
         self,
         kind: str,
         begin: Moment | None,
-        stream: torch.cuda.Stream | None = None,
+        stream: gpu.Stream | None = None,
         *,
         group: int = -1,
         what: str = "",

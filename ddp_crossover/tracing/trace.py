@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import torch
 
+from ddp_crossover import device as gpu
 from ddp_crossover.tracing import perfetto
 from ddp_crossover.tracing.spans import Figures, Span, figures
 
@@ -21,8 +22,7 @@ MAX_SPANS = 200_000
 # Attributes that a file stores besides the spans.
 _ABOUT = ("rank", "title", "wall_offset_s", "began_s", "ended_s")
 
-# A string: a build for another device may lack the class.
-Moment: TypeAlias = "float | torch.cuda.Event"
+Moment: TypeAlias = "float | gpu.Event"
 
 
 class DeviceClock:
@@ -37,20 +37,18 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         # Otherwise the event would happen only after the work that is queued before it.
-        torch.cuda.synchronize(device)
+        gpu.synchronize(device)
         self._reference = self.now()
         self._reference_s = time.perf_counter()
 
-    def now(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
+    def now(self, stream: gpu.Stream | None = None) -> gpu.Event:
         """Record an event on ``stream`` (by default the current one)."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(stream or torch.cuda.current_stream(self.device))
-        return event
+        return gpu.record(stream or gpu.current_stream(self.device), timed=True)
 
-    def host_s(self, event: torch.cuda.Event) -> float:
+    def host_s(self, event: gpu.Event) -> float:
         """Host time in seconds at which the event happened. Waits for the event."""
-        event.synchronize()
-        return self._reference_s + float(self._reference.elapsed_time(event)) * 1e-3
+        gpu.sleep_until(event)
+        return self._reference_s + gpu.seconds_between(self._reference, event)
 
 
 class Trace:
@@ -82,14 +80,14 @@ class Trace:
         self.rank = rank
         self.title = title
         self.wall_offset_s = time.time() - time.perf_counter()
-        self._device_clock = DeviceClock(device) if device is not None and device.type == "cuda" else None
+        self._device_clock = DeviceClock(device) if device is not None and gpu.has_streams(device) else None
         self._recorded: deque[tuple[str, Moment, Moment, int, float, str]] = deque(maxlen=max_spans)
         self.began_s = time.perf_counter()
         self.ended_s = float("inf")
 
     # Recording.
 
-    def now(self, stream: torch.cuda.Stream | None = None) -> Moment:
+    def now(self, stream: gpu.Stream | None = None) -> Moment:
         """The current moment; on CUDA, the moment at which ``stream`` (by default the current one) gets here."""
         return time.perf_counter() if self._device_clock is None else self._device_clock.now(stream)
 

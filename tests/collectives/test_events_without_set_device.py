@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_crossover import device as gpu
 from ddp_crossover.collectives.nccl_link import NcclLink, _NcclLeg
 from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.planning.compute_profiler import ComputeProfiler, Stopwatch
@@ -84,7 +86,7 @@ def devices() -> Iterator[list[Event]]:
 
 def _link() -> NcclLink:
     group: Any = object()
-    return NcclLink(group, MODELS, group)
+    return NcclLink(group, MODELS, group, timedelta(minutes=1))
 
 
 def test_compute_times(devices) -> None:
@@ -119,7 +121,7 @@ def test_legs_and_the_order_of_streams(devices) -> None:
     order = StreamOrder(link.streams)
     order.mark()
     order.join()
-    leg = _NcclLeg(link, "gather leg", 0, link._stream)
+    leg = _NcclLeg(link, "gather leg", 0, link._stream, gpu.record(link._stream))
     leg.wait()
     assert leg._done in torch.cuda.current_stream(MODELS).waited_for
     assert not torch.cuda.current_stream().waited_for

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_crossover import device as gpu
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.socket_backlog import SocketBacklog
 from ddp_crossover.collectives.staged_gloo_link import StagedGlooLink
@@ -24,11 +25,11 @@ def sums(world_size: int, dtype: torch.dtype) -> list[torch.Tensor]:
         return make(*args, **options)
 
     replacements = [
-        (torch.cuda, "Stream", FakeStream),
-        (torch.cuda, "Event", FakeEvent),
-        (torch.cuda, "stream", nullcontext),
-        (torch.cuda, "device", nullcontext),
-        (torch.cuda, "current_stream", lambda *device: stream),
+        (gpu, "new_stream", FakeStream),
+        (gpu, "record", FakeEvent),
+        (gpu, "on_stream", nullcontext),
+        (gpu, "current_stream", lambda *device: stream),
+        (gpu, "sleep_until", lambda event: None),
         (torch, "empty", empty),
     ]
     with ExitStack() as stack:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
+from ddp_crossover import device
 from ddp_crossover.collectives import nccl_link
 from ddp_crossover.collectives.stream_order import StreamOrder
 from fake_streams import FakeStream, Gpu, fake_gpu
@@ -169,3 +170,26 @@ def memory_and_groups() -> None:
 
 def test_fusion_buffers_outlive_their_legs_and_only_close_destroys_groups(on_ranks) -> None:
     on_ranks(memory_and_groups, 1)
+
+
+def capture_with_pending_updates() -> None:
+    with fake_gpu() as gpu:
+        ddp = DistributedDataParallel(nn.Linear(24, 10))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        state = dx.attach(ddp, optimizer, fusion_mb=1.0)
+        for _ in range(8):
+            optimizer.zero_grad()
+            ddp(torch.randn(4, 24)).square().mean().backward()
+            optimizer.step()
+        capturing = mock.patch.object(device, "is_capturing", lambda device: True)
+        with capturing, pytest.raises(RuntimeError, match=r"state\.synchronize\(\) before the capture"):
+            ddp.module(torch.randn(4, 24))
+        state.synchronize()
+        with capturing:
+            ddp.module(torch.randn(4, 24))
+        state.detach()
+        assert not gpu.races
+
+
+def test_a_capture_that_would_have_to_wait_says_what_to_do(on_ranks) -> None:
+    on_ranks(capture_with_pending_updates, 1)

@@ -1,13 +1,17 @@
-"""What was queued on the GPU is done before the next job gets it. On a stand-in for CUDA's events."""
+"""A turn lasts until the GPU has done what was queued in it, and the host does not wait for that. On made-up events."""
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
+from ddp_crossover import device as gpu
 from ddp_crossover.lease.client import GpuLease
 from lease_processes import Actor, LeaseProcesses, eventually
 
@@ -17,31 +21,38 @@ GPU = "GPU-00000000-0000-0000-0000-000000000000"
 @pytest.fixture
 def lease(processes: LeaseProcesses, lease_directory: Path) -> Iterator[GpuLease]:
     processes.broker()
-    lease = GpuLease(GPU, job="job", directory=lease_directory, spawn_broker=False)
+    lease = GpuLease(GPU, job="job", directory=lease_directory, spawn_broker=False, max_stall_s=10.0)
     assert lease.wait_until_connected(20)
     yield lease
     lease.close()
 
 
+class Event:
+    """The device gets to it when the test says so."""
+
+    def __init__(self, stream: object) -> None:
+        self.stream = stream
+        self.has_happened = False
+        self.error = ""
+
+    def query(self) -> bool:
+        if self.error:
+            raise RuntimeError(self.error)
+        return self.has_happened
+
+
 @pytest.fixture
-def events(lease: GpuLease, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What was asked of CUDA's events, and whether the lease was held then."""
-    seen: list[object] = []
+def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """All events that were recorded."""
+    seen: list[Event] = []
 
-    class Event:
-        def __init__(self, blocking: bool) -> None:
-            pass
+    def record(stream: object, **options: bool) -> Event:
+        seen.append(Event(stream))
+        return seen[-1]
 
-        def record(self, stream: object) -> None:
-            seen.append(stream)
-
-        def synchronize(self) -> None:
-            seen.append(lease.holding)
-            if "broken" in seen:
-                raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(gpu, "is_in_use", lambda: True)
+    monkeypatch.setattr(gpu, "current_stream", lambda: "the current one")
+    monkeypatch.setattr(gpu, "record", record)
     return seen
 
 
@@ -55,46 +66,113 @@ def waiter(processes: LeaseProcesses, lease: GpuLease) -> Actor:
     return waiter
 
 
-def test_it_is_held_until_the_stream_has_drained(lease: GpuLease, waiter: Actor, events: list[object]) -> None:
+def test_the_next_job_waits_for_the_device_and_the_host_does_not(lease, waiter, events) -> None:
     lease.release()
-    assert events == [None, True]
+    assert not lease.holding
+    assert [event.stream for event in events] == ["the current one"]
+    time.sleep(0.05)
+    assert not waiter.has_answered()
+    before_s = time.perf_counter()
+    events[0].has_happened = True
+    assert waiter.result()["leased"]
+    assert lease.released_s > before_s
+
+
+def test_the_stream_may_be_named(lease, events) -> None:
+    lease.acquire()
+    lease.release("a stream")
+    assert [event.stream for event in events] == ["a stream"]
+
+
+def test_where_nobody_waits_the_next_turn_is_the_last_one_gone_on(lease, events) -> None:
+    lease.acquire()
+    for _ in range(3):
+        fence = lease.fence
+        lease.release()
+        assert lease.acquire() and lease.fence == fence
+    assert lease.stats().grants == 1
+    lease.release()
+    events[-1].has_happened = True
+    eventually(lambda: lease.released_s > 0)
+    assert lease.acquire() and lease.fence > fence
+    assert lease.stats().grants == 2
+
+
+def test_where_another_job_waits_it_comes_before_the_next_turn(lease, waiter, events) -> None:
+    lease.release()
+    threading.Timer(0.05, lambda: setattr(events[0], "has_happened", True)).start()
+    assert lease.acquire()
+    assert events[0].has_happened
+    assert waiter.result()["fence"] < lease.fence
+
+
+def test_a_job_that_comes_while_the_device_works_waits_for_it(lease, events, processes) -> None:
+    lease.acquire()
+    lease.release()
+    waiter = processes.actor("waiter", resource=GPU)
+    waiter.start("hold_for", 0.0)
+    eventually(lambda: lease.contended)
+    time.sleep(0.05)
+    assert not waiter.has_answered()
+    events[0].has_happened = True
     assert waiter.result()["leased"]
 
 
-def test_the_stream_may_be_named(lease: GpuLease, waiter: Actor, events: list[object]) -> None:
-    lease.release("a stream")  # type: ignore[arg-type]
-    assert events == ["a stream", True]
+def test_what_is_done_already_ends_the_turn_at_once(lease, events, monkeypatch) -> None:
+    monkeypatch.setattr(Event, "query", lambda event: True)
+    lease.acquire()
+    before_s = time.perf_counter()
+    lease.release()
+    assert lease.released_s >= before_s
 
 
-def test_without_a_waiter_the_host_does_not_wait_for_the_gpu(lease: GpuLease, events: list[object]) -> None:
-    with lease.held():
-        pass
+def test_a_turn_is_yielded_when_the_stream_has_drained(lease, waiter, events) -> None:
+    threading.Timer(0.05, lambda: setattr(events[0], "has_happened", True)).start()
+    assert lease.yield_turn()
+    assert events[0].has_happened
+    assert waiter.result()["leased"]
+
+
+def test_without_a_waiter_a_turn_is_not_yielded(lease, events) -> None:
     lease.acquire()
     assert lease.yield_turn()
     assert events == []
     assert lease.holding
 
 
-def test_a_turn_is_yielded_when_the_stream_has_drained(lease: GpuLease, waiter: Actor, events: list[object]) -> None:
-    assert lease.yield_turn()
-    assert events == [None, True]
+def test_an_error_of_an_earlier_kernel_does_not_keep_the_lease(lease, waiter, events) -> None:
+    lease.release()
+    events[0].error = "CUDA error: an illegal memory access was encountered"
     assert waiter.result()["leased"]
 
 
-def test_an_error_of_an_earlier_kernel_does_not_keep_the_lease(
-    lease: GpuLease, waiter: Actor, events: list[object]
-) -> None:
-    lease.release("broken")  # type: ignore[arg-type]
-    assert waiter.result()["leased"]
-
-
-def test_nothing_is_drained_where_nothing_was_held(lease: GpuLease, events: list[object]) -> None:
+def test_nothing_is_drained_where_nothing_was_held(lease, events) -> None:
     lease.release()
     assert events == []
 
 
-@pytest.mark.skipif(torch.cuda.is_initialized(), reason="for processes that have not used CUDA")
-def test_a_process_that_has_not_used_cuda_has_nothing_to_drain(lease: GpuLease, waiter: Actor) -> None:
+def test_a_process_that_has_not_used_the_gpu_has_nothing_to_drain(lease, waiter, events, monkeypatch) -> None:
+    monkeypatch.setattr(gpu, "is_in_use", lambda: False)
     lease.release()
+    assert events == []
     assert waiter.result()["leased"]
-    assert not torch.cuda.is_initialized()
+
+
+def test_a_lease_that_is_closed_or_dropped_meanwhile_leaves_nothing(lease, waiter, events) -> None:
+    lease.release()
+    lease.close()
+    assert waiter.result()["leased"]
+    assert lease.acquire() is False
+
+
+def test_its_thread_keeps_no_lease_alive(processes, lease_directory, events) -> None:
+    processes.broker()
+    lease = GpuLease(GPU, job="job", directory=lease_directory, spawn_broker=False)
+    assert lease.wait_until_connected(20)
+    lease.acquire()
+    lease.release()
+    reference = weakref.ref(lease)
+    del lease
+    gc.collect()
+    eventually(lambda: reference() is None)
+    eventually(lambda: not any(thread.name == "ddp_crossover-lease-drain" for thread in threading.enumerate()))

@@ -58,13 +58,12 @@ class Device:
 
 
 class Event:
+    """Recorded when it is made."""
+
     def __init__(self, device: Device) -> None:
-        self.device = device
         self.done = threading.Event()
         self.at_s = 0.0
-
-    def record(self) -> None:
-        self.device.record(self)
+        device.record(self)
 
     def query(self) -> bool:
         return self.done.is_set()
@@ -85,9 +84,7 @@ def device() -> Iterator[Device]:
 
 
 def wait_for(device: Device) -> None:
-    event = Event(device)
-    event.record()
-    event.synchronize()
+    Event(device).synchronize()
 
 
 def _pass(device: Device, ahead: RunAhead, kernels_s: list[float]) -> list[float]:

@@ -1,10 +1,13 @@
-"""CUDA streams for a machine without CUDA: all work is done on the CPU at once, and who has waited for whom is kept.
+"""A GPU for a machine without one, in place of `ddp_crossover.device`: all work is done on the CPU at once, and it is
+kept who has waited for whom, and when a GPU would have done it.
 
-Every stream has a vector clock. A `wait_stream` or `wait_event` merges the other's into it, as of the moment of the
-wait or the record. Two accesses to the same bytes from two streams, one of them a write, are a race unless the later
-stream's clock includes the earlier access: on a GPU nothing would keep their order then.
+Order: every stream has a vector clock. A `wait_stream` or `wait_event` merges the other's into it, as of the moment of
+the wait or the record. Two accesses to the same bytes from two streams, one of them a write, are a race unless the
+later stream's clock includes the earlier access: on a GPU nothing would keep their order then. Only accesses to
+storages that are `watched` count.
 
-Only accesses to storages that are `watched` count.
+Time is virtual, see `virtual_time`. `Gpu.compute` and legs on a `Wire` take time on their stream, every operation takes
+the host `launch_s`, and nothing else takes any.
 """
 
 from __future__ import annotations
@@ -17,55 +20,70 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from ddp_crossover import ddp_timer, dear
-from ddp_crossover.collectives import make_link, nccl_link
+from ddp_crossover import ddp_timer, dear, device
+from ddp_crossover.collectives import make_link, meter, nccl_link
 from ddp_crossover.ddp import reducer
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.torch_internals.autograd import call_after_backward
+from virtual_time import HostClock, Hosts, Instant
 
-_REAL_FUTURE = torch.futures.Future
 # They make another tensor of the same memory, and neither read nor write it.
 _ALIASING = ("aten::slice", "aten::detach", "aten::as_strided", "aten::narrow", "aten::alias", "aten::t")
 
 
 class FakeStream:
-    """A stream: the vector clock of what it is ordered behind."""
+    """A stream: the vector clock of what it is ordered behind, and when it has done all that is queued."""
 
     device = torch.device("cpu")
+    hosts = Hosts()
 
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
+    def __init__(self, device: Any = None, *, urgent: bool = False) -> None:
         self.clock: Counter[FakeStream] = Counter()
+        self.done = Instant()
 
     def tick(self) -> int:
         self.clock[self] += 1
         return self.clock[self]
 
+    def run(self, seconds: float) -> None:
+        """Queue work that takes so long."""
+        self.done = Instant(self.done, not_before_s=self.hosts.now_s, lasts_s=seconds)
+
     def wait_stream(self, other: FakeStream) -> None:
         other.tick()
         self.clock |= other.clock
+        self.done = Instant(self.done, other.done)
+
+    def synchronize(self) -> None:
+        self.hosts.sleep_until(self.done)
 
     def wait_event(self, event: FakeEvent) -> None:
         self.clock |= event.clock
-
-    def synchronize(self) -> None:
-        pass
+        self.done = Instant(self.done, event.at)
 
 
 class FakeEvent:
-    """What a stream knew when it was recorded."""
+    """What a stream knew when it was recorded, and when it gets there."""
 
-    def __init__(self, **options: Any) -> None:
-        self.clock: Counter[FakeStream] = Counter()
-
-    def record(self, stream: FakeStream) -> None:
+    def __init__(self, stream: FakeStream, *, timed: bool = False, awaited: bool = False) -> None:
         stream.tick()
         self.clock = stream.clock.copy()
+        self.at = Instant(stream.done, not_before_s=stream.hosts.now_s)
+        self.is_timed = timed
 
-    def synchronize(self) -> None:
-        pass
+    def query(self) -> bool:
+        return self.at.s is not None and self.at.s <= FakeStream.hosts.now_s
+
+
+def seconds_between(begin: FakeEvent, end: FakeEvent) -> float:
+    """As CUDA demands, both must have happened, and been made for it."""
+    assert begin.is_timed and end.is_timed
+    assert begin.query() and end.query()
+    assert begin.at.s is not None and end.at.s is not None
+    return end.at.s - begin.at.s
 
 
 class FakeFuture(torch.futures.Future[Any]):
@@ -73,27 +91,16 @@ class FakeFuture(torch.futures.Future[Any]):
 
     gpu: Any = None
 
-    def __class_getitem__(cls, item: Any) -> Any:
-        return _REAL_FUTURE[item]  # DDP compares annotations with it
-
-    def __init__(self, *, devices: Any = ()) -> None:
-        super().__init__()
-        self._written = FakeEvent() if devices else None
-
     def set_result(self, result: Any) -> None:
-        if self._written is not None:
-            self._written.record(self.gpu.current)
+        self._written = FakeEvent(self.gpu.current)
         super().set_result(result)
 
     def wait(self) -> Any:
-        if self._written is not None:
-            self.gpu.current.wait_event(self._written)
+        self.gpu.current.wait_event(self._written)
         return super().wait()
 
     def then(self, callback: Any) -> Any:
-        if self._written is None:
-            return super().then(callback)
-        child = type(self)(devices=[FakeStream.device])
+        child = type(self)()
         with self.gpu.on(FakeStream()):  # one of torch's pool
             self.wait()
             child.set_result(callback(self))
@@ -108,7 +115,7 @@ class FakeWork:
 
     def get_future(self) -> FakeFuture:
         self._gpu.current.wait_stream(self._stream)
-        future = FakeFuture(devices=[FakeStream.device])
+        future = FakeFuture()
         future.set_result(self._result)
         return future
 
@@ -130,11 +137,29 @@ class AllReduce(NamedTuple):
     time: int
 
 
-class Gpu(TorchDispatchMode):
-    """Sees every operation, and on which stream it would run."""
+class Wire(NamedTuple):
+    """How long legs take: as in a ring, `(n - 1) / n` of their bytes are sent."""
 
-    def __init__(self) -> None:
+    per_leg_s: float
+    s_per_byte: float
+
+
+FAST = Wire(per_leg_s=1e-5, s_per_byte=1e-10)
+
+
+class Gpu(TorchDispatchMode):
+    """Sees every operation, and on which stream it would run.
+
+    Attributes:
+        host_waits: how often the host has waited for the device, by way.
+    """
+
+    def __init__(self, wire: Wire, launch_s: float) -> None:
         super().__init__()
+        self.hosts = Hosts()
+        self.host_waits: Counter[str] = Counter()
+        self._wire = wire
+        self._launch_s = launch_s
         self.main = self.current = FakeStream()
         self.watched: set[int] = set()
         self.recorded: set[tuple[int, FakeStream]] = set()
@@ -152,6 +177,32 @@ class Gpu(TorchDispatchMode):
             yield
         finally:
             self.current = before
+
+    def compute(self, seconds: float) -> None:
+        """Queue a kernel on the current stream that takes so long."""
+        self.current.run(seconds)
+
+    def leg(self, buffer: torch.Tensor, group: Any) -> None:
+        """A collective on the current stream: it begins when all ranks have got to it."""
+        ready = Instant(self.current.done, not_before_s=self.hosts.now_s)
+        assert ready.s is not None
+        latest_s = torch.tensor([ready.s], dtype=torch.float64)
+        ranks = dist.get_world_size(group)
+        with _not_seen():
+            _all_reduce(latest_s, dist.ReduceOp.MAX, group)
+            begin_s = latest_s.item()
+        takes_s = self._wire.per_leg_s + buffer.nbytes * (ranks - 1) / ranks * self._wire.s_per_byte
+        self.current.done = Instant(not_before_s=begin_s, lasts_s=takes_s)
+
+    def sleep_until(self, event: FakeEvent) -> None:
+        """Of the host."""
+        self.host_waits["event"] += 1
+        self.hosts.sleep_until(event.at)
+
+    def synchronize(self, device: Any = None) -> None:
+        """The host waits for the current stream."""
+        self.host_waits["synchronize"] += 1
+        self.hosts.sleep_until(self.current.done)
 
     def watch(self, tensor: torch.Tensor) -> None:
         self.watched.add(tensor.untyped_storage().data_ptr())
@@ -175,6 +226,11 @@ class Gpu(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
+        if self._launch_s:
+            self.hosts.spend(self._launch_s)
+        if name == "aten::_local_scalar_dense":
+            self.host_waits["item"] += 1
+            self.hosts.sleep_until(self.current.done)
         if not (name.startswith("c10d") or "view" in name or name in _ALIASING):
             named = {argument.name: argument for argument in func._schema.arguments}
             given = [*zip(func._schema.arguments, args, strict=False), *((named[key], kwargs[key]) for key in kwargs)]
@@ -186,8 +242,19 @@ class Gpu(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+_all_reduce = dist.all_reduce
+_not_seen = _disable_current_modes
+
+
 @contextmanager
-def fake_gpu(*, gather_writes: bool = True, ddp_waits: bool = True, keeps_reduced: bool = False) -> Iterator[Gpu]:
+def fake_gpu(
+    *,
+    gather_writes: bool = True,
+    ddp_waits: bool = True,
+    keeps_reduced: bool = False,
+    wire: Wire = FAST,
+    launch_s: float = 0.0,
+) -> Iterator[Gpu]:
     """Within it a CPU model trains over `NcclLink` on fake streams. Call it on gloo groups.
 
     DDP waits for the futures of our hooks at the end of backward; `ddp_waits=False` takes these waits out.
@@ -198,7 +265,7 @@ def fake_gpu(*, gather_writes: bool = True, ddp_waits: bool = True, keeps_reduce
     `keeps_reduced`: the memory of all-reduces is kept, so that no address stands for two of them. Gradients that are
     views of it count as kept by the script.
     """
-    gpu = Gpu()
+    gpu = Gpu(wire, launch_s)
     reduce_scatter, all_gather, all_reduce = nccl_link._reduce_scatter, nccl_link._all_gather, dist.all_reduce
     backend = FakeStream()
     make_pipeline = dear.Pipeline.__init__
@@ -206,12 +273,14 @@ def fake_gpu(*, gather_writes: bool = True, ddp_waits: bool = True, keeps_reduce
     def scatter(shard: torch.Tensor, buffer: torch.Tensor, **options: Any) -> Any:
         gpu.access(buffer, writes=False, what="reduce_scatter")
         gpu.access(shard, writes=True, what="reduce_scatter")
+        gpu.leg(buffer, options["group"])
         return reduce_scatter(shard, buffer, **options)
 
     def gather(buffer: torch.Tensor, shard: torch.Tensor, **options: Any) -> Any:
         gpu.access(shard, writes=False, what="all_gather")
         if gather_writes:
             gpu.access(buffer, writes=True, what="all_gather")
+        gpu.leg(buffer, options["group"])
         return all_gather(buffer, shard, **options)
 
     def reduce(buffer: torch.Tensor, *, group: Any, async_op: bool = False) -> FakeWork | None:
@@ -220,6 +289,8 @@ def fake_gpu(*, gather_writes: bool = True, ddp_waits: bool = True, keeps_reduce
         gpu.watch(buffer)
         with gpu.on(backend if async_op else gpu.current):
             gpu.access(buffer, writes=True, what="all_reduce")
+            gpu.leg(buffer, group)
+            gpu.leg(buffer, group)
             gpu.all_reduces.append(AllReduce(buffer.untyped_storage().data_ptr(), gpu.current, gpu.current.tick()))
         if keeps_reduced:
             gpu.kept.append(buffer)
@@ -242,18 +313,25 @@ def fake_gpu(*, gather_writes: bool = True, ddp_waits: bool = True, keeps_reduce
         for arena in pipeline._arenas.values():
             gpu.watch(arena)
 
-    def record_stream(tensor: torch.Tensor, stream: FakeStream) -> None:
+    def keep(tensor: torch.Tensor, stream: FakeStream) -> None:
         gpu.recorded.add((tensor.untyped_storage().data_ptr(), stream))
 
     replacements = [
-        (torch.cuda, "Stream", FakeStream),
-        (torch.cuda, "Event", FakeEvent),
-        (torch.cuda, "stream", gpu.on),
-        # Whoever leaves out the device gets the stream of another one, where the user has not called `set_device`.
-        (torch.cuda, "current_stream", lambda device: gpu.current),
+        (FakeStream, "hosts", gpu.hosts),
         (FakeFuture, "gpu", gpu),
-        (torch.futures, "Future", FakeFuture),
-        (torch.Tensor, "record_stream", record_stream),
+        (meter, "time", HostClock(gpu.hosts)),
+        (device, "has_streams", lambda device: True),
+        (device, "new_stream", FakeStream),
+        # Code that leaves out the device gets the stream of another one, where the user has not called `set_device`.
+        (device, "current_stream", lambda device: gpu.current),
+        (device, "on_stream", gpu.on),
+        (device, "record", FakeEvent),
+        (device, "sleep_until", gpu.sleep_until),
+        (device, "seconds_between", seconds_between),
+        (device, "synchronize", gpu.synchronize),
+        (device, "keep", keep),
+        (device, "future_on", lambda device: FakeFuture()),
+        (device, "is_capturing", lambda device: False),
         (make_link, "GlooLink", nccl_link.NcclLink),
         (nccl_link, "_reduce_scatter", scatter),
         (nccl_link, "_all_gather", gather),

@@ -74,6 +74,7 @@ class RandomPlanning(Planning):
             world_size=self._link.world_size,
             fusion_mb=self._model_bytes / MB / 2 ** draw.uniform(0, 7),
             taper=draw.choice(TAPERS),
+            shard_align_bytes=self._link.shard_align_bytes,
         )
         if self._link.has_fused_all_reduce:
             plan = replace(plan, groups=tuple(replace(g, split=draw.random() < 0.6) for g in plan.groups))

@@ -22,7 +22,7 @@ def nccl_spans() -> list[tuple[str, int, float, float]]:
             job.train(STEPS)
             job.timed.synchronize()
         job.close()
-    return [(span.kind, span.group, span.begin_s, span.end_s) for span in trace.spans()]
+        return [(span.kind, span.group, span.begin_s, span.end_s) for span in trace.spans()]
 
 
 def test_nccl_legs_and_waits_are_noted(on_ranks) -> None:
@@ -38,7 +38,7 @@ def test_nccl_legs_and_waits_are_noted(on_ranks) -> None:
 class TimedEvent:
     """An event whose time the host can tell."""
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         assert enable_timing
         self.waited_for = False
 

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ... import device as gpu
 from ...torch_internals.autograd import call_after_backward, is_in_backward
 from ...torch_internals.compiled import is_compiled_in_place
 from ...torch_internals.dispatch import tensors_in
@@ -239,7 +240,7 @@ class _EventPredictor:
 
 def gpu_run_ahead(limit_s: float) -> RunAhead:
     """A :class:`.run_ahead.RunAhead` on the current CUDA stream. Its events block: spinning would occupy a core."""
-    return RunAhead(limit_s, lambda: torch.cuda.Event(enable_timing=True, blocking=True))
+    return RunAhead(limit_s, lambda: gpu.record(gpu.current_stream(), timed=True, awaited=True))
 
 
 def _hookable(module: nn.Module) -> list[nn.Module]:

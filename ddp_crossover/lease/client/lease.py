@@ -6,22 +6,26 @@ import logging
 import math
 import os
 import threading
+import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from ..directory import BrokerDirectory
 from ..peer_process import require_linux
 from ..protocol import Hello, Kind, Role, require_valid
-from .device import default_resource, drain, is_gpu
+from .draining import POLL_S, Draining
 from .reconnect import Reconnector
+from .resource import default_resource, is_gpu, queued_work
 from .stats import LeaseStats
 from .turn import Turn
 
 if TYPE_CHECKING:
     import torch
+
+    from ddp_crossover.device import Stream
 
     from .instrument import Instrument
 
@@ -100,6 +104,7 @@ class GpuLease:
         receive_timeout_s = 0.4 * max_stall_s
         self._reconnector = Reconnector(BrokerDirectory(directory), hello, receive_timeout_s, spawn_broker)
         self._turn = Turn(self._reconnector, hello, max_wait_s)
+        self._draining = Draining(self._lock, self._turn)
         self._finalizer = weakref.finalize(self, self._reconnector.stop)
         os.register_at_fork(after_in_child=lambda: _forget_in_child(itself))
 
@@ -119,36 +124,56 @@ class GpuLease:
         if os.getpid() != self._pid:
             return False
         with self._lock:
+            if not self.contended:
+                self._draining.cancel()  # the last turn goes on
+        # Another job waits for the end of the last turn: what was queued in it must be done first.
+        self._draining.wait()
+        with self._lock:
+            self._draining.cancel()
             return self.holding or (eager and self._turn.request_if_free()) or self._request(Kind.REQUEST)
 
-    def release(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Give up the resource; if another job waits for it, drain ``stream`` first.
+    def release(self, stream: Stream | None = None) -> None:
+        """Give up the resource, on a GPU as soon as it has done all work queued on ``stream`` (None: the current one).
 
-        Draining waits for all work queued on ``stream`` (None: the current stream). It is skipped while no other job
-        waits, because no other job's kernels would be disturbed. A CPU resource has nothing to drain. Does nothing if
-        the resource is neither held nor requested.
+        Never blocks: a thread looks at the device. Until then :attr:`holding` is False, other jobs wait, and
+        :meth:`acquire` takes the resource back at once if none does. Does nothing if the resource is neither held nor
+        requested.
+        """
+        if os.getpid() == self._pid and self._turn.must_be_ended:
+            self.release_when(queued_work(self.resource, stream))
+
+    def release_when(self, is_drained: Callable[[], bool] | None) -> None:
+        """Like :meth:`release`, as soon as ``is_drained()``; None means now.
+
+        Args:
+            is_drained: whether the device has nothing more to do for this job. A thread asks repeatedly, so it must
+                be thread-safe, must not block and must not raise.
         """
         if os.getpid() != self._pid or not self._turn.must_be_ended:
             return
-        try:
-            if self.contended:
-                drain(self.resource, stream)
-        finally:
-            with self._lock:
-                self._turn.end()
+        with self._lock:
+            if is_drained is None or is_drained():
+                self._draining.end_turn()
+            else:
+                self._draining.begin(is_drained)
 
-    def yield_turn(self, stream: torch.cuda.Stream | None = None) -> bool:
+    def yield_turn(self, stream: Stream | None = None) -> bool:
         """Let a waiting job that is behind in weighted time go first, then hold again: for jobs without gaps.
 
-        If the resource is held and another job waits, drains ``stream`` like :meth:`release`, then waits and returns
-        like :meth:`acquire`. If no other job waits, keeps the hold and returns True. If nothing is held, acquires.
+        If the resource is held and another job waits, waits until the device has done what is queued on ``stream``,
+        then waits and returns like :meth:`acquire`. If no other job waits, keeps the hold and returns True. If nothing
+        is held, acquires.
         """
         if os.getpid() != self._pid:
             return False
         if self.holding:
             if not self.contended:
                 return True
-            drain(self.resource, stream)
+            is_drained = queued_work(self.resource, stream)
+            while is_drained is not None and self._turn.is_held and not is_drained():
+                time.sleep(POLL_S)
+        elif self._draining.is_under_way:
+            return self.acquire()
         with self._lock:
             return self._request(Kind.RELEASE if self.holding else Kind.REQUEST)
 
@@ -215,9 +240,7 @@ class GpuLease:
     @property
     def contended(self) -> bool:
         """Whether another job waits for the resource. Reads shared memory, without a system call."""
-        connection = self._reconnector.connection
-        waiters = connection.page.waiters if connection is not None else 0
-        return waiters > 0 and (waiters > 1 or not self._turn.is_handed)
+        return self._turn.is_contended
 
     @property
     def pressed(self) -> bool:
@@ -232,8 +255,13 @@ class GpuLease:
 
     @property
     def holding(self) -> bool:
-        """Whether this process currently holds the resource. False once the broker has ended the hold."""
-        return self._turn.is_held
+        """Whether this process currently holds the resource. False once it was released or the broker has ended it."""
+        return self._turn.is_held and not self._draining.is_under_way
+
+    @property
+    def released_s(self) -> float:
+        """Time, as of ``time.perf_counter()``, at which this process last gave the resource up; before, ``-inf``."""
+        return self._draining.ended_s
 
     @property
     def undisturbed(self) -> bool:
@@ -275,6 +303,7 @@ class GpuLease:
 
     def _forget_in_child(self) -> None:
         # Do not take the lock: another thread of the parent may have held it at the fork.
+        self._draining.forget_in_child()
         self._turn.forget()
         self._reconnector.forget_in_child()
 

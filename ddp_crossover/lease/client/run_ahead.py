@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from torch.cuda import Event
+    from ddp_crossover.device import Event
 
 _BETWEEN_TURNS = object()
 
@@ -32,12 +32,13 @@ class RunAhead:
 
     Args:
         limit_s: seconds of device time that may be queued when :meth:`mark` returns.
-        new_event: creates an event, which must measure time and must release the GIL while the host waits for it.
+        record: a new event at the end of what is queued now. It must measure time, and release the GIL while the host
+            waits for it.
     """
 
-    def __init__(self, limit_s: float, new_event: Callable[[], Event]) -> None:
+    def __init__(self, limit_s: float, record: Callable[[], Event]) -> None:
         self._limit_s = limit_s
-        self._new_event = new_event
+        self._record = record
         self._took_s: dict[Hashable, float] = {}
         self._queued: deque[_Segment] = deque()
         self._queued_s = 0.0
@@ -52,8 +53,7 @@ class RunAhead:
         self._queue(point, self._took_s.get(point, self._limit_s))
 
     def _queue(self, point: Hashable, expected_s: float) -> None:
-        event = self._new_event()
-        event.record()
+        event = self._record()
         self._queued.append(_Segment(point, event, expected_s))
         self._queued_s += expected_s
         while self._queued and (self._queued_s > self._limit_s or self._queued[0].end.query()):

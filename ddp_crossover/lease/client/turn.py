@@ -93,6 +93,13 @@ class Turn:
         return hold is not None and hold.connection.page.yielding == hold.fence
 
     @property
+    def is_contended(self) -> bool:
+        """Whether another job waits for the resource."""
+        connection = self._reconnector.connection
+        waiters = connection.page.waiters if connection is not None else 0
+        return waiters > 0 and (waiters > 1 or not self.is_handed)
+
+    @property
     def is_taken(self) -> bool:
         """Whether another job holds the resource."""
         connection = self._reconnector.connection

@@ -1,0 +1,96 @@
+"""The one seam in front of ``torch.cuda``: streams, events, and memory that streams use.
+
+Everything else in the package takes them from here, and tests put a device with a virtual clock in its place. Call the
+functions through the module (``from ddp_crossover import device as gpu``), so that they can be replaced.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+# Strings: a build for another device may lack the classes.
+Stream: TypeAlias = "torch.cuda.Stream"
+Event: TypeAlias = "torch.cuda.Event"
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether work for ``device`` is queued on streams and runs later. A ROCm build calls its GPUs cuda, too."""
+    return device.type == "cuda"
+
+
+def new_stream(device: torch.device, *, urgent: bool = False) -> Stream:
+    """A new stream; the kernels of an ``urgent`` one go first where the device has to choose."""
+    return torch.cuda.Stream(device, priority=-1 if urgent else 0)
+
+
+def current_stream(device: torch.device | None = None) -> Stream:
+    """The calling thread's current stream on ``device``, or on the thread's current device."""
+    return torch.cuda.current_stream(device)
+
+
+def on_stream(stream: Stream | None) -> AbstractContextManager[None]:
+    """Context manager in which ``stream`` and its device are the current ones; does nothing for None."""
+    return torch.cuda.stream(stream)
+
+
+def record(stream: Stream, *, timed: bool = False, awaited: bool = False) -> Event:
+    """A new event that happens when ``stream`` has done everything queued on it so far.
+
+    Args:
+        stream: the stream.
+        timed: whether :func:`seconds_between` is going to be asked about it. Other events cost less.
+        awaited: whether a thread is going to :func:`sleep_until` it. In others it would spin on a core.
+    """
+    event = torch.cuda.Event(enable_timing=timed, blocking=awaited)
+    event.record(stream)
+    return event
+
+
+def sleep_until(event: Event) -> None:
+    """Block the host until ``event`` has happened, without the GIL.
+
+    Only for threads that have nothing else to do: nothing in a training step may wait for the device.
+    """
+    event.synchronize()
+
+
+def seconds_between(begin: Event, end: Event) -> float:
+    """Seconds of device time between two timed events, both of which have happened."""
+    return float(begin.elapsed_time(end)) * 1e-3
+
+
+def synchronize(device: torch.device) -> None:
+    """Block the host until ``device`` has done everything; does nothing on a device without streams."""
+    if has_streams(device):
+        torch.cuda.synchronize(device)
+
+
+def keep(memory: Tensor, stream: Stream) -> None:
+    """Let the allocator keep ``memory`` until ``stream`` has done what is queued now, even if it is dropped before."""
+    memory.record_stream(stream)
+
+
+def future_on(device: torch.device) -> torch.futures.Future[Tensor]:
+    """A future whose result is written by the stream that is current when it is set; who waits for it waits there."""
+    return torch.futures.Future(devices=[device])
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream is recorded into a CUDA graph."""
+    return has_streams(device) and bool(torch.cuda.is_current_stream_capturing())
+
+
+def is_in_use() -> bool:
+    """Whether this process has used a GPU."""
+    return bool(torch.cuda.is_initialized())
+
+
+def uuid() -> str:
+    """The UUID of the current GPU, empty without one."""
+    if not torch.cuda.is_available():
+        return ""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

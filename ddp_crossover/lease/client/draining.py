@@ -1,0 +1,107 @@
+"""Keeps a turn until the device has done what was queued in it, while the host goes on."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from .turn import Turn
+
+# How often a thread looks at the device: while another job waits, its next turn is late by half of this; else the look
+# costs about 10 us of an idle core.
+POLL_S = 1e-4
+_IDLE_POLL_S = 1e-3
+# The thread ends when nothing was queued for this long.
+_THREAD_LIVES_S = 1.0
+
+
+class Draining:
+    """Ends a turn when the device has drained.
+
+    Kernels that are still queued when a turn ends would run beside those of the next holder. The host does not wait
+    for them: it is often a step ahead of the device, and its next turn may begin before they are done.
+
+    Args:
+        lock: held while the turn ends, and by the callers of all methods except :meth:`wait`.
+        turn: the turn.
+
+    Attributes:
+        ended_s: time, as of ``time.perf_counter()``, at which a turn was last ended here; before, ``-inf``.
+    """
+
+    def __init__(self, lock: threading.RLock, turn: Turn) -> None:
+        self.ended_s = -math.inf
+        self._changed = threading.Condition(lock)
+        self._turn = turn
+        self._is_drained: Callable[[], bool] | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a turn is still to be ended."""
+        return self._is_drained is not None
+
+    def end_turn(self) -> None:
+        """End the turn now."""
+        self._is_drained = None
+        self._turn.end()
+        self.ended_s = time.perf_counter()
+
+    def begin(self, is_drained: Callable[[], bool]) -> None:
+        """End the turn as soon as ``is_drained()``, which a thread asks."""
+        self._is_drained = is_drained
+        if self._thread is None:
+            serve = _while_alive(weakref.WeakMethod(self._serve))
+            thread = threading.Thread(target=serve, name="ddp_crossover-lease-drain", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter is shutting down
+                self.end_turn()
+                return
+            self._thread = thread
+        else:
+            self._changed.notify()
+
+    def cancel(self) -> None:
+        """Let the turn go on."""
+        self._is_drained = None
+
+    def wait(self) -> None:
+        """Wait until the turn has ended, by this process or by the broker."""
+        while self.is_under_way and self._turn.is_held:
+            time.sleep(POLL_S)
+
+    def forget_in_child(self) -> None:
+        """Forget the thread, which a forked child does not have."""
+        self._thread = self._is_drained = None
+
+    def _serve(self) -> bool:
+        """Look once, or sleep until there is something to look at; returns whether to go on."""
+        is_drained = self._is_drained
+        if is_drained is None:
+            with self._changed:
+                if self._is_drained is None:
+                    self._changed.wait(_THREAD_LIVES_S)
+                if self._is_drained is None:
+                    self._thread = None
+                    return False
+        elif not is_drained():
+            time.sleep(POLL_S if self._turn.is_contended else _IDLE_POLL_S)
+        else:
+            with self._changed:
+                if self._is_drained is is_drained:  # else the turn has gone on, or was queued for
+                    self.end_turn()
+        return True
+
+
+def _while_alive(method: weakref.WeakMethod[Callable[[], bool]]) -> Callable[[], None]:
+    """Calls a method until it returns False or its object is gone, which a running thread must not keep alive."""
+
+    def serve() -> None:
+        while (bound := method()) is not None and bound():
+            del bound
+
+    return serve
