@@ -20,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ddp_crossover.collectives.all_reduce import backend_for
 from ddp_crossover.collectives.leg import LegError
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.make_link import make_link
-from ddp_crossover.collectives.nccl_settings import why_streams_block
+from ddp_crossover.collectives.nccl_settings import refuse_unsafe_settings, why_streams_block
 from ddp_crossover.ddp.early_arrival import Buckets
 from ddp_crossover.ddp.forks import watch_forks
 from ddp_crossover.ddp.reducer import Reducer
@@ -139,7 +140,11 @@ class DearState:
         self._every_parameter = list(ddp.parameters())
         named = managed_parameters(ddp)
         self._device = named[0][1].device
-        timeout = process_group_timeout(ddp.process_group, self._device)
+        self._plain_reason = why_plain_all_reduce(ddp, options.schedule)
+        group_of_legs = process_group if process_group is not None else ddp.process_group
+        if self._plain_reason is None and backend_for(group_of_legs, self._device) == "nccl":
+            refuse_unsafe_settings()
+        timeout = process_group_timeout(group_of_legs, self._device)
         self._link: Link = make_link(
             ddp.process_group, self._device, timeout, own_group=process_group, sums_in_fp32=wire_dtype is not None
         )
@@ -147,7 +152,6 @@ class DearState:
         self._finalizers: list[weakref.finalize[..., object]] = [weakref.finalize(self, self._link.shut_down)]
         self._fallbacks = FallbackLog(self._link.rank)
         self._about = about(ddp, self._link.rank)
-        self._plain_reason = why_plain_all_reduce(ddp, options.schedule)
         require_same_setup(self._link, named, optimizers, options)
         self._turns = Turns(lease, self._link.clock, self._fallbacks.note_here, self._link.streams)
         if self._link.spins_on_device:

@@ -6,7 +6,8 @@ functions through the module (``from ddp_crossover import device as gpu``), so t
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
@@ -32,9 +33,15 @@ def current_stream(device: torch.device | None = None) -> Stream:
     return torch.cuda.current_stream(device)
 
 
-def on_stream(stream: Stream | None) -> AbstractContextManager[None]:
+@contextmanager
+def on_stream(stream: Stream | None) -> Iterator[None]:
     """Context manager in which ``stream`` and its device are the current ones; does nothing for None."""
-    return torch.cuda.stream(stream)
+    if stream is None:
+        yield
+        return
+    # Outside, a thread that has used no device yet would come back to device 0, and make a context there.
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
 
 
 def record(stream: Stream, *, timed: bool = False, awaited: bool = False) -> Event:

@@ -8,11 +8,10 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from ddp_crossover.collectives.all_reduce import backend_for
+from ddp_crossover.collectives.all_reduce import backend_for, stream_for_all_reduces
 from ddp_crossover.collectives.gloo_link import GlooLink
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.nccl_link import NcclLink
-from ddp_crossover.collectives.nccl_settings import refuse_unsafe_settings
 from ddp_crossover.collectives.socket_backlog import SocketBacklog, connected_tcp_sockets
 from ddp_crossover.collectives.staged_gloo_link import StagedGlooLink
 
@@ -46,8 +45,6 @@ def make_link(
             f"dear_hook runs on gloo (CPU or CUDA parameters) and NCCL (CUDA parameters), but the process group "
             f"uses {backend!r} for parameters on {device}; call init_process_group with one of these backends"
         )
-    if link is NcclLink and backend == "nccl":
-        refuse_unsafe_settings()
     ranks = dist.get_process_group_ranks(process_group)
     if own_group is not None and (others := dist.get_process_group_ranks(own_group)) != ranks:
         raise ValueError(
@@ -55,6 +52,7 @@ def make_link(
             "make it over the same ranks, or leave it out"
         )
     before = connected_tcp_sockets()
+    of_ddp = process_group
     process_group = own_group if own_group is not None else _new_group("legs", ranks, backend, timeout)
     if link is NcclLink:
         made: Link = NcclLink(process_group, device, _new_group("norms", ranks, backend, timeout), timeout)
@@ -64,6 +62,8 @@ def make_link(
         backlog = SocketBacklog(connected_tcp_sockets() - before)
         made = link(process_group, device, backlog, sums_in_fp32=sums_in_fp32)
     made.owns_process_group = own_group is None
+    if made.all_reduce_stream is None:
+        made.all_reduce_stream = stream_for_all_reduces(of_ddp, device)
     return made
 
 

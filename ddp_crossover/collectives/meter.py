@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 
 from ddp_crossover.tracing.clock import CommClock
+
+# Of each kind of call the latest times are kept.
+_KEPT = 64
 
 
 class HostTimes:
     """What calls cost a host that only queues work for a device."""
 
     def __init__(self) -> None:
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._calls: Counter[str] = Counter()
+        self._seconds: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
 
     @contextlib.contextmanager
     def of(self, what: str) -> Iterator[None]:
         """Measure the block as one call of ``what``."""
         begin_s = time.perf_counter()
         yield
-        self._seconds[what] += time.perf_counter() - begin_s
-        self._calls[what] += 1
+        self._seconds[what].append(time.perf_counter() - begin_s)
 
-    def mean_s(self, what: str) -> float:
-        """Mean seconds of a call; 0 if there was none."""
-        return self._seconds[what] / max(self._calls[what], 1)
+    def typical_s(self, what: str) -> float:
+        """Lower quartile of the seconds of a call, 0 if there was none.
+
+        The others were first calls, which load kernels and make connections, or found the device's queue full.
+        """
+        seconds = sorted(self._seconds[what])
+        return seconds[len(seconds) // 4] if seconds else 0.0
 
 
 class LinkMeter:
@@ -47,10 +52,10 @@ class LinkMeter:
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Leave both unchanged by legs that start and end inside the block, because they are not training."""
-        sent_bytes, clock = self.sent_bytes, self.clock
-        self.clock = CommClock()
+        """Leave all unchanged by legs that start and end inside the block, because they are not training."""
+        sent_bytes, clock, host = self.sent_bytes, self.clock, self.host
+        self.clock, self.host = CommClock(), HostTimes()
         try:
             yield
         finally:
-            self.sent_bytes, self.clock = sent_bytes, clock
+            self.sent_bytes, self.clock, self.host = sent_bytes, clock, host

@@ -69,7 +69,11 @@ class PlainAllReduce:
 
     def wait(self) -> None:
         """Wait on the host for the all-reduces, if a lease is held: DDP's C++ wait would block while holding it."""
-        if not self._under_way or not self._is_on_cpu:
+        if not self._under_way:
+            return
+        if not self._is_on_cpu:
+            if (stream := self._link.all_reduce_stream) is not None:
+                self._turns.before_stream_waits(stream)  # as DDP makes it do next
             return
         with self._turns.gap("all-reduces") as host_wait:
             if host_wait is None:

@@ -9,11 +9,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ddp_crossover import device as gpu
+from ddp_crossover.collectives.leg import HostWait
 from ddp_crossover.collectives.stream_order import CudaStreams
 
 # A stream that stands at a leg for longer may do so until another job has had its turn: the leg may need a peer that
 # waits for one. Before that, what is queued behind the leg goes on by itself at any moment.
 _STANDS_S = 2e-3
+# Nothing is done between two polls of a wait outside of turns.
+_POLL_S = 1.0
 
 
 class _OpenWait(NamedTuple):
@@ -37,7 +40,7 @@ class Backlog:
         self._waits: deque[_OpenWait] = deque()
         self._standing: _OpenWait | None = None
         self._standing_since_s = 0.0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a signal handler may wait for legs
 
     def wait_begins(self, done: gpu.Event) -> None:
         """Note that the current stream is going to wait for ``done``."""
@@ -50,7 +53,7 @@ class Backlog:
         """Whether the device waits for a leg, and no other wait is queued behind that."""
         with self._lock:
             self._drop_ended()
-            return len(self._waits) == 1 and self._waits[0].before.query()
+            return len(self._waits) == 1 and bool(self._waits[0].before.query())
 
     def stands_for_long(self) -> bool:
         """Whether the device has been seen waiting for one leg for 2 ms, whatever is queued behind it."""
@@ -80,6 +83,24 @@ class Backlog:
 
         return is_drained
 
+    def outside_of_turn(self) -> HostWait:
+        """For waits between turns: they are noted, and nothing is given away."""
+        return _WaitOutsideOfTurn(self)
+
     def _drop_ended(self) -> None:
-        while self._waits and self._waits[0].done.query():
-            self._waits.popleft()
+        while self._waits and (oldest := self._waits[0]).done.query():
+            if self._waits and self._waits[0] is oldest:  # else a signal handler has dropped it meanwhile
+                self._waits.popleft()
+
+
+class _WaitOutsideOfTurn:
+    """A ``HostWait`` that only notes what the stream waits for: the next turn is queued behind it."""
+
+    def __init__(self, backlog: Backlog) -> None:
+        self._backlog = backlog
+
+    def poll(self) -> float:
+        return _POLL_S
+
+    def before_stream_waits(self, done: gpu.Event) -> None:
+        self._backlog.wait_begins(done)

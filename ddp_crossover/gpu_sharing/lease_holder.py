@@ -69,17 +69,15 @@ class LeaseHolder:
         contended = self._lease.contended
         self._ledger.hand_offs += contended
         self._ledger.disturbances += contended
-        self._left_s = start_s = time.perf_counter()
+        start_s = time.perf_counter()
         self._lease.release_when(None if self.backlog is None else self.backlog.end())
-        if self._settle():
-            self._expected.note_release(time.perf_counter() - start_s)
-
-    def _settle(self) -> bool:
-        """Account for a turn that the host has left, if the device has finished it by now; returns whether it has."""
-        if self._left_s is None or self._lease.released_s < self._left_s:
-            return False
-        self._end_turn(self._lease.released_s)
-        return True
+        if self._lease.draining:
+            self._left_s = start_s
+            return
+        now_s = time.perf_counter()
+        if not contended:  # otherwise it includes waking another job
+            self._expected.note_release(now_s - start_s)
+        self._end_turn(now_s)
 
     def _acquire(self) -> None:
         lease, ledger = self._lease, self._ledger
@@ -89,11 +87,15 @@ class LeaseHolder:
         start_s = time.perf_counter()
         granted = lease.acquire(eager=True)
         now_s = time.perf_counter()
-        if self._left_s is not None and not self._settle():
-            if granted:  # before the device had finished the last turn, which goes on
+        if self._left_s is not None:
+            ended_s = lease.released_s
+            if granted and ended_s < self._left_s:  # before the device had finished the last turn, which goes on
                 self._left_s = None
                 return
-            self._end_turn(now_s)
+            self._end_turn(max(ended_s, self._left_s))
+            # It ended while this job waited for the next one, so another job wanted that.
+            was_taken = was_taken or ended_s > start_s
+            start_s = max(start_s, ended_s)
         self._late_s = now_s - start_s if was_taken else 0.0
         ledger.regrant_s += now_s - start_s
         if was_taken:

@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from typing import Protocol
 
+from ddp_crossover import device as gpu
 from ddp_crossover.collectives.leg import HostWait
 from ddp_crossover.collectives.stream_order import CudaStreams
+from ddp_crossover.device import Stream
 from ddp_crossover.figures.stats import LeaseUse
 from ddp_crossover.gpu_sharing.backlog import Backlog
 from ddp_crossover.gpu_sharing.gap import Gap
@@ -122,7 +124,8 @@ class Turns:
         with self._outside_of_compute():
             holder = self._holder
             if holder is None or self._lease is None or not holder.is_wanted:
-                yield None
+                backlog = None if holder is None else holder.backlog
+                yield None if backlog is None else backlog.outside_of_turn()
                 return
             gap = Gap(what, self._lease, holder, self._expected, self.ledger, self._clock)
             try:
@@ -132,6 +135,11 @@ class Turns:
                 raise
             gap.end()
             holder.acquire()
+
+    def before_stream_waits(self, stream: Stream) -> None:
+        """Note that the current stream is going to wait for all that is queued on ``stream`` now."""
+        if self._holder is not None and self._holder.backlog is not None:
+            self._holder.backlog.wait_begins(gpu.record(stream))
 
     def step_ended(self) -> None:
         """Account for the iteration that has ended, and start or end a break from sharing."""

@@ -38,6 +38,8 @@ from ddp_crossover.planning.tuner import TRIAL_STEPS, WARMUP_STEPS, Tuner, Tunin
 # The plan before any measurement: the number of groups to aim for, and bounds of the group size in MiB.
 _FIRST_GROUPS = 16
 _FIRST_MB = (0.25, 8.0)
+# A host that takes longer for a group than this has waited for the device.
+_MOST_HOST_S = 1e-3
 # With new buckets, DDP's next step makes them and the one after it orders them.
 _STEPS_OF_NEW_BUCKETS = 2
 # Trials that another job disturbed are repeated, but not for ever: the tuner must end next to a job that never leaves.
@@ -222,15 +224,14 @@ class Planning:
     def _leave_profiling(self) -> FusionPlan | None:
         assert self.profiler is not None
         host = self._link.meter.host
+        measured_s = 2 * host.typical_s("leg") + host.typical_s("update")
         mine = {
             "compute": self.profiler.profile().to_json(),
-            "host_per_group_s": 2 * host.mean_s("leg") + host.mean_s("update") or HOST_PER_GROUP_S,
+            "host_per_group_s": min(measured_s, _MOST_HOST_S) or HOST_PER_GROUP_S,
         }
         of_rank_0 = self._exchange(mine)[0]
-        self.compute, self._host_per_group_s = (
-            ComputeProfile.from_json(of_rank_0["compute"]),
-            of_rank_0["host_per_group_s"],
-        )
+        self.compute = ComputeProfile.from_json(of_rank_0["compute"])
+        self._host_per_group_s = of_rank_0["host_per_group_s"]
         self.profiler = None
         fixed_mb = self._options.fusion_mb
         self.planned = self._search(self.compute, None if fixed_mb is None else [fixed_mb])

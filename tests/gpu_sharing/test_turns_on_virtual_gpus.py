@@ -71,7 +71,7 @@ def test_a_job_that_comes_later_does_not_compute_beside_what_is_queued(begin_ms)
     assert both_s(main, filler[:1]) < 2e-4
 
 
-def _two_jobs_on_two_gpus() -> tuple[float, float]:
+def _two_jobs_on_two_gpus(**options: bool) -> tuple[float, float]:
     """The longest step of any rank, and the time in which both computed, in seconds. Ranks come at different times."""
     with virtual_hosts() as hosts:
         gpus = [VirtualGpu(hosts) for _ in range(2)]
@@ -79,7 +79,7 @@ def _two_jobs_on_two_gpus() -> tuple[float, float]:
         for job, begins_s in (("a", (0.0, 0.021)), ("b", (0.020, 0.001))):
             meetings: dict = {}
             for gpu, begin_s in zip(gpus, begins_s, strict=True):
-                rank = Rank(gpu, VirtualLease(gpu, job), job, 2, meetings, launch_s=1e-3)
+                rank = Rank(gpu, VirtualLease(gpu, job), job, 2, meetings, launch_s=1e-3, **options)
                 ranks.append(rank)
                 jobs.append(partial(rank.train, STEPS, begin_s))
         hosts.run(*jobs)
@@ -92,6 +92,27 @@ def test_two_jobs_on_two_gpus_do_not_wait_for_each_other() -> None:
     assert longest_s < 4 * ALONE_S
     # Only at the beginning: what a job has queued before the other one came goes on by itself.
     assert both_computed_s < 3 * COMPUTE_S
+
+
+def test_nor_where_scripts_wait_for_gradients_between_turns() -> None:
+    longest_s, _ = _two_jobs_on_two_gpus(reads_early=True)
+    assert longest_s < HOLD_LIMIT_S
+
+
+def test_a_turn_is_late_by_what_another_job_held_and_not_by_the_end_of_the_last_one() -> None:
+    with virtual_hosts() as hosts:
+        gpu = VirtualGpu(hosts)
+        # Without legs: the next turn is wanted while the device still works on the last one.
+        rank = Rank(gpu, VirtualLease(gpu, "main"), "main", 1, {}, leg_s=1e-5)
+        other = VirtualLease(gpu, "other")
+        hosts.run(
+            partial(rank.train, STEPS),
+            partial(fill, gpu, other, 20 * KERNEL_S, lambda: len(rank.steps_s) == STEPS, 5e-3),
+        )
+    ledger = rank.turns.ledger
+    # The other job's turns are longer than this one's, by 2 ms or more in each step.
+    assert ledger.slowed_s > 1e-3 * STEPS / 2
+    assert ledger.held_s < 1.2 * sum(end - begin for begin, end in gpu.intervals("main"))
 
 
 def test_without_a_look_at_open_waits_they_do() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import time
 import weakref
@@ -176,3 +177,51 @@ def test_its_thread_keeps_no_lease_alive(processes, lease_directory, events) -> 
     gc.collect()
     eventually(lambda: reference() is None)
     eventually(lambda: not any(thread.name == "ddp_crossover-lease-drain" for thread in threading.enumerate()))
+
+
+def test_blocks_that_begin_while_a_turn_ends_release_what_they_acquire(lease, events, processes, monkeypatch) -> None:
+    draw = random.Random(1)
+
+    def soon(event: Event) -> bool:
+        if not hasattr(event, "ends_s"):
+            event.ends_s = time.perf_counter() + draw.uniform(0, 2e-3)
+        return time.perf_counter() >= event.ends_s
+
+    monkeypatch.setattr(Event, "query", soon)
+    for _ in range(500):
+        with lease.held():
+            pass
+        assert not lease.holding
+        time.sleep(draw.uniform(0, 2e-3))
+    filler = processes.actor("filler", resource=GPU, role="filler")
+    filler.start("hold_for", 0.0)
+    assert filler.result()["leased"]
+
+
+def test_its_own_work_is_not_waited_for_beyond_the_limit(processes, lease_directory, events) -> None:
+    processes.broker()
+    lease = GpuLease(GPU, job="job", directory=lease_directory, spawn_broker=False, max_wait_s=0.2)
+    assert lease.wait_until_connected(20)
+    lease.acquire()
+    filler = processes.actor("filler", resource=GPU, role="filler")
+    filler.start("hold_for", 0.0)
+    eventually(lambda: lease.contended)
+    lease.release()
+    assert not lease.acquire()
+    assert lease.stats().unleased == {"its own work on the device was not done within 0.2 s": 1}
+    lease.close()
+
+
+def test_a_turn_that_the_broker_ends_meanwhile_has_ended(processes, lease_directory, events) -> None:
+    processes.broker(limits={"hold_s": 0.3})
+    lease = GpuLease(GPU, job="job", directory=lease_directory, spawn_broker=False, max_stall_s=10.0)
+    assert lease.wait_until_connected(20)
+    lease.acquire()
+    waiter = processes.actor("waiter", resource=GPU)
+    waiter.start("hold_for", 0.0)
+    eventually(lambda: lease.contended)
+    lease.release()
+    before_s = time.perf_counter()
+    assert lease.acquire()
+    assert lease.released_s > before_s
+    lease.close()

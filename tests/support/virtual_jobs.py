@@ -91,6 +91,10 @@ class VirtualLease(GpuLease):
     def released_s(self) -> float:
         return self.ended_s
 
+    @property
+    def draining(self) -> bool:
+        return self.is_drained is not None
+
     def wait_until_connected(self, timeout_s: float) -> bool:
         return True
 
@@ -156,6 +160,8 @@ class Rank:
         forward_s, backward_s: of one group.
         leg_s: of both legs of one group.
         launch_s: host time of each kernel.
+        reads_early: whether a script waits for all legs between turns, as one that reads gradients does, and then
+            updates in a turn of its own.
         steps_s: when each step of the host ended.
     """
 
@@ -169,6 +175,7 @@ class Rank:
     backward_s: float = 2e-3
     leg_s: float = 6e-3
     launch_s: float = LAUNCH_S
+    reads_early: bool = False
     steps_s: list[float] = field(default_factory=list)
     turns: Any = None
 
@@ -199,6 +206,15 @@ class Rank:
                 legs[group] = _NcclLeg(link, f"leg {group}", group, comm, FakeEvent(comm))
             self.turns.release()
             self.turns.step_ended()
+            if self.reads_early:
+                for group, leg in legs.items():
+                    with self.turns.gap(group) as host_wait:
+                        leg.wait(host_wait)
+                legs.clear()
+                self.turns.want()
+                self.turns.resume()
+                self._compute(self.forward_s)
+                self.turns.release()
             self.steps_s.append(hosts.now_s)
         hosts.sleep_until(device.current_stream(cpu).done)
 

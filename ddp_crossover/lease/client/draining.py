@@ -46,14 +46,17 @@ class Draining:
 
     def end_turn(self) -> None:
         """End the turn now."""
-        self._is_drained = None
+        # In this order: who sees that nothing is under way must also see that the turn has ended.
         self._turn.end()
         self.ended_s = time.perf_counter()
+        self._is_drained = None
 
     def begin(self, is_drained: Callable[[], bool]) -> None:
         """End the turn as soon as ``is_drained()``, which a thread asks."""
-        self._is_drained = is_drained
-        if self._thread is None:
+        before = self._is_drained
+        # Two models may share a lease: the turn lasts until both have drained.
+        self._is_drained = is_drained if before is None else lambda: before() and is_drained()
+        if self._thread is None or not self._thread.is_alive():
             serve = _while_alive(weakref.WeakMethod(self._serve))
             thread = threading.Thread(target=serve, name="ddp_crossover-lease-drain", daemon=True)
             try:
@@ -66,13 +69,19 @@ class Draining:
             self._changed.notify()
 
     def cancel(self) -> None:
-        """Let the turn go on."""
+        """Let the turn go on, unless the broker has ended it."""
+        if self.is_under_way and not self._turn.is_held:
+            self.ended_s = time.perf_counter()
         self._is_drained = None
 
-    def wait(self) -> None:
-        """Wait until the turn has ended, by this process or by the broker."""
+    def wait(self, limit_s: float) -> bool:
+        """Wait until the turn has ended, by this process or by the broker; returns False after ``limit_s``."""
+        ends_s = time.perf_counter() + limit_s
         while self.is_under_way and self._turn.is_held:
+            if time.perf_counter() > ends_s:
+                return False
             time.sleep(POLL_S)
+        return True
 
     def forget_in_child(self) -> None:
         """Forget the thread, which a forked child does not have."""

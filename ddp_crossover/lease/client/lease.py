@@ -104,6 +104,7 @@ class GpuLease:
         receive_timeout_s = 0.4 * max_stall_s
         self._reconnector = Reconnector(BrokerDirectory(directory), hello, receive_timeout_s, spawn_broker)
         self._turn = Turn(self._reconnector, hello, max_wait_s)
+        self._max_wait_s = max_wait_s
         self._draining = Draining(self._lock, self._turn)
         self._finalizer = weakref.finalize(self, self._reconnector.stop)
         os.register_at_fork(after_in_child=lambda: _forget_in_child(itself))
@@ -127,7 +128,9 @@ class GpuLease:
             if not self.contended:
                 self._draining.cancel()  # the last turn goes on
         # Another job waits for the end of the last turn: what was queued in it must be done first.
-        self._draining.wait()
+        if not self._draining.wait(self._max_wait_s):
+            self._count_unleased(f"its own work on the device was not done within {self._max_wait_s} s")
+            return False
         with self._lock:
             self._draining.cancel()
             return self.holding or (eager and self._turn.request_if_free()) or self._request(Kind.REQUEST)
@@ -180,7 +183,8 @@ class GpuLease:
     @contextmanager
     def held(self) -> Iterator[bool]:
         """Hold the resource in a ``with`` block, which yields the result of :meth:`acquire`. Blocks may be nested."""
-        outermost = not self.holding
+        with self._lock:
+            outermost = not self.holding
         try:
             try:
                 yield self.acquire()
@@ -256,7 +260,12 @@ class GpuLease:
     @property
     def holding(self) -> bool:
         """Whether this process currently holds the resource. False once it was released or the broker has ended it."""
-        return self._turn.is_held and not self._draining.is_under_way
+        return not self._draining.is_under_way and self._turn.is_held
+
+    @property
+    def draining(self) -> bool:
+        """Whether this process has released the resource, and the device has not done what was queued before."""
+        return self._draining.is_under_way
 
     @property
     def released_s(self) -> float:
@@ -266,12 +275,12 @@ class GpuLease:
     @property
     def undisturbed(self) -> bool:
         """Whether this process holds the resource and is not pressed. The cheapest check in the usual case."""
-        return self._turn.is_undisturbed
+        return self._turn.is_undisturbed and not self._draining.is_under_way
 
     @property
     def asked_to_yield(self) -> bool:
         """Whether this is a filler that holds while a peer waits, and should release."""
-        return self._turn.is_asked_to_yield
+        return self._turn.is_asked_to_yield and not self._draining.is_under_way
 
     @property
     def fence(self) -> int:
@@ -312,12 +321,14 @@ class GpuLease:
     def _request(self, kind: Kind) -> bool:
         """Request the resource and wait. Returns whether it is held; if not, counts and logs the reason."""
         why_not = self._turn.request(kind)
-        if why_not is None:
-            return True
+        if why_not is not None:
+            self._count_unleased(why_not)
+        return why_not is None
+
+    def _count_unleased(self, why_not: str) -> None:
         if not self._unleased[why_not]:
             logger.warning("job %s runs without its lease on %s: %s", self.job, self.resource, why_not)
         self._unleased[why_not] += 1
-        return False
 
 
 def _forget_in_child(lease: weakref.ref[GpuLease]) -> None:
