@@ -36,9 +36,22 @@ def write(record: Any, json_file: Path | None, plot_file: Path | None = None, dr
     for path in filter(None, (json_file, plot_file)):
         path.parent.mkdir(parents=True, exist_ok=True)
     if json_file:
-        json_file.write_text(json.dumps(record, indent=2) + "\n")
+        _replace(json_file, json.dumps(record, indent=2) + "\n")
     if plot_file and draw:
         draw(record, plot_file)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file in one step: a run that is killed in the middle leaves the old one."""
+    if path.exists() and not path.is_file():
+        path.write_text(text)  # /dev/stdout, say, which cannot be replaced
+        return
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _processor_name() -> str:
