@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpu_check_parts import checks
-from gpu_check_parts.ranks import Launch
+from bench_kit.ranks import Launch
 from gpu_check_parts.training import Recipe
 
 # Needed by cuBLAS for deterministic results. Loopback: no host name has to resolve.

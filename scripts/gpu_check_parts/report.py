@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gpu_check_parts.cases import Case
-from gpu_check_parts.ranks import Outcome
+from bench_kit.ranks import Outcome
 
 STYLES = {"ok": "green", "FAIL": "bold red", "skip": "yellow", "not run": "bold red"}
 
