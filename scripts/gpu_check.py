@@ -21,10 +21,10 @@ import torch
 from rich.console import Console
 
 from bench_kit.options import add_results, make_parser
+from bench_kit.ranks import Launch, Outcome, run_check
 from bench_kit.record import write
 from gpu_check_parts import cases, checks, report
 from gpu_check_parts.cases import Case
-from bench_kit.ranks import Launch, Outcome, run_check
 from gpu_check_parts.report import Row
 
 # An experimental setting of NCCL 2.30 and later; see NCCL's list of environment variables.

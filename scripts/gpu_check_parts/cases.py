@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpu_check_parts import checks
 from bench_kit.ranks import Launch
+from gpu_check_parts import checks
 from gpu_check_parts.training import Recipe
 
 # Needed by cuBLAS for deterministic results. Loopback: no host name has to resolve.

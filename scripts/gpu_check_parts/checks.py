@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench_kit.ranks import Skipped
 from gpu_check_parts import disturbances
 from gpu_check_parts.models import device_sleep
-from bench_kit.ranks import Skipped
 from gpu_check_parts.training import Job, Recipe, difference, digest
 
 # Past the iterations of which DDP times every one (the first ten) and past DeAR's own start.

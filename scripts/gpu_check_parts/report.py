@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gpu_check_parts.cases import Case
 from bench_kit.ranks import Outcome
+from gpu_check_parts.cases import Case
 
 STYLES = {"ok": "green", "FAIL": "bold red", "skip": "yellow", "not run": "bold red"}
 

@@ -1,0 +1,1 @@
+"""The parts of `gpu_bench.py`: the emulated wire, workloads, arms, rounds, figures, report."""
