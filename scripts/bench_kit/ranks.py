@@ -131,12 +131,14 @@ class _Ranks:
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         self._figures: list[Figures] = []
+        self._heard_s: list[float] = []
 
     def add(self, pipe: Connection, process: Any) -> None:
         """The next rank."""
         self._pipes.append(pipe)
         self._processes.append(process)
         self._figures.append({})
+        self._heard_s.append(time.monotonic())
 
     def known_figures(self) -> list[Figures]:
         """The figures of each rank so far; empty if no rank has any."""
@@ -157,7 +159,8 @@ class _Ranks:
                     how = self._how_it_died(rank)
                     if self._launch.victim is None:
                         return "FAIL", f"rank {rank} died, {how}"
-                    result, value = "ok", self._figures[rank] | {"died": how}
+                    silent_s = time.monotonic() - self._heard_s[rank]
+                    result, value = "ok", self._figures[rank] | {"died": how, "died_after_s": silent_s}
                 if result in ("skip", "FAIL"):
                     return result, value if result == "skip" else f"rank {rank} failed:\n{value}"
                 self._take(rank, value)
@@ -176,6 +179,7 @@ class _Ranks:
 
     def _take(self, rank: int, figures: Figures) -> None:
         self._figures[rank] = figures
+        self._heard_s[rank] = time.monotonic()
         if self._on_figures is not None:
             self._on_figures(self._figures)
 

@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
@@ -28,6 +29,8 @@ class GpuArm(Arm):
         wire: what gradients travel over.
         device: the device.
         fusion_mb: group size, for an arm of ours; None to let it tune.
+        process_group: of the model; by default the one of all ranks.
+        lease: of an arm of ours.
     """
 
     def __init__(
@@ -38,6 +41,8 @@ class GpuArm(Arm):
         wire: Wire,
         device: torch.device,
         fusion_mb: float | None,
+        process_group: dist.ProcessGroup | None = None,
+        lease: dx.GpuLease | None = None,
     ) -> None:
         self.settings, self._case, self._wire, self._device = arm, case, wire, device
         self.host_s: list[float] = []
@@ -46,12 +51,13 @@ class GpuArm(Arm):
         self.ddp = DistributedDataParallel(
             workload.build(),
             device_ids=[device.index] if device.type == "cuda" else None,
+            process_group=process_group,
             bucket_cap_mb=arm.bucket_mb,
             gradient_as_bucket_view=True,
         )
         optimizer = _optimizer(case.optimizer, self.ddp)
         self.timer: dx.DdpTimer | None = None
-        state = dx.attach(self.ddp, optimizer, fusion_mb=fusion_mb) if arm.is_ours else None
+        state = dx.attach(self.ddp, optimizer, fusion_mb=fusion_mb, lease=lease) if arm.is_ours else None
         super().__init__(workload, self.ddp, optimizer, state)
         if not arm.communicates:
             self.ddp.register_comm_hook(None, noop_hook)

@@ -36,6 +36,24 @@ def equivalence(device: torch.device, recipe: Recipe) -> dict[str, Any]:
     return _judge(recipe, seen, expected, stats)
 
 
+def equivalence_while_tuning(device: torch.device, recipe: Recipe) -> dict[str, Any]:
+    """The same, where DeAR may end with plain all-reduces, or leave DDP alone."""
+    _deterministic()
+    expected, _ = _train(recipe, device, with_dear=False)
+    job = Job(recipe, device, dist.get_rank(), with_dear=True)
+    try:
+        seen = job.train()
+        largest, stats = _judge_bits(recipe, seen, expected), job.state.stats()
+        return {
+            "largest_difference": largest,
+            "pipelined": f"{stats.pipelined_iterations}/{stats.iterations}",
+            "digest": digest(seen),
+            "noticed": job.state.tuning_progress() if dist.get_rank() == 0 else "",
+        }
+    finally:
+        job.close()
+
+
 def equivalence_on_side_stream(device: torch.device, recipe: Recipe) -> dict[str, Any]:
     """The same, where the user trains on a stream that is not the default one."""
     _need_cuda(device)
@@ -134,7 +152,8 @@ def _train(recipe: Recipe, device: torch.device, *, with_dear: bool) -> tuple[di
         job.close()
 
 
-def _judge(recipe: Recipe, seen: dict[str, Any], expected: dict[str, Any], stats: Any) -> dict[str, Any]:
+def _judge_bits(recipe: Recipe, seen: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Returns the largest difference, which the recipe must allow."""
     largest, paths = difference(seen, expected)
     if not recipe.exact:
         far = [path for path in paths if not _close(seen.get(path), expected.get(path))]
@@ -142,6 +161,11 @@ def _judge(recipe: Recipe, seen: dict[str, Any], expected: dict[str, Any], stats
             raise AssertionError(f"beyond rtol {RELATIVE_TOLERANCE} of plain DDP: {_some(far)}; largest {largest:g}")
     elif paths:
         raise AssertionError(f"not the bits of plain DDP: {_some(paths)}; largest difference {largest:g}")
+    return largest
+
+
+def _judge(recipe: Recipe, seen: dict[str, Any], expected: dict[str, Any], stats: Any) -> dict[str, Any]:
+    largest = _judge_bits(recipe, seen, expected)
     unexpected = {
         reason: count
         for reason, count in stats.fallbacks.items()

@@ -14,14 +14,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench_kit.ranks import Outcome
-from gpu_check_parts.cases import Case
+from gpu_check_parts.case import Case
 
 STYLES = {"ok": "green", "FAIL": "bold red", "skip": "yellow", "not run": "bold red"}
 
 
 class Row(NamedTuple):
-    """One case and what became of it."""
+    """One case of a part, and what became of it."""
 
+    part: str
     case: Case
     outcome: Outcome
 
@@ -34,23 +35,26 @@ class Row(NamedTuple):
     @property
     def pipelined(self) -> str:
         """Pipelined iterations out of all, on rank 0."""
-        return str(self.outcome.figures[0].get("pipelined", "")) if self.outcome.figures else ""
+        return next((str(rank["pipelined"]) for rank in self.outcome.figures if "pipelined" in rank), "")
 
     @property
     def note(self) -> str:
-        """The reason in one line."""
-        if self.outcome.result == "ok":
-            return str(self.outcome.figures[0].get("noticed", "")) if self.outcome.figures else ""
-        if self.outcome.result == "skip":
-            return self.outcome.detail
-        lines = self.outcome.detail.split("\n--- output of rank", 1)[0].strip().splitlines()
-        raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Failure)\b", line)]
-        return (raised or lines or [""])[-1]
+        """What was noticed, or the reason, in one line."""
+        if self.outcome.result in ("ok", "under way"):
+            noticed = dict.fromkeys(str(rank["noticed"]) for rank in self.outcome.figures if rank.get("noticed"))
+            dead = [
+                f"rank {rank} died {found['died_after_s']:.1f} s later, {found['died']}"
+                for rank, found in enumerate(self.outcome.figures)
+                if "died" in found and rank != self.case.launch.victim
+            ]
+            return "; ".join([*noticed, *dead])
+        return self.outcome.detail if self.outcome.result == "skip" else reason_of(self.outcome)
 
     def as_json(self) -> dict[str, Any]:
         """The case and its outcome, for JSON."""
         launch = self.case.launch
         return {
+            "part": self.part,
             "group": self.case.group,
             "case": self.case.name,
             "backend": launch.backend,
@@ -63,6 +67,13 @@ class Row(NamedTuple):
             "detail": self.outcome.detail,
             "ranks": self.outcome.figures,
         }
+
+
+def reason_of(outcome: Outcome) -> str:
+    """The line of a failure's detail that says most."""
+    lines = outcome.detail.split("\n--- output of rank", 1)[0].strip().splitlines()
+    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Failure)\b", line)]
+    return (raised or lines or [""])[-1]
 
 
 def environment(device_type: str) -> dict[str, str]:
@@ -101,7 +112,8 @@ def print_results(console: Console, rows: Sequence[Row], elapsed_s: float) -> No
     """The table, the details of what failed, and a line with the count."""
     table = Table(box=box.SIMPLE_HEAD)
     for name, options in {
-        "check": {"no_wrap": True},
+        "part": {"no_wrap": True},
+        "check": {},
         "case": {},
         "ranks": {"justify": "right"},
         "result": {"no_wrap": True},
@@ -114,6 +126,7 @@ def print_results(console: Console, rows: Sequence[Row], elapsed_s: float) -> No
     for row in rows:
         case, outcome, gap = row.case, row.outcome, row.largest_difference
         table.add_row(
+            row.part,
             escape(case.group),
             escape(case.name),
             str(len(case.launch.devices)),
@@ -121,7 +134,7 @@ def print_results(console: Console, rows: Sequence[Row], elapsed_s: float) -> No
             "" if gap is None else ("0" if gap == 0 else f"{gap:.1e}"),
             row.pipelined,
             f"{outcome.seconds:.1f}",
-            escape(row.note[:300]),
+            escape(row.note[:400]),
         )
     console.print(table)
     for row in rows:

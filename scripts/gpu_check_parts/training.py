@@ -39,8 +39,10 @@ class Recipe:
         autocast: dtype of autocast; empty for none.
         set_to_none: argument of ``zero_grad``.
         steps: optimizer steps.
-        fusion_mb: size of a fusion group.
+        fusion_mb: size of a fusion group; None to let DeAR find it.
         wire_dtype: DeAR's ``wire_dtype``; empty for none. Plain DDP then gets a hook that does the same.
+        schedule: DeAR's ``schedule``.
+        compiled: backend of ``torch.compile`` for the network; empty to run it as it is.
     """
 
     optimizer: str = "SGD"
@@ -56,8 +58,10 @@ class Recipe:
     autocast: str = ""
     set_to_none: bool = True
     steps: int = 16
-    fusion_mb: float = FUSION_MB
+    fusion_mb: float | None = FUSION_MB
     wire_dtype: str = ""
+    schedule: str = "auto"
+    compiled: str = ""
 
     @property
     def reads_gradients(self) -> bool:
@@ -86,6 +90,8 @@ class Job:
         self.recipe, self.device, self.rank = recipe, device, rank
         torch.manual_seed(SEED)
         net = MODELS[recipe.model]().to(device, getattr(torch, recipe.dtype))
+        if recipe.compiled:
+            net = torch.compile(net, backend=recipe.compiled)
         device_ids = [device.index] if device.type == "cuda" else None
         self.ddp = DistributedDataParallel(
             net, device_ids=device_ids, gradient_as_bucket_view=recipe.bucket_view, bucket_cap_mb=BUCKET_MB
@@ -99,7 +105,12 @@ class Job:
             import ddp_crossover as dx  # here, so that plain DDP runs without it
 
             self.state = dx.attach(
-                self.ddp, self.optimizer, fusion_mb=recipe.fusion_mb, strict=recipe.strict, wire_dtype=wire_dtype
+                self.ddp,
+                self.optimizer,
+                fusion_mb=recipe.fusion_mb,
+                strict=recipe.strict,
+                wire_dtype=wire_dtype,
+                schedule=recipe.schedule,
             )
             scaler_class = dx.GradScaler if recipe.scaler == "own" else scaler_class
         elif wire_dtype is not None:

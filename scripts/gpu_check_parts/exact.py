@@ -1,51 +1,36 @@
-"""All cases: what is checked, on how many ranks, over which backend."""
+"""The parts `exact`, `streams` and `two-ranks`: the bits of plain DDP, and a host that waits for nothing."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 from bench_kit.ranks import Launch
-from gpu_check_parts import checks
+from gpu_check_parts import checks, two_ranks
+from gpu_check_parts.case import Case, one_rank, two_ranks_over_gloo
+from gpu_check_parts.runner import Runner
 from gpu_check_parts.training import Recipe
 
-# Needed by cuBLAS for deterministic results. Loopback: no host name has to resolve.
-ENVIRONMENT = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_DEBUG": "WARN",
-}
 ADAMW = {"lr": 0.01}
 SGD = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
 # Groups of one large matrix each.
 WIDE = {"model": "wide", "fusion_mb": 4.0, "steps": 8}
 
 
-@dataclass(frozen=True)
-class Case:
-    """One row of the table.
-
-    Attributes:
-        group: what kind of check.
-        name: which one.
-        check: runs on every rank.
-        arguments: of the check, after the device.
-        launch: how its ranks are started.
-        alone: times or loads the device, so nothing else may run beside it.
-        needs_cuda: cannot be rehearsed on a CPU.
-    """
-
-    group: str
-    name: str
-    check: Callable[..., dict[str, Any]]
-    arguments: tuple[Any, ...]
-    launch: Launch
-    alone: bool = False
-    needs_cuda: bool = False
+def run_exact(runner: Runner) -> None:
+    """World size 1."""
+    runner.run_all(equivalence_cases(runner.device))
 
 
-def one_rank(device: str, **options: Any) -> Launch:
-    """A single rank: over NCCL on a GPU, over gloo in a rehearsal."""
-    return Launch("gloo" if device == "cpu" else "nccl", (device,), ENVIRONMENT, **options)
+def run_streams(runner: Runner) -> None:
+    """World size 1: what runs when."""
+    runner.run_all(no_host_sync_cases(runner.device))
+    runner.run_all(stream_cases(runner.device))
+
+
+def run_two_ranks(runner: Runner) -> None:
+    """Two ranks over gloo, then over NCCL where that is possible."""
+    device = runner.device
+    runner.run_all(two_rank_cases(device, two_ranks_over_gloo(device), "two ranks, gloo"))
+    two_ranks.run_over_nccl(runner, lambda launch: two_rank_cases(device, launch, "two ranks, NCCL"))
 
 
 def core_recipes(device: str) -> Iterator[tuple[str, Recipe]]:
@@ -87,8 +72,8 @@ def core_recipes(device: str) -> Iterator[tuple[str, Recipe]]:
     )
 
 
-def one_rank_cases(device: str) -> Iterator[Case]:
-    """World size 1."""
+def equivalence_cases(device: str) -> Iterator[Case]:
+    """The bits of plain DDP."""
     launch = one_rank(device)
     for name, recipe in core_recipes(device):
         yield Case("equivalence", name, checks.equivalence, (recipe,), launch)
@@ -96,6 +81,11 @@ def one_rank_cases(device: str) -> Iterator[Case]:
     yield Case(
         "equivalence", "AdamW, device_id bound", checks.equivalence, (Recipe("AdamW", ADAMW),), bound, needs_cuda=True
     )
+
+
+def no_host_sync_cases(device: str) -> Iterator[Case]:
+    """The host waits nowhere in a steady step."""
+    launch = one_rank(device)
     steady = {
         "SGD": Recipe(options=SGD),
         "AdamW": Recipe("AdamW", ADAMW),
@@ -110,10 +100,11 @@ def one_rank_cases(device: str) -> Iterator[Case]:
         # Few groups: the driver itself blocks the host once about a thousand kernels are waiting.
         few_groups = replace(recipe, fusion_mb=0.05)
         yield Case("no host sync", name, checks.no_host_sync, (few_groups,), launch, alone=True, needs_cuda=True)
-    yield from _stream_cases(device, launch, "streams")
 
 
-def _stream_cases(device: str, launch: Launch, group: str) -> Iterator[Case]:
+def stream_cases(device: str) -> Iterator[Case]:
+    """Every stream waits for what it reads; the controls take one such wait out."""
+    launch, group = one_rank(device), "streams"
     sgd, adamw = Recipe(options=SGD, **WIDE), Recipe("AdamW", {"lr": 0.001}, **WIDE)
     late = checks.equivalence_with_late_legs
     recipes = {

@@ -1,0 +1,169 @@
+"""The part `lease`: what a job that gives its turn away leaves on the GPU, and what two jobs get out of one GPU."""
+
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ddp_crossover as dx
+from bench_kit.device_time import Sleeper, now, synchronize, wait_for
+from bench_kit.ranks import Launch
+from bench_kit.rounds import spread
+from ddp_crossover.lease.directory import DIRECTORY_VARIABLE
+from gpu_bench_parts.settings import CaseSettings
+from gpu_bench_parts.workloads import SMALL
+from gpu_check_parts import mps
+from gpu_check_parts.case import Case, two_ranks_over_gloo
+from gpu_check_parts.runner import Runner
+from gpu_check_parts.sharing import LEASE_START_S, Filler, Sharing, share
+
+GROUP = "lease"
+LIMIT_S = 80.0
+BACKLOG_S = 0.3
+# What a release to a job that waits may leave behind.
+LEFT_BEHIND_S = 0.03
+CONTENDED_WITHIN_S = 3.0
+REQUESTS = 60
+MOST_APART_S = 0.04
+
+
+def run(runner: Runner) -> None:
+    """With a broker of their own, so that no job of somebody else's takes part."""
+    is_rehearsal = runner.device == "cpu"
+    training = CaseSettings(SMALL if is_rehearsal else "resnet50", 0.2 if is_rehearsal else 25.0, precision="fp32")
+    if not is_rehearsal:
+        training = replace(training, precision="bf16")
+    with tempfile.TemporaryDirectory(prefix="gpu-check-lease-") as directory:
+        two = _with_lease(two_ranks_over_gloo(runner.device), directory)
+        runner.run_all([Case(GROUP, "drain: what a release leaves on the GPU", drain, (), two, True)])
+        mps.run_with_and_without(runner, lambda which: _cases(which, two, training))
+        four = replace(two, devices=two.devices * 2)
+        staged = Sharing(training, "training", ranks_per_job=2)
+        name = "two jobs of two ranks each, gloo through host memory"
+        runner.run_all([Case(GROUP, name, share, (staged,), four, True, limit_s=LIMIT_S)])
+
+
+def _with_lease(launch: Launch, directory: str) -> Launch:
+    return replace(launch, environment={**launch.environment, DIRECTORY_VARIABLE: directory})
+
+
+def _cases(which: str, launch: Launch, training: CaseSettings) -> Iterator[Case]:
+    yield Case(GROUP, f"run-ahead: how soon a filler gives way, {which}", run_ahead, (), launch, True)
+    for name, sharing in {
+        "gaps: training and a filler": Sharing(training, "filler"),
+        "two training jobs": Sharing(training, "training"),
+    }.items():
+        yield Case(GROUP, f"{name}, {which}", share, (sharing,), launch, True, limit_s=LIMIT_S)
+
+
+def drain(device: torch.device) -> dict[str, Any]:
+    """Rank 0 releases while its stream is busy. A job that waits must get an idle GPU, and one that comes later?"""
+    lease = _lease("peer")
+    sleeper = Sleeper(device)
+    found: dict[str, Any] = {}
+    for is_contended in (False, True):
+        dist.barrier()
+        name = "contended" if is_contended else "uncontended"
+        if dist.get_rank() == 0:
+            found[name] = _release_while_busy(device, lease, sleeper, is_contended=is_contended)
+        else:
+            found[name] = _take_over(lease, is_contended=is_contended)
+        dist.barrier()
+    lease.close()
+    if dist.get_rank() != 0:
+        return found
+    left_s = found["contended"]["backlog_s"]
+    assert left_s < LEFT_BEHIND_S, f"a release to a job that waits left {left_s:.3f} s of work on the GPU"
+    return found | {
+        "noticed": f"a release that nobody waits for leaves {found['uncontended']['backlog_s'] * 1e3:.0f} of "
+        f"{BACKLOG_S * 1e3:.0f} ms of work on the GPU; one to a job that waits {left_s * 1e3:.0f} ms"
+    }
+
+
+def _release_while_busy(
+    device: torch.device, lease: dx.GpuLease, sleeper: Sleeper, *, is_contended: bool
+) -> dict[str, float]:
+    assert lease.acquire(), lease.stats().unleased
+    dist.barrier()  # the other job asks from now on, or comes later
+    if device.type == "cuda":
+        sleeper.sleep(BACKLOG_S)
+    busy = now(device)
+    start_s = time.monotonic()
+    while is_contended and not lease.contended:
+        assert time.monotonic() - start_s < CONTENDED_WITHIN_S, "the other job does not wait"
+        time.sleep(1e-3)
+    begin_s = time.perf_counter()
+    lease.release()
+    released_s = time.perf_counter()
+    wait_for(busy)
+    return {"release_s": released_s - begin_s, "backlog_s": time.perf_counter() - released_s}
+
+
+def _take_over(lease: dx.GpuLease, *, is_contended: bool) -> dict[str, float]:
+    dist.barrier()
+    if not is_contended:
+        time.sleep(BACKLOG_S / 6)  # after the release, well before the end of the backlog
+    begin_s = time.perf_counter()
+    granted = lease.acquire()
+    granted_s = time.perf_counter() - begin_s
+    lease.release()
+    return {"granted": float(granted), "granted_after_s": granted_s}
+
+
+def run_ahead(device: torch.device) -> dict[str, Any]:
+    """Rank 1 fills the GPU under its lease; rank 0 asks again and again, and looks how soon the GPU is really free."""
+    is_peer = dist.get_rank() == 0
+    lease = _lease("peer" if is_peer else "filler")
+    value = torch.zeros(1, device=device)
+    over = torch.zeros(1)
+    filler = None if is_peer else Filler(device, lease)
+    handle = dist.broadcast(over, src=0, async_op=True) if not is_peer else None  # arrives when rank 0 has finished
+    figures: dict[str, Any] = {}
+    if filler is not None and handle is not None:
+        forwards = 0
+        while not handle.is_completed():
+            filler.step()
+            forwards += 1
+        filler.close()
+        figures = {"forwards": forwards, "grants": lease.stats().grants}
+    else:
+        figures = _ask_again_and_again(device, lease, value)
+        dist.broadcast(over, src=0)
+    lease.close()
+    return figures
+
+
+def _ask_again_and_again(device: torch.device, lease: dx.GpuLease, value: torch.Tensor) -> dict[str, Any]:
+    apart = random.Random(0)
+    value.add_(1.0)
+    synchronize(device)
+    granted_s, free_s = [], []
+    for _ in range(REQUESTS):
+        time.sleep(apart.uniform(0.25, 1.0) * MOST_APART_S)
+        begin_s = time.perf_counter()
+        assert lease.acquire(), lease.stats().unleased
+        at_s = time.perf_counter()
+        granted_s.append(at_s - begin_s)
+        value.add_(1.0)
+        synchronize(device)
+        free_s.append(time.perf_counter() - at_s)
+        lease.release()
+    grant, free = spread(granted_s), spread(free_s)
+    return {
+        "granted_s": granted_s,
+        "first_kernel_s": free_s,
+        "noticed": f"granted after {grant['median'] * 1e3:.2f} ms (at most {max(granted_s) * 1e3:.2f}), then the first "
+        f"kernel took {free['median'] * 1e3:.2f} ms (at most {max(free_s) * 1e3:.2f})",
+    }
+
+
+def _lease(role: Any) -> dx.GpuLease:
+    lease = dx.GpuLease(job=f"job-{dist.get_rank()}", role=role)
+    if not lease.wait_until_connected(LEASE_START_S):
+        raise RuntimeError(f"no lease within {LEASE_START_S} s: {lease.stats().unleased}")
+    return lease
