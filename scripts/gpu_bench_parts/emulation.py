@@ -41,28 +41,37 @@ def emulated_wire(ranks: int, device: torch.device) -> Iterator[GpuWire | CpuWir
     Yields:
         The wire, infinitely fast at first.
     """
+    wire = make_gpu_wire(ranks, device) if device.type == "cuda" else CpuWire(ranks)
+    with plugged_in(wire):
+        yield wire
+
+
+def make_gpu_wire(ranks: int, device: torch.device) -> GpuWire:
+    """A wire over the collectives that the package calls now."""
+    return GpuWire(
+        ranks,
+        device,
+        reduce_scatter=nccl_link._reduce_scatter,
+        all_gather=nccl_link._all_gather,
+        all_reduce=dist.all_reduce,
+    )
+
+
+@contextmanager
+def plugged_in(wire: GpuWire | CpuWire) -> Iterator[None]:
+    """Let the package send over this wire."""
     with ExitStack() as stack:
 
         def replace(module: ModuleType, name: str, value: Any) -> None:
             stack.enter_context(mock.patch.object(module, name, value))
 
-        wire: GpuWire | CpuWire
-        if device.type == "cuda":
-            wire = GpuWire(
-                ranks,
-                device,
-                reduce_scatter=nccl_link._reduce_scatter,
-                all_gather=nccl_link._all_gather,
-                all_reduce=dist.all_reduce,
-            )
+        if isinstance(wire, GpuWire):
             replace(nccl_link, "_reduce_scatter", wire.reduce_scatter)
             replace(nccl_link, "_all_gather", wire.all_gather)
             replace(nccl_link, "dist", _WiredDist(wire.all_reduce))
-        else:
-            wire = CpuWire(ranks)
         replace(all_reduce, "dist", _WiredDist(wire.all_reduce))  # of plain DDP, timed or as the tuner tries it
         replace(comm_hook, "make_link", _link_maker(wire, comm_hook.make_link))
-        yield wire
+        yield
 
 
 def _link_maker(wire: GpuWire | CpuWire, make_link: Callable[..., Link]) -> Callable[..., Link]:

@@ -1,0 +1,111 @@
+"""`scripts/gpu_check.py`: its parts, and what is left of a run that is killed. All on a CPU, as a rehearsal."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gpu_check
+from bench_kit.ranks import Launch, run_check
+from gpu_check_parts.parts import PARTS
+
+ROOT = Path(__file__).resolve().parents[2]
+LONGEST_PART_S = 480
+RUN_TIMEOUT_S = 240
+GLOO = {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--device", "cpu", "--jobs", "1", *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def in_session(session: int) -> list[int]:
+    """Processes of a session that still run."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, *rest = status.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(rest[2]) == session and state != "Z":
+            found.append(int(status.parent.name))
+    return found
+
+
+def test_the_list_says_what_each_part_tells_and_how_long_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(["--list"]) == 0
+    printed = capsys.readouterr().out
+    names = [part.name for part in PARTS]
+    assert [line.split()[0] for line in printed.splitlines() if line.split()[:1] and line.split()[0] in names] == names
+    assert all(f"{part.limit_s:.0f}" in printed and part.learns in printed for part in PARTS)
+    assert max(part.limit_s for part in PARTS) < LONGEST_PART_S
+
+
+def test_a_run_that_is_killed_loses_no_case_and_leaves_no_process(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "gpu.json"
+    job = start("--part", "exact", "--json", str(file))
+    try:
+        deadline_s = time.monotonic() + RUN_TIMEOUT_S
+        while not (file.exists() and len(json.loads(file.read_text())["cases"]) >= 2):  # each time a whole file
+            assert job.poll() is None and time.monotonic() < deadline_s, job.communicate()[0]
+            time.sleep(0.02)
+    finally:
+        job.kill()
+    assert job.wait() == -signal.SIGKILL
+    record = json.loads(file.read_text())
+    assert record["ended"] is False
+    for case in record["cases"][:2]:
+        assert (case["part"], case["result"], case["largest_difference"]) == ("exact", "ok", 0.0)
+    deadline_s = time.monotonic() + 30
+    while in_session(job.pid) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert not in_session(job.pid)
+
+
+def test_a_rehearsal_runs_what_it_can_and_says_what_it_cannot(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    job = start("--part", "smoke", "--part", "killed-rank", "--only", "s", "--json", str(file))
+    printed, _ = job.communicate(timeout=RUN_TIMEOUT_S)
+    assert job.returncode == 0, printed
+    record = json.loads(file.read_text())
+    assert record["ended"] is True
+    results = {case["case"]: case["result"] for case in record["cases"]}
+    assert results["AdamW, the bits of plain DDP"] == "ok"
+    assert results["sleep kernels are as long as asked for"] == results["NCCL, pipeline"] == "skip"
+    (killed,) = [case for case in record["cases"] if case["case"] == "gloo, pipeline"]
+    survivor = killed["ranks"][0]
+    assert killed["result"] == "ok" and survivor["raised"] == "LegError" and "rank" in survivor["message"]
+    assert "needs a GPU" in printed and "says nothing about a GPU" in printed
+
+
+def count_then_fail(device: torch.device) -> Iterator[dict[str, Any]]:
+    yield {"rounds": 1}
+    yield {"rounds": 2}
+    raise RuntimeError("out of paper")
+
+
+def test_what_a_check_has_handed_over_is_kept_when_it_fails() -> None:
+    seen: list[Any] = []
+    outcome = run_check(count_then_fail, (), Launch("gloo", ("cpu",), GLOO), 120.0, lambda all: seen.append([*all]))
+    assert outcome.result == "FAIL" and "out of paper" in outcome.detail
+    assert outcome.figures == [{"rounds": 2}] and seen == [[{"rounds": 1}], [{"rounds": 2}]]
+
+
+@pytest.mark.parametrize("given", [["--part", "smok"], ["--jobs", "0"], ["--budget-s", "0"]])
+def test_bad_input_is_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_of:
+        gpu_check.main(given)
+    assert exit_of.value.code == 2 and given[0] in capsys.readouterr().err
