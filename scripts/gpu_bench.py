@@ -51,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_case(console: Console, settings: CaseSettings, args: argparse.Namespace, result: dict[str, Any]) -> bool:
     """Measure one case in a process of its own, and write the record after each of its rounds; whether it worked."""
+    console.print(f"measuring {settings.name}, about {settings.limit_s:.0f} s at most ...", highlight=False)
     cases = result["cases"]
     cases.append({"case": settings.name, "state": "starting"})
 

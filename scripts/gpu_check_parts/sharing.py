@@ -24,7 +24,7 @@ ROUNDS = 2
 WINDOW_S = 2.5
 # Long enough to be split, short enough that no tuner has to find it.
 FUSION_MB = 8.0
-WARM_UP_STEPS = 40
+WARM_UP_STEPS = 20  # the pipeline begins after about ten
 LEASE_START_S = 10.0
 NO_LEASE, LEASE = "both, no lease", "both, lease"
 
