@@ -221,6 +221,7 @@ def _rank_main(pipe: Connection, task: _Task) -> None:
     faulthandler.enable()
     # Shows where a rank hangs, shortly before it is killed for that.
     faulthandler.dump_traceback_later(max(task.timeout_s - 3.0, 1.0))
+    answer: tuple[str, Figures | str]
     try:
         answer = ("ok", _run(task, pipe))
     except Skipped as reason:
@@ -258,9 +259,9 @@ def _run(task: _Task, pipe: Connection) -> Figures:
         timeout=timedelta(seconds=launch.group_timeout_s),
         device_id=device if launch.bind_device and device.type == "cuda" else None,
     )
-    found = task.check(device, *task.arguments)
+    found: Any = task.check(device, *task.arguments)
     if not inspect.isgenerator(found):
-        return found  # type: ignore[return-value]
+        return dict(found)
     figures: Figures = {}
     for figures in found:
         pipe.send(("so far", figures))

@@ -112,7 +112,7 @@ def _start(device: torch.device, settings: CaseSettings, optimizer: str, fusion_
         network, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
     )
     make, options = OPTIMIZERS[optimizer]
-    updater = make(ddp.parameters(), **options)  # type: ignore[call-arg]
+    updater = make(ddp.parameters(), **options)
     state = None if fusion_mb is None else dx.attach(ddp, updater, fusion_mb=fusion_mb)
 
     def step() -> None:
