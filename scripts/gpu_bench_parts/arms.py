@@ -17,6 +17,8 @@ from gpu_bench_parts.settings import ArmSettings, CaseSettings
 from gpu_bench_parts.wire import GBIT, Wire
 
 TRACED_STEPS = 6
+# What the tuner has found comes into force with the next forward.
+STEPS_TO_LEAVE = 2
 
 
 class GpuArm(Arm):
@@ -64,6 +66,12 @@ class GpuArm(Arm):
         elif state is None:
             self._time_plain_ddp()
 
+    def step(self) -> None:
+        """One training step."""
+        super().step()
+        if self.state is not None and self.state.detached and self.timer is None:
+            self._time_plain_ddp()  # the tuner has left DDP alone, whose own all-reduces know no wire
+
     def warm_up(self, limit: int) -> int:
         """Step until the figures are those of a long run; returns the number of steps.
 
@@ -73,9 +81,9 @@ class GpuArm(Arm):
         self._plug_in()
         for steps in range(1, limit + 1):
             self.step()
-            if self.state is not None and self.state.detached and self.timer is None:
-                self._time_plain_ddp()  # the tuner has left DDP alone, whose own all-reduces know no wire
             if steps >= WARM_UP_STEPS and self._is_settled():
+                for _ in range(STEPS_TO_LEAVE):
+                    self.step()
                 self.drain()
                 return steps
         raise ArmRefused(f"not settled after {limit} steps")

@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-_WIDTH = 118
 _HEADINGS = ("ms", "quartiles", "T/T*", "over noop", "over best DDP", "95%", "25 MB", "host ms", "MiB", "of DDP's")
 
 
@@ -33,8 +32,7 @@ def print_case(console: Console, case: dict[str, Any], wire: str) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     for arm in case["arms"]:
         table.add_row(*_cells(arm))
-    # Wide enough for all figures, also where the output is no terminal and rich assumes 80 columns.
-    console.print(table, width=max(console.width, _WIDTH), crop=False)
+    console.print(table)
     for note in _notes(case):
         console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
 

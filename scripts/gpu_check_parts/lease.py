@@ -35,7 +35,7 @@ MOST_APART_S = 0.04
 def run(runner: Runner) -> None:
     """With a broker of their own, so that no job of somebody else's takes part."""
     is_rehearsal = runner.device == "cpu"
-    training = CaseSettings(SMALL if is_rehearsal else "resnet50", 0.2 if is_rehearsal else 25.0, precision="fp32")
+    training = CaseSettings(SMALL if is_rehearsal else "resnet50", 2.0 if is_rehearsal else 25.0, precision="fp32")
     if not is_rehearsal:
         training = replace(training, precision="bf16")
     with tempfile.TemporaryDirectory(prefix="gpu-check-lease-") as directory:

@@ -94,7 +94,11 @@ class Job:
             net = torch.compile(net, backend=recipe.compiled)
         device_ids = [device.index] if device.type == "cuda" else None
         self.ddp = DistributedDataParallel(
-            net, device_ids=device_ids, gradient_as_bucket_view=recipe.bucket_view, bucket_cap_mb=BUCKET_MB
+            net,
+            device_ids=device_ids,
+            gradient_as_bucket_view=recipe.bucket_view,
+            # Where DDP splits a compiled graph, no bucket may be smaller than its first one, which has 1 MiB.
+            bucket_cap_mb=None if recipe.compiled else BUCKET_MB,
         )
         self.optimizer = getattr(torch.optim, recipe.optimizer)(self.ddp.parameters(), **recipe.options)
         self.parameters = list(self.ddp.parameters())

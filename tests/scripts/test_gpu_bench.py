@@ -56,15 +56,15 @@ def test_a_rehearsal_ends_with_a_row_for_each_arm(rehearsal: tuple[dict[str, Any
 def test_a_rehearsal_is_never_taken_for_a_measurement(rehearsal: tuple[dict[str, Any], str]) -> None:
     record, printed = rehearsal
     assert record["configuration"]["is_gpu_measurement"] is False
-    heading = next(line for line in printed.splitlines() if line.startswith("small, 0.2 Gb/s"))
+    heading = next(line for line in printed.splitlines() if line.startswith("small, 2 Gb/s"))
     assert "REHEARSAL" in heading and "says nothing about a GPU" in heading
 
 
 def test_the_wire_takes_the_time_of_a_ring(rehearsal: tuple[dict[str, Any], str]) -> None:
     (case,) = rehearsal[0]["cases"]
     wire = Wire(4)
-    wire.bytes_per_s, wire.latency_s = 0.2 * GBIT, 20e-6
-    assert wire.all_reduce_s(1e6) == pytest.approx(2 * (20e-6 + 0.75e6 / 0.025e9))
+    wire.bytes_per_s, wire.latency_s = 2 * GBIT, 20e-6
+    assert wire.all_reduce_s(1e6) == pytest.approx(2 * (20e-6 + 0.75e6 / 0.25e9))
     asked_s = wire.all_reduce_s(case["measured"]["gradient_bytes"])
     assert all(flat_s >= asked_s for flat_s in case["measured"]["flat_s"])
     # Nobody can be done before the wire is.
