@@ -57,6 +57,14 @@ def record(stream: Stream, *, timed: bool = False, awaited: bool = False) -> Eve
     return event
 
 
+def has_happened(event: Event, *, if_broken: bool) -> bool:
+    """Whether ``event`` has happened; ``if_broken`` after an error of a kernel, which CUDA raises in training, too."""
+    try:
+        return bool(event.query())
+    except RuntimeError:
+        return if_broken
+
+
 def sleep_until(event: Event) -> None:
     """Block the host until ``event`` has happened, without the GIL.
 

@@ -83,18 +83,13 @@ class LegWatch:
 
     def _drop_if_done(self) -> bool:
         with self._lock:
-            if not self._legs or not _has_happened(self._legs[0].done):
+            if not self._legs or not gpu.has_happened(self._legs[0].done, if_broken=False):
                 return False
             self._legs.popleft()
             return True
 
     def _oldest_begun(self) -> _WatchedLeg | None:
         with self._lock:
-            return self._legs[0] if self._legs and _has_happened(self._legs[0].begun) else None
-
-
-def _has_happened(event: gpu.Event) -> bool:
-    try:
-        return bool(event.query())
-    except RuntimeError:  # of an earlier kernel: CUDA raises it again in training
-        return False
+            if not self._legs or not gpu.has_happened(self._legs[0].begun, if_broken=False):
+                return None
+            return self._legs[0]

@@ -46,11 +46,4 @@ def queued_work(resource: str, stream: Stream | None) -> Callable[[], bool] | No
         event = gpu.record(stream if stream is not None else gpu.current_stream())
     except RuntimeError:
         return None
-
-    def is_done() -> bool:
-        try:
-            return bool(event.query())
-        except RuntimeError:
-            return True
-
-    return is_done
+    return lambda: gpu.has_happened(event, if_broken=True)
