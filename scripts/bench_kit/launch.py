@@ -1,6 +1,7 @@
 """Starts ranks: on the hosts of a lab, or as processes over loopback."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -20,6 +21,13 @@ OnProgress = Callable[[str, float], None]
 """Called with what is done now, and the share of a case that is over."""
 RunRanks = Callable[[list[str], dict[str, str], Callable[[str], None]], None]
 """Runs `python ARGUMENTS` once per rank with additional environment variables; calls back with each line of output."""
+
+
+def tell(doing: str, behind: float) -> None:
+    """Print one line of news, on a rank: what is done now, and the share of a case that is over."""
+    # In one write, with its newline: other ranks write to the same pipe, and python -u would write the newline alone.
+    sys.stdout.write(json.dumps({"doing": doing, "behind": behind}) + "\n")
+    sys.stdout.flush()
 
 
 class CaseFailed(Exception):

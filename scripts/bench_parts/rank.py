@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench_kit.launch import tell
 from bench_kit.paced import sleep_accurately
 from bench_kit.rounds import turns
 from bench_kit.training import Arm, ArmRefused, Workload, all_reduces_s, mean_over_ranks, set_pace
@@ -138,7 +139,7 @@ def main() -> None:
 
     def progress(what: str, behind: float) -> None:
         if is_first:
-            print(json.dumps({"doing": what, "behind": behind}), flush=True)
+            tell(what, behind)
 
     result = Rank(settings, progress).run()
     if is_first:

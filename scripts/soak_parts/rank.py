@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from bench_kit.launch import tell
 from soak_parts import figures
 from soak_parts.attached import Attached
 from soak_parts.digest import digest
@@ -76,8 +77,7 @@ class Run:
     def _tell(self, step: int) -> None:
         if self._rank == 0 and time.monotonic() >= self._next_news_s:
             self._next_news_s = time.monotonic() + NEWS_EVERY_S
-            doing = f"step {step} of {self._settings.steps}"
-            print(json.dumps({"doing": doing, "behind": step / self._settings.steps}), flush=True)
+            tell(f"step {step} of {self._settings.steps}", step / self._settings.steps)
 
 
 def main() -> None:
