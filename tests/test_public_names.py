@@ -32,6 +32,11 @@ def test_integrations_are_there_without_an_import_of_their_own() -> None:
         dx.integrations.keras  # noqa: B018
 
 
+def test_optimizers_are_there_without_an_import_of_their_own() -> None:
+    program = "import ddp_crossover as dx; print(dx.optim.LARS.__name__, dx.optim.LAMB.__name__)"
+    assert _in_a_new_interpreter("-c", program).split() == ["LARS", "LAMB"]
+
+
 def test_what_is_not_there_is_an_attribute_error_that_names_it() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'atach'"):
         dx.atach  # noqa: B018
