@@ -37,7 +37,8 @@ class CaseFailed(Exception):
 def rank_environment() -> dict[str, str]:
     """The variables that a rank needs beside torchrun's."""
     paths = [str(ROOT), str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    # Ranks are started with -m, which puts the current directory first: that may be another checkout of the package.
+    return {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
 @contextlib.contextmanager
