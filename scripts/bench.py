@@ -47,7 +47,7 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
         is_network_measurement=not args.no_lab,
         torch=torch.__version__,
         backend="gloo",
-        all_arms_share="SGD, gradient_as_bucket_view=True, 1 thread per rank",
+        all_arms_share=f"{args.optimizer}, gradient_as_bucket_view=True, 1 thread per rank",
     )
 
 

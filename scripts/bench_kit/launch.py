@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lab import Lab, LabError
+from lab_parts.links import INTERFACE
 from lab_parts.signals import ending_signals_raise, uninterrupted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CASE_TIMEOUT_S = 4 * 3600.0
 # A rank prints these lines for the bench, not for the user: one JSON object each.
 NEWS_BEGIN = '{"doing"'
+# Names the network interface on which only this rank sends, on a host of a lab.
+INTERFACE_VARIABLE = "BENCH_INTERFACE"
 OnProgress = Callable[[str, float], None]
 """Called with what is done now, and the share of a case that is over."""
 RunRanks = Callable[[list[str], dict[str, str], Callable[[str], None]], None]
@@ -30,6 +33,16 @@ def tell(doing: str, behind: float) -> None:
     sys.stdout.flush()
 
 
+def sent_bytes() -> int | None:
+    """What this rank has sent since its host began, with all headers; None where the host is not its own. On a rank."""
+    interface = os.environ.get(INTERFACE_VARIABLE)
+    for line in Path("/proc/self/net/dev").read_text().splitlines() if interface else ():
+        name, _, counters = line.partition(":")
+        if name.strip() == interface:
+            return int(counters.split()[8])  # after eight counters of what it has received
+    return None
+
+
 class CaseFailed(Exception):
     """A rank ended with an error; holds what it printed."""
 
@@ -37,7 +50,8 @@ class CaseFailed(Exception):
 def rank_environment() -> dict[str, str]:
     """The variables that a rank needs beside torchrun's."""
     paths = [str(ROOT), str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    # Ranks are started with -m, which puts the current directory first: that may be another checkout of the package.
+    return {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
 @contextlib.contextmanager
@@ -88,7 +102,7 @@ def on_lab(
             try:
                 lab.run(
                     [sys.executable, *arguments],
-                    env=environment,
+                    env=environment | {INTERFACE_VARIABLE: INTERFACE},
                     timeout_s=timeout_s,
                     on_line=lambda rank, stream, line: on_line(line),
                 )

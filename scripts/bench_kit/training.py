@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import ddp_crossover as dx
+from bench_kit.launch import sent_bytes
 from bench_kit.paced import Pace, paced_network
 
 LEARNING_RATE = 1e-4
@@ -72,15 +73,17 @@ class Arm:
     def __init__(
         self, workload: Workload, network: nn.Module, optimizer: Optimizer, state: dx.DearState | None = None
     ) -> None:
-        self._workload, self._network, self._optimizer, self.state = workload, network, optimizer, state
+        self._workload, self._network, self.optimizer, self.state = workload, network, optimizer, state
         self.processor_s: list[float] = []
         """Processor time of all threads of this process, per step of each turn."""
+        self.sent_bytes: list[float] = []
+        """What this rank's host has sent, per step of each turn; empty where ranks share a host."""
 
     def step(self) -> None:
         """One training step, as in any script."""
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         self._workload.loss(self._network).backward()
-        self._optimizer.step()
+        self.optimizer.step()
 
     def warm_up(self, limit: int) -> int:
         """Step until the figures are those of a long run; returns the number of steps.
@@ -108,11 +111,15 @@ class Arm:
         """Seconds per step of one turn; see the top of this file."""
         dist.barrier()
         self.step()
+        sent_before_bytes = sent_bytes()
         start, processor_start_s = time.perf_counter(), _processor_s()
         for _ in range(steps):
             self.step()
         seconds = (time.perf_counter() - start) / steps
         self.processor_s.append((_processor_s() - processor_start_s) / steps)
+        sent_after_bytes = sent_bytes()
+        if sent_before_bytes is not None and sent_after_bytes is not None:
+            self.sent_bytes.append((sent_after_bytes - sent_before_bytes) / steps)
         self.drain()
         return seconds
 

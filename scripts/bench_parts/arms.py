@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 import ddp_crossover as dx
 from bench_kit.training import LEARNING_RATE, Arm, ArmRefused, Workload
@@ -22,23 +22,28 @@ DEFAULT_BUCKET_MB = 25.0
 POWER_SGD_RANK = 4
 POWER_SGD_START = 2
 
+OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "adamw": AdamW}
+STATE_COPIES = {"sgd": 0, "adamw": 2}
+"""Optimizer state of each parameter, in times of its size."""
 OURS: dict[str, dict[str, Any]] = {
     "dear": {"schedule": "dear"},
     "auto": {"schedule": "auto"},
     "allreduce": {"schedule": "allreduce"},
     "auto-bf16": {"schedule": "auto", "wire_dtype": torch.bfloat16},
+    "shard": {"schedule": "auto", "shard_optimizer": True},
 }
 MEANING = {
     "noop": "DDP without communication (torch's noop_hook): compute alone",
     "ddp": "plain DDP, once for each size in --buckets",
     "ddp-bf16": "DDP with torch's bf16_compress_hook",
     "ddp-powersgd": f"DDP with torch's PowerSGD hook, rank {POWER_SGD_RANK}",
-    "zero": "DDP with ZeroRedundancyOptimizer",
+    "zero": "DDP with ZeroRedundancyOptimizer, parameters_as_bucket_view=True",
     "fsdp2": "fully_shard(reshard_after_forward=False), block by block",
     "dear": 'ddp_crossover, schedule="dear"',
     "auto": 'ddp_crossover, schedule="auto"',
     "auto-bf16": 'ddp_crossover, schedule="auto", bf16 on the wire',
     "allreduce": 'ddp_crossover, schedule="allreduce"',
+    "shard": 'ddp_crossover, schedule="auto", shard_optimizer=True',
 }
 
 
@@ -64,21 +69,24 @@ class ArmName(NamedTuple):
         return f"{self.kind}@{self.bucket_mb:g}" if always or self.bucket_mb != DEFAULT_BUCKET_MB else self.kind
 
 
-def make_arm(name: ArmName, workload: Workload, fusion_mb: float | None) -> Arm:
-    """Build an arm. Collective.
+def make_arm(name: ArmName, workload: Workload, fusion_mb: float | None, optimizer_name: str) -> Arm:
+    """Build an arm, whose optimizer is one of `OPTIMIZERS`. Collective.
 
     Raises:
         ArmRefused: if torch or this version of ours cannot do it here.
     """
-    network = workload.build()
+    network, optimizer_class = workload.build(), OPTIMIZERS[optimizer_name]
     if name.kind == "fsdp2":
-        return Arm(workload, network, _sharded(network, workload.units(network)))
+        _shard_fully(network, workload.units(network))
+        return Arm(workload, network, optimizer_class(network.parameters(), lr=LEARNING_RATE))
     ddp = DistributedDataParallel(network, bucket_cap_mb=name.bucket_mb, gradient_as_bucket_view=True)
     if name.kind == "zero":
         # Its own type check reads a list only.
         parameters = list(ddp.parameters())
-        return Arm(workload, ddp, ZeroRedundancyOptimizer(parameters, optimizer_class=SGD, lr=LEARNING_RATE))
-    optimizer = SGD(ddp.parameters(), lr=LEARNING_RATE)
+        # Its other way to fewer and earlier messages, overlap_with_ddp, refuses gloo.
+        zero = ZeroRedundancyOptimizer(parameters, optimizer_class, parameters_as_bucket_view=True, lr=LEARNING_RATE)
+        return Arm(workload, ddp, zero)
+    optimizer = optimizer_class(ddp.parameters(), lr=LEARNING_RATE)
     if name.kind in OURS:
         return Arm(workload, ddp, optimizer, _attached(ddp, optimizer, OURS[name.kind], fusion_mb))
     if name.kind in _PEER_HOOKS:
@@ -125,8 +133,7 @@ def _attached(
         raise ArmRefused(f"refused by this version of ddp_crossover: {error}") from error
 
 
-def _sharded(network: nn.Module, units: list[nn.Module]) -> Optimizer:
+def _shard_fully(network: nn.Module, units: list[nn.Module]) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for unit in [*units, network]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=False)
-    return SGD(network.parameters(), lr=LEARNING_RATE)

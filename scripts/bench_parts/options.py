@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from typing import NamedTuple
 
 from bench_kit.options import (
     add_link_options,
@@ -14,7 +15,7 @@ from bench_kit.options import (
     positive_numbers,
 )
 from bench_kit.paced import GROWTH
-from bench_parts.arms import DEFAULT_BUCKET_MB, MEANING, ArmName
+from bench_parts.arms import DEFAULT_BUCKET_MB, MEANING, OPTIMIZERS, ArmName
 from bench_parts.real import MODELS
 from bench_parts.settings import CaseSettings
 from bench_parts.workloads import make_workload
@@ -24,14 +25,40 @@ EPILOG = f"arms:\n{ARMS}\nWith @MB at its end an arm runs on a DDP with that buc
 QUICK = {"rounds": 3, "ratios": [1.0], "buckets": [DEFAULT_BUCKET_MB, 2.0]}
 
 
+class Defaults(NamedTuple):
+    """What is measured where the command line does not say.
+
+    `swept` are the kinds of arms that run once for each bucket size.
+    """
+
+    arms: list[str]
+    buckets_mb: list[float]
+    ratios: list[float]
+    optimizer: str
+    swept: tuple[str, ...]
+
+
+DEFAULTS = Defaults(
+    arms=[kind for kind in MEANING if kind != "shard"],  # which bench_shard.py measures
+    buckets_mb=[25.0, 8.0, 4.0, 2.0, 1.0],
+    ratios=[0.5, 0.8, 1.0, 1.33, 2.0],
+    optimizer="sgd",
+    swept=("ddp",),
+)
+
+
 def parse_args(description: str | None, arguments: list[str] | None) -> argparse.Namespace:
     """Read and check the command line; bad input ends the program with a message that names it."""
-    parser = make_parser(description, EPILOG)
-    _add_what(parser.add_argument_group("what is measured"))
+    return parse_cases(make_parser(description, EPILOG), arguments, DEFAULTS)
+
+
+def parse_cases(parser: argparse.ArgumentParser, arguments: list[str] | None, defaults: Defaults) -> argparse.Namespace:
+    """The same with a parser that has options of its own."""
+    _add_what(parser.add_argument_group("what is measured"), defaults)
     _add_how(parser.add_argument_group("how"))
     add_results(parser, plot=True)
     args = parse(parser, arguments, QUICK)
-    args.arms = _written_out(args.arms, args.buckets)
+    args.arms = _written_out(args.arms, args.buckets, defaults.swept)
     try:
         for case in make_cases(args):
             make_workload(case)
@@ -40,17 +67,19 @@ def parse_args(description: str | None, arguments: list[str] | None) -> argparse
     return args
 
 
-def _add_what(group: argparse._ArgumentGroup) -> None:
+def _add_what(group: argparse._ArgumentGroup, defaults: Defaults) -> None:
     # fmt: off
     add = group.add_argument
     add("--workloads", type=names(["paced", *MODELS]), default=["paced"], metavar="NAME,...",
         help=f"paced, {', '.join(MODELS)} (paced)")
-    add("--arms", type=_arms, default=list(MEANING), metavar="ARM,...",
-        help="listed below; noop always takes part (all)")
-    add("--buckets", type=positive_numbers, default=[25.0, 8.0, 4.0, 2.0, 1.0], metavar="MB,...",
-        help="bucket_cap_mb of the arm ddp, one after the other (25,8,4,2,1)")
-    add("--ratios", type=positive_numbers, default=[0.5, 0.8, 1.0, 1.33, 2.0], metavar="A/C,...",
-        help="paced: time of all communication over time of all compute (0.5,0.8,1,1.33,2)")
+    add("--arms", type=arms, default=defaults.arms, metavar="ARM,...",
+        help=f"listed below; noop always takes part ({','.join(defaults.arms)})")
+    add("--optimizer", choices=list(OPTIMIZERS), default=defaults.optimizer,
+        help="of all arms; sgd is without momentum (%(default)s)")
+    add("--buckets", type=positive_numbers, default=defaults.buckets_mb, metavar="MB,...",
+        help=f"bucket_cap_mb of {' and '.join(defaults.swept)}, one after the other ({_listed(defaults.buckets_mb)})")
+    add("--ratios", type=positive_numbers, default=defaults.ratios, metavar="A/C,...",
+        help=f"paced: time of all communication over time of all compute ({_listed(defaults.ratios)})")
     add("--profile", type=names(list(GROWTH)), default=["uniform"], metavar="NAME,...",
         help="paced: uniform; heavy-end: parameters grow towards the end, as in ResNet (uniform)")
     add("--blocks", type=positive_int, default=8, help="paced: number of blocks (%(default)s)")
@@ -82,7 +111,7 @@ def make_cases(args: argparse.Namespace) -> list[CaseSettings]:
     common = CaseSettings(
         workload="paced", arms=tuple(args.arms), rounds=args.rounds, steps=args.steps_per_round, blocks=args.blocks,
         weights_per_block=args.weights_per_block, parameters=args.parameters, tokens=args.tokens,
-        fusion_mb=args.fusion_mb,
+        fusion_mb=args.fusion_mb, optimizer=args.optimizer,
     )  # fmt: skip
     cases = []
     for workload in args.workloads:
@@ -97,17 +126,23 @@ def make_cases(args: argparse.Namespace) -> list[CaseSettings]:
     return cases
 
 
-def _written_out(arms: list[str], buckets_mb: list[float]) -> list[str]:
-    """Arms in their canonical names, each once, `ddp` once for each bucket size, `noop` first."""
+def _written_out(given: list[str], buckets_mb: list[float], swept: tuple[str, ...]) -> list[str]:
+    """Arms in their canonical names, each once, those to sweep once for each bucket size, `noop` first."""
     written = ["noop"]
-    for arm in arms:
-        written += [str(ArmName("ddp", size)) for size in buckets_mb] if arm == "ddp" else [str(ArmName.parse(arm))]
+    for arm in given:
+        written += [str(ArmName(arm, size)) for size in buckets_mb] if arm in swept else [str(ArmName.parse(arm))]
     return list(dict.fromkeys(written))
 
 
-def _arms(text: str) -> list[str]:
-    """An argparse type: a comma-separated list of arms."""
+def arms(text: str) -> list[str]:
+    """An argparse type: a comma-separated list of arms, as they were written."""
     try:
-        return [arm if arm == "ddp" else str(ArmName.parse(arm)) for arm in text.split(",")]
+        for arm in text.split(","):
+            ArmName.parse(arm)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    return text.split(",")
+
+
+def _listed(numbers: list[float]) -> str:
+    return ",".join(f"{number:g}" for number in numbers)

@@ -18,13 +18,13 @@ from bench_kit.launch import tell
 from bench_kit.paced import sleep_accurately
 from bench_kit.rounds import turns
 from bench_kit.training import Arm, ArmRefused, Workload, all_reduces_s, mean_over_ranks, set_pace
-from bench_parts.arms import ArmName, make_arm
+from bench_parts.arms import STATE_COPIES, ArmName, make_arm
 from bench_parts.prediction import measured_profile, predicted_steps_s
 from bench_parts.settings import CaseSettings
 from bench_parts.workloads import make_workload
 
 ALL_REDUCES_PER_TURN = 2
-# Weights, gradients and one more buffer of that size, for an arm on one host.
+# Weights, gradients and one more buffer of that size, for an arm on one host; optimizer state comes on top.
 COPIES_PER_ARM = 3
 TIMEOUT = timedelta(seconds=120)
 
@@ -43,7 +43,8 @@ class Rank:
         numels = [parameter.numel() for parameter in self._workload.build().parameters()]
         self._parameters, self._tensors = sum(numels), len(numels)
         self._flat = torch.zeros(self._parameters)
-        refuse_too_many_arms(len(settings.arms), self._flat.nbytes)
+        copies = COPIES_PER_ARM + STATE_COPIES[settings.optimizer]
+        refuse_too_many_arms(len(settings.arms), copies * self._flat.nbytes)
         self._arms: dict[str, Arm] = {}
         self._refused: dict[str, str] = {}
         self._warm_up_steps: dict[str, int] = {}
@@ -67,6 +68,11 @@ class Rank:
         processor_s = {
             name: mean_over_ranks(arm.processor_s[-self._settings.rounds :]) for name, arm in self._arms.items()
         }
+        sent_bytes = {
+            name: mean_over_ranks(arm.sent_bytes[-self._settings.rounds :])
+            for name, arm in self._arms.items()
+            if arm.sent_bytes
+        }
         for name, step_s in predicted_steps_s(self._arms).items():
             facts[name]["predicted_step_s"] = step_s
         profile = measured_profile(self._arms)
@@ -75,6 +81,7 @@ class Rank:
         return {
             "parameters": self._parameters,
             "tensors": self._tensors,
+            "hosts": dist.get_world_size(),
             "gradient_bytes": self._flat.nbytes,
             "calibration_s": a_s,
             "forward_s": self._workload.pace.forward_s if self._workload.pace else None,
@@ -82,6 +89,7 @@ class Rank:
             "all_reduces_s": flat_s,
             "rounds_s": rounds_s,
             "processor_s": processor_s,
+            "sent_bytes": sent_bytes,
             "refused": self._refused,
             "warm_up_steps": self._warm_up_steps,
             "facts": facts,
@@ -91,7 +99,7 @@ class Rank:
     def _start(self, name: str) -> None:
         self._progress(f"warming up {name}", 0.0)
         try:
-            arm = make_arm(ArmName.parse(name), self._workload, self._settings.fusion_mb)
+            arm = make_arm(ArmName.parse(name), self._workload, self._settings.fusion_mb, self._settings.optimizer)
             self._warm_up_steps[name] = arm.warm_up(self._settings.warm_up_limit)
             arm.drain()
         except ArmRefused as reason:
@@ -118,9 +126,9 @@ class Rank:
         return flat_s, {name: mean_over_ranks(times) for name, times in own_s.items()}
 
 
-def refuse_too_many_arms(arms: int, gradient_bytes: int) -> None:
+def refuse_too_many_arms(arms: int, arm_bytes: int) -> None:
     """Raise MemoryError if the arms of all hosts, which share this machine's memory, would not fit."""
-    wanted_bytes = COPIES_PER_ARM * gradient_bytes * arms * dist.get_world_size()
+    wanted_bytes = arm_bytes * arms * dist.get_world_size()
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available_bytes = 1024 * int(meminfo["MemAvailable"].split()[0])
     if wanted_bytes > available_bytes:

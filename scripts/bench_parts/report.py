@@ -12,6 +12,21 @@ _WIDTH = 112
 
 def print_case(console: Console, case: dict[str, Any], network: str) -> None:
     """A table with a row for each arm."""
+    print_heading(console, case, network)
+    table = Table(box=box.SIMPLE, padding=(0, 1))
+    table.add_column("arm", no_wrap=True)
+    for heading in ("ms", "quartiles", "sim", "T/T*", "at best", "over best DDP", "95%", "25 MB", "cpu ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for arm in case["arms"]:
+        if not arm["refused"]:
+            table.add_row(*_cells(arm, case["least_over_bound"]))
+    # Wide enough for all figures, also where the output is no terminal and rich assumes 80 columns.
+    console.print(table, width=max(console.width, _WIDTH), crop=False)
+    print_notes(console, case)
+
+
+def print_heading(console: Console, case: dict[str, Any], network: str) -> None:
+    """The case, what it trains, and the times of all compute and all communication."""
     console.print()
     console.print(f"[bold]{escape(case['case'])}[/]  ({escape(network)})", highlight=False)
     console.print(
@@ -22,15 +37,10 @@ def print_case(console: Console, case: dict[str, Any], network: str) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    table = Table(box=box.SIMPLE, padding=(0, 1))
-    table.add_column("arm", no_wrap=True)
-    for heading in ("ms", "quartiles", "sim", "T/T*", "at best", "over best DDP", "95%", "25 MB", "cpu ms"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for arm in case["arms"]:
-        if not arm["refused"]:
-            table.add_row(*_cells(arm, case["least_over_bound"]))
-    # Wide enough for all figures, also where the output is no terminal and rich assumes 80 columns.
-    console.print(table, width=max(console.width, _WIDTH), crop=False)
+
+
+def print_notes(console: Console, case: dict[str, Any]) -> None:
+    """Lines below the table: refusals, tuning and fallbacks of each arm."""
     for note in _notes(case):
         console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
 
@@ -52,7 +62,6 @@ def _cells(arm: dict[str, Any], least_over_bound: float | None) -> list[str]:
 
 
 def _notes(case: dict[str, Any]) -> list[str]:
-    """Lines below the table: refusals, tuning and fallbacks of each arm."""
     notes = [f"best bucket size of DDP: {case['best_ddp']}"] if case["best_ddp"] else []
     for arm in case["arms"]:
         if arm["refused"]:

@@ -21,6 +21,7 @@ class CaseSettings:
         profile: `uniform` or `heavy-end`, see `paced.layer_sizes`.
         tokens: tokens in a batch of `transformer`.
         fusion_mb: passed to `DearState` where given.
+        optimizer: of all arms, a name in `arms.OPTIMIZERS`.
         warm_up_limit: steps after which an arm of ours counts as never settled.
     """
 
@@ -35,6 +36,7 @@ class CaseSettings:
     profile: str = "uniform"
     tokens: int = 320
     fusion_mb: float | None = None
+    optimizer: str = "sgd"
     warm_up_limit: int = 150
 
     @property

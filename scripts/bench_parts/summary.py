@@ -34,6 +34,7 @@ def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any
         "settings": dataclasses.asdict(settings),
         "parameters": measured["parameters"],
         "tensors": measured["tensors"],
+        "hosts": measured["hosts"],
         "gradient_bytes": measured["gradient_bytes"],
         "threads_per_rank": measured["threads"],
         "all_reduce_at_start_s": measured["calibration_s"],
@@ -67,6 +68,7 @@ def _arm(
         "warm_up_steps": measured["warm_up_steps"][name],
         "rounds_s": measured["rounds_s"][name],
         "processor_s": spread(np.array(measured["processor_s"][name])),
+        "sent_bytes": spread(measured["sent_bytes"][name]) if name in measured["sent_bytes"] else None,
         **measured["facts"][name],
     }
 

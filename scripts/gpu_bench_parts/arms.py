@@ -143,7 +143,7 @@ class GpuArm(Arm):
         self._wire.twins_add = self.settings.is_ours and getattr(self, "timer", None) is None
 
     def _time_plain_ddp(self) -> None:
-        self.timer = dx.DdpTimer(self.ddp, self._optimizer)
+        self.timer = dx.DdpTimer(self.ddp, self.optimizer)
         self._plug_in()
 
 

@@ -114,12 +114,14 @@ def test_ranks_run_on_the_hosts_of_a_lab() -> None:
 
 
 MEASURED: dict[str, Any] = {
-    "parameters": 10, "tensors": 2, "gradient_bytes": 40, "threads": 1, "forward_s": 0.1, "calibration_s": 1.0,
+    "parameters": 10, "tensors": 2, "hosts": 2, "gradient_bytes": 40, "threads": 1,
+    "forward_s": 0.1, "calibration_s": 1.0,
     "all_reduces_s": [1.2, 1.0, 1.1],
     "rounds_s": {
         "noop": [0.8, 0.8, 0.9], "ddp@25": [2.0, 2.0, 8.0], "ddp@1": [1.5, 1.5, 6.0], "auto": [1.0, 1.2, 4.0],
     },
     "processor_s": {"noop": [0.1] * 3, "ddp@25": [0.2] * 3, "ddp@1": [0.2] * 3, "auto": [0.3, 0.1, 0.2]},
+    "sent_bytes": {"noop": [0.0] * 3, "ddp@25": [50.0] * 3, "ddp@1": [60.0] * 3, "auto": [40.0] * 3},
     "refused": {"ddp-bf16": "refused"},
     "warm_up_steps": {"noop": 6, "ddp@25": 6, "ddp@1": 6, "auto": 8},
     "facts": {"noop": {}, "ddp@25": {}, "ddp@1": {}, "auto": {}},
