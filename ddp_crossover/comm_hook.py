@@ -7,6 +7,7 @@ the pipeline (``dear``) takes over; ``ddp.reducer`` has the details.
 # No `from __future__ import annotations` here: DDP checks the annotations of hooks, and expects types.
 
 import contextlib
+import dataclasses
 import os
 import threading
 import weakref
@@ -49,6 +50,8 @@ from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.pending_parameter import PendingParameter, touch
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.session import Planning
+from ddp_crossover.sharding.sharded_updates import ShardedUpdates
+from ddp_crossover.sharding.table import ShardTable, refuse_sharding
 from ddp_crossover.torch_internals.ddp import (
     GradBucket,
     bucket_cap_bytes,
@@ -93,6 +96,11 @@ class DearState:
             communication, and the other way round. It is held from forward to the end of backward, given away in
             waits that are long enough while another job waits for it, and never held between steps. It affects
             speed only; ranks need not agree. See ``docs/lease.md``.
+        shard_optimizer: each rank updates its share of the parameters and keeps their optimizer state only, which then
+            takes 1/world_size of the memory; gather legs carry updated parameters instead of gradients. For optimizers
+            whose updates can be deferred; one that works on whole matrices or tensors (Muon) updates each on one rank.
+            ``optimizer.state_dict()`` needs :meth:`consolidate` first, and a read of ``.grad`` becomes a collective,
+            which every rank must make: clip with ``norms="sharded"``. See ``docs/sharded.md``.
         strict: debugging aid. Parameters hold NaN while their update is pending, so that a read which was not
             intercepted shows in the results. Costs a copy of the parameters.
 
@@ -120,6 +128,7 @@ class DearState:
         tuned_file: str | os.PathLike[str] | None = None,
         lease: GpuLease | None = None,
         strict: bool = False,
+        shard_optimizer: bool = False,
     ) -> None:
         ddp = unwrapped_model(ddp)
         refuse_model(ddp)
@@ -131,6 +140,7 @@ class DearState:
             tune=tune,
             tuned_file=tuned_file,
             strict=strict,
+            shard_optimizer=shard_optimizer,
         )
         if switched_off():
             options = Options(schedule=Schedule.ALLREDUCE)
@@ -153,6 +163,12 @@ class DearState:
         self._fallbacks = FallbackLog(self._link.rank)
         self._about = about(ddp, self._link.rank)
         require_same_setup(self._link, named, optimizers, options)
+        if self._link.world_size == 1:
+            options = dataclasses.replace(options, shard_optimizer=False)  # one rank has nothing to share
+        table: ShardTable | None = None
+        if options.shard_optimizer:
+            refuse_sharding(self._link, self._device, self._plain_reason, ddp)
+            table = ShardTable(named, optimizers, self._link)
         self._turns = Turns(lease, self._link.clock, self._fallbacks.note_here, self._link.streams)
         if self._link.spins_on_device:
             if lease is not None and not mps_runs():
@@ -162,7 +178,8 @@ class DearState:
         backend = dist.get_backend(self._link.process_group)
         has_choice = self._plain_reason is None and lease is None and options.leaves_the_choice
         bucket_cap_mb = bucket_cap_bytes(ddp) / MB if has_choice else None
-        self._planning = Planning(named, options, self._link, backend, self._turns, bucket_cap_mb)
+        kinds = table.kinds() if table is not None else ()
+        self._planning = Planning(named, options, self._link, backend, self._turns, bucket_cap_mb, kinds)
         self._planning.load_tuned()
         memory: dict[str, Tensor] = {}
         parameters = [parameter for _, parameter in named]
@@ -173,13 +190,11 @@ class DearState:
             buckets.make_small_at_attach(parameters)
         self._early_reads = EarlyReads()
         self._params = LazyParams(named)
-        self._updates = DeferredUpdates(
-            optimizers,
-            self._params,
-            self._early_reads,
-            self._fallbacks,
-            strict=options.strict,
-            norms=options.norms,
+        of_updates = (optimizers, self._params, self._early_reads, self._fallbacks)
+        self._updates = (
+            DeferredUpdates(*of_updates, strict=options.strict, norms=options.norms)
+            if table is None
+            else ShardedUpdates(*of_updates, strict=options.strict, norms=options.norms, table=table, link=self._link)
         )
         self._reducer = Reducer(
             ddp,
@@ -196,6 +211,7 @@ class DearState:
             memory=memory,
             options=options,
             plain_reason=self._plain_reason,
+            owners=None if table is None else table.owners,
         )
         self._turn_points = TurnPoints(ddp, optimizers, self._turns, self._updates) if lease is not None else None
         self._finalizers.append(weakref.finalize(self, self._turns.release))
@@ -355,6 +371,40 @@ class DearState:
             lease=self._turns.stats(),
         )
 
+    def consolidate(self, to: int | None = None) -> None:
+        """With ``shard_optimizer=True``, put the optimizers' state together; a collective, so every rank must call it.
+
+        Afterwards ``optimizer.state_dict()`` and ``optimizer.state`` are those of an ordinary optimizer, until the next
+        ``step()``, which shares the state again: save a checkpoint right after it. Until it is called they raise.
+        Without ``shard_optimizer=True`` it does nothing. To load, call ``optimizer.load_state_dict()`` on every rank as
+        always, with a state that any number of ranks, or plain DDP, has saved.
+
+        Args:
+            to: the only rank that gets the state, which saves the memory of it on the others; by default, every rank.
+
+        Raises:
+            ValueError: if there is no rank ``to``.
+
+        Example::
+
+            state.consolidate(to=0)
+            if dist.get_rank() == 0:
+                torch.save(optimizer.state_dict(), path)
+        """
+        world_size = self._link.world_size
+        if to is not None and not 0 <= to < world_size:
+            raise ValueError(f"to={to}: the model has ranks 0 to {world_size - 1} in its process group")
+        if isinstance(self._updates, ShardedUpdates) and not self._detached:
+            self._updates.consolidate(range(world_size) if to is None else (to,))
+
+    def optimizer_state_bytes(self) -> int:
+        """Return how many bytes of optimizer state this rank holds: with ``shard_optimizer=True``, of its shards."""
+        if isinstance(self._updates, ShardedUpdates) and not self._detached:
+            return self._updates.states.nbytes()
+        self._updates.flush()
+        states = (state for optimizer in self._optimizers for state in optimizer.state.values())
+        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:
         """Record every forward, backward, leg, wait and update of this rank in the context, see :class:`Trace`.
@@ -375,8 +425,13 @@ class DearState:
         """Apply what is pending and remove all hooks; the script continues as plain DDP, or attaches anew.
 
         Every rank must call it. If called between a forward and its backward, DDP keeps the hook, which does plain
-        all-reduces from then on; otherwise DDP can take another hook.
+        all-reduces from then on; otherwise DDP can take another hook. With ``shard_optimizer=True``, the optimizers get
+        their whole state back.
         """
+        self.consolidate()
+        self._detach()
+
+    def _detach(self) -> None:
         if self._detached:
             return
         self._detached = True
@@ -405,7 +460,7 @@ class DearState:
 
     def _take_apart(self) -> None:
         self._link.shut_down()  # every leg has succeeded or failed after this, so nothing below waits for peers
-        for step in (self._updates.flush, self.detach):
+        for step in (self._updates.flush, self._detach):
             with contextlib.suppress(LegError):
                 step()
 

@@ -39,7 +39,7 @@ from torch.nn import Parameter
 
 from ddp_crossover import device as gpu
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
-from ddp_crossover.collectives.leg import HostWait
+from ddp_crossover.collectives.leg import HostWait, ScatterLeg
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.collectives.wire import scale_into, travels_as
@@ -236,19 +236,25 @@ class Pipeline:
             group.scatter = group.gather = self.link.all_reduce_leg(index, buffer)
             group.state = GroupState.GATHERING
         else:
-            group.scatter = self.link.reduce_scatter(index, buffer)
+            group.scatter = self._scatter(group, buffer)
             group.state = GroupState.SCATTERING
             if self._gathers_early and self.link.orders_gathers:
                 self._gather(group, self._urgency[index])
         for follower in self._followers.get(index, ()):
             self._gather(self.groups[follower])
 
+    def _scatter(self, group: GroupInFlight, buffer: FusionBuffer) -> ScatterLeg:
+        return self.link.reduce_scatter(group.spec.index, buffer)
+
     def _buffer_of(self, group: GroupInFlight) -> FusionBuffer:
         # If DDP may leave out buckets, which they were last time says nothing about this time.
         if group.buffer is None or not (self.every_group_arrives or group.spec.arena in self._arenas):
-            lay_out(group, self.link.world_size)
+            self._lay_out(group)
         assert group.buffer is not None
         return group.buffer
+
+    def _lay_out(self, group: GroupInFlight) -> None:
+        lay_out(group, self.link.world_size)
 
     def _announce(self, index: int) -> None:
         if not self.every_group_arrives or index >= len(self.groups):
@@ -270,13 +276,16 @@ class Pipeline:
         unused = [group for group in self.groups if not group.is_launched]
         for group in unused:
             group.state = GroupState.UNUSED
-        self._gather_in_use_order()
+        self._gather_after_backward()
         self.link.end_scatter_legs()
         with self.lock:
             kept = self.gradients.make_pending(some_unused=bool(unused), skipped=skipped)
             self.phase = Phase.REDUCED
             for slot in kept:
                 self.gradients.deliver_kept(slot)
+
+    def _gather_after_backward(self) -> None:
+        self._gather_in_use_order()
 
     def _gather_in_use_order(self) -> None:
         for index in self.plan.use_order:
@@ -328,12 +337,18 @@ class Pipeline:
             groups = dict.fromkeys(group for slot in slots if slot in self.updates for group in slot.groups)
             # Wait for all groups before the first update: a leg that fails must not leave only some of them updated.
             for group in groups:
-                self.complete(group)
+                self._complete_for_update(group)
             # Update group by group: gradients cast back to the parameters' dtype never take more than one group.
             for group in groups:
-                due = [s for s in group.slots if s in self.updates and all(part.is_complete for part in s.groups)]
+                due = [s for s in group.slots if s in self.updates and all(map(self._is_ready_for_update, s.groups))]
                 if due:
                     outside_of_modes(functools.partial(self._apply, due), self.link.current_stream())
+
+    def _complete_for_update(self, group: GroupInFlight) -> None:
+        self.complete(group)
+
+    def _is_ready_for_update(self, group: GroupInFlight) -> bool:
+        return group.is_complete
 
     def flush(self) -> None:
         """Apply all pending updates."""
@@ -351,16 +366,19 @@ class Pipeline:
         """Wait until the group's buffer holds the reduced gradients."""
         self.order.join()
         if not group.is_complete:
-            self._refuse_capture()
-            assert group.gather is not None
-            index = group.spec.index
-            # No profiler range if the leg is done, where it only costs time, or if `torch.jit.trace` would record it.
-            unnamed = group.gather.is_done() or is_traced()
-            named = contextlib.nullcontext() if unnamed else named_range(f"ddp_crossover::wait[{index}]")
-            with named, self.waiting(index) as host_wait:
-                # Protects the optimizer and readers of `.grad` from partly gathered gradients.
-                group.gather.wait(host_wait)
+            self._wait_for_gather(group)
             group.state = GroupState.COMPLETE
+
+    def _wait_for_gather(self, group: GroupInFlight) -> None:
+        self._refuse_capture()
+        assert group.gather is not None
+        index = group.spec.index
+        # No profiler range if the leg is done, where it only costs time, or if `torch.jit.trace` would record it.
+        unnamed = group.gather.is_done() or is_traced()
+        named = contextlib.nullcontext() if unnamed else named_range(f"ddp_crossover::wait[{index}]")
+        with named, self.waiting(index) as host_wait:
+            # Protects the optimizer and readers of `.grad` or of parameters from partly gathered values.
+            group.gather.wait(host_wait)
 
     def _refuse_capture(self) -> None:
         if gpu.is_capturing(self.device):

@@ -51,12 +51,14 @@ class GradientSpec:
         numel: number of elements, may be zero.
         itemsize_bytes: bytes per element on the wire.
         arena: name of the arena that holds it; gradients of different dtype or device never share one.
+        is_whole: whether it is never cut.
     """
 
     name: str
     numel: int
     itemsize_bytes: int
     arena: str
+    is_whole: bool = False
 
 
 class Taper(NamedTuple):
@@ -290,7 +292,7 @@ class _ArenaCutter:
             self._close()
         first = self.offset
         start = 0
-        while size := self._cut(spec.numel - start, spec.itemsize_bytes):
+        while not spec.is_whole and (size := self._cut(spec.numel - start, spec.itemsize_bytes)):
             self._append(Piece(parameter, start, size))
             self._close()
             start += size

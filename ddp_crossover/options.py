@@ -47,6 +47,7 @@ class Options:
         norms: where torch's own functions take norms of gradients from.
         tuned_file: where to keep what the tuner finds, or None.
         strict: whether parameters hold NaN while they are pending.
+        shard_optimizer: whether each rank updates its share of the parameters only.
 
     Raises:
         ValueError: for options that are out of range or contradict each other.
@@ -59,6 +60,7 @@ class Options:
     tune: bool = True
     tuned_file: str | os.PathLike[str] | None = None
     strict: bool = False
+    shard_optimizer: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in list(Schedule):
@@ -75,6 +77,11 @@ class Options:
                 f"and without fusion_mb, got schedule={str(self.schedule)!r} and fusion_mb={self.fusion_mb}: leave out "
                 "tuned_file, or let the tuner run"
             )
+        if self.shard_optimizer and self.schedule is Schedule.ALLREDUCE:
+            raise ValueError(
+                "shard_optimizer=True updates shards between the two legs of an all-reduce, which schedule='allreduce' "
+                "does not have: leave out one of them"
+            )
         if self.wire_dtype is not None and str(self.wire_dtype) not in WIRE_DTYPES:
             raise ValueError(
                 f"wire_dtype must be {' or '.join(WIRE_DTYPES)}, got {self.wire_dtype!r}: leave it out to "
@@ -85,7 +92,7 @@ class Options:
     def leaves_the_choice(self) -> bool:
         """Whether DDP may train as it was before attach if that is as fast, because nothing says what to do instead."""
         is_searched = self.schedule is Schedule.AUTO and self.fusion_mb is None
-        return is_searched and self.wire_dtype is None and not self.strict
+        return is_searched and self.wire_dtype is None and not self.strict and not self.shard_optimizer
 
     def shared_by_ranks(self) -> dict[str, object]:
         """Return the options in which all ranks must agree, as JSON values."""
@@ -96,4 +103,5 @@ class Options:
             "norms": self.norms,
             "tune": self.tune,
             "tuned_file": self.tuned_file is not None,
+            "shard_optimizer": self.shard_optimizer,
         }

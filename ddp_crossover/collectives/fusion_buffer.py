@@ -18,10 +18,12 @@ class FusionBuffer:
     Attributes:
         parts: flat tensors of one dtype.
         factor: every rank's elements are multiplied by it before they are added up.
+        owners: for each part, the rank that reduces all of it; None if ranks share every part.
     """
 
     parts: tuple[Tensor, ...]
     factor: float = 1.0
+    owners: tuple[int, ...] | None = None
     _slices: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def slices(self, rank: int, world_size: int) -> list[Tensor]:
@@ -29,10 +31,16 @@ class FusionBuffer:
         # Made once, because the same buffer has legs in every step.
         slices = self._slices.get((rank, world_size))
         if slices is None:
-            bounds = (slice_bounds(part.numel(), world_size, rank) for part in self.parts)
+            bounds = self.bounds(rank, world_size)
             slices = [part[low:high] for part, (low, high) in zip(self.parts, bounds, strict=True)]
             self._slices[rank, world_size] = slices
         return slices
+
+    def bounds(self, rank: int, world_size: int) -> list[tuple[int, int]]:
+        """The range of each part that ``rank`` reduces."""
+        if self.owners is None:
+            return [slice_bounds(part.numel(), world_size, rank) for part in self.parts]
+        return [(0, part.numel() if owner == rank else 0) for part, owner in zip(self.parts, self.owners, strict=True)]
 
     def whole(self) -> Tensor:
         """The only part, for links that need the buffer in one piece."""

@@ -62,7 +62,7 @@ class GlooGatherLeg(GlooLeg):
             with named_range(f"ddp_crossover::all_gather[{self.group}]"):
                 context.meter.clock.leg_posted(self.times)
                 scatter.sends += messages.send(
-                    [Slice(peer, shard) for peer in messages.peers for shard in scatter.shards()],
+                    [Slice(peer, shard) for peer in messages.peers for shard in scatter.gathered_slices()],
                     message_tag(MessageKind.GATHER, scatter.iteration, self.group),
                 )
         except Exception as error:
@@ -96,8 +96,8 @@ class GlooGatherLeg(GlooLeg):
 class GlooSmallGather(GlooLeg):
     """An all-gather of small tensors, which overtakes all other legs."""
 
-    def __init__(self, context: GlooCommContext, number: int, value: Tensor) -> None:
-        super().__init__(context, "exchange of norms")
+    def __init__(self, context: GlooCommContext, number: int, value: Tensor, label: str = "exchange of norms") -> None:
+        super().__init__(context, label)
         messages = context.messages
         self.rows = value.new_empty((messages.world_size, *value.shape))
         self.rows[messages.rank] = value

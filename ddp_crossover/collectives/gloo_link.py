@@ -67,6 +67,13 @@ class PeerLink(Link):
         leg.wait()
         return leg.rows
 
+    def exchange_numbers(self, value: int) -> list[int]:
+        self._small_gathers += 1
+        leg = GlooSmallGather(self._context, self._small_gathers, torch.tensor([value]), "a decision about gradients")
+        leg.start()
+        leg.wait()
+        return cast(list[int], leg.rows.view(-1).tolist())
+
     def use_arenas(self, arenas: Collection[Tensor]) -> None:
         super().use_arenas(arenas)
         self._context.scratch.clear()
@@ -136,11 +143,12 @@ class GlooLink(PeerLink):
         self.staging = StagingQueue(context.threads.posting.put, context.failures)
         self.early_receives = AnnouncedLegs(context)
 
-    def reduce_scatter(self, group: int, buffer: FusionBuffer) -> GlooScatterLeg:
+    def reduce_scatter(self, group: int, buffer: FusionBuffer, landing: FusionBuffer | None = None) -> GlooScatterLeg:
         leg = self.early_receives.take(group, self.iteration)
         if leg is None:
             leg = GlooScatterLeg(self._context, self.iteration, group, buffer)
         leg.buffer = buffer  # if the memory was moved since, its parts have the same sizes
+        leg.landing = buffer if landing is None else landing
         leg.start()
         return leg
 

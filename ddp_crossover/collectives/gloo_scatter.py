@@ -20,6 +20,7 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
         gather_receives: receives of the peers' reduced slices.
         sends: sends of both legs.
         incoming: memory for the slices of each peer, until they are added up.
+        landing: the buffer that the gather leg sends from and receives into.
     """
 
     is_announced = False
@@ -28,7 +29,7 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
         super().__init__(context, f"scatter leg of fusion group {group}")
         self.iteration = iteration
         self.group = group
-        self.buffer = buffer
+        self.buffer = self.landing = buffer
         self.gather_receives: list[Message] = []
         self.sends: list[Message] = []
         self.incoming: list[Tensor] = []
@@ -76,10 +77,11 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
             context.failures.check()
             with named_range(f"ddp_crossover::reduce_scatter[{self.group}]"):
                 self.before_posting()
-                slices = [Slice(peer, memory) for peer in messages.peers for memory in self._slices_of(peer)]
+                slices = self._slices_for_peers(self.buffer)
+                to_come = slices if self.landing is self.buffer else self._slices_for_peers(self.landing)
                 # Safe before our sends: a peer sends its reduced slice only after it has received our slice.
                 self.gather_receives = messages.receive(
-                    slices, message_tag(MessageKind.GATHER, self.iteration, self.group)
+                    to_come, message_tag(MessageKind.GATHER, self.iteration, self.group)
                 )
                 context.meter.clock.leg_posted(self.times)
                 self.sends = messages.send(slices, message_tag(MessageKind.SCATTER, self.iteration, self.group))
@@ -113,6 +115,14 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
     def _end(self, error: BaseException | None) -> None:
         super()._end(error)
         self._context.threads.posting.wake()  # its gather leg has become ready
+
+    def gathered_slices(self) -> list[Tensor]:
+        """This rank's slice of each part of the landing, which the gather leg sends."""
+        return self.landing.slices(self._context.messages.rank, self._context.messages.world_size)
+
+    def _slices_for_peers(self, buffer: FusionBuffer) -> list[Slice]:
+        messages = self._context.messages
+        return [Slice(peer, memory) for peer in messages.peers for memory in buffer.slices(peer, messages.world_size)]
 
     def _slices_of(self, rank: int) -> list[Tensor]:
         return self.buffer.slices(rank, self._context.messages.world_size)

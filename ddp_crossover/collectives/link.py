@@ -99,15 +99,22 @@ class Link(ABC):
     # Every link has its own way to run legs.
 
     @abstractmethod
-    def reduce_scatter(self, group: int, buffer: FusionBuffer) -> ScatterLeg:
+    def reduce_scatter(self, group: int, buffer: FusionBuffer, landing: FusionBuffer | None = None) -> ScatterLeg:
         """Start to sum ``buffer`` over ranks; each rank keeps its own slices of the sum.
 
-        Never blocks. ``buffer`` belongs to the link until the gather leg has ended.
+        Never blocks. ``buffer`` and ``landing`` belong to the link until the gather leg has ended.
+
+        Args:
+            group: number of the fusion group.
+            buffer: its fusion buffer.
+            landing: what the gather leg sends the slices of; by default ``buffer``. Its parts have the same sizes.
         """
 
     @abstractmethod
     def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> Leg:
         """Start to send every rank's slice to every rank, as soon as ``scatter`` is done. Never blocks.
+
+        On CUDA it first waits for the work that the current stream has got, if ``scatter`` has a landing.
 
         Args:
             scatter: the scatter leg of the same group.
@@ -126,6 +133,10 @@ class Link(ABC):
     @abstractmethod
     def all_gather_small(self, value: Tensor) -> Tensor:
         """Gather a small tensor from all ranks, in rank order; shape ``(world_size, *value.shape)``."""
+
+    @abstractmethod
+    def exchange_numbers(self, value: int) -> list[int]:
+        """Exchange one number with all ranks, in rank order. Blocks the host until all ranks have called it."""
 
     # An iteration, in the order of the calls.
 

@@ -57,6 +57,7 @@ class _NcclScatterLeg(_NcclLeg, ScatterLeg):
         super().__init__(link, f"scatter leg of fusion group {group}", group, stream, begun)
         self.buffer = buffer
         self.shard = shard
+        self.landing: Tensor | None = None
 
     def shards(self) -> list[Tensor]:
         return [self.shard]
@@ -98,6 +99,8 @@ class NcclLink(Link):
         super().__init__(process_group)
         self.watch = LegWatch(self.rank, timeout.total_seconds())
         self._small_group = small_group
+        self._host_group: dist.ProcessGroup | None = None
+        self._timeout = timeout
         self._device = device
         # High priority: communication kernels are small, and would otherwise wait behind compute kernels.
         self._stream = gpu.new_stream(device, urgent=True)
@@ -105,7 +108,7 @@ class NcclLink(Link):
         self.all_reduce_stream = self._stream
         self.streams = CudaStreams(device, (self._stream,))
 
-    def reduce_scatter(self, group: int, buffer: FusionBuffer) -> _NcclScatterLeg:
+    def reduce_scatter(self, group: int, buffer: FusionBuffer, landing: FusionBuffer | None = None) -> _NcclScatterLeg:
         memory = buffer.whole()
         low, high = slice_bounds(memory.numel(), self.world_size, self.rank)
         shard = memory[low:high]
@@ -117,19 +120,28 @@ class NcclLink(Link):
                 _reduce_scatter(shard, memory, group=self.process_group)
             self.clock.span("scatter", begin, self._stream, group=group)
         self._count(memory)
-        return _NcclScatterLeg(self, group, memory, shard, self._stream, begun)
+        leg = _NcclScatterLeg(self, group, memory, shard, self._stream, begun)
+        leg.landing = None if landing is None else landing.whole()
+        return leg
 
     def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> Leg:
         leg = cast(_NcclScatterLeg, scatter)
+        whole, own = leg.buffer, leg.shard
+        if leg.landing is not None:
+            whole = leg.landing
+            low, high = slice_bounds(whole.numel(), self.world_size, self.rank)
+            own = whole[low:high]
+            # Wait for the current stream, which fills the landing.
+            self._stream.wait_stream(gpu.current_stream(self._device))
         with (
             self.meter.host.of("leg"),
             named_range(f"ddp_crossover::all_gather[{leg.group}]"),
             gpu.on_stream(self._stream),
         ):
             begin, begun = self.clock.mark(self._stream), gpu.record(self._stream)
-            _all_gather(leg.buffer, leg.shard, group=self.process_group)
+            _all_gather(whole, own, group=self.process_group)
             self.clock.span("gather", begin, self._stream, group=leg.group)
-        self._count(leg.buffer)
+        self._count(whole)
         return _NcclLeg(self, f"gather leg of fusion group {leg.group}", leg.group, self._stream, begun)
 
     def all_reduce_leg(self, group: int, buffer: FusionBuffer) -> ScatterLeg:
@@ -161,6 +173,21 @@ class NcclLink(Link):
         # Make the caller's stream wait for the rows before it reads them.
         gpu.current_stream(self._device).wait_stream(self._small_stream)
         return rows
+
+    def exchange_numbers(self, value: int) -> list[int]:
+        # Over gloo, between the hosts: the device may be steps behind, and the answer decides what it gets next.
+        if self._host_group is None:
+            made = dist.new_group(
+                ranks=dist.get_process_group_ranks(self.process_group),
+                backend="gloo",
+                timeout=self._timeout,
+                use_local_synchronization=self.world_size < dist.get_world_size(),
+                group_desc="ddp_crossover decisions",
+            )
+            self._host_group = cast(dist.ProcessGroup, made)
+        rows = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(rows, torch.tensor([value]), group=self._host_group)
+        return [int(row) for row in rows]
 
     def connect(self, arenas: Collection[Tensor]) -> None:
         """Make NCCL create its communicators and connections now, with legs that overwrite the largest arena.
@@ -194,6 +221,8 @@ class NcclLink(Link):
         self._stream.synchronize()
         self._small_stream.synchronize()
         release(self._small_group)
+        if self._host_group is not None:
+            release(self._host_group)
         super().close()
 
     def _count(self, buffer: Tensor) -> None:

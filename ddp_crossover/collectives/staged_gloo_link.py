@@ -98,7 +98,8 @@ class StagedGlooLink(PeerLink):
         self._host_buffers: dict[int, Tensor] = {}
         self.streams = CudaStreams(device, (self._to_host_stream, self._to_device_stream))
 
-    def reduce_scatter(self, group: int, buffer: FusionBuffer) -> GlooScatterLeg:
+    def reduce_scatter(self, group: int, buffer: FusionBuffer, landing: FusionBuffer | None = None) -> GlooScatterLeg:
+        assert landing is None  # shards would have to travel to the device and back
         memory = buffer.whole()
         host = self._host_buffers.get(group)
         if host is None or host.numel() != memory.numel() or host.dtype != memory.dtype:

@@ -37,6 +37,7 @@ from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError, StaleReadGuard
 from ddp_crossover.parameters.reduced_gradients import unwrap_gradients
 from ddp_crossover.planning.session import Orders, Planning
+from ddp_crossover.sharding.sharded_pipeline import ShardedPipeline
 from ddp_crossover.torch_internals.autograd import call_after_backward
 from ddp_crossover.torch_internals.ddp import GradBucket, comm_hooks_of, forget_comm_hooks, rebuild_buckets
 
@@ -64,6 +65,7 @@ class Reducer:
         memory: arenas for the first pipeline, large enough for every plan.
         options: the user's options.
         plain_reason: why every bucket goes through a plain all-reduce, or None.
+        owners: with a sharded optimizer, the ranks that update whole parameters; else None.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class Reducer:
         memory: Mapping[str, Tensor],
         options: Options,
         plain_reason: str | None,
+        owners: Mapping[int, int] | None = None,
     ) -> None:
+        self._owners = owners
         # Weak: DDP's C++ reducer, which is opaque to the garbage collector, holds this object.
         self._ddp = weakref.ref(ddp)
         self._process_group = ddp.process_group
@@ -312,7 +316,9 @@ class Reducer:
         self._updates.use(self.pipeline)
 
     def _make_pipeline(self, plan: FusionPlan) -> Pipeline:
-        return Pipeline(
+        owners = self._owners
+        make = Pipeline if owners is None else functools.partial(ShardedPipeline, owners=owners)
+        return make(
             plan,
             self._named,
             self._link,

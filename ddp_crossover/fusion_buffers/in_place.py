@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 
@@ -26,10 +29,15 @@ def alias_of(bucket: Tensor) -> Tensor:
     return torch.from_dlpack(bucket)  # type: ignore[attr-defined]
 
 
-def lay_out(group: GroupInFlight, world_size: int) -> None:
+def lay_out(group: GroupInFlight, world_size: int, owners: Mapping[int, int] = MappingProxyType({})) -> None:
     """Make the fusion buffer of a group of the places of its gradients, with as few parts as possible.
 
     Gradients that have no place yet, because DDP leaves out their bucket, are left out.
+
+    Args:
+        group: the group.
+        world_size: number of ranks.
+        owners: the ranks that reduce whole gradients, by parameter; either all of the group's have one, or none.
     """
     pieces = {
         index: place._replace(low=place.low + piece.start, high=place.low + piece.start + piece.numel)
@@ -38,11 +46,18 @@ def lay_out(group: GroupInFlight, world_size: int) -> None:
     }
     parts: list[Place] = []
     places: list[tuple[int, int] | None] = [None] * len(group.slots)
+    owner_of_parts: list[int | None] = []
     for index, piece in sorted(pieces.items(), key=lambda item: (item[1].bucket, item[1].low)):
-        if parts and parts[-1].bucket == piece.bucket and parts[-1].high == piece.low:
+        owner = owners.get(group.slots[index].index)
+        is_next = parts and parts[-1].bucket == piece.bucket and parts[-1].high == piece.low
+        if is_next and owner_of_parts[-1] == owner:
             parts[-1] = parts[-1]._replace(high=piece.high)
         else:
             parts.append(piece)
+            owner_of_parts.append(owner)
         places[index] = (len(parts) - 1, piece.low - parts[-1].low)
     group.places = places
-    group.buffer = FusionBuffer(tuple(one.memory[one.low : one.high] for one in parts), 1.0 / world_size)
+    owned_by = tuple(owner for owner in owner_of_parts if owner is not None)
+    group.buffer = FusionBuffer(
+        tuple(one.memory[one.low : one.high] for one in parts), 1.0 / world_size, owned_by or None
+    )

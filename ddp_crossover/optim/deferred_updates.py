@@ -45,6 +45,9 @@ _TOO_LATE = (
 class DeferredUpdates:
     """Takes over the optimizers of one model.
 
+    Attributes:
+        runner_type: class of what applies deferred updates.
+
     Args:
         optimizers: the optimizers.
         params: the parameters that DDP manages.
@@ -53,6 +56,8 @@ class DeferredUpdates:
         strict: fill pending parameters with NaN until they are updated.
         norms: where torch's own clipping and loss scaling take norms from.
     """
+
+    runner_type: type[UpdateRunner] = UpdateRunner
 
     def __init__(
         self,
@@ -75,7 +80,7 @@ class DeferredUpdates:
             require_gradient_calls()
         self._running: StepCall | None = None
         self.after_update = AfterUpdate()
-        self._runner = UpdateRunner(params, self.after_update, strict=strict)
+        self._runner = self.runner_type(params, self.after_update, strict=strict)
         self._separable = Separable(optimizers)
         self._deferrable = Deferrable(params, early_reads, fallbacks)
         self.deferred_steps = 0
@@ -95,9 +100,12 @@ class DeferredUpdates:
             self._handles += [
                 after,
                 optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_state_dict_pre_hook(lambda _: self.flush()),
+                optimizer.register_state_dict_pre_hook(self._before_state_dict),
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()),
             ]
+
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        self.flush()
 
     def remove(self) -> None:
         """Give the optimizers back. What was given to ``after_update`` is called by plain hooks from now on."""
@@ -209,16 +217,7 @@ class DeferredUpdates:
         if pipeline is None:
             make_state_plain(optimizer)  # here, not in use(): that may run in a closure of a step, which has the state
             return None
-        self._stepped_in = pipeline.iteration
-        if pipeline.phase is Phase.BACKWARD and _has_gradients(optimizer):
-            raise RuntimeError(
-                "optimizer.step() was called after a backward that did not finish, so its gradients have not been "
-                "summed over ranks: skip this step, set the gradients to None, and restart from a checkpoint"
-            )
-        if pipeline.updates:
-            # Also updates of other optimizers: two optimizers may share a parameter.
-            slots = [pipeline.slot_of.get(parameter) for parameter in optimizer_parameters(optimizer)]
-            pipeline.apply_pending([slot for slot in slots if slot is not None])
+        self._finish_last_step(optimizer, pipeline)
         reason = self._separable.why_not(optimizer, test_again=True) or why_call_waits(args, kwargs)
         if reason is None and pipeline.awaits_backward:
             reason = _TOO_LATE
@@ -231,8 +230,8 @@ class DeferredUpdates:
             make_state_plain(optimizer)
             return None
         make_state_lazy(optimizer)
-        user_closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        step = self._running = StepCall(optimizer, StandIn(args[0], _is_ours))
+        user_closure = closure_of(args, kwargs)
+        step = self._running = StepCall(optimizer, StandIn(args[0], is_ours))
 
         def closure() -> Any:
             # This is the last moment before the optimizer reads the gradients: after all pre-hooks, and after a
@@ -244,6 +243,23 @@ class DeferredUpdates:
 
         return (step.stand_in.optimizer,), {"closure": closure}
 
+    def _finish_last_step(self, optimizer: Optimizer, pipeline: Pipeline) -> None:
+        """Apply what is pending of the parameters that a step is about to update, and refuse one that makes no sense.
+
+        Raises:
+            RuntimeError: if the gradients are those of a backward that did not finish.
+        """
+        self._stepped_in = pipeline.iteration
+        if pipeline.phase is Phase.BACKWARD and _has_gradients(optimizer):
+            raise RuntimeError(
+                "optimizer.step() was called after a backward that did not finish, so its gradients have not been "
+                "summed over ranks: skip this step, set the gradients to None, and restart from a checkpoint"
+            )
+        if pipeline.updates:
+            # Also updates of other optimizers: two optimizers may share a parameter.
+            slots = [pipeline.slot_of.get(parameter) for parameter in optimizer_parameters(optimizer)]
+            pipeline.apply_pending([slot for slot in slots if slot is not None])
+
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step, self._running = self._running, None
         later: list[LazyParam] = []
@@ -252,6 +268,10 @@ class DeferredUpdates:
             later = [lazy for lazies in step.later for lazy in lazies]
             if later:
                 self._defer(step, optimizer)
+        self._tell_of_step(optimizer, later)
+
+    def _tell_of_step(self, optimizer: Optimizer, later: Sequence[LazyParam]) -> None:
+        """Tell those who follow updates that a step has ended, and which parameters' updates were deferred."""
         if self.after_update:
             self.after_update.stepped(
                 optimizer,
@@ -261,21 +281,25 @@ class DeferredUpdates:
 
     def _others_of(self, optimizer: Optimizer) -> list[Collection[int]]:
         """Ids of the parameters of each other attached model that this optimizer trains, too."""
-        owners = [hook.__self__ for hook in step_pre_hooks(optimizer) if _is_ours(hook)]
+        owners = [hook.__self__ for hook in step_pre_hooks(optimizer) if is_ours(hook)]
         return [owner._params.of_id.keys() for owner in owners if owner is not self]
 
     def _defer(self, step: StepCall, optimizer: Optimizer) -> None:
         pipeline = step.pipeline
         assert pipeline is not None and step.snapshot is not None
         make_state_lazy(optimizer).before_look = self._flush_if_pending
+        # With `grad_scale` a fused optimizer unscales gradients in place.
+        edits_gradient = getattr(optimizer, "grad_scale", None) is not None
+        updates = [DeferredUpdate(step.snapshot, index, edits_gradient) for index, _ in enumerate(step.later)]
+        self._make_pending(pipeline, list(zip(step.later, updates, strict=True)))
+
+    def _make_pending(self, pipeline: Pipeline, updates: Sequence[tuple[Sequence[LazyParam], DeferredUpdate]]) -> None:
+        """Make the parameters of these updates pending; those that cannot be are updated at once."""
         self.deferred_steps += 1
         with self._params.lock:
             # Checked after the step, which may itself have created references to a parameter's memory.
-            why_not = self._params.why_not_lazy([lazy for lazies in step.later for lazy in lazies])
-            for index, lazies in enumerate(step.later):
-                # With `grad_scale` a fused optimizer unscales gradients in place.
-                edits_gradient = getattr(optimizer, "grad_scale", None) is not None
-                update = DeferredUpdate(step.snapshot, index, edits_gradient)
+            why_not = self._params.why_not_lazy([lazy for lazies, _ in updates for lazy in lazies])
+            for lazies, update in updates:
 
                 def note_update(lazy: LazyParam, update: DeferredUpdate = update) -> None:
                     pipeline.updates[pipeline.slots[lazy.index]] = update
@@ -297,13 +321,19 @@ class DeferredUpdates:
 def pipeline_of(optimizer: Optimizer) -> Pipeline | None:
     """The pipeline that carries this optimizer's gradients; None if it has none yet or is not attached."""
     for hook in step_pre_hooks(optimizer):
-        if _is_ours(hook):
+        if is_ours(hook):
             owner: DeferredUpdates = hook.__self__
             return owner.pipeline
     return None
 
 
-def _is_ours(hook: Any) -> bool:
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The closure that ``step()`` was called with, or None."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
+def is_ours(hook: Any) -> bool:
+    """Whether a hook of an optimizer is ours."""
     return isinstance(getattr(hook, "__self__", None), DeferredUpdates)
 
 

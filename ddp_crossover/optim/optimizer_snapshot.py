@@ -11,7 +11,7 @@ import contextlib
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -25,9 +25,14 @@ _IMMUTABLE = frozenset((NoneType, bool, int, float, str))
 
 
 class ToUpdate(NamedTuple):
-    """A parameter, and a second tensor of its memory, with the gradient in ``.grad``, for a deferred step to update."""
+    """What a deferred step updates.
 
-    parameter: Tensor
+    Attributes:
+        parameter: the parameter, or what else its state is kept under.
+        memory: a second tensor of its memory, or of a part of it, with the gradient in ``.grad``.
+    """
+
+    parameter: Any
     memory: Tensor
 
 
@@ -80,17 +85,18 @@ class OptimizerSnapshot:
     Args:
         optimizer: the optimizer. Its attributes, its hyperparameters and the attributes that users have set on its
             parameters are copied; its state is shared.
+        state: the state to use instead of the optimizer's own.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, state: dict[Any, dict[str, Any]] | None = None) -> None:
         self.optimizer = optimizer
-        self._state = optimizer.state
+        self._state = optimizer.state if state is None else state
         self._attributes = {
             name: _copied(value) for name, value in vars(optimizer).items() if name not in _NOT_TAKEN_OVER
         }
         self._groups = [hyperparameters(group) for group in optimizer.param_groups]
         self._of_parameters: dict[Tensor, dict[str, Any]] | None = None
-        if reads_attributes(optimizer):
+        if state is None and reads_attributes(optimizer):
             self._of_parameters = {p: _copied(vars(p)) for p in optimizer_parameters(optimizer) if vars(p)}
 
     @property
@@ -98,23 +104,35 @@ class OptimizerSnapshot:
         """Whether the step updates nothing, see :func:`was_skipped`."""
         return was_skipped(self._attributes)
 
-    def step(self, group: int, updates: Sequence[ToUpdate]) -> None:
-        """Update these parameters, all of the param group with index ``group``."""
+    def step(
+        self, updates_of: Mapping[int, Sequence[ToUpdate]], attributes: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """Update parameters.
+
+        Args:
+            updates_of: what to update, by the index of its param group.
+            attributes: further attributes that the optimizer has in this step only.
+        """
+        updates = [update for of_group in updates_of.values() for update in of_group]
         stand_in = _object_like(self.optimizer, self._attributes)
         for name in STEP_HOOKS:
             setattr(stand_in, name, OrderedDict())
         # Includes all groups, because some optimizers read settings of the first group for all groups.
         stand_in.param_groups = [{**settings, "params": []} for settings in self._groups]
-        stand_in.param_groups[group]["params"] = [memory for _, memory in updates]
+        for group, of_group in updates_of.items():
+            stand_in.param_groups[group]["params"] = [memory for _, memory in of_group]
         # `dict.get`, because the methods of a LazyState would apply pending updates.
         states = [dict.get(self._state, parameter) for parameter, _ in updates]
         stand_in.state = defaultdict(
             dict, ((memory, own) for (_, memory), own in zip(updates, states, strict=True) if own is not None)
         )
         try:
+            vars(stand_in).update(attributes)
             with _attributes_of_then(updates, self._of_parameters):
                 raw_step(stand_in)(stand_in)
         finally:
+            for name in attributes:
+                del vars(stand_in)[name]
             if stand_in.state:
                 for (parameter, memory), before in zip(updates, states, strict=True):
                     if (own := stand_in.state.get(memory)) is not before:

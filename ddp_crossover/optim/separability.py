@@ -11,7 +11,7 @@ import copy
 import enum
 import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Number
 from typing import Any
@@ -72,7 +72,7 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
     # Empty state first. Some optimizers (Adagrad up to torch 2.11) create state in `__init__`, and fail without it.
     for with_state in (False, True):
         try:
-            with _random_states_kept(optimizer):
+            with random_states_kept(optimizer):
                 return _try(optimizer, with_state)
         except Exception as error:
             failure = f"a trial step on a small clone of it failed ({type(error).__name__}: {error})"
@@ -80,7 +80,8 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
 
 
 @contextmanager
-def _random_states_kept(optimizer: Optimizer) -> Iterator[None]:
+def random_states_kept(optimizer: Optimizer) -> Iterator[None]:
+    """Give torch, NumPy and Python their random states back in the end."""
     devices = {p.device for g in optimizer.param_groups for p in g["params"] if p.device.type == "cuda"}
     of_python, of_numpy = random.getstate(), np.random.get_state(legacy=False)
     try:
@@ -92,22 +93,22 @@ def _random_states_kept(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _try(optimizer: Optimizer, with_state: bool) -> str | None:
-    whole, split = _Clone(optimizer, with_state), _Clone(optimizer, with_state)
+    whole, split = Clone(optimizer, with_state), Clone(optimizer, with_state)
     for step in range(_STEPS):
         gradients = whole.set_gradients(step)
         attributes = copy.deepcopy([vars(parameter) for parameter in whole.parameters])
         result = raw_step(whole.optimizer)(whole.optimizer)
-        if not _same([vars(parameter) for parameter in whole.parameters], attributes):
+        if not same([vars(parameter) for parameter in whole.parameters], attributes):
             return "its step() sets attributes of the parameters, which may be read before a deferred update sets them"
-        if not _same([parameter.grad for parameter in whole.parameters], gradients):
+        if not same([parameter.grad for parameter in whole.parameters], gradients):
             return "its step() changes gradients, which may be read before a deferred update changes them"
         split.set_gradients(step)
         returned = split.step_one_by_one()
         if split.closure_calls != step + 1:
             return "its step() does not call the closure exactly once"
-        if not _same(returned, result):
+        if not same(returned, result):
             return "its step() returns something that depends on the parameters"
-    if not _same(whole.everything(), split.everything()):
+    if not same(whole.everything(), split.everything()):
         return (
             "it does not update each parameter independently (updating them all at once and one by one in "
             "a trial on a small clone gave different results)"
@@ -115,16 +116,27 @@ def _try(optimizer: Optimizer, with_state: bool) -> str | None:
     return None
 
 
-class _Clone:
-    """An optimizer of the same type and settings over a few tiny parameters."""
+class Clone:
+    """An optimizer of the same type and settings over a few tiny parameters.
 
-    def __init__(self, optimizer: Optimizer, with_state: bool) -> None:
+    Args:
+        optimizer: the optimizer.
+        with_state: whether to begin with a state like that of the optimizer.
+        shape_of: shape of a parameter, from its number of dimensions and its number among those of its kind.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        with_state: bool,
+        shape_of: Callable[[int, int], list[int]] = lambda dim, number: [_SAMPLE_EDGE + number] * dim,
+    ) -> None:
         self.optimizer: Optimizer = object.__new__(type(optimizer))
         attributes = {k: v for k, v in vars(optimizer).items() if k != "step"}
         self.closure_calls = 0
         originals: dict[Tensor, Tensor] = {}
         groups = [
-            {**_awake(hyperparameters(group)), "params": _samples(group["params"], seed, originals)}
+            {**_awake(hyperparameters(group)), "params": _samples(group["params"], seed, originals, shape_of)}
             for seed, group in enumerate(optimizer.param_groups)
         ]
         for name, value in attributes.items():
@@ -165,7 +177,7 @@ class _Clone:
             for parameter in group["params"]:
                 memory = torch.nn.Parameter(parameter.detach())
                 memory.grad = gradients[parameter]
-                snapshots[-1].step(index, [ToUpdate(parameter, memory)])
+                snapshots[-1].step({index: [ToUpdate(parameter, memory)]})
         return result
 
     def everything(self) -> list[Any]:
@@ -179,7 +191,9 @@ class _Clone:
         ]
 
 
-def _samples(parameters: list[Tensor], seed: int, originals: dict[Tensor, Tensor]) -> list[Tensor]:
+def _samples(
+    parameters: list[Tensor], seed: int, originals: dict[Tensor, Tensor], shape_of: Callable[[int, int], list[int]]
+) -> list[Tensor]:
     """A few tiny parameters per number of dimensions, dtype and device; ``originals`` maps them to the real ones."""
     kinds: dict[tuple[Any, ...], int] = {}
     samples: list[Tensor] = []
@@ -188,8 +202,7 @@ def _samples(parameters: list[Tensor], seed: int, originals: dict[Tensor, Tensor
         kinds[kind] = kinds.get(kind, 0) + 1
         if kinds[kind] > _SAMPLES_PER_KIND:
             continue
-        shape = [_SAMPLE_EDGE + kinds[kind]] * parameter.dim()
-        sample = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+        sample = torch.empty(shape_of(parameter.dim(), kinds[kind]), dtype=parameter.dtype, device=parameter.device)
         with torch.no_grad():
             sample.copy_(_noise(sample, seed=100 * seed + len(samples)))
         samples.append(sample.requires_grad_())
@@ -280,7 +293,8 @@ def _private_copy(value: Any) -> Any:
     return OrderedDict() if isinstance(value, OrderedDict) else copy.deepcopy(value)
 
 
-def _same(left: Any, right: Any) -> bool:
+def same(left: Any, right: Any) -> bool:
+    """Whether two values are equal bit for bit; NaN equals NaN."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return (
             left.dtype == right.dtype
@@ -288,7 +302,7 @@ def _same(left: Any, right: Any) -> bool:
             and bool(torch.all((left == right) | (left.isnan() & right.isnan())))
         )
     if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(_same(left[k], right[k]) for k in left)
+        return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        return len(left) == len(right) and all(map(_same, left, right))
+        return len(left) == len(right) and all(map(same, left, right))
     return bool(left == right)

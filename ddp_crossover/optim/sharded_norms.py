@@ -17,8 +17,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ddp_crossover.collectives.leg import slice_bounds
 from ddp_crossover.dear import Pipeline
+from ddp_crossover.parameters.flat import flat_of
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.slots import GroupInFlight, Slot
 from ddp_crossover.torch_internals.gradient_calls import require_on_device
@@ -167,7 +167,7 @@ def _own_pieces(
     With ``merge``, a shard may come as one piece, under the first of its slots.
     """
     on_the_wire = set(gradients.on_the_wire)
-    flat = {slot: _in_memory_order(slot, grad) for slot, grad in gradients.in_memory.items()}
+    flat = {slot: flat_of(grad, slot.stride) for slot, grad in gradients.in_memory.items()}
     for group in pipeline.groups:
         if group.buffer is None:
             continue  # no rank has used its parameters yet
@@ -178,24 +178,17 @@ def _own_pieces(
                 if shard.numel():
                     yield group.slots[0], group.slots[0].scales, shard  # padding is zero
             continue
-        bounds = [
-            slice_bounds(part.numel(), pipeline.link.world_size, pipeline.link.rank) for part in group.buffer.parts
-        ]
-        for piece, slot, place in zip(group.spec.pieces, group.slots, group.places, strict=True):
-            if place is None:
-                continue
-            part, start = place
-            low, high = bounds[part]
-            first, last = max(start, low), min(start + piece.numel, high)
-            if first < last and slot in on_the_wire:
-                yield slot, slot.scales, shards[part][first - low : last - low]
-            elif first < last and slot in flat:
-                shift = piece.start - start
-                yield slot, (), flat[slot][first + shift : last + shift]
+        for piece in group.shard_pieces(pipeline.link.rank, pipeline.link.world_size):
+            if piece.slot in on_the_wire:
+                yield piece.slot, piece.slot.scales, piece.of(shards)
+            elif piece.slot in flat:
+                yield piece.slot, (), flat[piece.slot][piece.start : piece.stop]
 
 
 def _reduced_shards(pipeline: Pipeline, group: GroupInFlight) -> list[Tensor]:
     assert group.buffer is not None
+    if group.kept:
+        return group.kept  # the buffer may hold updated parameters
     if group.is_complete:
         return group.buffer.slices(pipeline.link.rank, pipeline.link.world_size)
     assert group.scatter is not None
@@ -203,13 +196,6 @@ def _reduced_shards(pipeline: Pipeline, group: GroupInFlight) -> list[Tensor]:
         # Protects the norm from incomplete sums.
         group.scatter.wait(host_wait)
     return group.scatter.shards()
-
-
-def _in_memory_order(slot: Slot, grad: Tensor) -> Tensor:
-    """The gradient as a flat tensor, with its elements in the order of the fusion buffer."""
-    if grad.stride() != slot.stride:
-        grad = torch.empty_strided(grad.shape, slot.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
-    return grad.as_strided((grad.numel(),), (1,))
 
 
 def _accumulation_dtype(pipeline: Pipeline) -> torch.dtype:

@@ -91,7 +91,7 @@ class UpdateRunner:
         with unrecorded():
             for slot in list(pipeline.updates):  # a signal handler may apply some
                 lazy = self._params.all[slot.index]
-                _show_value(lazy)
+                show_value(lazy)
                 lazy.uncover()
                 lazy.is_waiting = False
         pipeline.updates.clear()
@@ -121,10 +121,10 @@ class UpdateRunner:
                     assert isinstance(update, DeferredUpdate)
                     claimed[slot] = update
                 lazy.is_waiting = False
-            self._step(claimed, pipeline.gradients.for_update(claimed))
+            self._step(pipeline, claimed)
             if self._after_update and not self._broken:
                 # While `updating` has them: these uses come before forward's, and must not count as its touches.
-                with _as_if_called_by_the_user():
+                with as_if_called_by_the_user():
                     self._after_update.updated(
                         [slot.parameter for slot, update in claimed.items() if not update.snapshot.was_skipped]
                     )
@@ -140,18 +140,19 @@ class UpdateRunner:
             for lazy in lazies:
                 lazy.memory.grad = None  # frees a copy that was cast back from the wire dtype
 
-    def _step(self, claimed: dict[Slot, DeferredUpdate], gradients: dict[Slot, Tensor]) -> None:
+    def _step(self, pipeline: Pipeline, claimed: dict[Slot, DeferredUpdate]) -> None:
+        gradients = pipeline.gradients.for_update(claimed)
         members: dict[DeferredUpdate, list[ToUpdate]] = {}
         for slot, update in claimed.items():
             lazy = self._params.all[slot.index]
             memory = lazy.memory
             if self._strict or lazy.is_written:
-                _show_value(lazy)
+                show_value(lazy)
             memory.grad = _placed_as_by_autograd(gradients[slot], update)
             members.setdefault(update, []).append(ToUpdate(slot.parameter, memory))
-        with _as_if_called_by_the_user():
+        with as_if_called_by_the_user():
             for update, to_update in members.items():
-                update.snapshot.step(update.group, to_update)
+                update.snapshot.step({update.group: to_update})
 
 
 def _placed_as_by_autograd(gradient: Tensor, update: DeferredUpdate) -> Tensor:
@@ -166,7 +167,7 @@ def _placed_as_by_autograd(gradient: Tensor, update: DeferredUpdate) -> Tensor:
     return gradient
 
 
-def _show_value(lazy: LazyParam) -> None:
+def show_value(lazy: LazyParam) -> None:
     """Restore the value hidden by ``strict``, and raise if the memory was written to while the update was pending.
 
     Raises:
@@ -187,7 +188,7 @@ def _show_value(lazy: LazyParam) -> None:
 
 
 @contextlib.contextmanager
-def _as_if_called_by_the_user() -> Iterator[None]:
+def as_if_called_by_the_user() -> Iterator[None]:
     """Leave autocast, inference mode and grad mode: a touch may happen inside them, but ``step()`` runs outside."""
     with contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():

@@ -250,20 +250,23 @@ class LazyParams:
         """The candidates whose updates must be applied at the end of ``step()``, each with the reason."""
         if self.why_none_is_lazy is not None:
             return dict.fromkeys(candidates, self.why_none_is_lazy)
-        moved = []
         for lazy in candidates:
-            if not is_armed(lazy.parameter):
-                if not lazy.parameter.is_set_to(lazy.memory):
-                    moved.append(lazy)
-            elif not is_armed_by(lazy.parameter, lazy):
+            if is_armed(lazy.parameter) and not is_armed_by(lazy.parameter, lazy):
                 touch(lazy.parameter)  # armed by another model that trains it, too
+        self.follow_moved(candidates)
+        alone = self._references_alone
+        why_not = {lazy: lazy.why_never_lazy or lazy.why_not_lazy_now(alone) for lazy in candidates}
+        return {lazy: reason for lazy, reason in why_not.items() if reason is not None}
+
+    def follow_moved(self, candidates: Sequence[LazyParam]) -> None:
+        """Use the new memory of those that have been moved, by ``parameter.data = ...`` for instance."""
+        moved = [
+            lazy for lazy in candidates if not is_armed(lazy.parameter) and not lazy.parameter.is_set_to(lazy.memory)
+        ]
         for lazy in moved:
             lazy.follow_memory()
         if moved:
             self._find_neighbours()
-        alone = self._references_alone
-        why_not = {lazy: lazy.why_never_lazy or lazy.why_not_lazy_now(alone) for lazy in candidates}
-        return {lazy: reason for lazy, reason in why_not.items() if reason is not None}
 
     def _find_neighbours(self) -> None:
         """Find parameters that share a storage, such as flattened RNN weights; those that overlap are never lazy."""

@@ -177,6 +177,14 @@ class PendingGrad(Tensor):
         """Whether it holds no gradient, neither pending nor delivered."""
         return self._deliver is None and self._value is None
 
+    def lose(self, why: str) -> None:
+        """Have every read raise RuntimeError with this reason from now on, because the gradient is gone."""
+
+        def refuse(memory: Tensor) -> Tensor:
+            raise RuntimeError(why)
+
+        self._deliver = refuse
+
     def disarm(self) -> None:
         """Drop the gradient, which can no longer be read because only the pool refers to this object."""
         self._deliver = None

@@ -27,6 +27,11 @@ _OVERWRITTEN = (
     "the backward that has begun, which did not come from the model's output: read or clone gradients before a forward"
 )
 
+_LOST = (
+    "the gradient of {} that the script took from .grad was not read before the next backward, and is spread over the "
+    "ranks (shard_optimizer=True): read or clone gradients before optimizer.step()"
+)
+
 
 class ReducedGradients:
     """The gradients of one model under one plan.
@@ -47,6 +52,7 @@ class ReducedGradients:
         answer_early: answers some torch functions without gathered gradients, see :meth:`PendingGrad.arm`; or None.
         are_reduced: whether no backward can have added this rank's own gradients to those of the latest iteration, or
             put them in their place.
+        is_lost: whether a gradient that is no longer in ``.grad`` cannot be delivered any more.
         is_retiring: whether the iteration is being ended, so that no reader has asked for what is delivered.
     """
 
@@ -64,6 +70,7 @@ class ReducedGradients:
         self.on_read: Callable[[Slot], None] = _nothing
         self.is_needed: Callable[[Slot], bool] = _never
         self.answer_early: Callable[..., Any] | None = None
+        self.is_lost: Callable[[Slot], bool] = _never
         self._slots = slots
         self._link = link
         self._order = order
@@ -269,6 +276,8 @@ class ReducedGradients:
                         pool.current.resolve()
                 elif not pool.held_elsewhere():
                     pool.current.disarm()
+                elif self.is_lost(slot):
+                    pool.current.lose(_LOST.format(slot.name))
                 else:
                     pool.current.resolve()
         finally:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -124,7 +124,31 @@ class GroupState(enum.Enum):
     SCATTERING = "its scatter leg was started"  # -> GATHERING; skipped if both legs are one all-reduce
     GATHERING = "its gather leg was started"  # -> COMPLETE: code that needs a gradient has waited for it
     COMPLETE = "its buffer holds the reduced gradients"
+    # With a sharded optimizer, from SCATTERING on, unless a gather leg of gradients was asked for:
+    UPDATING = "its gather leg, which carries updated parameters, was started"  # -> UPDATED
+    UPDATED = "its landing holds the updated parameters"
     UNUSED = "no rank has used its parameters, so nothing was sent"
+
+
+class ShardPiece(NamedTuple):
+    """A part of a parameter's gradient in a rank's shard of a fusion group.
+
+    Attributes:
+        slot: the parameter.
+        start, stop: range of the gradient's elements, in memory order.
+        part: index of the part of the fusion buffer whose slice it is in.
+        low: its first element in that slice.
+    """
+
+    slot: Slot
+    start: int
+    stop: int
+    part: int
+    low: int
+
+    def of(self, shards: Sequence[Tensor]) -> Tensor:
+        """Its elements, flat, given the shard as the slice of each part."""
+        return shards[self.part][self.low : self.low + self.stop - self.start]
 
 
 class GroupInFlight:
@@ -140,6 +164,8 @@ class GroupInFlight:
         missing: number of its gradients, or parts of them, that have not arrived.
         scatter: its scatter leg, from ``SCATTERING`` on.
         gather: its gather leg, from ``GATHERING`` on; the same object if both legs are one all-reduce.
+        landing: with a sharded optimizer, where updated parameters arrive; it may be the buffer itself.
+        kept: with a sharded optimizer, this rank's slices of the reduced gradients, while it is updating or updated.
     """
 
     def __init__(self, spec: FusionGroup, slots: list[Slot]) -> None:
@@ -147,6 +173,7 @@ class GroupInFlight:
         self.slots = slots
         self.buffer: FusionBuffer | None = None
         self.places: Sequence[tuple[int, int] | None] = ()
+        self.landing: FusionBuffer | None = None
         self.reset()
         self.state = GroupState.UNUSED
 
@@ -156,6 +183,21 @@ class GroupInFlight:
         self.missing = len(self.spec.pieces)
         self.scatter: ScatterLeg | None = None
         self.gather: Leg | None = None
+        self.kept: list[Tensor] = []
+
+    def shard_pieces(self, rank: int, world_size: int) -> Iterator[ShardPiece]:
+        """What is in the shard of ``rank``, without padding and without what the buffer does not hold."""
+        assert self.buffer is not None
+        bounds = self.buffer.bounds(rank, world_size)
+        for piece, slot, place in zip(self.spec.pieces, self.slots, self.places, strict=True):
+            if place is None:
+                continue
+            part, begin = place
+            low, high = bounds[part]
+            first, last = max(begin, low), min(begin + piece.numel, high)
+            if first < last:
+                shift = piece.start - begin
+                yield ShardPiece(slot, first + shift, last + shift, part, first - low)
 
     @property
     def is_complete(self) -> bool:

@@ -29,11 +29,10 @@ def coming(options: Options, given: str | None) -> str:
     """What follows once everything is measured; ``given`` comes from :func:`given_plan`."""
     if given is not None:
         return f"{given}; nothing is tried"
-    return (
-        "group sizes, plain all-reduces and DDP as it was are tried"
-        if options.tune
-        else "the plan that should be the fastest"
-    )
+    if not options.tune:
+        return "the plan that should be the fastest"
+    others = "" if options.shard_optimizer else ", plain all-reduces and DDP as it was"
+    return f"group sizes{others} are tried"
 
 
 def outcome(

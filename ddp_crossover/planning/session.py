@@ -67,6 +67,18 @@ class Orders(NamedTuple):
     use_rank: list[int]
 
 
+class ShardKind(NamedTuple):
+    """How the shards of a parameter differ from those of others, which then never share a fusion group with it.
+
+    Attributes:
+        label: the same for parameters that may share a group.
+        is_whole: whether one rank has all of the parameter.
+    """
+
+    label: str
+    is_whole: bool
+
+
 class Planning:
     """Makes the plans of one model. All ranks must call each method in the same iteration.
 
@@ -78,6 +90,7 @@ class Planning:
         turns: turns on the device. The lease is released while ranks exchange messages, and a trial that another job
             disturbed is repeated.
         bucket_cap_mb: maximum size of DDP's buckets before attach, in MiB; None if DDP as it was is no choice.
+        kinds: with a sharded optimizer, how the shards of each parameter differ from those of others.
 
     Attributes:
         takes_buckets_as_built: whether the plan in force is DDP as it was before attach.
@@ -91,9 +104,15 @@ class Planning:
         backend: str,
         turns: Turns,
         bucket_cap_mb: float | None,
+        kinds: Sequence[ShardKind] = (),
     ) -> None:
         wire_dtype = options.wire_dtype
         self.specs = [_gradient_spec(name, parameter, wire_dtype) for name, parameter in named]
+        if kinds:
+            self.specs = [
+                replace(spec, arena=f"{spec.arena}, {kind.label}", is_whole=kind.is_whole)
+                for spec, kind in zip(self.specs, kinds, strict=True)
+            ]
         self._options = options
         self._link = link
         self._device = named[0][1].device
@@ -103,6 +122,7 @@ class Planning:
             backend=backend,
             device_type=self._device.type,
             wire_dtype=None if wire_dtype is None else str(wire_dtype),
+            is_sharded=options.shard_optimizer,
         )
         self._model_bytes = sum(spec.numel * spec.itemsize_bytes for spec in self.specs)
         self._stopwatch = Stopwatch(self._device)
@@ -250,6 +270,7 @@ class Planning:
             start,
             model_bytes=self._model_bytes,
             tries_as_built=self._bucket_cap_mb is not None,
+            tries_plain=not self._options.shard_optimizer,
             low_mb=max(0.25, self._lowest_mb()),
         )
         self.stage = Stage.TUNING
@@ -265,7 +286,8 @@ class Planning:
         fusion_mb = self.planned.plan.fusion_mb
         if self._bucket_cap_mb is not None and leaves_nothing_to_gain(profile, self._bucket_cap_mb):
             return Candidate(fusion_mb, Schedule.ALLREDUCE, as_built=True)
-        return Candidate(fusion_mb, Schedule.ALLREDUCE if self.planned.prefers_allreduce else Schedule.AUTO)
+        prefers_allreduce = self.planned.prefers_allreduce and not self._options.shard_optimizer
+        return Candidate(fusion_mb, Schedule.ALLREDUCE if prefers_allreduce else Schedule.AUTO)
 
     def _begin_trial(self) -> None:
         self._step_marks, self._waits_s = [], []
@@ -365,7 +387,7 @@ class Planning:
             compute,
             self.link_model,
             world_size=self._link.world_size,
-            fused_all_reduce=self._link.has_fused_all_reduce,
+            fused_all_reduce=self._link.has_fused_all_reduce and not self._options.shard_optimizer,
             shard_align_bytes=self._link.shard_align_bytes,
             host_per_group_s=self._host_per_group_s,
             candidates_mb=CANDIDATES_MB if sizes_mb is None else sizes_mb,

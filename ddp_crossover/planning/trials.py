@@ -119,16 +119,18 @@ class TrialLog:
                 best = other
         return best
 
-    def plain(self) -> Candidate:
+    def plain(self) -> Candidate | None:
         """DDP as it was before attach if that was tried, unless plain all-reduce in small buckets is clearly faster."""
-        *small, best = sorted(self.candidates(Schedule.ALLREDUCE), key=lambda plain: plain.as_built)
+        if not (tried := sorted(self.candidates(Schedule.ALLREDUCE), key=lambda plain: plain.as_built)):
+            return None
+        *small, best = tried
         return next((other for other in small if self.faster(other, best)), best)
 
     def winner(self) -> Candidate:
         """The fastest ``AUTO`` candidate if it is clearly faster than all plain ones, else :meth:`plain`."""
-        fastest = self.fastest()
-        beaten = all(self.faster(fastest, plain) for plain in self.candidates(Schedule.ALLREDUCE))
-        return fastest if beaten else self.plain()
+        fastest, plain = self.fastest(), self.plain()
+        beaten = all(self.faster(fastest, other) for other in self.candidates(Schedule.ALLREDUCE))
+        return fastest if beaten or plain is None else plain
 
     def _thriftier(self, one: Candidate, other: Candidate) -> bool:
         """Whether ``one`` has larger groups, of a size that is worth having, and is hardly slower."""

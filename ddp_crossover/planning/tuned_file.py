@@ -37,7 +37,13 @@ class TunedFileError(ValueError):
 
 
 def describe_model(
-    named: Iterable[tuple[str, Tensor]], *, world_size: int, backend: str, device_type: str, wire_dtype: str | None
+    named: Iterable[tuple[str, Tensor]],
+    *,
+    world_size: int,
+    backend: str,
+    device_type: str,
+    wire_dtype: str | None,
+    is_sharded: bool = False,
 ) -> tuple[str, dict[str, Any]]:
     """The key of a model on a world, and a human-readable description of both.
 
@@ -47,6 +53,7 @@ def describe_model(
         backend: backend of the process group, such as ``"gloo"``.
         device_type: device type of the parameters, such as ``"cuda"``.
         wire_dtype: dtype of gradients on the wire, such as ``"torch.bfloat16"``, or None for the parameters' own.
+        is_sharded: whether the optimizer is sharded.
 
     Returns:
         The key, a SHA-256 in hex over the arguments (names, shapes and dtypes of parameters), which is equal on all
@@ -54,6 +61,8 @@ def describe_model(
     """
     parameters = list(named)
     world = {"world_size": world_size, "backend": backend, "device_type": device_type, "wire_dtype": wire_dtype}
+    if is_sharded:
+        world["shard_optimizer"] = True
     identity = {**world, "parameters": [[name, list(p.shape), str(p.dtype)] for name, p in parameters]}
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     numel = sum(p.numel() for _, p in parameters)

@@ -54,8 +54,9 @@ class TuningResult:
         best_s: its step time in seconds, corrected to the state of the machine at the end (see :class:`TrialLog`).
         fastest: the fastest ``AUTO`` candidate; equals ``best`` unless that is plain all-reduce.
         fastest_s: step time of ``fastest`` in seconds, corrected likewise.
-        plain: DDP as it was, or plain all-reduce in small buckets if that is clearly faster or the only one tried.
-        plain_s: step time of ``plain`` in seconds, corrected likewise.
+        plain: DDP as it was, or plain all-reduce in small buckets if that is clearly faster or the only one tried; None
+            if neither was tried.
+        plain_s: step time of ``plain`` in seconds, corrected likewise; that of ``best`` if there is none.
         trials: all trials in the order in which they ran, uncorrected.
         steps: number of training steps used, warm-up included.
         reason: why the tuner stopped.
@@ -65,7 +66,7 @@ class TuningResult:
     best_s: float
     fastest: Candidate
     fastest_s: float
-    plain: Candidate
+    plain: Candidate | None
     plain_s: float
     trials: tuple[Trial, ...]
     steps: int
@@ -74,6 +75,8 @@ class TuningResult:
     def describe(self) -> str:
         """The result in one line: step times as measured, in this run, of the winner and of what it was compared to."""
         fastest, plain = _ms(self.fastest_s), _ms(self.plain_s)
+        if self.plain is None:
+            return f"{fastest} ms a step, in groups of {self.best}"
         if self.best.schedule is Schedule.ALLREDUCE:
             others = f"groups of {self.fastest} took {fastest} ms, which is no clear gain"
             return f"{self.best}, {plain} ms a step: {others} (set fusion_mb to use the pipeline anyway)"
@@ -89,6 +92,7 @@ class Tuner:
             tried first, and the search for a better size begins at ``fusion_mb``.
         model_bytes: bytes of all gradients; groups are never larger.
         tries_as_built: whether DDP's buckets as they were before attach can be had.
+        tries_plain: whether plain all-reduces can be had at all.
         max_trials: maximum number of trials, each 6 training steps, repeats included; at least 3.
         low_mb: smallest group size to try, in MiB.
 
@@ -112,6 +116,7 @@ class Tuner:
         *,
         model_bytes: int,
         tries_as_built: bool = False,
+        tries_plain: bool = True,
         max_trials: int = 10,
         low_mb: float = 0.25,
     ) -> None:
@@ -123,6 +128,8 @@ class Tuner:
         as_built = [replace(plain, as_built=True)] if tries_as_built else []
         # Next to each other: a change of DDP's buckets costs two steps.
         self._first = [*as_built, plain, auto] if start.schedule is Schedule.ALLREDUCE else [auto, plain, *as_built]
+        if not tries_plain:
+            self._first = [auto]
         self._log = TrialLog(thrifty_mb=model_bytes / MB / THRIFTY_GROUPS)
         self._steps_s: list[float] = []
         self.candidate = self._first[0]
@@ -163,15 +170,15 @@ class Tuner:
         return f"{line}, best {_ms(self._log.time_s(best))} ms at {best}"
 
     def _conclude(self, reason: str) -> TuningResult:
-        best, fastest = self._log.winner(), self._log.fastest()
+        best, fastest, plain = self._log.winner(), self._log.fastest(), self._log.plain()
         trials = tuple(self._log.trials)
         return TuningResult(
             best=best,
             best_s=self._log.time_s(best),
             fastest=fastest,
             fastest_s=self._log.time_s(fastest),
-            plain=self._log.plain(),
-            plain_s=self._log.time_s(self._log.plain()),
+            plain=plain,
+            plain_s=self._log.time_s(best if plain is None else plain),
             trials=trials,
             steps=len(trials) * TRIAL_STEPS,
             reason=reason,
@@ -187,7 +194,7 @@ class Tuner:
                 return candidate
         winner, fastest = self._log.winner(), self._log.fastest()
         plain = self._log.plain()
-        unconfirmed = [c for c in dict.fromkeys((winner, plain)) if self._log.count(c) == 1]
+        unconfirmed = [c for c in dict.fromkeys((winner, plain)) if c is not None and self._log.count(c) == 1]
         if unconfirmed and self._max_trials - trials <= len(unconfirmed):
             return unconfirmed[0]
         probe = self._neighbour(fastest) or self._between(fastest)

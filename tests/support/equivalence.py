@@ -159,6 +159,16 @@ class Run:
         if self.state is not None:
             self.state.synchronize()
 
+    def consolidate(self) -> None:
+        """`state.consolidate()`, which a script needs before it reads the state of sharded optimizers."""
+        if self.state is not None:
+            self.state.consolidate()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The `state_dict()` of the first optimizer."""
+        self.consolidate()
+        return self.optimizer.state_dict()
+
     def synchronized(self) -> AbstractContextManager[Any]:
         """`state.synchronized()`."""
         return nullcontext() if self.state is None else self.state.synchronized()
@@ -179,6 +189,7 @@ class Run:
 
     def visible_state(self) -> dict[str, Any]:
         """All that a script can read. No `synchronize()`: a state dict must be right without."""
+        self.consolidate()
         return {
             "model": self.model.module.state_dict(),
             "optimizers": [each.state_dict() for each in self.optimizers],

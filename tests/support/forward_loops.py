@@ -76,13 +76,13 @@ def one_layer_alone(run: Run) -> Iterator[Any]:
 def state_dict_after_every_step(run: Run) -> Iterator[Any]:
     """Without `synchronize()`: a state dict is right by itself."""
     for _ in plain_loop(run):
-        yield snapshot(run.model.state_dict()), snapshot(run.optimizer.state_dict())
+        yield snapshot(run.model.state_dict()), snapshot(run.optimizer_state())
 
 
 def module_state_dict_after_every_step(run: Run) -> Iterator[Any]:
     """Of the bare module, as most scripts save it, optimizer first."""
     for _ in plain_loop(run):
-        optimizer_state = snapshot(run.optimizer.state_dict())
+        optimizer_state = snapshot(run.optimizer_state())
         yield optimizer_state, snapshot(run.model.module.state_dict())
 
 
@@ -146,7 +146,7 @@ def restore_optimizer_state(run: Run) -> Iterator[Any]:
     saved = None
     for index, loss in enumerate(plain_loop(run)):
         if index == 4:
-            saved = copy.deepcopy(run.optimizer.state_dict())
+            saved = copy.deepcopy(run.optimizer_state())
         elif index > 4 and index % 5 == 0:
             run.optimizer.load_state_dict(saved)
         yield loss

@@ -83,11 +83,13 @@ class _Script:
         return snapshot(self.run.model.state_dict())
 
     def optimizer_state(self) -> Any:
+        self.run.consolidate()
         return snapshot([one.state_dict() for one in self.run.optimizers])
 
     def load(self) -> None:
         module = self.run.model.module
         module.load_state_dict(snapshot(module.state_dict()))
+        self.run.consolidate()
         for one in self.run.optimizers:
             one.load_state_dict(copy.deepcopy(one.state_dict()))
 

@@ -48,7 +48,7 @@ def never_interrupted(run: Run) -> Iterator[Any]:
 
 def through_state_dicts(run: Run) -> None:
     """`torch.save` of both state dicts, loaded before attach."""
-    saved = _through_file({"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()})
+    saved = _through_file({"model": run.model.state_dict(), "optimizer": run.optimizer_state()})
     run.build()
     run.model.load_state_dict(saved["model"])
     run.optimizer.load_state_dict(saved["optimizer"])
@@ -57,7 +57,7 @@ def through_state_dicts(run: Run) -> None:
 
 def through_state_dicts_after_attach(run: Run) -> None:
     """Of the bare module, loaded after attach, the optimizer first both times."""
-    saved_optimizer = _through_file(run.optimizer.state_dict())
+    saved_optimizer = _through_file(run.optimizer_state())
     saved_model = _through_file(run.model.module.state_dict())
     run.build()
     run.attach()
@@ -67,6 +67,7 @@ def through_state_dicts_after_attach(run: Run) -> None:
 
 def through_get_state_dict(run: Run) -> None:
     """`torch.distributed.checkpoint.state_dict`: it steps an optimizer without state once, at lr 0."""
+    run.consolidate()
     model_state, optimizer_state = _through_file(get_state_dict(run.model, run.optimizer))
     run.build()
     run.attach()
@@ -78,10 +79,12 @@ def through_distributed_checkpoint(run: Run) -> None:
     with tempfile.TemporaryDirectory() as mine:
         directory = [mine]
         dist.broadcast_object_list(directory)
+        run.consolidate()
         model_state, optimizer_state = get_state_dict(run.model, run.optimizer)
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory[0])
         run.build()
         run.attach()
+        run.consolidate()
         model_state, optimizer_state = get_state_dict(run.model, run.optimizer)
         dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory[0])
         set_state_dict(run.model, run.optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
@@ -91,6 +94,7 @@ def through_distributed_checkpoint(run: Run) -> None:
 def get_state_dict_before_training(run: Run) -> Iterator[Any]:
     """It initializes the optimizer's state by a step of lr 0 on gradients of zero."""
     run.attach()
+    run.consolidate()
     get_state_dict(run.model, run.optimizer)
     yield from plain_loop(run)
 

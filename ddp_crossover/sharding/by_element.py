@@ -1,0 +1,117 @@
+"""Tests on a small clone whether an optimizer gives the same bits on flat slices of its parameters as on the whole.
+
+If so, ranks may share every parameter. If not, as for optimizers that multiply matrices or take a norm of each layer,
+a parameter has one owner, which updates it as a whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, ToUpdate
+from ddp_crossover.optim.separability import Clone, random_states_kept, same
+from ddp_crossover.torch_internals.optimizers import raw_step
+
+_STEPS = 9
+# More than a vector loop of a CPU takes at once, and no multiple of it. None of the cuts is one, either.
+_ABOUT_NUMEL = 330
+_CUTS = (0.0, 0.11, 0.52, 1.0)
+_FUSED = "its fused step on CPU rounds the last elements of a tensor in another way than the others"
+
+
+def why_not_by_element(optimizer: Optimizer) -> str | None:
+    """Why this optimizer must update parameters as a whole; None if it may update flat slices of them.
+
+    Steps a clone with a few small parameters. Does not change the optimizer, its parameters, or the global random
+    states of torch, NumPy and Python.
+    """
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    if any(group.get("fused") and group["params"][0].device.type == "cpu" for group in groups):
+        return _FUSED
+    failure: str | None = None
+    for with_state in (False, True):  # as in `why_not_separable`
+        try:
+            with random_states_kept(optimizer):
+                return _try(optimizer, with_state)
+        except Exception as error:
+            failure = f"a trial step on flat slices failed ({type(error).__name__}: {error})"
+    return failure
+
+
+def _try(optimizer: Optimizer, with_state: bool) -> str | None:
+    whole, cut = (Clone(optimizer, with_state, shape_of=_shape) for _ in range(2))
+    slices = _Slices(cut)
+    for step in range(_STEPS):
+        whole.set_gradients(step)
+        raw_step(whole.optimizer)(whole.optimizer)
+        cut.set_gradients(step)
+        slices.step()
+    for parameter, of_slices in zip(whole.parameters, cut.parameters, strict=True):
+        if not same(parameter.detach(), of_slices.detach()):
+            return "updating a parameter in slices, in a trial on a small clone, gave other values"
+        state = whole.optimizer.state.get(parameter, {})
+        if not slices.have_state(of_slices, state):
+            return "its state of a parameter, in a trial on a small clone, was not that of the slices put together"
+    return None
+
+
+class _Slices:
+    """Steps the parameters of a clone in slices, as a sharded step does."""
+
+    def __init__(self, clone: Clone) -> None:
+        self._clone = clone
+        self._state: dict[Any, dict[str, Any]] = {}
+        self._bounds: dict[Tensor, list[tuple[int, int]]] = {}
+        for parameter in clone.parameters:
+            ends = [int(cut * parameter.numel()) for cut in _CUTS]
+            bounds = [(low, high) for low, high in itertools.pairwise(ends) if low < high]
+            self._bounds[parameter] = bounds or [(0, 0)]
+            for low, high in self._bounds[parameter]:
+                if state := clone.optimizer.state.get(parameter):
+                    self._state[parameter, low] = {
+                        key: _slice_of(value, parameter, low, high) for key, value in state.items()
+                    }
+
+    def step(self) -> None:
+        snapshot = OptimizerSnapshot(self._clone.optimizer, state=self._state)
+        for index, group in enumerate(self._clone.optimizer.param_groups):
+            updates = []
+            for parameter in group["params"]:
+                for low, high in self._bounds[parameter]:
+                    memory = Parameter(parameter.detach().view(-1)[low:high])
+                    memory.grad = parameter.grad.view(-1)[low:high]
+                    updates.append(ToUpdate((parameter, low), memory))
+            snapshot.step({index: updates})
+
+    def have_state(self, parameter: Tensor, whole: dict[str, Any]) -> bool:
+        parts = [self._state.get((parameter, low), {}) for low, _ in self._bounds[parameter]]
+        if any(part.keys() != whole.keys() for part in parts):
+            return False
+        for key, value in whole.items():
+            values = [part[key] for part in parts]
+            if isinstance(value, Tensor) and value.shape == parameter.shape and values[0].dim() == 1:
+                if not same(torch.cat(values), value.view(-1)):
+                    return False
+            elif (isinstance(value, Tensor) and value.dim()) or not all(same(one, value) for one in values):
+                return False
+        return True
+
+
+def _slice_of(value: Any, parameter: Tensor, low: int, high: int) -> Any:
+    if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
+        return value.view(-1)[low:high].clone()
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _shape(dim: int, number: int) -> list[int]:
+    """A shape with this many dimensions; ``number`` tells the samples of one kind apart."""
+    if not dim:
+        return []
+    edges = [number + 2] * (dim - 1)
+    return [*edges, max(_ABOUT_NUMEL // (number + 2) ** (dim - 1), 1)]

@@ -1,0 +1,211 @@
+"""The optimizer state of this rank's shards: sliced from a whole state, moved to other ranks, put together again."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ddp_crossover.collectives.agreement import all_gather_json
+from ddp_crossover.collectives.link import Link
+from ddp_crossover.parameters.flat import flat_of, shaped
+from ddp_crossover.sharding.exchange import exchange
+from ddp_crossover.sharding.ownership import Ownership, Range, everything, only
+from ddp_crossover.sharding.sharded_state import ShardedState
+from ddp_crossover.sharding.table import ShardTable
+
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+class ShardStates:
+    """The state of this rank's shards, for all optimizers of one model.
+
+    Args:
+        table: how parameters are shared.
+        optimizers: the optimizers.
+        link: link between the ranks.
+        device: device of the parameters.
+
+    Attributes:
+        ownership: which rank has which ranges now.
+        of_ranges: this rank's part: the state of each of its ranges, as the optimizer makes it for a flat tensor, or
+            for a whole parameter if that has an owner. Ranges that were never updated have none.
+    """
+
+    def __init__(self, table: ShardTable, optimizers: Sequence[Optimizer], link: Link, device: torch.device) -> None:
+        self._table = table
+        self._optimizers = optimizers
+        self._link = link
+        self._device = device
+        self.ownership = table.first_ownership()
+        self.of_ranges: dict[Range, dict[str, Any]] = {}
+        # State of parameters that do not travel, such as frozen ones; no step changes it.
+        self._others: dict[int, dict[Any, Any]] = {}
+
+    @property
+    def mine(self) -> tuple[Range, ...]:
+        """This rank's ranges."""
+        return self.ownership[self._link.rank]
+
+    def nbytes(self) -> int:
+        """Bytes of this rank's state."""
+        values = (value for state in self.of_ranges.values() for value in state.values())
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+    # A whole state, as users know it.
+
+    def adopt(self, number: int) -> bool:
+        """Take over the state of an optimizer that holds a whole one, by slicing it; returns whether it did.
+
+        It holds one after it was resumed from a checkpoint, before or after attach, and after :meth:`consolidate`.
+        """
+        optimizer = self._optimizers[number]
+        if isinstance(optimizer.state, ShardedState):
+            return False
+        for each in self.mine:
+            one = self._table.parameters[each.parameter]
+            if one.optimizer == number:
+                self.of_ranges.pop(each, None)
+                if state := dict.get(optimizer.state, one.parameter):
+                    self.of_ranges[each] = {key: self._sliced(value, each) for key, value in state.items()}
+        ours = {one.parameter for one in self._table.parameters}
+        self._others[number] = {key: state for key, state in dict.items(optimizer.state) if key not in ours}
+        optimizer.state = ShardedState()
+        return True
+
+    def _sliced(self, value: Any, each: Range) -> Any:
+        one = self._table.parameters[each.parameter]
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        if one.owner is None and value.shape == one.parameter.shape:
+            return flat_of(value, one.stride)[each.start : each.stop].clone()
+        return value.clone()
+
+    def consolidate(self, ranks: Iterable[int]) -> None:
+        """Give the optimizers of these ranks their whole state, parameter-shaped. A collective."""
+        ranks = set(ranks)
+        held = [
+            number for number, optimizer in enumerate(self._optimizers) if isinstance(optimizer.state, ShardedState)
+        ]
+        of_parameters = self._gathered(self.ownership, everything(self.ownership, ranks))
+        if self._link.rank not in ranks:
+            return
+        states: dict[int, defaultdict[Any, Any]] = {number: defaultdict(dict) for number in held}
+        for each, state in sorted(of_parameters.items()):
+            one = self._table.parameters[each.parameter]
+            if one.optimizer in states:
+                states[one.optimizer][one.parameter] = {
+                    key: self._as_parameter(value, each) for key, value in state.items()
+                }
+        for number, whole in states.items():
+            whole.update(self._others.get(number, {}))
+            self._optimizers[number].state = whole
+
+    def _as_parameter(self, value: Any, each: Range) -> Any:
+        one = self._table.parameters[each.parameter]
+        is_flat = isinstance(value, Tensor) and value.dim() == 1 and value.numel() == one.parameter.numel()
+        if one.owner is None and is_flat:
+            return shaped(value, one.parameter.shape, one.stride)
+        return value
+
+    # Moves between ranks.
+
+    def move_to(self, ownership: Ownership) -> None:
+        """Give every range's state to the rank that has the range from now on. A collective."""
+        if ownership != self.ownership:
+            moved = self._gathered(self.ownership, ownership)
+            self.of_ranges.clear()  # the same dict: snapshots refer to it
+            self.of_ranges.update(moved)
+            self.ownership = ownership
+
+    def _gathered(self, have: Ownership, want: Ownership) -> dict[Range, dict[str, Any]]:
+        """The state of the ranges that this rank wants."""
+        rank = self._link.rank
+        known: dict[int, dict[str, Any]] = {}
+        for of_rank in all_gather_json(self._described(have[rank]), self._link.process_group, self._device):
+            for parameter, description in of_rank.items():
+                known.setdefault(int(parameter), description)
+        gathered: dict[Range, dict[str, Any]] = {
+            each: {key: self._scalar(entry) for key, entry in known[each.parameter].items()}
+            for each in want[rank]
+            if each.parameter in known
+        }
+        columns: dict[tuple[str, str], dict[int, list[list[int]]]] = {}
+        for parameter, description in sorted(known.items()):
+            for key, (kind, *rest) in description.items():
+                if kind == "tensor":
+                    dtype, *shape = rest
+                    columns.setdefault((key, dtype), {})[parameter] = shape
+        for (key, dtype), shapes in columns.items():
+            self._move(key, _DTYPES[dtype], shapes, have, want, gathered)
+        return gathered
+
+    def _move(
+        self,
+        key: str,
+        dtype: torch.dtype,
+        shapes: dict[int, list[list[int]]],
+        have: Ownership,
+        want: Ownership,
+        gathered: dict[Range, dict[str, Any]],
+    ) -> None:
+        """Move what the state of these parameters, given with its shape and stride, holds under one key."""
+
+        def in_elements(each: Range) -> Range:
+            # The state of a parameter that has an owner may have other shapes than the parameter, and moves as a whole.
+            if self._table.parameters[each.parameter].owner is None:
+                return each
+            return Range(each.parameter, 0, math.prod(shapes[each.parameter][0]))
+
+        rank, like = self._link.rank, torch.empty(0, dtype=dtype, device=self._device)
+        have, want = only(have, shapes), only(want, shapes)
+        mine = {
+            in_elements(each): flat_of(self.of_ranges[each][key].detach(), tuple(shapes[each.parameter][1]))
+            for each in have[rank]
+        }
+        targets: dict[int, list[tuple[Range, Tensor]]] = {}
+        for each in want[rank]:
+            sized = in_elements(each)
+            target = like.new_empty(sized.numel)
+            targets.setdefault(each.parameter, []).append((sized, target))
+            if self._table.parameters[each.parameter].owner is not None:
+                shape, stride = shapes[each.parameter]
+                gathered[each][key] = shaped(target, torch.Size(shape), tuple(stride))
+            else:
+                gathered[each][key] = target
+        have, want = (tuple(tuple(map(in_elements, ranges)) for ranges in of_ranks) for of_ranks in (have, want))
+        for part, values in exchange(self._link, have, want, mine, like):
+            sized, target = next(one for one in targets[part.parameter] if one[0].start <= part.start < one[0].stop)
+            target[part.start - sized.start : part.stop - sized.start] = values
+
+    def _described(self, ranges: Sequence[Range]) -> dict[int, dict[str, Any]]:
+        """For each parameter of which this rank has state: the kind of each value, and scalars themselves."""
+        described: dict[int, dict[str, Any]] = {}
+        for each in ranges:
+            if each.parameter not in described and (state := self.of_ranges.get(each)) is not None:
+                described[each.parameter] = {key: _description(value) for key, value in state.items()}
+        return described
+
+    def _scalar(self, entry: list[Any]) -> Any:
+        kind, *rest = entry
+        if kind == "value":
+            return rest[0]
+        if kind == "scalar":
+            dtype, value, device = rest
+            return torch.tensor(value, dtype=_DTYPES[dtype], device="cpu" if device == "cpu" else self._device)
+        return None  # a tensor, which comes later
+
+
+def _description(value: Any) -> list[Any]:
+    if not isinstance(value, Tensor):
+        return ["value", value]
+    if value.dim() == 0:
+        return ["scalar", str(value.dtype), value.item(), value.device.type]
+    dense = torch.empty_like(value, device="meta")  # its own strides, unless it has gaps or overlaps
+    return ["tensor", str(value.dtype), list(value.shape), list(dense.stride())]

@@ -1,0 +1,349 @@
+"""The pipeline of a sharded optimizer: shards are updated between the legs, and gather legs carry parameters.
+
+    scatter leg -> reduced shard -> update of this rank's elements -> gather leg of parameters -> copy at the first use
+
+Gather legs of gradients are sent only if code reads gradients. Before the first ``step()`` of an iteration any rank may
+read one: all ranks hear of it in their ``step()``, gradients are gathered where parameters would arrive, and updated
+parameters are exchanged at once in that step. A read after ``step()`` is a collective, which every rank must make; all
+updates are applied first.
+
+For the terms see [Note: DeAR's terms] in ``dear.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ddp_crossover.collectives.fusion_buffer import FusionBuffer
+from ddp_crossover.collectives.leg import LegError, ScatterLeg
+from ddp_crossover.dear import Phase, Pipeline
+from ddp_crossover.fusion import FusionGroup, Schedule
+from ddp_crossover.fusion_buffers.in_place import lay_out
+from ddp_crossover.optim.optimizer_snapshot import ToUpdate
+from ddp_crossover.parameters.flat import flat_of, shaped
+from ddp_crossover.parameters.slots import GroupInFlight, GroupState, ShardPiece, Slot
+from ddp_crossover.sharding.exchange import exchange
+from ddp_crossover.sharding.ownership import Ownership, Range, everything
+
+EVERY_RANK = (
+    "With shard_optimizer=True a read of gradients after step() gathers them from all ranks, so every rank must read "
+    "them, at the same place: read them before step(), or let all ranks compute what rank 0 logs"
+)
+# States in which a rank has the reduced gradients of its own shard only.
+_SPREAD = (GroupState.SCATTERING, GroupState.UPDATING, GroupState.UPDATED)
+
+
+class ShardedPipeline(Pipeline):
+    """Runs all fusion groups of one model under one plan; see :class:`Pipeline` for the other arguments.
+
+    Args:
+        owners: the ranks that update whole parameters, by index of the parameter.
+
+    Attributes:
+        layouts: counts how often a group's fusion buffer was laid out, which may change who has which shards.
+    """
+
+    def __init__(self, *args: Any, owners: Mapping[int, int], **kwargs: Any) -> None:
+        self._owners = owners
+        self._landing_arenas: dict[str, Tensor] = {}
+        self._kept: dict[GroupInFlight, list[Tensor]] = {}
+        self.layouts = 0
+        self._decided_in = -1
+        super().__init__(*args, **kwargs)
+        self.gradients.is_lost = lambda slot: any(group.state in _SPREAD for group in slot.groups)
+        self._gathers_early = False
+        self._followers = {}
+
+    # Where gradients travel from, and where parameters arrive.
+
+    def _group(self, spec: FusionGroup) -> GroupInFlight:
+        group = super()._group(spec)
+        if (arena := self._arenas.get(spec.arena)) is None:
+            return group
+        assert group.buffer is not None
+        like = group.slots[0].parameter
+        landing = arena
+        if like.dtype is not arena.dtype:
+            if spec.arena not in self._landing_arenas:
+                self._landing_arenas[spec.arena] = torch.zeros(arena.numel(), dtype=like.dtype, device=like.device)
+            landing = self._landing_arenas[spec.arena]
+        owners = [self._owners.get(slot.index) for slot in group.slots]
+        if owners[0] is None:
+            group.landing = group.buffer if landing is arena else FusionBuffer((_part(landing, spec),))
+            return group
+        ends = [start for _, start in group.places if start is not None]  # type: ignore[misc]
+        bounds = [(start, start + piece.numel) for start, piece in zip(ends, spec.pieces, strict=True)]
+        group.buffer, group.landing = (
+            FusionBuffer(
+                tuple(_part(memory, spec)[low:high] for low, high in bounds),
+                owners=tuple(owner for owner in owners if owner is not None),
+            )
+            for memory in (arena, landing)
+        )
+        if landing is arena:
+            group.landing = group.buffer
+        group.places = [(part, 0) for part in range(len(bounds))]
+        return group
+
+    def _lay_out(self, group: GroupInFlight) -> None:
+        lay_out(group, self.link.world_size, self._owners)
+        group.landing = group.buffer
+        self._kept.pop(group, None)
+        self.layouts += 1
+
+    def _scatter(self, group: GroupInFlight, buffer: FusionBuffer) -> ScatterLeg:
+        return self.link.reduce_scatter(group.spec.index, buffer, group.landing)
+
+    def ownership(self) -> Ownership:
+        """Which rank updates which elements, once all gradients have arrived."""
+        ranges = [list(of_rank) for of_rank in self._ranges(self.groups)]
+        for slot in self.slots:
+            if not slot.parameter.numel():
+                ranges[self._owners.get(slot.index, 0)].append(Range(slot.index, 0, 0))
+        return tuple(map(tuple, ranges))
+
+    def _ranges(self, groups: Iterable[GroupInFlight]) -> Ownership:
+        groups, world_size = list(groups), self.link.world_size
+        return tuple(
+            tuple(_elements(piece) for group in groups for piece in group.shard_pieces(rank, world_size))
+            for rank in range(world_size)
+        )
+
+    # Updates, which `ShardedUpdates` asks for in `step()`.
+
+    def can_update_between_legs(self, slots: Iterable[Slot]) -> bool:
+        """Whether gather legs can carry the updated values of these parameters in this iteration."""
+        return all(group.scatter is not None and group.gather is None for slot in slots for group in slot.groups)
+
+    def in_order_of_updates(self, slots: Iterable[Slot]) -> list[GroupInFlight]:
+        """The groups of these parameters, in the order in which to update them."""
+        groups = dict.fromkeys(group for slot in slots for group in slot.groups)
+        if self._chooses_gathers:
+            return sorted(groups, key=lambda group: group.spec.index)  # the order in which scatter legs end
+        return [self.groups[index] for index in self.plan.use_order if self.groups[index] in groups]
+
+    @property
+    def _chooses_gathers(self) -> bool:
+        return self.link.orders_gathers and self.plan.schedule is Schedule.AUTO
+
+    @torch.no_grad()
+    def begin_update(
+        self, group: GroupInFlight, gradients: Mapping[Slot, Tensor | None], memory_of: Callable[[Slot], Tensor]
+    ) -> list[ToUpdate]:
+        """Wait for the group's scatter leg, and put this rank's parameters where its gather leg sends from.
+
+        Args:
+            group: the group.
+            gradients: the parameters to update; their gradients if these are in ``.grad``, else None.
+            memory_of: gives a parameter's memory.
+
+        Returns:
+            This rank's part of what is to be updated: its elements, flat, or the parameter if this rank owns it.
+        """
+        assert group.scatter is not None and group.landing is not None
+        with self.waiting(f"scatter {group.spec.index}") as host_wait:
+            # Protects the update from incomplete sums.
+            group.scatter.wait(host_wait)
+        self.order.join()
+        own = group.landing.slices(self.link.rank, self.link.world_size)
+        self._keep_gradients(group, group.scatter.shards())
+        pieces = list(group.shard_pieces(self.link.rank, self.link.world_size))
+        outs = [piece.of(own) for piece in pieces]
+        values = [flat_of(memory_of(piece.slot).detach(), piece.slot.stride) for piece in pieces]
+        if pieces:
+            torch._foreach_copy_(outs, [v[p.start : p.stop] for v, p in zip(values, pieces, strict=True)])
+        return [
+            self._to_update(piece, out, gradients[piece.slot], group)
+            for piece, out in zip(pieces, outs, strict=True)
+            if piece.slot in gradients
+        ]
+
+    def _keep_gradients(self, group: GroupInFlight, shards: Sequence[Tensor]) -> None:
+        """Put the reduced gradients aside, where parameters will take their place."""
+        if group.landing is not group.buffer:
+            group.kept = list(shards)
+            return
+        if group not in self._kept:
+            self._kept[group] = [torch.empty_like(shard) for shard in shards]
+        group.kept = self._kept[group]
+        torch._foreach_copy_(group.kept, list(shards))
+
+    def _to_update(self, piece: ShardPiece, out: Tensor, in_memory: Tensor | None, group: GroupInFlight) -> ToUpdate:
+        slot = piece.slot
+        if in_memory is not None:
+            gradient = flat_of(in_memory.detach(), slot.stride)[piece.start : piece.stop]
+        else:
+            gradient = piece.of(group.kept).to(slot.parameter.dtype)
+            for factor in slot.scales:  # not in place: `.grad` may be read later
+                self.order.keep(factor)
+                [gradient] = torch._foreach_mul([gradient], factor)
+        if slot.index in self._owners:
+            out, gradient = (shaped(one, slot.parameter.shape, slot.stride) for one in (out, gradient))
+        return shard_to_update(_elements(piece), out, gradient, slot.parameter.requires_grad)
+
+    def send_update(self, group: GroupInFlight) -> None:
+        """Start the gather leg, now that this rank's parameters are updated."""
+        assert group.scatter is not None
+        self.order.mark()
+        urgency = self._urgency[group.spec.index] if self._chooses_gathers else None
+        group.gather = self.link.all_gather(group.scatter, urgency)
+        group.state = GroupState.UPDATING
+
+    def landed(self, slot: Slot) -> Tensor:
+        """The updated parameter, once its groups are :attr:`GroupState.UPDATED`."""
+        arena = self._landing_arenas.get(slot.groups[0].spec.arena)
+        if arena is None:
+            return slot.view
+        return arena.as_strided(slot.parameter.shape, slot.stride, self.plan.offsets[slot.index])
+
+    def _complete_for_update(self, group: GroupInFlight) -> None:
+        if group.state is GroupState.UPDATING:
+            self._wait_for_gather(group)
+            group.state = GroupState.UPDATED
+
+    def _is_ready_for_update(self, group: GroupInFlight) -> bool:
+        return group.state is GroupState.UPDATED
+
+    # Readers of gradients.
+
+    def complete(self, group: GroupInFlight) -> None:
+        if not group.is_complete and self.link.is_closed:
+            raise LegError("the model was given up, and its gradients are spread over the ranks (shard_optimizer=True)")
+        if group.state is GroupState.SCATTERING:
+            self.decide(wants_gradients=True)
+        if group.state in _SPREAD:  # some optimizer has made its step already, so other ranks have not been asked
+            self._agree()
+            self._gather_gradients()
+        super().complete(group)
+
+    def decide(self, *, wants_gradients: bool) -> None:
+        """Learn whether any rank reads gradients before the first ``step()`` of this iteration; then gather them.
+
+        A rank may read them alone, as a logger on rank 0 does, or because its garbage collector has not freed a view of
+        a gradient yet. It then waits until the others get to their ``step()``, where they hear of it.
+        """
+        if self._decided_in == self.iteration:
+            return
+        self._decided_in = self.iteration
+        with self.waiting("gradients"), self.turns.released():
+            answers = self.link.exchange_numbers(2 * self.iteration + wants_gradients)
+        if not {answer // 2 for answer in answers} == {self.iteration}:
+            raise RuntimeError(f"ranks are in different iterations. {EVERY_RANK}")
+        if any(answer % 2 for answer in answers):
+            self._gather_gradients()
+
+    def _agree(self) -> None:
+        """Make sure that all ranks read gradients at this place."""
+        with self.waiting("gradients"), self.turns.released():
+            answers = self.link.exchange_numbers(-self.iteration)
+        if set(answers) != {-self.iteration}:
+            raise RuntimeError(f"ranks read gradients at different places. {EVERY_RANK}")
+
+    def _gather_gradients(self) -> None:
+        """Gather all gradients: where parameters would arrive, if none are on the way there, else by an exchange."""
+        if any(group.state in (GroupState.UPDATING, GroupState.UPDATED) for group in self.groups):
+            self.flush()
+        apart = [group for group in self.groups if group.state in _SPREAD and self._is_taken(group)]
+        for group in apart:
+            assert group.scatter is not None and group.buffer is not None
+            self._complete_for_update(group)
+            if group.state is GroupState.SCATTERING:
+                with self.waiting(f"scatter {group.spec.index}") as host_wait:
+                    group.scatter.wait(host_wait)
+                group.kept = list(group.scatter.shards())
+            elif group.landing is group.buffer:
+                torch._foreach_copy_(group.buffer.slices(self.link.rank, self.link.world_size), group.kept)
+        self._exchange_gradients(apart)
+        self._gather_in_use_order()
+
+    def _is_taken(self, group: GroupInFlight) -> bool:
+        """Whether the gather leg cannot bring gradients."""
+        return group.gather is not None or group.landing is not group.buffer
+
+    @torch.no_grad()
+    def _exchange_gradients(self, groups: Sequence[GroupInFlight]) -> None:
+        """Exchange the reduced gradients of these groups, which every rank has kept its shards of."""
+        rank, world_size = self.link.rank, self.link.world_size
+        for arena in dict.fromkeys(group.spec.arena for group in groups):
+            alike = [group for group in groups if group.spec.arena == arena]
+            have = self._ranges(alike)
+            mine = {_elements(p): p.of(group.kept) for group in alike for p in group.shard_pieces(rank, world_size)}
+            assert alike[0].buffer is not None
+            with self.waiting("gradients"), self.turns.released():
+                parts = exchange(self.link, have, everything(have, range(world_size)), mine, alike[0].buffer.parts[0])
+            for part, values in parts:
+                self._gradient_memory(self.slots[part.parameter])[part.start : part.stop] = values
+        self.order.mark()
+        for group in groups:
+            group.state, group.kept = GroupState.COMPLETE, []
+
+    def _gradient_memory(self, slot: Slot) -> Tensor:
+        """The slot's gradient, flat, through an alias of DDP's bucket: a version tells what DDP has written."""
+        if slot.place is not None:
+            return slot.place.memory[slot.place.low : slot.place.high]
+        return flat_of(slot.view, slot.stride)
+
+    # The end of an iteration.
+
+    def _gather_after_backward(self) -> None:
+        pass  # `step()` decides what gather legs carry
+
+    def _before_backward(self) -> None:
+        if self.phase is Phase.REDUCED and self.awaits_backward:
+            with self.lock:
+                # Backward adds to a gradient that is still in `.grad`. To gather it then would overwrite buckets that
+                # backward has written into.
+                if any(
+                    slot.parameter.grad is slot.pending.current and not slot.pending.current.resolved
+                    for slot in self.slots
+                ):
+                    for group in self.groups:
+                        self.complete(group)
+        super()._before_backward()
+
+    def _gather(self, group: GroupInFlight, urgency: int | None = None) -> None:
+        if group.landing is group.buffer:
+            super()._gather(group, urgency)
+        elif group.scatter is not None and group.gather is None:
+            group.gather = self.link.all_gather(group.scatter)  # carries nothing, but peers have posted receives
+
+    def _end_legs(self) -> None:
+        if any(group.state is GroupState.SCATTERING for group in self.groups) and not self.link.is_closed:
+            self.decide(wants_gradients=False)  # there was no step()
+        for group in self.groups:
+            self._gather(group)
+        super()._end_legs()
+
+    def _forget_buckets(self) -> None:
+        super()._forget_buckets()
+        self._kept.clear()
+        for group in self.groups:
+            group.kept = []
+            if group.spec.arena not in self._arenas:
+                group.landing = None
+
+    def drop_references(self) -> None:
+        for group in self.groups:
+            group.landing = None
+        self._landing_arenas.clear()
+        super().drop_references()
+
+
+def shard_to_update(elements: Range, values: Tensor, gradient: Tensor, requires_grad: bool) -> ToUpdate:
+    """A shard as an optimizer takes it: a parameter with a gradient."""
+    memory = Parameter(values, requires_grad)
+    memory.grad = gradient
+    return ToUpdate(elements, memory)
+
+
+def _elements(piece: ShardPiece) -> Range:
+    return Range(piece.slot.index, piece.start, piece.stop)
+
+
+def _part(arena: Tensor, spec: FusionGroup) -> Tensor:
+    return arena.narrow(0, spec.offset, spec.numel)

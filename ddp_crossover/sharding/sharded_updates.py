@@ -1,0 +1,376 @@
+"""The steps of sharded optimizers: each rank updates its shards, and what it has updated goes to all ranks.
+
+``optimizer.step()`` runs as always, with its hooks, its closure and its return value, but on no parameter at all. Then
+this rank's shards are updated by a snapshot of the optimizer, and gather legs carry the updated parameters, which
+are pending until their first use. Where no gather leg can carry them, before the first plan and in a step whose
+gradients were read, they are exchanged at once.
+
+For the terms see [Note: DeAR's terms] in ``dear.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ddp_crossover.collectives.link import Link
+from ddp_crossover.dear import Phase, Pipeline
+from ddp_crossover.figures.stats import FallbackLog
+from ddp_crossover.optim.deferred_updates import DeferredUpdates, closure_of, is_ours
+from ddp_crossover.optim.layer_sums import LayerSumOptimizer
+from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate
+from ddp_crossover.optim.step_call import why_call_waits
+from ddp_crossover.optim.update_runner import DeferredUpdate, UpdateRunner, as_if_called_by_the_user, show_value
+from ddp_crossover.options import Norms
+from ddp_crossover.parameters.early_reads import EarlyReads
+from ddp_crossover.parameters.flat import flat_of, shaped
+from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
+from ddp_crossover.parameters.pending_gradient import PendingGrad
+from ddp_crossover.parameters.slots import Slot
+from ddp_crossover.sharding.exchange import exchange
+from ddp_crossover.sharding.layer_exchange import sums_over_ranks
+from ddp_crossover.sharding.ownership import Ownership, Range, everything, only
+from ddp_crossover.sharding.shard_states import ShardStates
+from ddp_crossover.sharding.sharded_pipeline import ShardedPipeline, shard_to_update
+from ddp_crossover.sharding.sharded_state import CONSOLIDATE, ShardedState
+from ddp_crossover.sharding.table import ShardTable
+from ddp_crossover.torch_internals.autograd import unrecorded
+
+_AT_ONCE = (
+    "gradients were read or replaced before optimizer.step(), so updated parameters are exchanged at once, and nothing "
+    "is deferred",
+    "To clip or unscale without a wait, attach with norms='sharded' (under run: --norms sharded)",
+)
+
+
+class _Call(NamedTuple):
+    """A call of ``step()``: the optimizer's number and settings, and the param group of each parameter to update."""
+
+    number: int
+    stand_in: StandIn
+    snapshot: OptimizerSnapshot
+    group_of: dict[int, int]
+
+    @property
+    def grad_scale(self) -> Tensor | None:
+        """The scale that a fused optimizer has been given by a GradScaler, to unscale gradients itself."""
+        return getattr(self.snapshot.optimizer, "grad_scale", None)
+
+    @property
+    def needs_all_shards(self) -> bool:
+        """Whether the update of one shard depends on the others."""
+        return isinstance(self.snapshot.optimizer, LayerSumOptimizer)
+
+
+class GatheredUpdates(UpdateRunner):
+    """Copies parameters that gather legs have brought."""
+
+    def _step(self, pipeline: Pipeline, claimed: dict[Slot, DeferredUpdate]) -> None:
+        assert isinstance(pipeline, ShardedPipeline)
+        targets: list[Tensor] = []
+        for slot in claimed:
+            lazy = self._params.all[slot.index]
+            if self._strict or lazy.is_written:
+                show_value(lazy)
+            targets.append(lazy.memory)
+        if claimed:
+            with as_if_called_by_the_user():
+                torch._foreach_copy_(targets, [pipeline.landed(slot) for slot in claimed])
+
+
+class ShardedUpdates(DeferredUpdates):
+    """Takes over the optimizers of one model, and shares their work and their state between the ranks.
+
+    Args:
+        optimizers: the optimizers.
+        params: the parameters that DDP manages.
+        early_reads: records which line of the script forces pending updates or gradients early.
+        fallbacks: records why a step was not deferred.
+        strict: fill pending parameters with NaN until they are updated.
+        norms: where torch's own clipping and loss scaling take norms from.
+        table: how parameters are shared.
+        link: link between the ranks.
+    """
+
+    runner_type = GatheredUpdates
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        params: LazyParams,
+        early_reads: EarlyReads,
+        fallbacks: FallbackLog,
+        *,
+        strict: bool,
+        norms: Norms,
+        table: ShardTable,
+        link: Link,
+    ) -> None:
+        super().__init__(optimizers, params, early_reads, fallbacks, strict=strict, norms=norms)
+        self._numbers = {optimizer: number for number, optimizer in enumerate(optimizers)}
+        self._table = table
+        self._link = link
+        self._device = params.all[0].memory.device
+        self._call: _Call | None = None
+        self._layouts_seen = -1
+        self._has_state = {number for number, optimizer in enumerate(optimizers) if optimizer.state}
+        self.states = ShardStates(table, optimizers, link, self._device)
+        for number in self._has_state:
+            self.states.adopt(number)
+        # The iteration in which all ranks got the whole state, by optimizer.
+        self._whole_since: dict[int, int] = {}
+
+    def remove(self) -> None:
+        super().remove()
+        self._numbers.clear()
+        self._table.drop_references()
+
+    def use(self, pipeline: Pipeline | None) -> None:
+        super().use(pipeline)
+        self._layouts_seen = -1
+
+    def consolidate(self, ranks: Iterable[int]) -> None:
+        """Give the optimizers of these ranks their whole state. A collective."""
+        self.flush()
+        ranks = list(ranks)
+        self.states.consolidate(ranks)
+        if len(ranks) == self._link.world_size:
+            self._whole_since = dict.fromkeys(self._numbers.values(), self._link.iteration)
+
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        self.flush()
+        if isinstance(optimizer.state, ShardedState):
+            raise RuntimeError(CONSOLIDATE)
+
+    def is_deferred(self, optimizer: Optimizer) -> bool:
+        pipeline = self.pipeline
+        return pipeline is not None and pipeline.phase is Phase.REDUCED and self.enabled
+
+    # One call of `optimizer.step()`.
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._call = None  # left over if the last step raised
+        self._runner.refuse_to_go_on()
+        if self._is_whole(optimizer):
+            self.flush()
+            return None
+        reason = self._separable.why_not(optimizer, test_again=True) or why_call_waits(args, kwargs)
+        if reason is not None:
+            raise RuntimeError(f"{type(optimizer).__name__}.step() cannot update shards, because {reason}")
+        if self.pipeline is not None:
+            self._finish_last_step(optimizer, self.pipeline)
+        number = self._numbers[optimizer]
+        self.states.adopt(number)
+        self._has_state.add(number)
+        user_closure = closure_of(args, kwargs)
+        stand_in = StandIn(args[0], is_ours)
+        stand_in.optimizer.state = defaultdict(dict)
+
+        def closure() -> Any:
+            # As in DeferredUpdates: the last moment before the optimizer reads gradients.
+            loss = user_closure() if user_closure is not None else None
+            groups = stand_in.original.param_groups
+            group_of = {
+                self._index_of(parameter, optimizer): index
+                for index, group in enumerate(groups)
+                for parameter in group["params"]
+                if parameter.grad is not None
+            }
+            stand_in.take([[] for _ in groups])
+            snapshot = OptimizerSnapshot(optimizer, state=self.states.of_ranges)
+            self._call = _Call(number, stand_in, snapshot, group_of)
+            return loss
+
+        return (stand_in.optimizer,), {"closure": closure}
+
+    def _is_whole(self, optimizer: Optimizer) -> bool:
+        """Whether to step on whole parameters, with the whole state that every rank has.
+
+        So after :meth:`consolidate`, until the next backward: ``torch.distributed.checkpoint`` makes a step of its own
+        to have a state that it can load into.
+        """
+        since = self._whole_since.get(self._numbers[optimizer])
+        return since == self._link.iteration and not isinstance(optimizer.state, ShardedState)
+
+    def _index_of(self, parameter: Tensor, optimizer: Optimizer) -> int:
+        lazy = self._params.of_id.get(id(parameter))
+        if lazy is None or not self._table.give(lazy.index, self._numbers[optimizer]):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} got a parameter of shape {tuple(parameter.shape)} after attach, and "
+                "shard_optimizer=True shares only those that it had then: call state.detach(), and attach again"
+            )
+        return lazy.index
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call, self._call = self._call, None
+        if call is None and self._is_whole(optimizer):
+            self._tell_of_step(optimizer, [])
+            return
+        if call is None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() did not call its closure, in which shard_optimizer=True divides "
+                "the step: leave out shard_optimizer"
+            )
+        call.stand_in.give_back()
+        self._runner.note_written()  # of the state
+        later: list[LazyParam] = []
+        pipeline = self._ready_pipeline(call)
+        if pipeline is not None:
+            later = [self._params.all[index] for index in call.group_of]
+            self._step_between_legs(call, pipeline, later)
+        else:
+            self._step_at_once(call)
+        self._tell_of_step(optimizer, later)
+
+    def _ready_pipeline(self, call: _Call) -> ShardedPipeline | None:
+        """The pipeline, if gather legs can carry this step's parameters."""
+        pipeline = self.pipeline
+        if pipeline is None or pipeline.phase is not Phase.REDUCED:
+            return None
+        assert isinstance(pipeline, ShardedPipeline)
+        slots = [pipeline.slots[index] for index in call.group_of]
+        pipeline.decide(wants_gradients=False)
+        for slot in slots:
+            if not pipeline.gradients.is_pending(slot):
+                unwrapped(slot.parameter.grad)  # it may wait for a gather leg of gradients
+        if not pipeline.can_update_between_legs(slots):
+            self._fallbacks.note(*_AT_ONCE)
+            return None
+        if self._layouts_seen != pipeline.layouts:
+            self.states.move_to(pipeline.ownership())
+            self._layouts_seen = pipeline.layouts
+        return pipeline
+
+    def _step_between_legs(self, call: _Call, pipeline: ShardedPipeline, lazies: Sequence[LazyParam]) -> None:
+        self._params.follow_moved(lazies)
+        gradients = {
+            slot: self._gradient_in_memory(slot, pipeline) for slot in map(pipeline.slots.__getitem__, call.group_of)
+        }
+        groups = pipeline.in_order_of_updates(gradients)
+        if call.needs_all_shards:
+            shards = [pipeline.begin_update(group, gradients, self._memory_of) for group in groups]
+            self._update(call, [*itertools.chain.from_iterable(shards), *self._without_elements(call)])
+            for group in groups:
+                pipeline.send_update(group)
+        else:
+            for group in groups:
+                self._update(call, pipeline.begin_update(group, gradients, self._memory_of))
+                pipeline.send_update(group)
+            self._update(call, self._without_elements(call))
+        self._unscale(call)
+        self._make_pending(pipeline, [(lazies, DeferredUpdate(call.snapshot, 0, edits_gradient=False))])
+        if not self.enabled:
+            pipeline.flush()
+
+    def _step_at_once(self, call: _Call) -> None:
+        """Update this rank's shards from whole gradients, and exchange the updated parameters at once."""
+        lazies = [self._params.all[index] for index in call.group_of]
+        self._params.follow_moved(lazies)
+        gradients = {lazy.index: unwrapped(lazy.parameter.grad) for lazy in lazies}
+        updates = []
+        for each in self.states.mine:
+            if each.parameter in gradients:
+                values = self._elements(self._memory_of_index(each.parameter), each).clone()
+                updates.append(self._shard(each, values, self._elements(gradients[each.parameter], each)))
+        self._update(call, updates)
+        self._unscale(call)
+        with unrecorded():
+            for dtype in dict.fromkeys(lazy.memory.dtype for lazy in lazies):
+                alike = [lazy for lazy in lazies if lazy.memory.dtype is dtype]
+                have = only(self.states.ownership, [lazy.index for lazy in alike])
+                mine = {
+                    each: flat_of(memory.detach(), memory.stride()) for each, memory in updates if memory.dtype is dtype
+                }
+                self._write(alike, have, mine)
+
+    def _write(self, lazies: Sequence[LazyParam], have: Ownership, mine: Mapping[Range, Tensor]) -> None:
+        """Exchange updated elements, and put them into the parameters."""
+        whole = {lazy.index: self._flat(lazy.index, lazy.memory) for lazy in lazies}
+        want = everything(have, range(self._link.world_size))
+        for part, values in exchange(self._link, have, want, mine, lazies[0].memory.detach()):
+            whole[part.parameter][part.start : part.stop] = values
+        with torch.no_grad():
+            for lazy in lazies:
+                one = self._table.parameters[lazy.index]
+                # Also if that is the same memory, for the version.
+                lazy.memory.copy_(shaped(whole[lazy.index], one.parameter.shape, one.stride))
+
+    def _without_elements(self, call: _Call) -> list[ToUpdate]:
+        """The parameters without elements that this rank updates: no fusion group has a piece of them."""
+        empty = [each for each in self.states.mine if not each.numel and each.parameter in call.group_of]
+        return [
+            self._shard(each, *(self._elements(memory, each) for memory in 2 * [self._memory_of_index(each.parameter)]))
+            for each in empty
+        ]
+
+    def _update(self, call: _Call, updates: Sequence[ToUpdate]) -> None:
+        """Run the optimizer on these shards."""
+        if not updates and not call.needs_all_shards:
+            return
+        of_groups: dict[int, list[ToUpdate]] = {}
+        for update in updates:
+            of_groups.setdefault(call.group_of[update.parameter.parameter], []).append(update)
+        attributes = {}
+        if call.needs_all_shards:
+            parameter_of = {id(update.memory): update.parameter.parameter for update in updates}
+            attributes["layer_sums"] = functools.partial(
+                sums_over_ranks, self._link, self._device, sorted(call.group_of), parameter_of
+            )
+        if call.grad_scale is not None:  # the optimizer unscales gradients in place, which whole gradients must show
+            for update in updates:
+                update.memory.grad = update.memory.grad.clone() if update.memory.grad is not None else None
+        call.snapshot.step(of_groups, attributes)
+
+    def _unscale(self, call: _Call) -> None:
+        """Do with whole gradients what an optimizer has done that unscales gradients in place."""
+        if call.grad_scale is None:
+            return
+        factor = call.grad_scale.reciprocal()
+        if (found_inf := getattr(call.snapshot.optimizer, "found_inf", None)) is not None:
+            factor = torch.where(found_inf.bool(), 1.0, factor)
+        pipeline = self.pipeline
+        with torch.no_grad():
+            for index in call.group_of:
+                slot = None if pipeline is None else pipeline.slots[index]
+                if slot is not None and pipeline is not None and pipeline.gradients.is_pending(slot):
+                    slot.scales = (*slot.scales, factor)
+                else:
+                    unwrapped(self._params.all[index].parameter.grad).mul_(factor)
+
+    # Shards of tensors.
+
+    def _gradient_in_memory(self, slot: Slot, pipeline: Pipeline) -> Tensor | None:
+        return None if pipeline.gradients.is_pending(slot) else unwrapped(slot.parameter.grad)
+
+    def _memory_of(self, slot: Slot) -> Tensor:
+        return self._memory_of_index(slot.index)
+
+    def _memory_of_index(self, index: int) -> Tensor:
+        return self._params.all[index].memory.detach()
+
+    def _flat(self, index: int, tensor: Tensor) -> Tensor:
+        return flat_of(tensor.detach(), self._table.parameters[index].stride)
+
+    def _elements(self, tensor: Tensor, each: Range) -> Tensor:
+        return self._flat(each.parameter, tensor)[each.start : each.stop]
+
+    def _shard(self, each: Range, values: Tensor, gradient: Tensor) -> ToUpdate:
+        one = self._table.parameters[each.parameter]
+        if one.owner is not None:
+            values, gradient = (shaped(flat, one.parameter.shape, one.stride) for flat in (values, gradient))
+        return shard_to_update(each, values, gradient, one.parameter.requires_grad)
+
+
+def unwrapped(grad: Tensor | None) -> Tensor:
+    """A gradient as a plain tensor, after a wait if it is pending."""
+    assert grad is not None
+    return grad.resolve() if isinstance(grad, PendingGrad) else grad
