@@ -25,6 +25,7 @@ class GlooGatherLeg(GlooLeg):
     """
 
     is_gather = True
+    is_posted = False
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class GlooGatherLeg(GlooLeg):
     def post(self) -> None:
         """Send our reduced slice to all peers. Runs on the posting thread."""
         context, messages, scatter = self._context, self._context.messages, self.scatter
+        self.is_posted = True
         try:
             scatter.wait()  # already done; raises the scatter leg's error, if any
             with named_range(f"ddp_crossover::all_gather[{self.group}]"):

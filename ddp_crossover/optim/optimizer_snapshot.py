@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType, NoneType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -103,6 +104,10 @@ class OptimizerSnapshot:
     def was_skipped(self) -> bool:
         """Whether the step updates nothing, see :func:`was_skipped`."""
         return was_skipped(self._attributes)
+
+    def has_settings_of(self, other: OptimizerSnapshot) -> bool:
+        """Whether a step now would compute the same as one of ``other``, from the same values."""
+        return same((self._groups, self._attributes), (other._groups, other._attributes))
 
     def step(
         self, updates_of: Mapping[int, Sequence[ToUpdate]], attributes: Mapping[str, Any] = MappingProxyType({})
@@ -197,6 +202,21 @@ def _give_back(attributes: Mapping[str, Any], before: dict[str, Any], optimizer:
         if name not in _NOT_TAKEN_OVER and value is not before.get(name):
             before[name] = value
             setattr(optimizer, name, value)
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two values are equal bit for bit; NaN equals NaN."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return (
+            left.dtype == right.dtype
+            and left.shape == right.shape
+            and bool(torch.all((left == right) | (left.isnan() & right.isnan())))
+        )
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
 
 
 def _copied(value: Any) -> Any:

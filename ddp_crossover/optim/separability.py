@@ -27,6 +27,7 @@ from ddp_crossover.optim.optimizer_snapshot import (
     ToUpdate,
     hyperparameters,
     reads_attributes,
+    same,
 )
 from ddp_crossover.optim.outside_settings import changeable_setting
 from ddp_crossover.torch_internals.optimizers import has_hooks, has_raw_step, raw_step
@@ -291,18 +292,3 @@ def _awake(group: dict[str, Any]) -> dict[str, Any]:
 def _private_copy(value: Any) -> Any:
     # An OrderedDict holds step or state_dict hooks, which the clone must not run.
     return OrderedDict() if isinstance(value, OrderedDict) else copy.deepcopy(value)
-
-
-def same(left: Any, right: Any) -> bool:
-    """Whether two values are equal bit for bit; NaN equals NaN."""
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        return (
-            left.dtype == right.dtype
-            and left.shape == right.shape
-            and bool(torch.all((left == right) | (left.isnan() & right.isnan())))
-        )
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
-    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right)

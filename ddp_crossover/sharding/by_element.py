@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, ToUpdate
-from ddp_crossover.optim.separability import Clone, random_states_kept, same
+from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, ToUpdate, same
+from ddp_crossover.optim.separability import Clone, random_states_kept
 from ddp_crossover.torch_internals.optimizers import raw_step
 
 _STEPS = 9

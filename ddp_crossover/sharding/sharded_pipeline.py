@@ -12,7 +12,8 @@ For the terms see [Note: DeAR's terms] in ``dear.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
-from ddp_crossover.collectives.leg import LegError, ScatterLeg
+from ddp_crossover.collectives.leg import Leg, LegError, ScatterLeg
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.fusion import FusionGroup, Schedule
 from ddp_crossover.fusion_buffers.in_place import lay_out
@@ -29,6 +30,7 @@ from ddp_crossover.parameters.flat import flat_of, shaped
 from ddp_crossover.parameters.slots import GroupInFlight, GroupState, ShardPiece, Slot
 from ddp_crossover.sharding.exchange import exchange
 from ddp_crossover.sharding.ownership import Ownership, Range, everything
+from ddp_crossover.torch_internals.dispatch import outside_of_modes
 
 EVERY_RANK = (
     "With shard_optimizer=True a read of gradients after step() gathers them from all ranks, so every rank must read "
@@ -45,6 +47,12 @@ class ShardedPipeline(Pipeline):
         owners: the ranks that update whole parameters, by index of the parameter.
 
     Attributes:
+        memory_of: gives the memory of a parameter.
+        trained: indices of the parameters that have an optimizer.
+        update_early: updates this rank's part of a group in backward, on trial; None if it must wait for ``step()``.
+        begins_backward: called when a backward begins; returns whether updates may be made early in it.
+        is_early: whether gather legs of this iteration may carry parameters that are updated on trial. The same on all
+            ranks, which may be early with different groups.
         layouts: counts how often a group's fusion buffer was laid out, which may change who has which shards.
     """
 
@@ -52,6 +60,13 @@ class ShardedPipeline(Pipeline):
         self._owners = owners
         self._landing_arenas: dict[str, Tensor] = {}
         self._kept: dict[GroupInFlight, list[Tensor]] = {}
+        self.update_early: Callable[[GroupInFlight, list[ToUpdate]], None] = _nothing
+        self.begins_backward: Callable[[], bool] = _never
+        self.memory_of: Callable[[Slot], Tensor]
+        self.trained: Collection[int] = ()
+        self.is_early = False
+        self._launched: list[GroupInFlight] = []
+        self._latest_early: Leg | None = None
         self.layouts = 0
         self._decided_in = -1
         super().__init__(*args, **kwargs)
@@ -99,6 +114,35 @@ class ShardedPipeline(Pipeline):
     def _scatter(self, group: GroupInFlight, buffer: FusionBuffer) -> ScatterLeg:
         return self.link.reduce_scatter(group.spec.index, buffer, group.landing)
 
+    # Updates in backward, on trial.
+
+    def begin_backward(self) -> None:
+        super().begin_backward()
+        self._launched.clear()
+        self._latest_early = None
+        self.is_early = self.begins_backward()
+
+    def _launch(self, group: GroupInFlight) -> None:
+        super()._launch(group)
+        if self.is_early and all(slot.index in self.trained for slot in group.slots):
+            self._launched.append(group)
+            self._go_ahead()
+
+    def _go_ahead(self) -> None:
+        """Update a group that is reduced, if its gather leg would find the link idle, while backward goes on."""
+        if self._latest_early is not None and not self._latest_early.is_posted:
+            return
+        ready = [group for group in self._launched if group.scatter is not None and group.scatter.is_done()]
+        if ready:
+            group = min(ready, key=lambda group: self._urgency[group.spec.index])
+            self._launched.remove(group)
+            outside_of_modes(functools.partial(self._update_early, group), self.link.current_stream())
+            self.send_update(group)
+            self._latest_early = group.gather
+
+    def _update_early(self, group: GroupInFlight) -> None:
+        self.update_early(group, self.begin_update(group, dict.fromkeys(group.slots)))
+
     def ownership(self) -> Ownership:
         """Which rank updates which elements, once all gradients have arrived."""
         ranges = [list(of_rank) for of_rank in self._ranges(self.groups)]
@@ -117,44 +161,47 @@ class ShardedPipeline(Pipeline):
     # Updates, which `ShardedUpdates` asks for in `step()`.
 
     def can_update_between_legs(self, slots: Iterable[Slot]) -> bool:
-        """Whether gather legs can carry the updated values of these parameters in this iteration."""
-        return all(group.scatter is not None and group.gather is None for slot in slots for group in slot.groups)
+        """Whether gather legs can carry the updated values of these parameters, or do already, in this iteration."""
+        return all(
+            group.scatter is not None and (group.gather is None or (self.is_early and self._is_updated_early(group)))
+            for slot in slots
+            for group in slot.groups
+        )
+
+    def _is_updated_early(self, group: GroupInFlight) -> bool:
+        return group.state is GroupState.UPDATING and not any(slot in self.updates for slot in group.slots)
 
     def in_order_of_updates(self, slots: Iterable[Slot]) -> list[GroupInFlight]:
         """The groups of these parameters, in the order in which to update them."""
-        groups = dict.fromkeys(group for slot in slots for group in slot.groups)
-        if self._chooses_gathers:
+        groups = dict.fromkeys(group for slot in slots for group in slot.groups if group.gather is None)
+        if self.chooses_gathers:
             return sorted(groups, key=lambda group: group.spec.index)  # the order in which scatter legs end
         return [self.groups[index] for index in self.plan.use_order if self.groups[index] in groups]
 
     @property
-    def _chooses_gathers(self) -> bool:
+    def chooses_gathers(self) -> bool:
+        """Whether gather legs are sent when the link would be idle, in an order that may differ between ranks."""
         return self.link.orders_gathers and self.plan.schedule is Schedule.AUTO
 
     @torch.no_grad()
-    def begin_update(
-        self, group: GroupInFlight, gradients: Mapping[Slot, Tensor | None], memory_of: Callable[[Slot], Tensor]
-    ) -> list[ToUpdate]:
+    def begin_update(self, group: GroupInFlight, gradients: Mapping[Slot, Tensor | None]) -> list[ToUpdate]:
         """Wait for the group's scatter leg, and put this rank's parameters where its gather leg sends from.
 
         Args:
             group: the group.
             gradients: the parameters to update; their gradients if these are in ``.grad``, else None.
-            memory_of: gives a parameter's memory.
 
         Returns:
             This rank's part of what is to be updated: its elements, flat, or the parameter if this rank owns it.
         """
         assert group.scatter is not None and group.landing is not None
-        with self.waiting(f"scatter {group.spec.index}") as host_wait:
-            # Protects the update from incomplete sums.
-            group.scatter.wait(host_wait)
+        self._wait_for_scatter(group)
         self.order.join()
         own = group.landing.slices(self.link.rank, self.link.world_size)
         self._keep_gradients(group, group.scatter.shards())
         pieces = list(group.shard_pieces(self.link.rank, self.link.world_size))
         outs = [piece.of(own) for piece in pieces]
-        values = [flat_of(memory_of(piece.slot).detach(), piece.slot.stride) for piece in pieces]
+        values = [flat_of(self.memory_of(piece.slot).detach(), piece.slot.stride) for piece in pieces]
         if pieces:
             torch._foreach_copy_(outs, [v[p.start : p.stop] for v, p in zip(values, pieces, strict=True)])
         return [
@@ -162,6 +209,12 @@ class ShardedPipeline(Pipeline):
             for piece, out in zip(pieces, outs, strict=True)
             if piece.slot in gradients
         ]
+
+    def _wait_for_scatter(self, group: GroupInFlight) -> None:
+        assert group.scatter is not None
+        with self.waiting(f"scatter {group.spec.index}") as host_wait:
+            # Protects updates and readers from incomplete sums.
+            group.scatter.wait(host_wait)
 
     def _keep_gradients(self, group: GroupInFlight, shards: Sequence[Tensor]) -> None:
         """Put the reduced gradients aside, where parameters will take their place."""
@@ -190,7 +243,7 @@ class ShardedPipeline(Pipeline):
         """Start the gather leg, now that this rank's parameters are updated."""
         assert group.scatter is not None
         self.order.mark()
-        urgency = self._urgency[group.spec.index] if self._chooses_gathers else None
+        urgency = self._urgency[group.spec.index] if self.chooses_gathers else None
         group.gather = self.link.all_gather(group.scatter, urgency)
         group.state = GroupState.UPDATING
 
@@ -214,28 +267,37 @@ class ShardedPipeline(Pipeline):
     def complete(self, group: GroupInFlight) -> None:
         if not group.is_complete and self.link.is_closed:
             raise LegError("the model was given up, and its gradients are spread over the ranks (shard_optimizer=True)")
-        if group.state is GroupState.SCATTERING:
+        if group.state in _SPREAD:
             self.decide(wants_gradients=True)
         if group.state in _SPREAD:  # some optimizer has made its step already, so other ranks have not been asked
             self._agree()
             self._gather_gradients()
         super().complete(group)
 
-    def decide(self, *, wants_gradients: bool) -> None:
+    def decide(self, *, wants_gradients: bool, is_early_right: bool = True) -> bool:
         """Learn whether any rank reads gradients before the first ``step()`` of this iteration; then gather them.
 
         A rank may read them alone, as a logger on rank 0 does, or because its garbage collector has not freed a view of
         a gradient yet. It then waits until the others get to their ``step()``, where they hear of it.
+
+        Args:
+            wants_gradients: whether this rank reads them.
+            is_early_right: whether what this rank has updated on trial is what ``step()`` would have.
+
+        Returns:
+            Whether the latter is so on all ranks, and none reads gradients.
         """
         if self._decided_in == self.iteration:
-            return
+            return False
         self._decided_in = self.iteration
+        answer = 4 * self.iteration + 2 * wants_gradients + (not is_early_right)
         with self.waiting("gradients"), self.turns.released():
-            answers = self.link.exchange_numbers(2 * self.iteration + wants_gradients)
-        if not {answer // 2 for answer in answers} == {self.iteration}:
+            answers = self.link.exchange_numbers(answer)
+        if {answer // 4 for answer in answers} != {self.iteration}:
             raise RuntimeError(f"ranks are in different iterations. {EVERY_RANK}")
-        if any(answer % 2 for answer in answers):
+        if any(answer & 2 for answer in answers):
             self._gather_gradients()
+        return not any(answer & 3 for answer in answers)
 
     def _agree(self) -> None:
         """Make sure that all ranks read gradients at this place."""
@@ -251,19 +313,21 @@ class ShardedPipeline(Pipeline):
         apart = [group for group in self.groups if group.state in _SPREAD and self._is_taken(group)]
         for group in apart:
             assert group.scatter is not None and group.buffer is not None
-            self._complete_for_update(group)
-            if group.state is GroupState.SCATTERING:
-                with self.waiting(f"scatter {group.spec.index}") as host_wait:
-                    group.scatter.wait(host_wait)
-                group.kept = list(group.scatter.shards())
-            elif group.landing is group.buffer:
+            if not group.kept:
+                self._wait_for_scatter(group)
+                self._keep_gradients(group, group.scatter.shards())
+            if self.is_early:
+                self._gather(group)
+            if group.gather is not None:
+                self._wait_for_gather(group)  # protects gradients from what still lands
+            if group.landing is group.buffer:
                 torch._foreach_copy_(group.buffer.slices(self.link.rank, self.link.world_size), group.kept)
         self._exchange_gradients(apart)
         self._gather_in_use_order()
 
     def _is_taken(self, group: GroupInFlight) -> bool:
-        """Whether the gather leg cannot bring gradients."""
-        return group.gather is not None or group.landing is not group.buffer
+        """Whether the gather leg cannot bring gradients, on this rank or another."""
+        return self.is_early or group.gather is not None or group.landing is not group.buffer
 
     @torch.no_grad()
     def _exchange_gradients(self, groups: Sequence[GroupInFlight]) -> None:
@@ -307,14 +371,18 @@ class ShardedPipeline(Pipeline):
         super()._before_backward()
 
     def _gather(self, group: GroupInFlight, urgency: int | None = None) -> None:
-        if group.landing is group.buffer:
+        if not self._is_taken(group):
             super()._gather(group, urgency)
         elif group.scatter is not None and group.gather is None:
+            if group.landing is group.buffer and not group.kept:
+                self._wait_for_scatter(group)
+                self._keep_gradients(group, group.scatter.shards())
             group.gather = self.link.all_gather(group.scatter)  # carries nothing, but peers have posted receives
 
     def _end_legs(self) -> None:
-        if any(group.state is GroupState.SCATTERING for group in self.groups) and not self.link.is_closed:
-            self.decide(wants_gradients=False)  # there was no step()
+        is_spread = any(group.state in _SPREAD for group in self.groups)
+        if is_spread and self.phase is Phase.REDUCED and not self.link.is_closed:
+            self.decide(wants_gradients=False, is_early_right=False)  # if there was no step()
         for group in self.groups:
             self._gather(group)
         super()._end_legs()
@@ -332,6 +400,14 @@ class ShardedPipeline(Pipeline):
             group.landing = None
         self._landing_arenas.clear()
         super().drop_references()
+
+
+def _nothing(group: GroupInFlight, updates: list[ToUpdate]) -> None:
+    pass
+
+
+def _never() -> bool:
+    return False
 
 
 def shard_to_update(elements: Range, values: Tensor, gradient: Tensor, requires_grad: bool) -> ToUpdate:

@@ -33,7 +33,8 @@ from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.flat import flat_of, shaped
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
 from ddp_crossover.parameters.pending_gradient import PendingGrad
-from ddp_crossover.parameters.slots import Slot
+from ddp_crossover.parameters.slots import GroupInFlight, Slot
+from ddp_crossover.sharding.early_updates import EarlyUpdates
 from ddp_crossover.sharding.exchange import exchange
 from ddp_crossover.sharding.layer_exchange import sums_over_ranks
 from ddp_crossover.sharding.ownership import Ownership, Range, everything, only
@@ -120,10 +121,14 @@ class ShardedUpdates(DeferredUpdates):
         self._device = params.all[0].memory.device
         self._call: _Call | None = None
         self._layouts_seen = -1
+        self._early: EarlyUpdates | None = None
         self._has_state = {number for number, optimizer in enumerate(optimizers) if optimizer.state}
         self.states = ShardStates(table, optimizers, link, self._device)
         for number in self._has_state:
             self.states.adopt(number)
+        is_simple = len(self._numbers) == 1 and not isinstance(optimizers[0], LayerSumOptimizer)
+        if is_simple:
+            self._early = EarlyUpdates(optimizers[0], self.states.of_ranges)
         # The iteration in which all ranks got the whole state, by optimizer.
         self._whole_since: dict[int, int] = {}
 
@@ -135,6 +140,28 @@ class ShardedUpdates(DeferredUpdates):
     def use(self, pipeline: Pipeline | None) -> None:
         super().use(pipeline)
         self._layouts_seen = -1
+        if pipeline is not None:
+            assert isinstance(pipeline, ShardedPipeline)
+            pipeline.memory_of = self._memory_of
+            pipeline.trained = {i for i, one in enumerate(self._table.parameters) if one.optimizer is not None}
+            pipeline.begins_backward = self._begins_backward
+            pipeline.update_early = self._update_early
+
+    # Updates in backward.
+
+    def _begins_backward(self) -> bool:
+        pipeline = self.pipeline
+        assert isinstance(pipeline, ShardedPipeline)
+        # With several optimizers, one may have made its step when another rank hears that the other's was not right.
+        if self._early is None or not pipeline.chooses_gathers:
+            return False
+        [optimizer] = self._numbers
+        is_shared = isinstance(optimizer.state, ShardedState) and self._layouts_seen == pipeline.layouts
+        return self._early.begin(pipeline.iteration, is_possible=is_shared and self.enabled)
+
+    def _update_early(self, group: GroupInFlight, updates: list[ToUpdate]) -> None:
+        assert self._early is not None
+        self._early.update(updates, [self._params.all[slot.index] for slot in group.slots])
 
     def consolidate(self, ranks: Iterable[int]) -> None:
         """Give the optimizers of these ranks their whole state. A collective."""
@@ -238,7 +265,14 @@ class ShardedUpdates(DeferredUpdates):
             return None
         assert isinstance(pipeline, ShardedPipeline)
         slots = [pipeline.slots[index] for index in call.group_of]
-        pipeline.decide(wants_gradients=False)
+        is_usual = self._is_usual(call, pipeline, slots)
+        is_right = is_usual and (self._early is None or self._early.are_right(call.snapshot, call.group_of))
+        are_taken = pipeline.decide(wants_gradients=False, is_early_right=is_right)
+        if self._early is not None:
+            self._early.end_step(pipeline.iteration, are_taken=are_taken)
+        if pipeline.is_early and not are_taken:
+            self._fallbacks.note(*_AT_ONCE)
+            return None
         for slot in slots:
             if not pipeline.gradients.is_pending(slot):
                 unwrapped(slot.parameter.grad)  # it may wait for a gather leg of gradients
@@ -250,6 +284,18 @@ class ShardedUpdates(DeferredUpdates):
             self._layouts_seen = pipeline.layouts
         return pipeline
 
+    def _is_usual(self, call: _Call, pipeline: ShardedPipeline, slots: Sequence[Slot]) -> bool:
+        """Whether all of this step could have been made in backward, with reduced gradients as they are."""
+        trained = sum(one.optimizer is not None for one in self._table.parameters)
+        if self._early is None or call.grad_scale is not None or len(slots) < trained:
+            return False
+        if not all(pipeline.gradients.is_pending(slot) and not slot.scales for slot in slots):
+            return False
+        if not pipeline.can_update_between_legs(slots):
+            return False
+        # Memory that a script refers to in another way may be written at any time.
+        return not self._params.why_not_lazy([self._params.all[slot.index] for slot in slots])
+
     def _step_between_legs(self, call: _Call, pipeline: ShardedPipeline, lazies: Sequence[LazyParam]) -> None:
         self._params.follow_moved(lazies)
         gradients = {
@@ -257,13 +303,13 @@ class ShardedUpdates(DeferredUpdates):
         }
         groups = pipeline.in_order_of_updates(gradients)
         if call.needs_all_shards:
-            shards = [pipeline.begin_update(group, gradients, self._memory_of) for group in groups]
+            shards = [pipeline.begin_update(group, gradients) for group in groups]
             self._update(call, [*itertools.chain.from_iterable(shards), *self._without_elements(call)])
             for group in groups:
                 pipeline.send_update(group)
         else:
             for group in groups:
-                self._update(call, pipeline.begin_update(group, gradients, self._memory_of))
+                self._update(call, pipeline.begin_update(group, gradients))
                 pipeline.send_update(group)
             self._update(call, self._without_elements(call))
         self._unscale(call)

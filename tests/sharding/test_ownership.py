@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,7 +36,7 @@ def ownerships(draw, numels: dict[int, int], world_size: int) -> Ownership:
     ranges: list[list[Range]] = [[] for _ in range(world_size)]
     for parameter, numel in numels.items():
         cuts = sorted({0, numel, *draw(st.lists(st.integers(0, numel), max_size=4))})
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in itertools.pairwise(cuts):
             ranges[draw(st.integers(0, world_size - 1))].append(Range(parameter, start, stop))
     return tuple(map(tuple, ranges))
 

@@ -1,0 +1,51 @@
+"""Updates in backward as often as it goes, with other groups on each rank, whatever the link does."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from ddp_crossover.sharding import early_updates
+from ddp_crossover.sharding.sharded_pipeline import ShardedPipeline
+from equivalence import Run
+
+
+@contextlib.contextmanager
+def eager_updates(seed: int) -> Iterator[list[bool]]:
+    """Wait for scatter legs in backward, so that groups can be updated there; yields whether each step took them."""
+    draw = random.Random(f"{seed} on rank {dist.get_rank()}")
+    go_ahead, end_step = ShardedPipeline._go_ahead, early_updates.EarlyUpdates.end_step
+    taken: list[bool] = []
+
+    def wait_and_go_ahead(self: ShardedPipeline) -> None:
+        for group in self._launched:
+            if draw.random() < 0.5:
+                group.scatter.wait()
+        self._latest_early = None
+        go_ahead(self)
+
+    def note(self: Any, iteration: int, *, are_taken: bool) -> None:
+        if self._snapshot is not None:
+            taken.append(are_taken)
+        end_step(self, iteration, are_taken=are_taken)
+
+    with (
+        mock.patch.object(ShardedPipeline, "_go_ahead", wait_and_go_ahead),
+        mock.patch.object(early_updates.EarlyUpdates, "end_step", note),
+        mock.patch.object(early_updates, "_GOOD_STEPS", 1),
+        mock.patch.object(early_updates, "_LONGEST_BREAK", 1),
+    ):
+        yield taken
+
+
+def eagerly(run: Run, loop: Any, seed: int, at_least: int = 0, of_them_taken: bool = True) -> Iterator[Any]:
+    """A loop with them; some must have been tried."""
+    with eager_updates(seed) as taken:
+        yield from loop(run)
+    if run.with_dear:
+        assert taken.count(of_them_taken) >= at_least, taken
