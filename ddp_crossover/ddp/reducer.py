@@ -307,6 +307,8 @@ class Reducer:
         """Switch plans. Called between iterations, when no update is pending and no leg is under way."""
         if self.pipeline is not None:
             self._memory = self.pipeline.release()
+            # Now: until it is collected, what it has of gradients would count as a script's references to them.
+            self.pipeline.drop_references()
         if plan.schedule is Schedule.ALLREDUCE:
             self._link.use_arenas(self._memory.values())
             self.pipeline = None

@@ -390,6 +390,8 @@ class ShardedPipeline(Pipeline):
     def _forget_buckets(self) -> None:
         super()._forget_buckets()
         self._kept.clear()
+        self._launched.clear()
+        self._latest_early = None
         for group in self.groups:
             group.kept = []
             if group.spec.arena not in self._arenas:

@@ -49,6 +49,10 @@ _AT_ONCE = (
     "is deferred",
     "To clip or unscale without a wait, attach with norms='sharded' (under run: --norms sharded)",
 )
+_IN_VAIN = (
+    "gradients, parameters or hyperparameters changed between backward and optimizer.step(), so what was updated in "
+    "backward does not count, and updated parameters are exchanged at once"
+)
 
 
 class _Call(NamedTuple):
@@ -271,7 +275,7 @@ class ShardedUpdates(DeferredUpdates):
         if self._early is not None:
             self._early.end_step(pipeline.iteration, are_taken=are_taken)
         if pipeline.is_early and not are_taken:
-            self._fallbacks.note(*_AT_ONCE)
+            self._fallbacks.note(_IN_VAIN)
             return None
         for slot in slots:
             if not pipeline.gradients.is_pending(slot):
