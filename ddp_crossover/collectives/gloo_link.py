@@ -7,7 +7,7 @@ training thread inside such a method and wait for a leg.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import cast
 
 import torch
@@ -67,12 +67,16 @@ class PeerLink(Link):
         leg.wait()
         return leg.rows
 
-    def exchange_numbers(self, value: int) -> list[int]:
+    def exchange_numbers(self, value: int) -> Callable[[], list[int]]:
         self._small_gathers += 1
         leg = GlooSmallGather(self._context, self._small_gathers, torch.tensor([value]), "a decision about gradients")
         leg.start()
-        leg.wait()
-        return cast(list[int], leg.rows.view(-1).tolist())
+
+        def wait() -> list[int]:
+            leg.wait()
+            return cast(list[int], leg.rows.view(-1).tolist())
+
+        return wait
 
     def use_arenas(self, arenas: Collection[Tensor]) -> None:
         super().use_arenas(arenas)

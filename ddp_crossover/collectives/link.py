@@ -135,8 +135,8 @@ class Link(ABC):
         """Gather a small tensor from all ranks, in rank order; shape ``(world_size, *value.shape)``."""
 
     @abstractmethod
-    def exchange_numbers(self, value: int) -> list[int]:
-        """Exchange one number with all ranks, in rank order. Blocks the host until all ranks have called it."""
+    def exchange_numbers(self, value: int) -> Callable[[], list[int]]:
+        """Send one number to all ranks; returns a function that waits for theirs, and has all in rank order."""
 
     # An iteration, in the order of the calls.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any, cast
 
@@ -174,7 +174,7 @@ class NcclLink(Link):
         gpu.current_stream(self._device).wait_stream(self._small_stream)
         return rows
 
-    def exchange_numbers(self, value: int) -> list[int]:
+    def exchange_numbers(self, value: int) -> Callable[[], list[int]]:
         # Over gloo, between the hosts: the device may be steps behind, and the answer decides what it gets next.
         if self._host_group is None:
             made = dist.new_group(
@@ -186,8 +186,13 @@ class NcclLink(Link):
             )
             self._host_group = cast(dist.ProcessGroup, made)
         rows = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(rows, torch.tensor([value]), group=self._host_group)
-        return [int(row) for row in rows]
+        exchange = dist.all_gather(rows, torch.tensor([value]), group=self._host_group, async_op=True)
+
+        def wait() -> list[int]:
+            exchange.wait()
+            return [int(row) for row in rows]
+
+        return wait
 
     def connect(self, arenas: Collection[Tensor]) -> None:
         """Make NCCL create its communicators and connections now, with legs that overwrite the largest arena.

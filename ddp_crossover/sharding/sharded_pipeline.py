@@ -137,11 +137,16 @@ class ShardedPipeline(Pipeline):
             group = min(ready, key=lambda group: self._urgency[group.spec.index])
             self._launched.remove(group)
             outside_of_modes(functools.partial(self._update_early, group), self.link.current_stream())
-            self.send_update(group)
             self._latest_early = group.gather
 
     def _update_early(self, group: GroupInFlight) -> None:
         self.update_early(group, self.begin_update(group, dict.fromkeys(group.slots)))
+        self.send_update(group)
+
+    def update_rest_early(self, slots: Iterable[Slot]) -> None:
+        """In ``step()``, update on trial what was not updated in backward, while other ranks get there."""
+        for group in self.in_order_of_updates(slots):
+            self._update_early(group)
 
     def ownership(self) -> Ownership:
         """Which rank updates which elements, once all gradients have arrived."""
@@ -287,12 +292,19 @@ class ShardedPipeline(Pipeline):
         Returns:
             Whether the latter is so on all ranks, and none reads gradients.
         """
+        return self.ask(wants_gradients=wants_gradients, is_early_right=is_early_right)()
+
+    def ask(self, *, wants_gradients: bool, is_early_right: bool) -> Callable[[], bool]:
+        """Begin :meth:`decide`; returns a function that waits for the other ranks and ends it."""
         if self._decided_in == self.iteration:
-            return False
+            return _never
         self._decided_in = self.iteration
         answer = 4 * self.iteration + 2 * wants_gradients + (not is_early_right)
+        return functools.partial(self._hear, self.link.exchange_numbers(answer))
+
+    def _hear(self, wait: Callable[[], list[int]]) -> bool:
         with self.waiting("gradients"), self.turns.released():
-            answers = self.link.exchange_numbers(answer)
+            answers = wait()
         if {answer // 4 for answer in answers} != {self.iteration}:
             raise RuntimeError(f"ranks are in different iterations. {EVERY_RANK}")
         if any(answer & 2 for answer in answers):
@@ -302,7 +314,7 @@ class ShardedPipeline(Pipeline):
     def _agree(self) -> None:
         """Make sure that all ranks read gradients at this place."""
         with self.waiting("gradients"), self.turns.released():
-            answers = self.link.exchange_numbers(-self.iteration)
+            answers = self.link.exchange_numbers(-self.iteration)()
         if set(answers) != {-self.iteration}:
             raise RuntimeError(f"ranks read gradients at different places. {EVERY_RANK}")
 

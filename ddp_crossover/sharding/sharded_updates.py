@@ -271,7 +271,10 @@ class ShardedUpdates(DeferredUpdates):
         slots = [pipeline.slots[index] for index in call.group_of]
         is_usual = self._is_usual(call, pipeline, slots)
         is_right = is_usual and (self._early is None or self._early.are_right(call.snapshot, call.group_of))
-        are_taken = pipeline.decide(wants_gradients=False, is_early_right=is_right)
+        hear = pipeline.ask(wants_gradients=False, is_early_right=is_right)
+        if pipeline.is_early and is_right:
+            pipeline.update_rest_early(slots)
+        are_taken = hear()
         if self._early is not None:
             self._early.end_step(pipeline.iteration, are_taken=are_taken)
         if pipeline.is_early and not are_taken:
