@@ -387,6 +387,9 @@ class Pipeline:
                 "capture, and before each replay of a graph that uses the model's parameters"
             )
 
+    def before_exchange(self) -> None:
+        """Called before ranks exchange norms."""
+
     def waiting(self, what: int | str) -> contextlib.AbstractContextManager[HostWait | None]:
         """Context of a wait for communication; ``what`` identifies the same wait in each step, see :class:`Turns`."""
         return self.turns.gap(what)

@@ -30,7 +30,7 @@ class Separable:
     def why_not(self, optimizer: Optimizer, *, test_again: bool = False) -> str | None:
         """Return why its updates must not be deferred, or None. Can test again if its settings have changed."""
         if test_again:
-            settings = _settings(optimizer)
+            settings = settings_of(optimizer)
             if self._settings.setdefault(optimizer, settings) != settings:
                 self._settings[optimizer] = settings
                 self._reasons[optimizer] = why_not_separable(optimizer)
@@ -42,7 +42,7 @@ class Separable:
         self._settings.clear()
 
 
-def _settings(optimizer: Optimizer) -> list[Any]:
+def settings_of(optimizer: Optimizer) -> list[Any]:
     """Which hyperparameters are on: the value of a bool, else the type and whether it is zero.
 
     Leaves out ``lr``, which schedulers move to zero and back.

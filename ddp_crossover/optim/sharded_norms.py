@@ -85,6 +85,7 @@ def total_norm(pipeline: Pipeline, gradients: Gradients, norm_type: float) -> Te
     Returns:
         A 0-dim tensor on the device of the gradients, fp32 or fp64.
     """
+    pipeline.before_exchange()
     pipeline.order.join()
     device, dtype = pipeline.device, _accumulation_dtype(pipeline)
     by_factors: dict[tuple[int, ...], tuple[tuple[Tensor, ...], list[Tensor]]] = {}
@@ -114,6 +115,7 @@ def norms(pipeline: Pipeline, gradients: Gradients, norm_type: float) -> dict[Sl
         RuntimeError: if the call of another rank that this one has met is not the same (on CUDA when the device gets
             there).
     """
+    pipeline.before_exchange()
     pipeline.order.join()
     device, dtype = pipeline.device, _accumulation_dtype(pipeline)
     rows: list[int] = []

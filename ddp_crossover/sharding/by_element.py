@@ -18,10 +18,14 @@ from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, ToUpdate, 
 from ddp_crossover.optim.separability import Clone, random_states_kept
 from ddp_crossover.torch_internals.optimizers import raw_step
 
-_STEPS = 9
+# Enough for what acts every ten steps. In one of them a slice has zeros only, in the last one element is NaN: some
+# optimizers leave a parameter alone then, and must not leave a slice alone.
+_STEPS = 12
+_STEP_OF_ZEROS = 5
 # More than a vector loop of a CPU takes at once, and no multiple of it. None of the cuts is one, either.
 _ABOUT_NUMEL = 330
 _CUTS = (0.0, 0.11, 0.52, 1.0)
+SCALARS = (type(None), bool, int, float, str)
 _FUSED = "its fused step on CPU rounds the last elements of a tensor in another way than the others"
 
 
@@ -48,9 +52,10 @@ def _try(optimizer: Optimizer, with_state: bool) -> str | None:
     whole, cut = (Clone(optimizer, with_state, shape_of=_shape) for _ in range(2))
     slices = _Slices(cut)
     for step in range(_STEPS):
-        whole.set_gradients(step)
+        for clone in (whole, cut):
+            clone.set_gradients(step)
+            _make_special(clone.parameters, step)
         raw_step(whole.optimizer)(whole.optimizer)
-        cut.set_gradients(step)
         slices.step()
     for parameter, of_slices in zip(whole.parameters, cut.parameters, strict=True):
         if not same(parameter.detach(), of_slices.detach()):
@@ -58,6 +63,37 @@ def _try(optimizer: Optimizer, with_state: bool) -> str | None:
         state = whole.optimizer.state.get(parameter, {})
         if not slices.have_state(of_slices, state):
             return "its state of a parameter, in a trial on a small clone, was not that of the slices put together"
+    return None
+
+
+def _make_special(parameters: list[Tensor], step: int) -> None:
+    for parameter in parameters:
+        assert parameter.grad is not None
+        gradient = parameter.grad.view(-1)
+        if step == _STEP_OF_ZEROS:
+            gradient[: int(_CUTS[1] * gradient.numel())] = 0
+        elif step == _STEPS - 1:
+            gradient[-1:] = float("nan")
+
+
+def why_not_shared(optimizer: Optimizer) -> str | None:
+    """Why ranks cannot share the state that this optimizer makes, whoever has it; None if they can."""
+    for with_state in (False, True):
+        try:
+            with random_states_kept(optimizer):
+                clone = Clone(optimizer, with_state, shape_of=_shape)
+                clone.set_gradients(0)
+                raw_step(clone.optimizer)(clone.optimizer)
+        except Exception:  # as in `why_not_separable`, which says so
+            continue
+        known = {id(parameter) for parameter in clone.parameters}
+        for key, state in clone.optimizer.state.items():
+            if id(key) not in known:
+                return f"it keeps state under {key!r}, which is no parameter"
+            for name, value in state.items() if isinstance(state, dict) else [("state", state)]:
+                if not isinstance(value, (Tensor, *SCALARS)):
+                    return f"its state holds a {type(value).__name__} in {name!r}; tensors, numbers and strings travel"
+        return None
     return None
 
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ddp_crossover.collectives.agreement import all_gather_json
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.parameters.flat import flat_of, shaped
+from ddp_crossover.sharding.by_element import SCALARS
 from ddp_crossover.sharding.exchange import exchange
 from ddp_crossover.sharding.ownership import Ownership, Range, everything, only
 from ddp_crossover.sharding.sharded_state import ShardedState
@@ -204,6 +205,11 @@ class ShardStates:
 
 def _description(value: Any) -> list[Any]:
     if not isinstance(value, Tensor):
+        if not isinstance(value, SCALARS):
+            raise TypeError(
+                f"the state of a sharded optimizer holds a {type(value).__name__}, which cannot travel to other ranks: "
+                "keep tensors, numbers and strings in it, or leave out shard_optimizer"
+            )
         return ["value", value]
     if value.dim() == 0:
         return ["scalar", str(value.dtype), value.item(), value.device.type]

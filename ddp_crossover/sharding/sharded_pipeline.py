@@ -232,16 +232,20 @@ class ShardedPipeline(Pipeline):
         torch._foreach_copy_(group.kept, list(shards))
 
     def _to_update(self, piece: ShardPiece, out: Tensor, in_memory: Tensor | None, group: GroupInFlight) -> ToUpdate:
-        slot = piece.slot
-        if in_memory is not None:
+        slot, has_owner = piece.slot, piece.slot.index in self._owners
+        if in_memory is not None and has_owner:
+            gradient = in_memory.detach()
+        elif in_memory is not None:
             gradient = flat_of(in_memory.detach(), slot.stride)[piece.start : piece.stop]
         else:
             gradient = piece.of(group.kept).to(slot.parameter.dtype)
             for factor in slot.scales:  # not in place: `.grad` may be read later
                 self.order.keep(factor)
                 [gradient] = torch._foreach_mul([gradient], factor)
-        if slot.index in self._owners:
-            out, gradient = (shaped(one, slot.parameter.shape, slot.stride) for one in (out, gradient))
+        if has_owner:
+            out = shaped(out, slot.parameter.shape, slot.stride)
+        if has_owner and in_memory is None:
+            gradient = shaped(gradient, slot.parameter.shape, slot.stride)
         return shard_to_update(_elements(piece), out, gradient, slot.parameter.requires_grad)
 
     def send_update(self, group: GroupInFlight) -> None:
@@ -293,6 +297,11 @@ class ShardedPipeline(Pipeline):
             Whether the latter is so on all ranks, and none reads gradients.
         """
         return self.ask(wants_gradients=wants_gradients, is_early_right=is_early_right)()
+
+    def before_exchange(self) -> None:
+        if self.phase is Phase.REDUCED:
+            # A rank that reads a gradient first waits for the others to hear of it, before it gets here.
+            self.decide(wants_gradients=False, is_early_right=False)
 
     def ask(self, *, wants_gradients: bool, is_early_right: bool) -> Callable[[], bool]:
         """Begin :meth:`decide`; returns a function that waits for the other ranks and ends it."""

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 CONSOLIDATE = (
     "the state of this optimizer is spread over the ranks (shard_optimizer=True): call state.consolidate() on all "
-    "ranks first, with the DearState that attach() returned"
+    "ranks first, with the DearState that attach() returned, and while its model lives"
 )
 
 

@@ -26,6 +26,7 @@ from ddp_crossover.figures.stats import FallbackLog
 from ddp_crossover.optim.deferred_updates import DeferredUpdates, closure_of, is_ours
 from ddp_crossover.optim.layer_sums import LayerSumOptimizer
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate
+from ddp_crossover.optim.separable import settings_of
 from ddp_crossover.optim.step_call import why_call_waits
 from ddp_crossover.optim.update_runner import DeferredUpdate, UpdateRunner, as_if_called_by_the_user, show_value
 from ddp_crossover.options import Norms
@@ -34,6 +35,7 @@ from ddp_crossover.parameters.flat import flat_of, shaped
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.slots import GroupInFlight, Slot
+from ddp_crossover.sharding.by_element import why_not_by_element
 from ddp_crossover.sharding.early_updates import EarlyUpdates
 from ddp_crossover.sharding.exchange import exchange
 from ddp_crossover.sharding.layer_exchange import sums_over_ranks
@@ -41,7 +43,7 @@ from ddp_crossover.sharding.ownership import Ownership, Range, everything, only
 from ddp_crossover.sharding.shard_states import ShardStates
 from ddp_crossover.sharding.sharded_pipeline import ShardedPipeline, shard_to_update
 from ddp_crossover.sharding.sharded_state import CONSOLIDATE, ShardedState
-from ddp_crossover.sharding.table import ShardTable
+from ddp_crossover.sharding.table import ShardTable, why_attributes_matter
 from ddp_crossover.torch_internals.autograd import unrecorded
 
 _AT_ONCE = (
@@ -124,6 +126,7 @@ class ShardedUpdates(DeferredUpdates):
         self._link = link
         self._device = params.all[0].memory.device
         self._call: _Call | None = None
+        self._settings: dict[Optimizer, list[Any]] = {optimizer: settings_of(optimizer) for optimizer in optimizers}
         self._layouts_seen = -1
         self._early: EarlyUpdates | None = None
         self._has_state = {number for number, optimizer in enumerate(optimizers) if optimizer.state}
@@ -139,6 +142,7 @@ class ShardedUpdates(DeferredUpdates):
     def remove(self) -> None:
         super().remove()
         self._numbers.clear()
+        self._settings.clear()
         self._table.drop_references()
 
     def use(self, pipeline: Pipeline | None) -> None:
@@ -195,6 +199,7 @@ class ShardedUpdates(DeferredUpdates):
             self.flush()
             return None
         reason = self._separable.why_not(optimizer, test_again=True) or why_call_waits(args, kwargs)
+        reason = reason or why_attributes_matter(optimizer) or self._why_not_in_slices(optimizer)
         if reason is not None:
             raise RuntimeError(f"{type(optimizer).__name__}.step() cannot update shards, because {reason}")
         if self.pipeline is not None:
@@ -222,6 +227,17 @@ class ShardedUpdates(DeferredUpdates):
             return loss
 
         return (stand_in.optimizer,), {"closure": closure}
+
+    def _why_not_in_slices(self, optimizer: Optimizer) -> str | None:
+        """Why it can no longer update slices, because a setting was switched on since attach; None if it can."""
+        if self._table.why_whole[self._numbers[optimizer]] is not None or isinstance(optimizer, LayerSumOptimizer):
+            return None
+        if self._settings.get(optimizer) != (settings := settings_of(optimizer)):
+            reason = why_not_by_element(optimizer)
+            if reason is not None:
+                return f"{reason}, with the settings that it has now: set them before attach"
+            self._settings[optimizer] = settings
+        return None
 
     def _is_whole(self, optimizer: Optimizer) -> bool:
         """Whether to step on whole parameters, with the whole state that every rank has.
@@ -333,7 +349,7 @@ class ShardedUpdates(DeferredUpdates):
         for each in self.states.mine:
             if each.parameter in gradients:
                 values = self._elements(self._memory_of_index(each.parameter), each).clone()
-                updates.append(self._shard(each, values, self._elements(gradients[each.parameter], each)))
+                updates.append(self._shard(each, values, gradients[each.parameter]))
         self._update(call, updates)
         self._unscale(call)
         with unrecorded():
@@ -360,9 +376,10 @@ class ShardedUpdates(DeferredUpdates):
     def _without_elements(self, call: _Call) -> list[ToUpdate]:
         """The parameters without elements that this rank updates: no fusion group has a piece of them."""
         empty = [each for each in self.states.mine if not each.numel and each.parameter in call.group_of]
+        memories = [self._memory_of_index(each.parameter) for each in empty]
         return [
-            self._shard(each, *(self._elements(memory, each) for memory in 2 * [self._memory_of_index(each.parameter)]))
-            for each in empty
+            self._shard(each, self._elements(memory, each), memory)
+            for each, memory in zip(empty, memories, strict=True)
         ]
 
     def _update(self, call: _Call, updates: Sequence[ToUpdate]) -> None:
@@ -417,10 +434,13 @@ class ShardedUpdates(DeferredUpdates):
         return self._flat(each.parameter, tensor)[each.start : each.stop]
 
     def _shard(self, each: Range, values: Tensor, gradient: Tensor) -> ToUpdate:
+        """A shard with its values, flat, and the gradient of the whole parameter."""
         one = self._table.parameters[each.parameter]
-        if one.owner is not None:
-            values, gradient = (shaped(flat, one.parameter.shape, one.stride) for flat in (values, gradient))
-        return shard_to_update(each, values, gradient, one.parameter.requires_grad)
+        if one.owner is None:
+            gradient = self._elements(gradient, each)
+        else:
+            values = shaped(values, one.parameter.shape, one.stride)
+        return shard_to_update(each, values, gradient.detach(), one.parameter.requires_grad)
 
 
 def unwrapped(grad: Tensor | None) -> Tensor:

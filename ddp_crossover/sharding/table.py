@@ -17,7 +17,7 @@ from ddp_crossover.optim.layer_sums import LayerSumOptimizer
 from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters, reads_attributes
 from ddp_crossover.optim.separability import why_not_separable
 from ddp_crossover.planning.session import ShardKind
-from ddp_crossover.sharding.by_element import why_not_by_element
+from ddp_crossover.sharding.by_element import why_not_by_element, why_not_shared
 from ddp_crossover.sharding.ownership import Ownership, in_equal_parts, owners_by_cost, whole
 
 _WAY_OUT = "Leave out shard_optimizer to have it run on every rank"
@@ -121,13 +121,16 @@ class ShardTable:
 
 def _refuse_optimizer(optimizer: Optimizer) -> None:
     kind = type(optimizer).__name__
-    if (reason := why_not_separable(optimizer)) is not None:
+    reason = why_not_shared(optimizer) or why_not_separable(optimizer) or why_attributes_matter(optimizer)
+    if reason is not None:
         raise ValueError(f"shard_optimizer=True cannot shard {kind}, because {reason}. {_WAY_OUT}")
+
+
+def why_attributes_matter(optimizer: Optimizer) -> str | None:
+    """Why attributes of its parameters prevent sharding, or None. They may be set at any time."""
     if reads_attributes(optimizer) and any(map(vars, optimizer_parameters(optimizer))):
-        raise ValueError(
-            f"shard_optimizer=True cannot shard {kind}, because it may read attributes that were set on parameters, "
-            f"which shards do not have. {_WAY_OUT}"
-        )
+        return "it may read attributes that were set on parameters, which shards do not have"
+    return None
 
 
 def _trained(optimizer: Optimizer, index_of: Mapping[int, int]) -> list[Tensor]:
