@@ -69,7 +69,7 @@ class PeerLink(Link):
 
     def exchange_numbers(self, value: int) -> Callable[[], list[int]]:
         self._small_gathers += 1
-        leg = GlooSmallGather(self._context, self._small_gathers, torch.tensor([value]), "a decision about gradients")
+        leg = GlooSmallGather(self._context, self._small_gathers, torch.tensor([value]), "agreement about gradients")
         leg.start()
 
         def wait() -> list[int]:

@@ -173,6 +173,8 @@ class ShardedUpdates(DeferredUpdates):
 
     def consolidate(self, ranks: Iterable[int]) -> None:
         """Give the optimizers of these ranks their whole state. A collective."""
+        if self.pipeline is not None:
+            self.pipeline.before_exchange()
         self.flush()
         ranks = list(ranks)
         self.states.consolidate(ranks)
