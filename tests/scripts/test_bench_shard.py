@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
 import os
@@ -15,7 +14,6 @@ import pytest
 from rich.console import Console
 
 import bench_shard
-import ddp_crossover as dx
 import lab
 from bench_shard_parts import memory, options, report
 from bench_shard_parts.ratios import with_ratios
@@ -23,7 +21,6 @@ from bench_shard_parts.settings import MemorySettings
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 450
-NO_OPTION = "shard_optimizer" not in inspect.signature(dx.DearState).parameters
 TINY_TIMES = "--parameters 400000 --blocks 2 --weights-per-block 2 --buckets 1 --rounds 2 --steps-per-round 1"
 TINY_MEMORY = "--memory --ranks 2 --layers 2 --width 512 --steps 1 --repeats 1"
 
@@ -63,7 +60,6 @@ def test_memory_of_ddp_and_zero(tmp_path: Path) -> None:
         assert row[2:4] == [f"{case['optimizer_state_bytes']['median'] / 2**20:.1f}", f"{case['state_share']:.3f}"]
 
 
-@pytest.mark.skipif(NO_OPTION, reason="attach() has no shard_optimizer")
 def test_memory_of_a_sharded_optimizer(tmp_path: Path) -> None:
     code, record, output = run(f"{TINY_MEMORY} --arms shard", tmp_path / "memory.json")
     assert code == 0, output
