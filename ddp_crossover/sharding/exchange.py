@@ -11,6 +11,9 @@ from torch import Tensor
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.sharding.ownership import Ownership, Range, covering, transfers
 
+# At most about this much is exchanged at a time, because what is sent and received takes memory of its own.
+EXCHANGE_BYTES = 8 * 2**20
+
 
 def exchange(
     link: Link, have: Ownership, want: Ownership, mine: Mapping[Range, Tensor], like: Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ddp_crossover.collectives.agreement import all_gather_json
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.parameters.flat import flat_of, shaped
 from ddp_crossover.sharding.by_element import SCALARS
-from ddp_crossover.sharding.exchange import exchange
+from ddp_crossover.sharding.exchange import EXCHANGE_BYTES, exchange
 from ddp_crossover.sharding.ownership import Ownership, Range, everything, only
 from ddp_crossover.sharding.sharded_state import ShardedState
 from ddp_crossover.sharding.table import ShardTable
@@ -144,7 +144,8 @@ class ShardStates:
                     dtype, *shape = rest
                     columns.setdefault((key, dtype), {})[parameter] = shape
         for (key, dtype), shapes in columns.items():
-            self._move(key, _DTYPES[dtype], shapes, have, want, gathered)
+            for some in _in_chunks(shapes, _DTYPES[dtype].itemsize):
+                self._move(key, _DTYPES[dtype], some, have, want, gathered)
         return gathered
 
     def _move(
@@ -201,6 +202,20 @@ class ShardStates:
             dtype, value, device = rest
             return torch.tensor(value, dtype=_DTYPES[dtype], device="cpu" if device == "cpu" else self._device)
         return None  # a tensor, which comes later
+
+
+def _in_chunks(shapes: dict[int, list[list[int]]], itemsize: int) -> Iterator[dict[int, list[list[int]]]]:
+    """The parameters, not too many bytes at a time."""
+    chunk: dict[int, list[list[int]]] = {}
+    held_bytes = 0
+    for parameter, (shape, stride) in shapes.items():
+        chunk[parameter] = [shape, stride]
+        held_bytes += itemsize * math.prod(shape)
+        if held_bytes >= EXCHANGE_BYTES:
+            yield chunk
+            chunk, held_bytes = {}, 0
+    if chunk:
+        yield chunk
 
 
 def _description(value: Any) -> list[Any]:

@@ -13,7 +13,7 @@ For the terms see [Note: DeAR's terms] in ``dear.py``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from ddp_crossover.fusion_buffers.in_place import lay_out
 from ddp_crossover.optim.optimizer_snapshot import ToUpdate
 from ddp_crossover.parameters.flat import flat_of, shaped
 from ddp_crossover.parameters.slots import GroupInFlight, GroupState, ShardPiece, Slot
-from ddp_crossover.sharding.exchange import exchange
+from ddp_crossover.sharding.exchange import EXCHANGE_BYTES, exchange
 from ddp_crossover.sharding.ownership import Ownership, Range, everything
 from ddp_crossover.torch_internals.dispatch import outside_of_modes
 
@@ -354,8 +354,7 @@ class ShardedPipeline(Pipeline):
     def _exchange_gradients(self, groups: Sequence[GroupInFlight]) -> None:
         """Exchange the reduced gradients of these groups, which every rank has kept its shards of."""
         rank, world_size = self.link.rank, self.link.world_size
-        for arena in dict.fromkeys(group.spec.arena for group in groups):
-            alike = [group for group in groups if group.spec.arena == arena]
+        for alike in self._in_chunks(groups):
             have = self._ranges(alike)
             mine = {_elements(p): p.of(group.kept) for group in alike for p in group.shard_pieces(rank, world_size)}
             assert alike[0].buffer is not None
@@ -366,6 +365,18 @@ class ShardedPipeline(Pipeline):
         self.order.mark()
         for group in groups:
             group.state, group.kept = GroupState.COMPLETE, []
+
+    def _in_chunks(self, groups: Sequence[GroupInFlight]) -> Iterator[list[GroupInFlight]]:
+        """Groups of one arena and not too many bytes at a time."""
+        chunk: list[GroupInFlight] = []
+        for group in sorted(groups, key=lambda group: (group.spec.arena, group.spec.index)):
+            held_bytes = sum(self.plan.group_bytes(other.spec) for other in (*chunk, group))
+            if chunk and (group.spec.arena != chunk[0].spec.arena or held_bytes > EXCHANGE_BYTES):
+                yield chunk
+                chunk = []
+            chunk.append(group)
+        if chunk:
+            yield chunk
 
     def _gradient_memory(self, slot: Slot) -> Tensor:
         """The slot's gradient, flat, through an alias of DDP's bucket: a version tells what DDP has written."""

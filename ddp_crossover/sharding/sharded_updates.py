@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.slots import GroupInFlight, Slot
 from ddp_crossover.sharding.by_element import why_not_by_element
 from ddp_crossover.sharding.early_updates import EarlyUpdates
-from ddp_crossover.sharding.exchange import exchange
+from ddp_crossover.sharding.exchange import EXCHANGE_BYTES, exchange
 from ddp_crossover.sharding.layer_exchange import sums_over_ranks
 from ddp_crossover.sharding.ownership import Ownership, Range, everything, only
 from ddp_crossover.sharding.shard_states import ShardStates
@@ -350,18 +350,16 @@ class ShardedUpdates(DeferredUpdates):
         updates = []
         for each in self.states.mine:
             if each.parameter in gradients:
-                values = self._elements(self._memory_of_index(each.parameter), each).clone()
+                # In place, unless that has gaps; the exchange then brings it there.
+                values = self._elements(self._memory_of_index(each.parameter), each)
                 updates.append(self._shard(each, values, gradients[each.parameter]))
         self._update(call, updates)
         self._unscale(call)
         with unrecorded():
-            for dtype in dict.fromkeys(lazy.memory.dtype for lazy in lazies):
-                alike = [lazy for lazy in lazies if lazy.memory.dtype is dtype]
-                have = only(self.states.ownership, [lazy.index for lazy in alike])
-                mine = {
-                    each: flat_of(memory.detach(), memory.stride()) for each, memory in updates if memory.dtype is dtype
-                }
-                self._write(alike, have, mine)
+            mine = {each: flat_of(memory.detach(), memory.stride()) for each, memory in updates}
+            for some in _in_chunks(lazies):
+                have = only(self.states.ownership, [lazy.index for lazy in some])
+                self._write(some, have, mine)
 
     def _write(self, lazies: Sequence[LazyParam], have: Ownership, mine: Mapping[Range, Tensor]) -> None:
         """Exchange updated elements, and put them into the parameters."""
@@ -443,6 +441,21 @@ class ShardedUpdates(DeferredUpdates):
         else:
             values = shaped(values, one.parameter.shape, one.stride)
         return shard_to_update(each, values, gradient.detach(), one.parameter.requires_grad)
+
+
+def _in_chunks(lazies: Sequence[LazyParam]) -> Iterator[list[LazyParam]]:
+    """Parameters of one dtype and not too many bytes at a time: an exchange takes as much memory again."""
+    chunk: list[LazyParam] = []
+    for lazy in sorted(lazies, key=lambda lazy: str(lazy.memory.dtype)):
+        held_bytes = sum(other.memory.nbytes for other in chunk)
+        if chunk and (
+            lazy.memory.dtype is not chunk[0].memory.dtype or held_bytes + lazy.memory.nbytes > EXCHANGE_BYTES
+        ):
+            yield chunk
+            chunk = []
+        chunk.append(lazy)
+    if chunk:
+        yield chunk
 
 
 def unwrapped(grad: Tensor | None) -> Tensor:
