@@ -481,7 +481,7 @@ class DearState:
             finalizer.detach()
         if self._detached:
             return
-        self._reducer.finish_gradients()
+        self._reducer.finish_gradients_in_child()
         self._reducer.become_plain()
         if self._turn_points is not None:
             self._turn_points.remove()

@@ -178,8 +178,17 @@ class Reducer:
 
     def deliver_gradients(self) -> None:
         """Wait for all pending gradients, which other ranks may clip on shards, so they stay what they are."""
+        if self._owners is not None:
+            return  # they may be spread over ranks, which need not fork, too; the child loses them
         if self.pipeline is not None and self.pipeline.phase is Phase.REDUCED:
             self.pipeline.gradients.deliver()
+
+    def finish_gradients_in_child(self) -> None:
+        """Leave no pending gradient behind in a forked child, which has no threads that bring one."""
+        if self._owners is None:
+            self.finish_gradients()
+        elif self.pipeline is not None and self.pipeline.phase is Phase.REDUCED:
+            self.pipeline.gradients.lose()
 
     def become_plain(self) -> None:
         """Remove all hooks; nothing is deferred from now on."""

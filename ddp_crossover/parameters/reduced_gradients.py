@@ -244,6 +244,12 @@ class ReducedGradients:
                     slot.scales = ()
         return gradients
 
+    def lose(self) -> None:
+        """Have reads of all gradients that are pending raise."""
+        for slot in self._slots:
+            if self.is_pending(slot):
+                slot.pending.current.lose(_LOST.format(slot.name))
+
     def deliver(self) -> None:
         """Wait for every gradient that is pending."""
         for slot in self._slots:

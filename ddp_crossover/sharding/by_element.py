@@ -27,6 +27,7 @@ _ABOUT_NUMEL = 330
 _CUTS = (0.0, 0.11, 0.52, 1.0)
 SCALARS = (type(None), bool, int, float, str)
 _FUSED = "its fused step on CPU rounds the last elements of a tensor in another way than the others"
+_SIXTEEN_BITS = "torch rounds 16-bit parameters on CPU at the end of a tensor in another way, depending on the settings"
 
 
 def why_not_by_element(optimizer: Optimizer) -> str | None:
@@ -38,6 +39,8 @@ def why_not_by_element(optimizer: Optimizer) -> str | None:
     groups = [group for group in optimizer.param_groups if group["params"]]
     if any(group.get("fused") and group["params"][0].device.type == "cpu" for group in groups):
         return _FUSED
+    if any(p.device.type == "cpu" and p.dtype.itemsize < 4 for group in groups for p in group["params"]):
+        return _SIXTEEN_BITS
     failure: str | None = None
     for with_state in (False, True):  # as in `why_not_separable`
         try:

@@ -51,6 +51,10 @@ _AT_ONCE = (
     "is deferred",
     "To clip or unscale without a wait, attach with norms='sharded' (under run: --norms sharded)",
 )
+_NOT_REDUCED = (
+    "a backward in no_sync() was not followed by one that reduces, so each rank updates shards with its own gradients",
+    "Average .grad over ranks before step(), or leave out shard_optimizer, where each rank would go its own way",
+)
 _IN_VAIN = (
     "gradients, parameters or hyperparameters changed between backward and optimizer.step(), so what was updated in "
     "backward does not count, and updated parameters are exchanged at once"
@@ -269,10 +273,10 @@ class ShardedUpdates(DeferredUpdates):
                 f"{type(optimizer).__name__}.step() did not call its closure, in which shard_optimizer=True divides "
                 "the step: leave out shard_optimizer"
             )
-        call.stand_in.give_back()
         self._runner.note_written()  # of the state
         later: list[LazyParam] = []
         pipeline = self._ready_pipeline(call)
+        call.stand_in.give_back()  # not before: updates on trial begin with the settings from before the step
         if pipeline is not None:
             later = [self._params.all[index] for index in call.group_of]
             self._step_between_legs(call, pipeline, later)
@@ -344,6 +348,9 @@ class ShardedUpdates(DeferredUpdates):
 
     def _step_at_once(self, call: _Call) -> None:
         """Update this rank's shards from whole gradients, and exchange the updated parameters at once."""
+        pipeline = self.pipeline
+        if pipeline is not None and pipeline.phase is Phase.REDUCED and not pipeline.gradients.are_reduced:
+            self._fallbacks.note(*_NOT_REDUCED)
         lazies = [self._params.all[index] for index in call.group_of]
         self._params.follow_moved(lazies)
         gradients = {lazy.index: unwrapped(lazy.parameter.grad) for lazy in lazies}

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.fusion_buffers.staging import gradient_stride
+from ddp_crossover.optim.lamb import LAMB
+from ddp_crossover.optim.lars import LARS
 from ddp_crossover.optim.layer_sums import LayerSumOptimizer
 from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters, reads_attributes
 from ddp_crossover.optim.separability import why_not_separable
@@ -121,6 +123,11 @@ class ShardTable:
 
 def _refuse_optimizer(optimizer: Optimizer) -> None:
     kind = type(optimizer).__name__
+    if isinstance(optimizer, LayerSumOptimizer) and type(optimizer) not in (LARS, LAMB):
+        raise ValueError(
+            f"shard_optimizer=True cannot shard {kind}: a class of your own over LayerSumOptimizer may look at whole "
+            f"layers where it gets slices. {_WAY_OUT}"
+        )
     reason = why_not_shared(optimizer) or why_not_separable(optimizer) or why_attributes_matter(optimizer)
     if reason is not None:
         raise ValueError(f"shard_optimizer=True cannot shard {kind}, because {reason}. {_WAY_OUT}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import forward_loops
 import gradient_loops
 import loops
 from eager_updates import eagerly
-from equivalence import ADAMW, SGD, Case, Run, check_case, plain_loop
+from equivalence import ADAMW, SGD, Case, Run, check_case, optimizer, plain_loop
 from models import BatchNormNet, DeepNet, MatrixNet, OddNet
 from optimizers import MUON, OPTIMIZERS, grouped
 from random_loops import random_loop
@@ -116,6 +117,32 @@ def one_rank_writes_nothing_but_reads(run: Run) -> Iterator[Any]:
 @pytest.mark.parametrize("optimizer", [ADAMW, SGD], ids=["adamw", "sgd"])
 def test_what_changes_before_the_step_drops_them(on_ranks, loop, optimizer) -> None:
     check(Case(loop, optimizer=optimizer, model=DeepNet), on_ranks)
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps a counter in its param groups, as schedule-free optimizers do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            group["steps"] = group["steps"] + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] / group["steps"])
+        return loss
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_counters_in_param_groups(on_ranks, eager: bool) -> None:
+    case = Case(optimizer=optimizer(Counting), world_size=2, pipelined=False)
+    if eager:
+        check(case, on_ranks)
+    else:  # then the rest of a step is tried, without a group that was tried in backward
+        check_case(replace(case, dear={"shard_optimizer": True, "fusion_mb": 10.0}), on_ranks)
 
 
 def test_parameters_with_aliases_are_not_tried(on_ranks) -> None:

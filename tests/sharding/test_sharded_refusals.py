@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,7 @@ def _refusals() -> None:
     refused("does not reduce", lambda ddp: SGD([*ddp.parameters(), nn.Parameter(torch.zeros(2))], 0.1))
     refused("under 'all'", lambda ddp: twisted(counts)(ddp.parameters()))
     refused("LBFGS", lambda ddp: optim.LBFGS(ddp.parameters()))
+    refused("whole layers", lambda ddp: type("Own", (dx.optim.LARS,), {})(ddp.parameters(), lr=0.1))
     ddp = _model()
     next(parameters(ddp)).scale = 2.0
     with pytest.raises(ValueError, match="attributes"):
@@ -167,3 +169,25 @@ def test_one_rank_may_read_gradients_before_the_step() -> None:
 def test_one_rank_that_reads_gradients_after_the_step_gets_an_error() -> None:
     reader, _ = run_faulty_ranks(_one_rank_reads, 2, "after", group_timeout_s=5)
     assert reader.error is not None or "gradients" in reader.result
+
+
+def _one_rank_forks() -> str:
+    ddp = _model()
+    optimizer = AdamW(ddp.parameters())
+    dx.attach(ddp, optimizer, shard_optimizer=True, fusion_mb=1e-3)
+    for index in range(8):
+        ddp(torch.randn(3, INPUTS)).sum().backward()
+        optimizer.step()
+        if index == 6 and dist.get_rank() == 0 and not (child := os.fork()):
+            try:
+                next(ddp.parameters()).grad.norm()
+            except RuntimeError as error:
+                os._exit(7 if "shard_optimizer=True" in str(error) else 1)
+            os._exit(0)
+        optimizer.zero_grad()
+    return str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) if dist.get_rank() == 0 else ""
+
+
+def test_one_rank_may_fork_after_the_step() -> None:
+    # As a DataLoader does. The child cannot ask the other ranks for gradients, and must not wait for them.
+    assert run_ranks(_one_rank_forks, 2, have_children=True) == ["7", ""]
