@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,22 @@ from ddp_crossover.sharding.ownership import Ownership, Range, covering, transfe
 
 # At most about this much is exchanged at a time, because what is sent and received takes memory of its own.
 EXCHANGE_BYTES = 8 * 2**20
+T = TypeVar("T")
+
+
+def in_chunks(items: Iterable[T], kind_of: Callable[[T], object], bytes_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Items of one kind, and not too many bytes at a time; items of a kind must stand together."""
+    chunk: list[T] = []
+    held_bytes = 0
+    for item in items:
+        item_bytes = bytes_of(item)
+        if chunk and (kind_of(item) != kind_of(chunk[0]) or held_bytes + item_bytes > EXCHANGE_BYTES):
+            yield chunk
+            chunk, held_bytes = [], 0
+        chunk.append(item)
+        held_bytes += item_bytes
+    if chunk:
+        yield chunk
 
 
 def exchange(

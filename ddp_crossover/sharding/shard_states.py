@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ddp_crossover.collectives.agreement import all_gather_json
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.parameters.flat import flat_of, shaped
 from ddp_crossover.sharding.by_element import SCALARS
-from ddp_crossover.sharding.exchange import EXCHANGE_BYTES, exchange
+from ddp_crossover.sharding.exchange import exchange, in_chunks
 from ddp_crossover.sharding.ownership import Ownership, Range, everything, only
 from ddp_crossover.sharding.sharded_state import ShardedState
 from ddp_crossover.sharding.table import ShardTable
@@ -61,14 +62,14 @@ class ShardStates:
 
     # A whole state, as users know it.
 
-    def adopt(self, number: int) -> bool:
-        """Take over the state of an optimizer that holds a whole one, by slicing it; returns whether it did.
+    def adopt(self, number: int) -> None:
+        """Take over the state of an optimizer that holds a whole one, by slicing it.
 
         It holds one after it was resumed from a checkpoint, before or after attach, and after :meth:`consolidate`.
         """
         optimizer = self._optimizers[number]
         if isinstance(optimizer.state, ShardedState):
-            return False
+            return
         for each in self.mine:
             one = self._table.parameters[each.parameter]
             if one.optimizer == number:
@@ -78,7 +79,6 @@ class ShardStates:
         ours = {one.parameter for one in self._table.parameters}
         self._others[number] = {key: state for key, state in dict.items(optimizer.state) if key not in ours}
         optimizer.state = ShardedState()
-        return True
 
     def _sliced(self, value: Any, each: Range) -> Any:
         one = self._table.parameters[each.parameter]
@@ -144,8 +144,9 @@ class ShardStates:
                     dtype, *shape = rest
                     columns.setdefault((key, dtype), {})[parameter] = shape
         for (key, dtype), shapes in columns.items():
-            for some in _in_chunks(shapes, _DTYPES[dtype].itemsize):
-                self._move(key, _DTYPES[dtype], some, have, want, gathered)
+            bytes_of = functools.partial(_state_bytes, _DTYPES[dtype].itemsize)
+            for some in in_chunks(shapes.items(), lambda _: None, bytes_of):
+                self._move(key, _DTYPES[dtype], dict(some), have, want, gathered)
         return gathered
 
     def _move(
@@ -204,18 +205,9 @@ class ShardStates:
         return None  # a tensor, which comes later
 
 
-def _in_chunks(shapes: dict[int, list[list[int]]], itemsize: int) -> Iterator[dict[int, list[list[int]]]]:
-    """The parameters, not too many bytes at a time."""
-    chunk: dict[int, list[list[int]]] = {}
-    held_bytes = 0
-    for parameter, (shape, stride) in shapes.items():
-        chunk[parameter] = [shape, stride]
-        held_bytes += itemsize * math.prod(shape)
-        if held_bytes >= EXCHANGE_BYTES:
-            yield chunk
-            chunk, held_bytes = {}, 0
-    if chunk:
-        yield chunk
+def _state_bytes(itemsize: int, item: tuple[int, list[list[int]]]) -> int:
+    _, (shape, _) = item
+    return itemsize * math.prod(shape)
 
 
 def _description(value: Any) -> list[Any]:

@@ -13,7 +13,7 @@ For the terms see [Note: DeAR's terms] in ``dear.py``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from ddp_crossover.fusion_buffers.in_place import lay_out
 from ddp_crossover.optim.optimizer_snapshot import ToUpdate
 from ddp_crossover.parameters.flat import flat_of, shaped
 from ddp_crossover.parameters.slots import GroupInFlight, GroupState, ShardPiece, Slot
-from ddp_crossover.sharding.exchange import EXCHANGE_BYTES, exchange
+from ddp_crossover.sharding.exchange import exchange, in_chunks
 from ddp_crossover.sharding.ownership import Ownership, Range, everything
 from ddp_crossover.torch_internals.dispatch import outside_of_modes
 
@@ -49,7 +49,7 @@ class ShardedPipeline(Pipeline):
     Attributes:
         memory_of: gives the memory of a parameter.
         trained: indices of the parameters that have an optimizer.
-        update_early: updates this rank's part of a group in backward, on trial; None if it must wait for ``step()``.
+        update_early: updates this rank's part of a group in backward, on trial.
         begins_backward: called when a backward begins; returns whether updates may be made early in it.
         is_early: whether gather legs of this iteration may carry parameters that are updated on trial. The same on all
             ranks, which may be early with different groups.
@@ -91,8 +91,8 @@ class ShardedPipeline(Pipeline):
         if owners[0] is None:
             group.landing = group.buffer if landing is arena else FusionBuffer((_part(landing, spec),))
             return group
-        ends = [start for _, start in group.places if start is not None]  # type: ignore[misc]
-        bounds = [(start, start + piece.numel) for start, piece in zip(ends, spec.pieces, strict=True)]
+        starts = [place[1] for place in group.places if place is not None]
+        bounds = [(start, start + piece.numel) for start, piece in zip(starts, spec.pieces, strict=True)]
         group.buffer, group.landing = (
             FusionBuffer(
                 tuple(_part(memory, spec)[low:high] for low, high in bounds),
@@ -354,7 +354,8 @@ class ShardedPipeline(Pipeline):
     def _exchange_gradients(self, groups: Sequence[GroupInFlight]) -> None:
         """Exchange the reduced gradients of these groups, which every rank has kept its shards of."""
         rank, world_size = self.link.rank, self.link.world_size
-        for alike in self._in_chunks(groups):
+        by_arena = sorted(groups, key=lambda group: (group.spec.arena, group.spec.index))
+        for alike in in_chunks(by_arena, lambda group: group.spec.arena, lambda g: self.plan.group_bytes(g.spec)):
             have = self._ranges(alike)
             mine = {_elements(p): p.of(group.kept) for group in alike for p in group.shard_pieces(rank, world_size)}
             assert alike[0].buffer is not None
@@ -365,18 +366,6 @@ class ShardedPipeline(Pipeline):
         self.order.mark()
         for group in groups:
             group.state, group.kept = GroupState.COMPLETE, []
-
-    def _in_chunks(self, groups: Sequence[GroupInFlight]) -> Iterator[list[GroupInFlight]]:
-        """Groups of one arena and not too many bytes at a time."""
-        chunk: list[GroupInFlight] = []
-        for group in sorted(groups, key=lambda group: (group.spec.arena, group.spec.index)):
-            held_bytes = sum(self.plan.group_bytes(other.spec) for other in (*chunk, group))
-            if chunk and (group.spec.arena != chunk[0].spec.arena or held_bytes > EXCHANGE_BYTES):
-                yield chunk
-                chunk = []
-            chunk.append(group)
-        if chunk:
-            yield chunk
 
     def _gradient_memory(self, slot: Slot) -> Tensor:
         """The slot's gradient, flat, through an alias of DDP's bucket: a version tells what DDP has written."""

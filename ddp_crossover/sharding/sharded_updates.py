@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.slots import GroupInFlight, Slot
 from ddp_crossover.sharding.by_element import why_not_by_element
 from ddp_crossover.sharding.early_updates import EarlyUpdates
-from ddp_crossover.sharding.exchange import EXCHANGE_BYTES, exchange
+from ddp_crossover.sharding.exchange import exchange, in_chunks
 from ddp_crossover.sharding.layer_exchange import sums_over_ranks
 from ddp_crossover.sharding.ownership import Ownership, Range, everything, only
 from ddp_crossover.sharding.shard_states import ShardStates
@@ -62,9 +62,8 @@ _IN_VAIN = (
 
 
 class _Call(NamedTuple):
-    """A call of ``step()``: the optimizer's number and settings, and the param group of each parameter to update."""
+    """A call of ``step()``: the optimizer's settings, and the param group of each parameter to update."""
 
-    number: int
     stand_in: StandIn
     snapshot: OptimizerSnapshot
     group_of: dict[int, int]
@@ -133,10 +132,10 @@ class ShardedUpdates(DeferredUpdates):
         self._settings: dict[Optimizer, list[Any]] = {optimizer: settings_of(optimizer) for optimizer in optimizers}
         self._layouts_seen = -1
         self._early: EarlyUpdates | None = None
-        self._has_state = {number for number, optimizer in enumerate(optimizers) if optimizer.state}
         self.states = ShardStates(table, optimizers, link, self._device)
-        for number in self._has_state:
-            self.states.adopt(number)
+        for number, optimizer in enumerate(optimizers):
+            if optimizer.state:
+                self.states.adopt(number)
         is_simple = len(self._numbers) == 1 and not isinstance(optimizers[0], LayerSumOptimizer)
         if is_simple:
             self._early = EarlyUpdates(optimizers[0], self.states.of_ranges)
@@ -210,9 +209,7 @@ class ShardedUpdates(DeferredUpdates):
             raise RuntimeError(f"{type(optimizer).__name__}.step() cannot update shards, because {reason}")
         if self.pipeline is not None:
             self._finish_last_step(optimizer, self.pipeline)
-        number = self._numbers[optimizer]
-        self.states.adopt(number)
-        self._has_state.add(number)
+        self.states.adopt(self._numbers[optimizer])
         user_closure = closure_of(args, kwargs)
         stand_in = StandIn(args[0], is_ours)
         stand_in.optimizer.state = defaultdict(dict)
@@ -229,7 +226,7 @@ class ShardedUpdates(DeferredUpdates):
             }
             stand_in.take([[] for _ in groups])
             snapshot = OptimizerSnapshot(optimizer, state=self.states.of_ranges)
-            self._call = _Call(number, stand_in, snapshot, group_of)
+            self._call = _Call(stand_in, snapshot, group_of)
             return loss
 
         return (stand_in.optimizer,), {"closure": closure}
@@ -364,7 +361,8 @@ class ShardedUpdates(DeferredUpdates):
         self._unscale(call)
         with unrecorded():
             mine = {each: flat_of(memory.detach(), memory.stride()) for each, memory in updates}
-            for some in _in_chunks(lazies):
+            by_dtype = sorted(lazies, key=lambda lazy: str(lazy.memory.dtype))
+            for some in in_chunks(by_dtype, lambda lazy: lazy.memory.dtype, lambda lazy: lazy.memory.nbytes):
                 have = only(self.states.ownership, [lazy.index for lazy in some])
                 self._write(some, have, mine)
 
@@ -448,21 +446,6 @@ class ShardedUpdates(DeferredUpdates):
         else:
             values = shaped(values, one.parameter.shape, one.stride)
         return shard_to_update(each, values, gradient.detach(), one.parameter.requires_grad)
-
-
-def _in_chunks(lazies: Sequence[LazyParam]) -> Iterator[list[LazyParam]]:
-    """Parameters of one dtype and not too many bytes at a time: an exchange takes as much memory again."""
-    chunk: list[LazyParam] = []
-    for lazy in sorted(lazies, key=lambda lazy: str(lazy.memory.dtype)):
-        held_bytes = sum(other.memory.nbytes for other in chunk)
-        if chunk and (
-            lazy.memory.dtype is not chunk[0].memory.dtype or held_bytes + lazy.memory.nbytes > EXCHANGE_BYTES
-        ):
-            yield chunk
-            chunk = []
-        chunk.append(lazy)
-    if chunk:
-        yield chunk
 
 
 def unwrapped(grad: Tensor | None) -> Tensor:

@@ -43,6 +43,17 @@ def sent_bytes() -> int | None:
     return None
 
 
+def news_to(on_progress: OnProgress) -> Callable[[str], None]:
+    """Return what to call with each line that ranks print, to have the news among them passed on."""
+
+    def on_line(line: str) -> None:
+        if line.startswith(NEWS_BEGIN):
+            news = json.loads(line)
+            on_progress(news["doing"], news["behind"])
+
+    return on_line
+
+
 class CaseFailed(Exception):
     """A rank ended with an error; holds what it printed."""
 

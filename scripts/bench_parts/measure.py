@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_kit.launch import NEWS_BEGIN, OnProgress, RunRanks, rank_environment
+from bench_kit.launch import OnProgress, RunRanks, news_to, rank_environment
 from bench_parts.settings import CaseSettings
 from bench_parts.summary import summarize
 
@@ -22,13 +22,10 @@ def measure(settings: CaseSettings, run_ranks: RunRanks, on_progress: OnProgress
         CaseFailed: when a rank ended with an error.
     """
 
-    def on_line(line: str) -> None:
-        if line.startswith(NEWS_BEGIN):
-            news = json.loads(line)
-            on_progress(news["doing"], news["behind"])
-
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         settings_file, result_file = Path(directory, "settings.json"), Path(directory, "result.json")
         settings.write(settings_file)
-        run_ranks(["-m", "bench_parts.rank", str(settings_file), str(result_file)], rank_environment(), on_line)
+        run_ranks(
+            ["-m", "bench_parts.rank", str(settings_file), str(result_file)], rank_environment(), news_to(on_progress)
+        )
         return summarize(settings, json.loads(result_file.read_text()))

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from bench_kit import record
 from bench_kit.display import Display
-from bench_kit.launch import NEWS_BEGIN, CaseFailed, OnProgress, over_loopback, rank_environment
+from bench_kit.launch import CaseFailed, OnProgress, news_to, over_loopback, rank_environment
 from bench_shard_parts import report
 from bench_shard_parts.settings import MemorySettings
 
@@ -93,16 +93,11 @@ def measure(settings: MemorySettings, on_progress: OnProgress) -> dict[str, Any]
         CaseFailed: when a rank ended with an error.
     """
 
-    def on_line(line: str) -> None:
-        if line.startswith(NEWS_BEGIN):
-            news = json.loads(line)
-            on_progress(news["doing"], news["behind"])
-
     with tempfile.TemporaryDirectory(prefix="bench-") as directory, over_loopback(settings.ranks) as run_ranks:
         settings_file, result_file = Path(directory, "settings.json"), Path(directory, "result.json")
         settings.write(settings_file)
         command = ["-m", "bench_shard_parts.memory_rank", str(settings_file), str(result_file)]
-        run_ranks(command, rank_environment() | GLIBC, on_line)
+        run_ranks(command, rank_environment() | GLIBC, news_to(on_progress))
         result: dict[str, Any] = json.loads(result_file.read_text())
         return result
 

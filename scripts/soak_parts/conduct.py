@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench_kit.launch import NEWS_BEGIN, OnProgress, RunRanks, rank_environment
+from bench_kit.launch import OnProgress, RunRanks, news_to, rank_environment
 from bench_kit.lease_processes import Program, broker_pid, start_broker
 from soak_parts.settings import WORLD_SIZE, SoakSettings
 
@@ -29,18 +29,13 @@ def conduct(steps: int, run_ranks: RunRanks, on_run: Callable[[str], None], on_p
         CaseFailed: when a rank ended with an error.
     """
 
-    def on_line(line: str) -> None:
-        if line.startswith(NEWS_BEGIN):
-            news = json.loads(line)
-            on_progress(news["doing"], news["behind"])
-
     def run(arm: str, watched: dict[str, int]) -> list[dict[str, Any]]:
         settings = SoakSettings(steps, directory, watched)
         settings_file = Path(directory, "settings.json")
         settings.write(settings_file)
         on_run(arm)
         environment = rank_environment() | {"TMPDIR": directory}
-        run_ranks([*RANK, str(settings_file), arm], environment, on_line)
+        run_ranks([*RANK, str(settings_file), arm], environment, news_to(on_progress))
         return [_read(settings, arm, rank) for rank in range(WORLD_SIZE)]
 
     # Only this user may enter it, and all sockets and files are in it, torchrun's as well.

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from ddp_crossover.sharding import early_updates, shard_states, sharded_pipeline, sharded_updates
+from ddp_crossover.sharding import early_updates, exchange
 from ddp_crossover.sharding.sharded_pipeline import ShardedPipeline
 from equivalence import Run
 
@@ -40,9 +40,7 @@ def eager_updates(seed: int) -> Iterator[list[bool]]:
         mock.patch.object(early_updates, "_GOOD_STEPS", 1),
         mock.patch.object(early_updates, "_LONGEST_BREAK", 1),
         # So that an exchange has several parts.
-        mock.patch.object(sharded_updates, "EXCHANGE_BYTES", 200),
-        mock.patch.object(sharded_pipeline, "EXCHANGE_BYTES", 200),
-        mock.patch.object(shard_states, "EXCHANGE_BYTES", 200),
+        mock.patch.object(exchange, "EXCHANGE_BYTES", 200),
     ):
         yield taken
 
