@@ -114,7 +114,8 @@ class CpuLink(Link):
         self.world_size = wire.ranks
         self._wire = wire
 
-    def reduce_scatter(self, group: int, buffer: FusionBuffer) -> ScatterLeg:
+    def reduce_scatter(self, group: int, buffer: FusionBuffer, landing: FusionBuffer | None = None) -> ScatterLeg:
+        assert landing is None, "no arm of this benchmark shards its optimizer"
         leg = _CpuLeg(self, "scatter", group, buffer.whole())
         return self._send(leg, self._wire.leg_s(leg.buffer.nbytes), leg.shard)
 
@@ -134,6 +135,9 @@ class CpuLink(Link):
 
     def all_gather_small(self, value: Tensor) -> Tensor:
         return value.expand(self.world_size, *value.shape).clone()
+
+    def exchange_numbers(self, value: int) -> Callable[[], list[int]]:
+        return lambda: [value] * self.world_size
 
     def close(self) -> None:
         if not self.is_closed:
