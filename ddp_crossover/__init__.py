@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ddp_crossover.lease.client import GpuLease
     from ddp_crossover.optim.grad_scaler import GradScaler
     from ddp_crossover.parameters.lazy_params import StaleParameterError
+    from ddp_crossover.top_k import TopK
     from ddp_crossover.tracing.trace import Trace
 
     __version__: str
@@ -41,6 +42,7 @@ _MODULES = {
     "LegError": "collectives.leg",
     "StaleParameterError": "parameters.lazy_params",
     "StepStats": "figures.stats",
+    "TopK": "top_k",
     "Trace": "tracing.trace",
     "attach": "comm_hook",
     "auto": "launch.auto",
@@ -60,6 +62,7 @@ __all__ = [
     "LegError",
     "StaleParameterError",
     "StepStats",
+    "TopK",
     "Trace",
     "attach",
     "auto",

@@ -11,8 +11,8 @@ import dataclasses
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,15 +21,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.all_reduce import backend_for
 from ddp_crossover.collectives.leg import LegError
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.make_link import make_link
 from ddp_crossover.collectives.nccl_settings import refuse_unsafe_settings, why_streams_block
+from ddp_crossover.collectives.node_ranks import nodes_of
 from ddp_crossover.ddp.early_arrival import Buckets
 from ddp_crossover.ddp.forks import watch_forks
 from ddp_crossover.ddp.reducer import Reducer
-from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers, why_plain_all_reduce
+from ddp_crossover.ddp.refusals import refuse_codes, refuse_model, refuse_optimizers, why_plain_all_reduce
 from ddp_crossover.ddp.same_setup import require_same_setup
 from ddp_crossover.ddp.turn_points import TurnPoints
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
@@ -37,9 +39,11 @@ from ddp_crossover.figures.stats import DearStats, FallbackLog
 from ddp_crossover.figures.summary import about, in_force, summary
 from ddp_crossover.fusion import MB, FusionPlan, Schedule
 from ddp_crossover.fusion_buffers.arenas import make_arenas
+from ddp_crossover.fusion_buffers.feedback import Feedback
 from ddp_crossover.gpu_sharing.mps import WITHOUT_MPS, mps_runs
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.lease.client import GpuLease
+from ddp_crossover.log import say
 from ddp_crossover.optim import sharded_norms as shards
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
 from ddp_crossover.options import Options, switched_off
@@ -52,6 +56,7 @@ from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.session import Planning
 from ddp_crossover.sharding.sharded_updates import ShardedUpdates
 from ddp_crossover.sharding.table import ShardTable, refuse_sharding
+from ddp_crossover.top_k import TopK
 from ddp_crossover.torch_internals.ddp import (
     GradBucket,
     bucket_cap_bytes,
@@ -123,6 +128,9 @@ class DearState:
         fusion_mb: float | None = None,
         schedule: str = "auto",
         wire_dtype: torch.dtype | None = None,
+        compress: TopK | None = None,
+        error_feedback: bool = True,
+        groups: str | None = None,
         norms: str = "exact",
         tune: bool = True,
         tuned_file: str | os.PathLike[str] | None = None,
@@ -136,6 +144,9 @@ class DearState:
             fusion_mb=fusion_mb,
             schedule=schedule,  # type: ignore[arg-type]  # a string is as good
             wire_dtype=wire_dtype,
+            compress=compress,
+            error_feedback=error_feedback,
+            groups=groups,
             norms=norms,  # type: ignore[arg-type]
             tune=tune,
             tuned_file=tuned_file,
@@ -155,16 +166,26 @@ class DearState:
         if self._plain_reason is None and backend_for(group_of_legs, self._device) == "nccl":
             refuse_unsafe_settings()
         timeout = process_group_timeout(group_of_legs, self._device)
+        wire = Wire.of(options.wire_dtype, options.compress, error_feedback=options.error_feedback)
         self._link: Link = make_link(
-            ddp.process_group, self._device, timeout, own_group=process_group, sums_in_fp32=wire_dtype is not None
+            ddp.process_group,
+            self._device,
+            timeout,
+            own_group=process_group,
+            sums_in_fp32=wire.cast_to is not None,
         )
         # Runs at the end of the program, or when the setup is refused below.
         self._finalizers: list[weakref.finalize[..., object]] = [weakref.finalize(self, self._link.shut_down)]
         self._fallbacks = FallbackLog(self._link.rank)
         self._about = about(ddp, self._link.rank)
         require_same_setup(self._link, named, optimizers, options)
-        if self._link.world_size == 1:
-            options = dataclasses.replace(options, shard_optimizer=False)  # one rank has nothing to share
+        if self._link.world_size == 1:  # one rank has nothing to share, and sends nothing
+            options = dataclasses.replace(options, shard_optimizer=False, groups=None)
+            wire = wire.plain
+        if options.groups is not None:
+            self._link.use_nodes(nodes_of(self._link.process_group, self._device))
+        if wire.has_codes:
+            refuse_codes(self._link, options.compress, optimizers)
         table: ShardTable | None = None
         if options.shard_optimizer:
             refuse_sharding(self._link, self._device, self._plain_reason, ddp)
@@ -179,13 +200,19 @@ class DearState:
         has_choice = self._plain_reason is None and lease is None and options.leaves_the_choice
         bucket_cap_mb = bucket_cap_bytes(ddp) / MB if has_choice else None
         kinds = table.kinds() if table is not None else ()
-        self._planning = Planning(named, options, self._link, backend, self._turns, bucket_cap_mb, kinds)
+        self._planning = Planning(named, options, wire, self._link, backend, self._turns, bucket_cap_mb, kinds)
         self._planning.load_tuned()
         memory: dict[str, Tensor] = {}
+        feedback: Feedback | None = None
         parameters = [parameter for _, parameter in named]
         buckets = Buckets(ddp, parameters)
         if self._plain_reason is None and self._planning.why_not_at_all() is None:
-            memory = make_arenas(self._planning.specs, named, self._link, wire_dtype)
+            memory = make_arenas(self._planning.plain_specs, named, self._link, wire.plain)
+            if wire.has_codes:
+                memory |= make_arenas(self._planning.specs, named, self._link, wire)
+                feedback = Feedback(wire, self._planning.specs, self._link.world_size)
+            # Lets it create what it would otherwise create at its first legs.
+            self._link.connect(memory.values())
             self._planning.measure_link()
             buckets.make_small_at_attach(parameters)
         self._early_reads = EarlyReads()
@@ -210,6 +237,8 @@ class DearState:
             on_leave=_weakly(weakref.WeakMethod(self._leave)),
             memory=memory,
             options=options,
+            wire=wire,
+            feedback=feedback,
             plain_reason=self._plain_reason,
             owners=None if table is None else table.owners,
         )
@@ -314,6 +343,54 @@ class DearState:
             shards.scale(gradients, torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
             return norm
         return torch.nn.utils.clip_grad_norm_(self._every_parameter, max_norm, norm_type)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What codes of gradients have left out on this rank, for a checkpoint; next to nothing without codes.
+
+        Every rank has its own. Save it for each rank, and load it after attach; if it is left out, what was left out
+        is lost, once. It waits for gradients under way and applies pending updates.
+
+        Returns:
+            ``rank``, ``world_size``, and with ``wire_dtype=torch.int8`` or ``compress=`` tensors on the CPU, fp32, as
+            large as the gradients.
+
+        Raises:
+            RuntimeError: in the middle of a backward.
+
+        Example::
+
+            torch.save(state.state_dict(), f"wire-{dist.get_rank()}.pt")
+            state.load_state_dict(torch.load(f"wire-{dist.get_rank()}.pt"))
+        """
+        where = {"rank": self._link.rank, "world_size": self._link.world_size}
+        feedback = self._reducer.end_iteration_of_codes()
+        return where if feedback is None else where | feedback.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` has returned on the same rank.
+
+        With another number of ranks it is dropped, with a message: gradients then travel as in a new run.
+
+        Raises:
+            ValueError: if it comes from another rank or another model.
+            RuntimeError: in the middle of a backward.
+        """
+        feedback = self._reducer.end_iteration_of_codes()
+        if "steps" not in state or feedback is None:
+            return
+        if state["world_size"] != self._link.world_size:
+            if self._link.rank == 0:
+                say(
+                    f"what codes of gradients have left out was saved by {state['world_size']} ranks, and there are "
+                    f"{self._link.world_size}: it is dropped, and later codes will not make up for it"
+                )
+            return
+        if state["rank"] != self._link.rank:
+            raise ValueError(
+                f"rank {self._link.rank} was given the state of rank {state['rank']}: save one file for each rank, and "
+                "load the rank's own"
+            )
+        feedback.load_state_dict(state)
 
     def after_update(self, function: Callable[[list[Tensor]], object]) -> RemovableHandle:
         """Call ``function(parameters)`` right after parameters were updated, once for each parameter and ``step()``.

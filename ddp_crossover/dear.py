@@ -28,7 +28,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -38,12 +37,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_crossover import device as gpu
+from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.leg import HostWait, ScatterLeg
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.stream_order import StreamOrder
-from ddp_crossover.collectives.wire import scale_into, travels_as
+from ddp_crossover.collectives.wire import scale_into
 from ddp_crossover.fusion import FusionGroup, FusionPlan, Schedule, gathers_behind_scatters, order_of_use
+from ddp_crossover.fusion_buffers.feedback import Feedback, Range
 from ddp_crossover.fusion_buffers.in_place import lay_out, travels_in_place
 from ddp_crossover.fusion_buffers.staging import Staging, gradient_stride, plan_staging
 from ddp_crossover.gpu_sharing.turns import Turns
@@ -62,6 +63,11 @@ _SPARE_NUMEL = 2**14
 _MAX_ANNOUNCED_LEGS = 4
 _ANNOUNCED_PART = 1 / 16
 _LITTLE_BYTES = 2**20
+_AS_THEY_ARE = Wire()
+
+
+def _unscaled() -> float:
+    return 1.0
 
 
 class Phase(enum.Enum):
@@ -83,7 +89,9 @@ class Pipeline:
         kept: finds gradients whose memory a script keeps.
         lock: held while gradients are delivered and updates applied, from any thread.
         memory: arenas of the previous plan, reused where they are large enough.
-        wire_dtype: dtype to which wider gradients are cast in the fusion buffers; None keeps every gradient's dtype.
+        wire: what gradients are on the wire.
+        feedback: memory for what codes leave out; needed if the plan has coded gradients.
+        loss_scale: returns the factor of the loss of the backward that begins.
         every_group_arrives: False if DDP may leave out buckets.
         unwritten_is_unused: if DDP does not write a ``.grad`` at the end of backward, no rank has used its
             parameter, and the ``.grad`` stays as it is.
@@ -99,7 +107,9 @@ class Pipeline:
         *,
         lock: threading.RLock | None = None,
         memory: Mapping[str, Tensor] = MappingProxyType({}),
-        wire_dtype: torch.dtype | None = None,
+        wire: Wire = _AS_THEY_ARE,
+        feedback: Feedback | None = None,
+        loss_scale: Callable[[], float] = _unscaled,
         every_group_arrives: bool = True,
         unwritten_is_unused: bool = False,
     ) -> None:
@@ -127,17 +137,26 @@ class Pipeline:
 
         self.device = parameters[0][1].device
         arena_of = {p.parameter: group.arena for group in plan.groups for p in group.pieces}
-        like = {arena: parameters[index][1] for index, arena in arena_of.items()}
+        like = {arena: (plan.gradients[index], parameters[index][1]) for index, arena in arena_of.items()}
+        wire = self._wire = wire if plan.is_coded else wire.plain
         self._arenas = {
-            arena: _zeros(numel, travels_as(like[arena].dtype, wire_dtype), like[arena].device, memory.get(arena))
+            arena: _zeros(
+                numel,
+                wire.travels_as(like[arena][1].dtype, is_coded=like[arena][0].is_coded),
+                like[arena][1].device,
+                memory.get(arena),
+            )
             for arena, numel in plan.arena_numel.items()
-            if not travels_in_place(like[arena].dtype, link, wire_dtype)
+            if not travels_in_place(like[arena][1].dtype, link, wire)
         }
+        self._feedback = feedback if plan.is_coded else None
+        if feedback is not None:
+            feedback.use(plan)
+        self._loss_scale = loss_scale
         link.use_arenas(self._arenas.values())
         allow_foreach(PendingGrad)
         self.slots = [
-            self._slot(index, name, parameter, arena_of[index], wire_dtype)
-            for index, (name, parameter) in enumerate(parameters)
+            self._slot(index, name, parameter, arena_of[index]) for index, (name, parameter) in enumerate(parameters)
         ]
         self.gradients = ReducedGradients(
             self.slots,
@@ -152,11 +171,9 @@ class Pipeline:
         self.groups = [self._group(spec) for spec in plan.groups]
         self._announced_legs = _announced_legs(plan)
 
-    def _slot(
-        self, index: int, name: str, parameter: Parameter, arena_name: str, wire_dtype: torch.dtype | None
-    ) -> Slot:
+    def _slot(self, index: int, name: str, parameter: Parameter, arena_name: str) -> Slot:
         arena, stride = self._arenas.get(arena_name), gradient_stride(parameter)
-        dtype = travels_as(parameter.dtype, wire_dtype)
+        dtype = self._wire.travels_as(parameter.dtype, is_coded=self.plan.gradients[index].is_coded)
         slot = Slot(index, name, parameter, stride, dtype, self.lock, is_in_place=arena is None)
         if arena is not None:
             slot.view = arena.as_strided(parameter.shape, stride, self.plan.offsets[index])
@@ -167,9 +184,10 @@ class Pipeline:
         for slot in group.slots:
             slot.groups.append(group)
         if (arena := self._arenas.get(spec.arena)) is not None:
-            group.buffer = FusionBuffer((arena.narrow(0, spec.offset, spec.numel),))
-            starts = itertools.accumulate((piece.numel for piece in spec.pieces), initial=0)
-            group.places = [(0, start) for start, _ in zip(starts, spec.pieces, strict=False)]
+            is_coded = self.plan.gradients[spec.pieces[0].parameter].is_coded
+            coding = self._feedback.coding(spec) if is_coded and self._feedback is not None else None
+            group.buffer = FusionBuffer((arena.narrow(0, spec.offset, spec.numel),), coding=coding)
+            group.places = [(0, start) for start in self.plan.places_of(spec)]
         return group
 
     def set_use_order(self, use_rank: Sequence[int]) -> None:
@@ -191,6 +209,8 @@ class Pipeline:
         self.iteration += 1
         self.link.begin_iteration()
         self.phase = Phase.BACKWARD
+        if self._feedback is not None:
+            self._feedback.begin_step(self._loss_scale())
         for index in range(self._announced_legs):
             self._announce(index)
 
@@ -453,7 +473,22 @@ class Pipeline:
         if self.phase is Phase.BACKWARD and not self.link.is_closed:
             self._close_broken_backward()
         self._end_legs()
+        if self.phase is Phase.REDUCED:
+            self._keep_what_codes_left_out()
         self.phase = Phase.IDLE
+
+    def _keep_what_codes_left_out(self) -> None:
+        if self._feedback is None:
+            return
+        coded = [group for group in self.groups if self.plan.gradients[group.slots[0].index].is_coded]
+        untaken = [slot for slot in self.gradients.untaken if self.plan.gradients[slot.index].is_coded]
+        unused = [_range_of(group.spec) for group in coded if not group.is_launched]
+        unused += [
+            Range(slot.groups[0].spec.arena, low := self.plan.offsets[slot.index], low + slot.parameter.numel())
+            for slot in untaken
+        ]
+        codings = [group.buffer.coding for group in coded if group.is_launched and group.buffer is not None]
+        self._feedback.end_step(unused, is_finite=all(coding is None or coding.is_finite for coding in codings))
 
     def _end_legs(self) -> None:
         with self.waiting("end of iteration") as host_wait:
@@ -470,8 +505,10 @@ class Pipeline:
         self.link.finish_staging()
         for index, group in enumerate(self.groups):
             if group.state is GroupState.ANNOUNCED:
-                parts = tuple(torch.zeros_like(part) for part in self._buffer_of(group).parts)
-                group.scatter = self.link.reduce_scatter(index, FusionBuffer(parts))
+                buffer = self._buffer_of(group)
+                parts = tuple(torch.zeros_like(part) for part in buffer.parts)
+                coding = None if buffer.coding is None else buffer.coding.of_nothing()
+                group.scatter = self.link.reduce_scatter(index, FusionBuffer(parts, coding=coding))
                 group.state = GroupState.SCATTERING
         self._gather_in_use_order()
 
@@ -500,8 +537,13 @@ class Pipeline:
             del slot.parameter, slot.pending
         for group in self.groups:
             del group.buffer, group.scatter, group.gather
+        self.gradients.untaken.clear()
         for held in (self.slots, self.slot_of, self.groups, self._arenas, self._stagings, self._arrived):
             held.clear()
+
+
+def _range_of(group: FusionGroup) -> Range:
+    return Range(group.arena, group.offset, group.offset + group.numel)
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device, memory: Tensor | None) -> Tensor:

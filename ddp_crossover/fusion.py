@@ -19,6 +19,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
@@ -49,16 +50,23 @@ class GradientSpec:
     Attributes:
         name: full parameter name, for messages.
         numel: number of elements, may be zero.
-        itemsize_bytes: bytes per element on the wire.
+        itemsize_bytes: bytes per element on the wire, in the larger one of its two legs.
         arena: name of the arena that holds it; gradients of different dtype or device never share one.
         is_whole: whether it is never cut.
+        is_coded: whether legs carry codes of it.
+        align_numel: it begins at a multiple of this many elements, and shards of its arena are multiples of it.
+        scatter_part, gather_part: the part of ``itemsize_bytes`` that each leg sends.
     """
 
     name: str
     numel: int
-    itemsize_bytes: int
+    itemsize_bytes: float
     arena: str
     is_whole: bool = False
+    is_coded: bool = False
+    align_numel: int = 1
+    scatter_part: float = 1.0
+    gather_part: float = 1.0
 
 
 class Taper(NamedTuple):
@@ -91,7 +99,8 @@ class FusionGroup:
         arena: name of the arena that contains the group.
         offset: first element in the arena.
         numel: elements including padding, a multiple of the world size.
-        padding: elements at the end that belong to no gradient: fewer than the world size, unless shards are aligned.
+        padding: elements that belong to no gradient: fewer than the world size, at the end, unless shards or gradients
+            are aligned.
         pieces: the gradients, or parts of them, that the group carries, in arena order.
         split: True if it travels as a scatter leg and a gather leg, False if as one plain all-reduce.
     """
@@ -142,7 +151,16 @@ class FusionPlan:
 
     def group_bytes(self, group: FusionGroup) -> int:
         """Return the bytes of a group on the wire, padding included."""
-        return group.numel * self.gradients[group.pieces[0].parameter].itemsize_bytes
+        return round(group.numel * self.gradients[group.pieces[0].parameter].itemsize_bytes)
+
+    def places_of(self, group: FusionGroup) -> list[int]:
+        """Return the first element of each of a group's pieces in the group."""
+        return [self.offsets[piece.parameter] + piece.start - group.offset for piece in group.pieces]
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether legs carry codes of some gradients."""
+        return any(gradient.is_coded for gradient in self.gradients)
 
     def headline(self) -> str:
         """Return one line about all groups."""
@@ -228,7 +246,7 @@ def plan_fusion(
     for arena in dict.fromkeys(specs[i].arena for i in arrival_order):
         members = [i for i in arrival_order if specs[i].arena == arena]
         total_numel = sum(specs[i].numel for i in members)
-        quantum = _quantum(specs[members[0]].itemsize_bytes, world_size, shard_align_bytes)
+        quantum = _quantum(specs[members[0]], world_size, shard_align_bytes)
         cutter = _ArenaCutter(arena, quantum, fusion_mb, taper, total_numel, first_index=len(groups))
         for parameter in members:
             offsets[parameter] = cutter.add(parameter, specs[parameter])
@@ -251,14 +269,14 @@ def arena_capacity(specs: Sequence[GradientSpec], world_size: int, shard_align_b
     """Return how many elements of each arena suffice for every plan, if every gradient ends a group and is padded."""
     capacity: dict[str, int] = {}
     for spec in specs:
-        quantum = _quantum(spec.itemsize_bytes, world_size, shard_align_bytes)
+        quantum = _quantum(spec, world_size, shard_align_bytes)
         capacity[spec.arena] = capacity.get(spec.arena, 0) + spec.numel + quantum - 1
     return capacity
 
 
-def _quantum(itemsize_bytes: int, world_size: int, shard_align_bytes: int) -> int:
+def _quantum(spec: GradientSpec, world_size: int, shard_align_bytes: int) -> int:
     """Return the number of elements of which groups are multiples."""
-    return world_size * max(shard_align_bytes // itemsize_bytes, 1)
+    return world_size * math.lcm(max(int(shard_align_bytes // spec.itemsize_bytes), 1), spec.align_numel)
 
 
 class _ArenaCutter:
@@ -282,7 +300,8 @@ class _ArenaCutter:
         self._groups: list[FusionGroup] = []
         self._pieces: list[Piece] = []
         self._start = 0
-        self._closed_numel = 0  # elements in closed groups, without padding
+        self._closed_numel = 0  # elements in closed groups, without padding at their ends
+        self._padding = 0  # elements between gradients of the open group
         self.offset = 0
 
     def add(self, parameter: int, spec: GradientSpec) -> int:
@@ -290,6 +309,9 @@ class _ArenaCutter:
         held = self.offset - self._start
         if held and held + spec.numel > self._capacity(spec.itemsize_bytes):
             self._close()
+        gap = -self.offset % spec.align_numel  # none at the start of a group
+        self._padding += gap
+        self.offset += gap
         first = self.offset
         start = 0
         while not spec.is_whole and (size := self._cut(spec.numel - start, spec.itemsize_bytes)):
@@ -304,7 +326,7 @@ class _ArenaCutter:
             self._close()
         return self._groups
 
-    def _capacity(self, itemsize_bytes: int) -> int:
+    def _capacity(self, itemsize_bytes: float) -> int:
         """Return how many elements the open group may hold."""
         target_numel = self._fusion_mb * MB / itemsize_bytes
         if self._taper is not None:
@@ -313,7 +335,7 @@ class _ArenaCutter:
             target_numel = min(rising_numel, target_numel)
         return max(int(target_numel) // self._quantum, 1) * self._quantum
 
-    def _cut(self, numel: int, itemsize_bytes: int) -> int:
+    def _cut(self, numel: int, itemsize_bytes: float) -> int:
         """Return the size of the next piece of a gradient of ``numel`` elements, or 0 if it fits into a group.
 
         Pieces have about equal sizes, of which ranks have equal shards, so that they need no padding.
@@ -338,12 +360,13 @@ class _ArenaCutter:
                 arena=self._arena,
                 offset=self._start,
                 numel=self.offset - self._start,
-                padding=padding,
+                padding=self._padding + padding,
                 pieces=tuple(self._pieces),
             )
         )
         self._index += 1
         self._pieces = []
+        self._padding = 0
         self._start = self.offset
 
 

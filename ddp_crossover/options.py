@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import enum
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from ddp_crossover.fusion import Schedule
+from ddp_crossover.top_k import TopK
 
 if TYPE_CHECKING:
     import torch
 
 SWITCH = "DDP_CROSSOVER"
-WIRE_DTYPES = ("torch.bfloat16", "torch.float16")
+WIRE_DTYPES = ("torch.bfloat16", "torch.float16", "torch.int8")
 
 
 def switched_off() -> bool:
@@ -42,7 +43,10 @@ class Options:
     Attributes:
         fusion_mb: size of a fusion group on the wire in MiB, or None to search for it.
         schedule: when legs are sent.
-        wire_dtype: dtype to which wider gradients are cast on the wire, or None.
+        wire_dtype: dtype to which wider gradients are cast on the wire, int8 for codes of 8 bits, or None.
+        compress: a sparse wire, or None.
+        error_feedback: whether what codes leave out is made up for later.
+        groups: ``"node"`` if legs have a round inside of each node, or None.
         tune: whether to try plans on real steps.
         norms: where torch's own functions take norms of gradients from.
         tuned_file: where to keep what the tuner finds, or None.
@@ -56,6 +60,9 @@ class Options:
     fusion_mb: float | None = None
     schedule: Schedule = Schedule.AUTO
     wire_dtype: torch.dtype | None = None
+    compress: TopK | None = None
+    error_feedback: bool = True
+    groups: str | None = None
     norms: Norms = Norms.EXACT
     tune: bool = True
     tuned_file: str | os.PathLike[str] | None = None
@@ -87,12 +94,45 @@ class Options:
                 f"wire_dtype must be {' or '.join(WIRE_DTYPES)}, got {self.wire_dtype!r}: leave it out to "
                 "send gradients in their own dtype"
             )
+        if self.compress is not None and not isinstance(self.compress, TopK):
+            raise ValueError(f"compress must be a dx.TopK or None, got {self.compress!r}")
+        if self.groups not in (None, "node"):
+            raise ValueError(f"groups must be 'node' or None, got {self.groups!r}")
+        if self.has_codes and self.schedule is Schedule.ALLREDUCE:
+            raise ValueError(
+                f"{self._asks_for_codes} codes the two legs of an all-reduce, which schedule='allreduce' does not "
+                "have: leave out one of them"
+            )
+        if self.has_codes and self.shard_optimizer:
+            raise ValueError(
+                f"shard_optimizer=True gathers parameters, and {self._asks_for_codes} codes what is gathered: leave "
+                "out one of them, or send gradients in 16 bits with wire_dtype=torch.bfloat16"
+            )
+        if self.groups is not None and self.shard_optimizer:
+            raise ValueError("shard_optimizer=True shares parameters among all ranks: leave out groups=")
+        if not self.error_feedback and not self.has_codes:
+            raise ValueError(
+                "error_feedback=False is about codes, which only wire_dtype=torch.int8 and compress= ask for: leave "
+                "it out"
+            )
+        if not self.error_feedback and self.compress is not None and self.compress.momentum_correction:
+            raise ValueError("momentum_correction keeps what is not sent: leave out error_feedback=False")
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether legs carry codes of gradients."""
+        return str(self.wire_dtype) == "torch.int8" or self.compress is not None
+
+    @property
+    def _asks_for_codes(self) -> str:
+        return "compress=" if self.compress is not None else "wire_dtype=torch.int8"
 
     @property
     def leaves_the_choice(self) -> bool:
         """Whether DDP may train as it was before attach if that is as fast, because nothing says what to do instead."""
         is_searched = self.schedule is Schedule.AUTO and self.fusion_mb is None
-        return is_searched and self.wire_dtype is None and not self.strict and not self.shard_optimizer
+        is_exact = self.wire_dtype is None and self.compress is None
+        return is_searched and is_exact and not self.strict and not self.shard_optimizer and self.groups is None
 
     def shared_by_ranks(self) -> dict[str, object]:
         """Return the options in which all ranks must agree, as JSON values."""
@@ -100,6 +140,9 @@ class Options:
             "schedule": self.schedule,
             "fusion_mb": self.fusion_mb,
             "wire_dtype": str(self.wire_dtype),
+            "compress": None if self.compress is None else asdict(self.compress),
+            "error_feedback": self.error_feedback,
+            "groups": self.groups,
             "norms": self.norms,
             "tune": self.tune,
             "tuned_file": self.tuned_file is not None,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ddp_crossover.codecs.coding import Coding
 from ddp_crossover.collectives.leg import slice_bounds
 
 
@@ -19,28 +20,32 @@ class FusionBuffer:
         parts: flat tensors of one dtype.
         factor: every rank's elements are multiplied by it before they are added up.
         owners: for each part, the rank that reduces all of it; None if ranks share every part.
+        coding: what the slices travel as; None: as they are. Needs one part, which ranks share equally.
     """
 
     parts: tuple[Tensor, ...]
     factor: float = 1.0
     owners: tuple[int, ...] | None = None
+    coding: Coding | None = None
     _slices: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict, init=False, repr=False)
 
-    def slices(self, rank: int, world_size: int) -> list[Tensor]:
-        """The slice of each part that ``rank`` reduces, which may be empty."""
+    def slices(self, number: int, count: int) -> list[Tensor]:
+        """Slice ``number`` of ``count`` of each part, which may be empty. A rank reduces that of its number."""
         # Made once, because the same buffer has legs in every step.
-        slices = self._slices.get((rank, world_size))
+        slices = self._slices.get((number, count))
         if slices is None:
-            bounds = self.bounds(rank, world_size)
+            bounds = self.bounds(number, count)
             slices = [part[low:high] for part, (low, high) in zip(self.parts, bounds, strict=True)]
-            self._slices[rank, world_size] = slices
+            self._slices[number, count] = slices
         return slices
 
-    def bounds(self, rank: int, world_size: int) -> list[tuple[int, int]]:
-        """The range of each part that ``rank`` reduces."""
+    def bounds(self, number: int, count: int) -> list[tuple[int, int]]:
+        """The range of each part that :meth:`slices` returns."""
         if self.owners is None:
-            return [slice_bounds(part.numel(), world_size, rank) for part in self.parts]
-        return [(0, part.numel() if owner == rank else 0) for part, owner in zip(self.parts, self.owners, strict=True)]
+            return [slice_bounds(part.numel(), count, number) for part in self.parts]
+        return [
+            (0, part.numel() if owner == number else 0) for part, owner in zip(self.parts, self.owners, strict=True)
+        ]
 
     def whole(self) -> Tensor:
         """The only part, for links that need the buffer in one piece."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from ddp_crossover.collectives.gloo_leg import GlooCommContext, GlooLeg
-from ddp_crossover.collectives.gloo_messages import Message, MessageKind, Slice, message_tag, small_exchange_tag
-from ddp_crossover.collectives.gloo_scatter import GlooScatterLeg
+from ddp_crossover.collectives.gloo_messages import Message, Slice, message_tag, small_exchange_tag
+from ddp_crossover.collectives.gloo_scatter import GATHER_KINDS, GlooScatterLeg
 from ddp_crossover.torch_internals.profiling import named_range
 
 
@@ -56,29 +56,45 @@ class GlooGatherLeg(GlooLeg):
         return self.scatter.is_done()
 
     def post(self) -> None:
-        """Send our reduced slice to all peers. Runs on the posting thread."""
-        context, messages, scatter = self._context, self._context.messages, self.scatter
+        """Send our reduced slice to all peers, or with nodes those of the first round. Runs on the posting thread."""
         self.is_posted = True
         try:
-            scatter.wait()  # already done; raises the scatter leg's error, if any
+            self.scatter.wait()  # already done; raises the scatter leg's error, if any
             with named_range(f"ddp_crossover::all_gather[{self.group}]"):
-                context.meter.clock.leg_posted(self.times)
-                scatter.sends += messages.send(
-                    [Slice(peer, shard) for peer in messages.peers for shard in scatter.gathered_slices()],
-                    message_tag(MessageKind.GATHER, scatter.iteration, self.group),
-                )
+                self._context.meter.clock.leg_posted(self.times)
+                self._post_sends_of(0)
         except Exception as error:
             self._end(error)
         else:
-            context.threads.wait(self._complete)
+            self._context.threads.wait(self._complete)
 
-    def _complete(self) -> None:
-        """Wait for the peers' slices, and for our sends. Runs on a waiting thread of its own."""
+    def _post_sends_of(self, number: int) -> None:
+        scatter = self.scatter
+        tag = message_tag(GATHER_KINDS[number], scatter.iteration, self.group)
+        scatter.sends += self._context.messages.send(scatter.route.gather[number].sends(), tag)
+
+    def _post_again(self) -> None:
+        """Send what the first round has brought. Runs on the posting thread."""
         try:
-            self._context.failures.check()
-            self._context.messages.wait(self.scatter.gather_receives, self.label)
+            self._post_sends_of(1)
+        except Exception as error:
+            self._end(error)
+        else:
+            self._context.threads.wait(lambda: self._complete(1))
+
+    def _complete(self, number: int = 0) -> None:
+        """Wait for the peers' slices of a round, in the end for our sends. Runs on a waiting thread of its own."""
+        context, scatter = self._context, self.scatter
+        try:
+            context.failures.check()
+            context.messages.wait(scatter.gather_receives[number], self.label)
+            scatter.route.gather[number].finish()
+            if number + 1 < len(scatter.route.gather):
+                context.threads.posting.put(self._post_again)
+                return
             # After this leg the caller may write into the buffer: scale it, step in place, stage new gradients.
-            self._context.messages.wait(self.scatter.sends, self.label)
+            context.messages.wait(scatter.sends, self.label)
+            scatter.route.release()
             self.after_receiving()
         except Exception as error:
             self._end(error)

@@ -10,6 +10,8 @@ before its sends: announcing a receive behind data on the same connection halves
     posting thread    post():   post the leg's messages
     reducing thread   _reduce():    wait for the peers' slices and add them up, which ends a scatter leg
     waiting thread    _complete():  wait for the reduced slices, which ends a gather leg
+
+With nodes each leg has two rounds. Between them, ``_post_again()`` posts the second one's sends on the posting thread.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from ddp_crossover.collectives.gloo_threads import GlooThreads
 from ddp_crossover.collectives.latch import Latch
 from ddp_crossover.collectives.leg import HostWait, Leg
 from ddp_crossover.collectives.meter import LinkMeter
+from ddp_crossover.collectives.nodes import Nodes
 from ddp_crossover.collectives.rank_order_sum import ScratchPool
 from ddp_crossover.own_threads import refuse_to_wait
 from ddp_crossover.tracing.clock import LegTimes
@@ -37,6 +40,7 @@ class GlooCommContext:
         threads: runs the stages of the legs.
         failures: the first failure, with which every later leg fails.
         meter: measures the legs.
+        nodes: where the ranks are.
         scratch: memory for the peers' slices.
         sums_in_fp32: whether 16-bit buffers are added up in fp32 and rounded once.
         open_legs: legs that were started and have not ended.
@@ -47,6 +51,7 @@ class GlooCommContext:
     threads: GlooThreads
     failures: Failures
     meter: LinkMeter
+    nodes: Nodes
     sums_in_fp32: bool = False
     scratch: ScratchPool = field(default_factory=ScratchPool)
     open_legs: set[GlooLeg] = field(default_factory=set)

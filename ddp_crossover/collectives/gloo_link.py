@@ -24,6 +24,7 @@ from ddp_crossover.collectives.gloo_threads import GlooThreads
 from ddp_crossover.collectives.late_peers import LatePeers
 from ddp_crossover.collectives.leg import ScatterLeg
 from ddp_crossover.collectives.link import Link
+from ddp_crossover.collectives.nodes import Nodes
 from ddp_crossover.collectives.socket_backlog import SocketBacklog
 from ddp_crossover.collectives.staging_queue import StagingQueue
 from ddp_crossover.own_threads import is_own_thread, start_thread
@@ -36,6 +37,7 @@ class PeerLink(Link):
     """The part of the links over gloo that does not depend on the device of the buffers."""
 
     adds_in_rank_order = True
+    takes_codes = True
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class PeerLink(Link):
         failures = Failures(self.rank, on_failure=threads.posting.stop_pacing)
         messages = PeerMessages(process_group, self.meter)
         self.pace = threads.posting.pace
-        self._context = GlooCommContext(messages, threads, failures, self.meter, sums_in_fp32)
+        self._context = GlooCommContext(messages, threads, failures, self.meter, self.nodes, sums_in_fp32)
         self._small_gathers = 0
         self._late_peers = LatePeers(
             dist.get_process_group_ranks(process_group),
@@ -77,6 +79,12 @@ class PeerLink(Link):
             return cast(list[int], leg.rows.view(-1).tolist())
 
         return wait
+
+    def use_nodes(self, nodes: Nodes) -> None:
+        super().use_nodes(nodes)
+        self._context.nodes = nodes
+        if nodes.are_several:
+            self._context.threads.add_round()
 
     def use_arenas(self, arenas: Collection[Tensor]) -> None:
         super().use_arenas(arenas)
@@ -151,8 +159,7 @@ class GlooLink(PeerLink):
         leg = self.early_receives.take(group, self.iteration)
         if leg is None:
             leg = GlooScatterLeg(self._context, self.iteration, group, buffer)
-        leg.buffer = buffer  # if the memory was moved since, its parts have the same sizes
-        leg.landing = buffer if landing is None else landing
+        leg.take_memory(buffer, landing)
         leg.start()
         return leg
 

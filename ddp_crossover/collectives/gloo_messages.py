@@ -21,17 +21,19 @@ from ddp_crossover.collectives.late_peers import Awaited
 from ddp_crossover.collectives.leg import MAX_GROUPS
 from ddp_crossover.collectives.meter import LinkMeter
 
-# A gloo tag has 31 bits: 14 of the iteration, 1 of the kind, 16 of the group.
-_ITERATIONS = 2**14
+# A gloo tag has 31 bits: 13 of the iteration, 2 of the kind, 16 of the group.
+_ITERATIONS = 2**13
 _NO_GROUP = MAX_GROUPS
 _ABORT = timedelta(milliseconds=1)
 
 
 class MessageKind(enum.IntEnum):
-    """Which leg a message belongs to."""
+    """Which leg a message belongs to, and with nodes which of its two rounds."""
 
     SCATTER = 0
     GATHER = 1
+    SCATTER_AGAIN = 2
+    GATHER_AGAIN = 3
 
 
 class Slice(NamedTuple):
@@ -51,7 +53,7 @@ class Message(NamedTuple):
 
 def message_tag(kind: MessageKind, iteration: int, group: int) -> int:
     """The tag of all messages of one leg."""
-    return (iteration % _ITERATIONS) << 17 | kind << 16 | group
+    return (iteration % _ITERATIONS) << 18 | kind << 16 | group
 
 
 def small_exchange_tag(number: int) -> int:

@@ -6,10 +6,13 @@ from torch import Tensor
 
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.gloo_leg import GlooCommContext, GlooLeg
-from ddp_crossover.collectives.gloo_messages import Message, MessageKind, Slice, message_tag
+from ddp_crossover.collectives.gloo_messages import Message, MessageKind, message_tag
 from ddp_crossover.collectives.leg import ScatterLeg
-from ddp_crossover.collectives.rank_order_sum import add_in_rank_order
+from ddp_crossover.collectives.route import Route
 from ddp_crossover.torch_internals.profiling import named_range
+
+SCATTER_KINDS = (MessageKind.SCATTER, MessageKind.SCATTER_AGAIN)
+GATHER_KINDS = (MessageKind.GATHER, MessageKind.GATHER_AGAIN)
 
 
 class GlooScatterLeg(GlooLeg, ScatterLeg):
@@ -17,10 +20,9 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
 
     Attributes:
         is_announced: whether ``Link.announce`` announced it; its receives are then posted earlier than its sends.
-        gather_receives: receives of the peers' reduced slices.
+        route: the rounds of both legs.
+        gather_receives: receives of each round of the gather leg.
         sends: sends of both legs.
-        incoming: memory for the slices of each peer, until they are added up.
-        landing: the buffer that the gather leg sends from and receives into.
     """
 
     is_announced = False
@@ -29,15 +31,19 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
         super().__init__(context, f"scatter leg of fusion group {group}")
         self.iteration = iteration
         self.group = group
-        self.buffer = self.landing = buffer
-        self.gather_receives: list[Message] = []
+        self.route = Route(buffer, context.nodes, context.scratch, sums_in_fp32=context.sums_in_fp32)
+        self.gather_receives: list[list[Message]] = []
         self.sends: list[Message] = []
-        self.incoming: list[Tensor] = []
-        self._incoming_parts: list[list[Tensor]] = []
-        self._scatter_receives: list[Message] = []
+        self._receives: list[list[Message]] = []
+
+    def take_memory(self, buffer: FusionBuffer, landing: FusionBuffer | None) -> None:
+        """Use this memory, whose parts have the same sizes as those of the buffer that it was made for."""
+        self.route.memory.buffer = buffer
+        self.route.memory.landing = buffer if landing is None else landing
 
     def shards(self) -> list[Tensor]:
-        return self._slices_of(self._context.messages.rank)
+        messages = self._context.messages
+        return self.route.memory.buffer.slices(self._context.nodes.shard_of[messages.rank], messages.world_size)
 
     def start(self) -> None:
         """Queue the leg for the posting thread. Runs on the training thread."""
@@ -48,43 +54,31 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
         self._note_open()
 
     def post_receives(self) -> None:
-        """Post the receives of the peers' slices. Runs on the posting thread."""
-        messages = self._context.messages
+        """Post the receives of the first round. Runs on the posting thread."""
         try:
             self._context.failures.check()
-            shards = self.shards()
-            numels = [shard.numel() for shard in shards]
-            self.incoming = [self._context.scratch.allocate(sum(numels), shards[0].dtype) for _ in messages.peers]
-            is_whole = len(numels) == 1
-            self._incoming_parts = [[memory] if is_whole else list(memory.split(numels)) for memory in self.incoming]
-            self._scatter_receives = messages.receive(
-                [
-                    Slice(peer, memory)
-                    for peer, parts in zip(messages.peers, self._incoming_parts, strict=True)
-                    for memory in parts
-                ],
-                message_tag(MessageKind.SCATTER, self.iteration, self.group),
-            )
+            self._receives = [self._post_receives_of(0)]
         except Exception as error:
             self._context.failures.record(self.label, error)
 
     def post(self) -> None:
-        """Post the receives of both legs and the sends of this one. Runs on the posting thread."""
+        """Post the other receives of both legs and the sends of the first round. Runs on the posting thread."""
         if not self.is_announced:
             self.post_receives()
-        context, messages = self._context, self._context.messages
+        context = self._context
         try:
             context.failures.check()
             with named_range(f"ddp_crossover::reduce_scatter[{self.group}]"):
                 self.before_posting()
-                slices = self._slices_for_peers(self.buffer)
-                to_come = slices if self.landing is self.buffer else self._slices_for_peers(self.landing)
                 # Safe before our sends: a peer sends its reduced slice only after it has received our slice.
-                self.gather_receives = messages.receive(
-                    to_come, message_tag(MessageKind.GATHER, self.iteration, self.group)
-                )
+                self._receives += [self._post_receives_of(number) for number in range(1, len(self.route.scatter))]
+                self.gather_receives = [
+                    context.messages.receive(one.receives(), message_tag(kind, self.iteration, self.group))
+                    for kind, one in zip(GATHER_KINDS, self.route.gather, strict=False)
+                ]
+                slices = self.route.scatter[0].sends()
                 context.meter.clock.leg_posted(self.times)
-                self.sends = messages.send(slices, message_tag(MessageKind.SCATTER, self.iteration, self.group))
+                self.sends = context.messages.send(slices, message_tag(SCATTER_KINDS[0], self.iteration, self.group))
         except Exception as error:
             self._end(error)
         else:
@@ -93,39 +87,41 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
     def before_posting(self) -> None:
         """Make the buffer ready to be sent. Runs on the posting thread."""
 
-    def _reduce(self) -> None:
-        """Add up the slices of all ranks. Runs on the reducing thread."""
+    def _post_receives_of(self, number: int) -> list[Message]:
+        tag = message_tag(SCATTER_KINDS[number], self.iteration, self.group)
+        return self._context.messages.receive(self.route.scatter[number].receives(), tag)
+
+    def _post_again(self) -> None:
+        """Post the sends of the second round. Runs on the posting thread."""
+        context = self._context
+        try:
+            context.failures.check()
+            tag = message_tag(SCATTER_KINDS[1], self.iteration, self.group)
+            self.sends += context.messages.send(self.route.scatter[1].sends(), tag)
+        except Exception as error:
+            self._end(error)
+        else:
+            context.threads.reduce(lambda: self._reduce(1), 1)
+
+    def _reduce(self, number: int = 0) -> None:
+        """Finish a round. Runs on the reducing thread of that round."""
         context = self._context
         try:
             context.failures.check()
             # A peer sends these slices as soon as its own backward has come so far.
-            context.messages.wait(self._scatter_receives, self.label, is_proof=True)
-            for own, *incoming in zip(self.shards(), *self._incoming_parts, strict=True):
-                add_in_rank_order(
-                    own, context.messages.rank, incoming, self.buffer.factor, in_fp32=context.sums_in_fp32
-                )
-            self._incoming_parts = []
-            context.scratch.free(self.incoming)
-            self.incoming = []
+            context.messages.wait(self._receives[number], self.label, is_proof=True)
+            self.route.scatter[number].finish()
         except Exception as error:
             self._end(error)
+            return
+        if number + 1 < len(self.route.scatter):
+            context.threads.posting.put(self._post_again)
         else:
             self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
         super()._end(error)
         self._context.threads.posting.wake()  # its gather leg has become ready
-
-    def gathered_slices(self) -> list[Tensor]:
-        """This rank's slice of each part of the landing, which the gather leg sends."""
-        return self.landing.slices(self._context.messages.rank, self._context.messages.world_size)
-
-    def _slices_for_peers(self, buffer: FusionBuffer) -> list[Slice]:
-        messages = self._context.messages
-        return [Slice(peer, memory) for peer in messages.peers for memory in buffer.slices(peer, messages.world_size)]
-
-    def _slices_of(self, rank: int) -> list[Tensor]:
-        return self.buffer.slices(rank, self._context.messages.world_size)
 
 
 class AnnouncedLegs:

@@ -1,11 +1,13 @@
 """The threads of a gloo link. Gloo's calls block, and the training thread must not: it waits on Python events only.
 
 One thread stages gradients and posts messages, in the order that ``gloo_posting`` decides; one adds up received
-slices; a few wait for gather legs. They know nothing about legs, only jobs.
+slices, a second one those of second rounds; a few wait for gather legs. They know nothing about legs, only jobs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import queue
 import threading
 
@@ -31,13 +33,24 @@ class GlooThreads:
 
     def __init__(self, backlog: SocketBacklog) -> None:
         self.posting = PostQueue(Pace(backlog))
-        self._reducing: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._reducing: list[queue.SimpleQueue[Job | None]] = []
+        self._reducing_threads: list[threading.Thread] = []
         self._waiters = Waiters(_MAX_GATHER_WAITS)
-        self._threads = [start_thread("post", self._post_forever), start_thread("reduce", self._reduce_forever)]
+        self._posting_thread = start_thread("post", self._post_forever)
+        self.add_round()
 
-    def reduce(self, job: Job) -> None:
-        """Run ``job`` on the reducing thread, after the jobs given to it before."""
-        self._reducing.put(job)
+    def add_round(self) -> None:
+        """Have a reducing thread for one more round of scatter legs.
+
+        What ends one group's leg must not wait until backward has come to the next group's.
+        """
+        jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._reducing.append(jobs)
+        self._reducing_threads.append(start_thread("reduce", functools.partial(_run_forever, jobs)))
+
+    def reduce(self, job: Job, round_number: int = 0) -> None:
+        """Run ``job`` on the reducing thread of a round, after the jobs given to it before."""
+        self._reducing[round_number].put(job)
 
     def wait(self, job: Job) -> None:
         """Run ``job``, which blocks, on a waiting thread of its own."""
@@ -48,28 +61,31 @@ class GlooThreads:
 
         Always join all threads: one that returns from gloo after the interpreter is gone ends the process by SIGABRT.
         """
-        posting, reducing = self._threads
-        # In the order in which they hand jobs on, so that no thread is given a job after it was told to end.
+        # In the order in which they hand jobs on, so that no thread is given a job after it was told to end. Threads of
+        # rounds hand jobs to the posting thread, which is closed by then: those legs have failed.
         # After Ctrl-C in a join, too, each is told to end.
-        waiting: list[threading.Thread] = []
-        self.posting.close()
-        try:
-            posting.join()
-        finally:
-            self._reducing.put(None)
-            try:
-                reducing.join()
-            finally:
-                waiting = self._waiters.close()
-        for thread in waiting:
-            thread.join()
+        with contextlib.ExitStack() as last_first:
+            waiting: list[threading.Thread] = []
+            last_first.callback(_join, waiting)
+            last_first.callback(lambda: waiting.extend(self._waiters.close()))
+            for jobs, thread in reversed([*zip(self._reducing, self._reducing_threads, strict=True)]):
+                last_first.callback(thread.join)
+                last_first.callback(jobs.put, None)
+            last_first.callback(self._posting_thread.join)
+            last_first.callback(self.posting.close)
 
     def _post_forever(self) -> None:
         while (job := self.posting.next()) is not None:
             job()
             del job  # else a finished leg and its buffer stay alive until the next job
 
-    def _reduce_forever(self) -> None:
-        while (job := self._reducing.get()) is not None:
-            job()
-            del job  # else a finished leg and its buffer stay alive until the next job
+
+def _join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join()
+
+
+def _run_forever(jobs: queue.SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # else a finished leg and its buffer stay alive until the next job

@@ -19,6 +19,7 @@ from ddp_crossover import device as gpu
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.leg import Leg, ScatterLeg
 from ddp_crossover.collectives.meter import LinkMeter
+from ddp_crossover.collectives.nodes import Nodes
 from ddp_crossover.collectives.pace import Pace
 from ddp_crossover.collectives.staging_queue import StagingQueue
 from ddp_crossover.collectives.stream_order import CudaStreams
@@ -46,6 +47,8 @@ class Link(ABC):
         iteration: number of the training iteration to which legs that are started now belong.
         meter: the clock of the legs, and the bytes that they have sent.
         adds_in_rank_order: whether sums do not depend on the backend's algorithm.
+        nodes: which ranks exchange slices with each other.
+        takes_codes: whether slices may travel as codes.
         takes_parts: whether a fusion buffer may have several parts of any size, and a factor. If not, it is one part,
             whose size is a multiple of the world size.
         shard_align_bytes: multiple of bytes that this rank's part of a fusion buffer should be.
@@ -63,6 +66,7 @@ class Link(ABC):
 
     owns_process_group: bool = False
     adds_in_rank_order: bool = False
+    takes_codes: bool = False
     takes_parts: bool = False
     shard_align_bytes: int = 1
     spins_on_device: bool = False
@@ -78,8 +82,14 @@ class Link(ABC):
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
+        self.nodes = Nodes.flat(self.rank, self.world_size)
         self.iteration = 0
         self.meter = LinkMeter()
+
+    @property
+    def shard(self) -> int:
+        """Number of the slice that this rank reduces, of as many as there are ranks."""
+        return self.nodes.shard_of[self.rank]
 
     @property
     def clock(self) -> CommClock:
@@ -169,6 +179,10 @@ class Link(ABC):
             self.pace.is_relaxed = True
 
     # Memory, speed and streams.
+
+    def use_nodes(self, nodes: Nodes) -> None:
+        """Exchange slices as ``nodes`` says, if the link does not choose by itself. No leg may have been started."""
+        self.nodes = nodes
 
     def connect(self, arenas: Collection[Tensor]) -> None:
         """Take the first arenas, and connect to the peers now instead of at the first legs. All ranks must call it."""

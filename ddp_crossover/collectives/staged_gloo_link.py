@@ -29,14 +29,14 @@ class _StagedScatterLeg(GlooScatterLeg):
         iteration: int,
         group: int,
         buffer: Tensor,
-        host: Tensor,
+        host: FusionBuffer,
         copy_stream: gpu.Stream,
     ) -> None:
-        super().__init__(context, iteration, group, FusionBuffer((host,)))
+        super().__init__(context, iteration, group, host)
         self.device_buffer = buffer
         copy_stream.wait_stream(gpu.current_stream(buffer.device))
         with gpu.on_stream(copy_stream):
-            host.copy_(buffer, non_blocking=True)
+            host.whole().copy_(buffer, non_blocking=True)
         self._copied = gpu.record(copy_stream, awaited=True)
 
     def before_posting(self) -> None:
@@ -66,7 +66,7 @@ class _StagedGatherLeg(GlooGatherLeg):
 
     def after_receiving(self) -> None:
         with gpu.on_stream(self.copy_stream):
-            self.device_buffer.copy_(self.scatter.buffer.whole(), non_blocking=True)
+            self.device_buffer.copy_(self.scatter.route.memory.buffer.whole(), non_blocking=True)
         self._on_device = gpu.record(self.copy_stream)
 
 
@@ -105,7 +105,8 @@ class StagedGlooLink(PeerLink):
         if host is None or host.numel() != memory.numel() or host.dtype != memory.dtype:
             host = torch.empty(memory.numel(), dtype=memory.dtype, pin_memory=True)
             self._host_buffers[group] = host
-        leg = _StagedScatterLeg(self._context, self.iteration, group, memory, host, self._to_host_stream)
+        on_host = FusionBuffer((host,), coding=buffer.coding)
+        leg = _StagedScatterLeg(self._context, self.iteration, group, memory, on_host, self._to_host_stream)
         leg.start()
         return leg
 

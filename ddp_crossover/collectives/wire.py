@@ -1,4 +1,4 @@
-"""The dtype of a gradient on the wire, and the cast to it."""
+"""The cast of gradients into fusion buffers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from torch import Tensor
 
 # 512 KiB of fp32: fp32 intermediates of casts from or to 16 bits stay in a core's cache.
 CHUNK_NUMEL = 2**17
-
-
-def travels_as(dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a gradient of ``dtype`` is sent: ``wire_dtype`` if that is narrower, else ``dtype``."""
-    return wire_dtype if wire_dtype is not None and wire_dtype.itemsize < dtype.itemsize else dtype
 
 
 def scale_into(target: Tensor, source: Tensor, factor: float) -> None:

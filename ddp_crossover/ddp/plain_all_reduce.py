@@ -11,9 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.all_reduce import wait_for_futures
 from ddp_crossover.collectives.link import Link
-from ddp_crossover.collectives.wire import scale_into, travels_as
+from ddp_crossover.collectives.wire import scale_into
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.torch_internals.ddp import GradBucket
 
@@ -25,7 +26,7 @@ class PlainAllReduce:
         link: sends the buckets.
         turns: notified of waits, so that another job may compute meanwhile.
         device: device of the gradients.
-        wire_dtype: dtype to which wider gradients are cast on the wire, or None.
+        wire: what gradients are on the wire; none is coded.
         all_reduce: sums a bucket, given its index, over all ranks; by default, the link does.
     """
 
@@ -34,14 +35,14 @@ class PlainAllReduce:
         link: Link,
         turns: Turns,
         device: torch.device,
-        wire_dtype: torch.dtype | None,
+        wire: Wire,
         all_reduce: Callable[[int, Tensor], torch.futures.Future[Tensor]] | None = None,
     ) -> None:
         self._link = link
         self._all_reduce = all_reduce or link.all_reduce
         self._turns = turns
         self._is_on_cpu = device.type == "cpu"
-        self._wire_dtype = wire_dtype
+        self._wire = wire
         self._under_way: list[torch.futures.Future[Tensor]] = []
         self._last_bucket_s = 0.0
 
@@ -59,7 +60,7 @@ class PlainAllReduce:
         """All-reduce one bucket; the future's value are its gradients, averaged over ranks."""
         buffer = bucket.buffer().detach()  # only values are sent, even under backward(create_graph=True)
         on_wire = buffer
-        if (dtype := travels_as(buffer.dtype, self._wire_dtype)) is not buffer.dtype:
+        if (dtype := self._wire.travels_as(buffer.dtype)) is not buffer.dtype:
             on_wire = torch.empty_like(buffer, dtype=dtype)
         scale_into(on_wire, buffer, 1.0 / self._link.world_size)
         future = self._all_reduce(bucket.index(), on_wire)

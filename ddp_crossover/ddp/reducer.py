@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover import device as gpu
+from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.ddp.backward_start import call_before_backward
@@ -29,6 +30,7 @@ from ddp_crossover.ddp.use_order import UseOrder
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.figures.stats import FallbackLog, StepLog
 from ddp_crossover.fusion import FusionPlan, Schedule
+from ddp_crossover.fusion_buffers.feedback import Feedback
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
 from ddp_crossover.options import Options
@@ -40,6 +42,7 @@ from ddp_crossover.planning.session import Orders, Planning
 from ddp_crossover.sharding.sharded_pipeline import ShardedPipeline
 from ddp_crossover.torch_internals.autograd import call_after_backward
 from ddp_crossover.torch_internals.ddp import GradBucket, comm_hooks_of, forget_comm_hooks, rebuild_buckets
+from ddp_crossover.torch_internals.loss_scale import LossScale
 
 NOT_FASTER = (
     "the pipeline is not clearly faster than plain all-reduces here, so these are used and nothing is deferred; set "
@@ -64,6 +67,8 @@ class Reducer:
         on_leave: called when DDP should train as it was before attach, with the reason. It has to detach.
         memory: arenas for the first pipeline, large enough for every plan.
         options: the user's options.
+        wire: what gradients are on the wire.
+        feedback: memory for what codes leave out; None if nothing is coded.
         plain_reason: why every bucket goes through a plain all-reduce, or None.
         owners: with a sharded optimizer, the ranks that update whole parameters; else None.
     """
@@ -84,9 +89,14 @@ class Reducer:
         on_leave: Callable[[str], None],
         memory: Mapping[str, Tensor],
         options: Options,
+        wire: Wire,
+        feedback: Feedback | None,
         plain_reason: str | None,
         owners: Mapping[int, int] | None = None,
     ) -> None:
+        self._wire = wire
+        self.feedback = feedback
+        self._loss_scale = LossScale(is_watched=feedback is not None)
         self._owners = owners
         # Weak: DDP's C++ reducer, which is opaque to the garbage collector, holds this object.
         self._ddp = weakref.ref(ddp)
@@ -103,11 +113,11 @@ class Reducer:
         self._memory = memory
         self._options = options
         self._plain_reason = plain_reason
-        self._plain = PlainAllReduce(link, turns, self._device, options.wire_dtype)
+        self._plain = PlainAllReduce(link, turns, self._device, wire)
         # Of two values there is one sum; more are added in another order by the backend than by us, and runs repeat.
         self._can_leave = link.world_size <= 2 or not link.adds_in_rank_order
         all_reduce = self._all_reduce_as_ddp if self._can_leave else None
-        self._as_built = PlainAllReduce(link, turns, self._device, options.wire_dtype, all_reduce)
+        self._as_built = PlainAllReduce(link, turns, self._device, wire, all_reduce)
         self._buckets = buckets
         self._on_leave = on_leave
         self.pipeline: Pipeline | None = None
@@ -189,6 +199,14 @@ class Reducer:
             self.finish_gradients()
         elif self.pipeline is not None and self.pipeline.phase is Phase.REDUCED:
             self.pipeline.gradients.lose()
+
+    def end_iteration_of_codes(self) -> Feedback | None:
+        """End the iteration, so that what its codes have left out is known; None if nothing is coded."""
+        if self.feedback is not None and self.pipeline is not None:
+            if self._in_backward:
+                raise RuntimeError("what codes of gradients leave out is not known in the middle of a backward")
+            self.pipeline.retire()
+        return self.feedback
 
     def become_plain(self) -> None:
         """Remove all hooks; nothing is deferred from now on."""
@@ -337,7 +355,9 @@ class Reducer:
             self._kept,
             lock=self._params.lock,
             memory=self._memory,
-            wire_dtype=self._options.wire_dtype,
+            wire=self._wire,
+            feedback=self.feedback,
+            loss_scale=self._loss_scale.take,
             every_group_arrives=not self._may_skip_buckets(),
             # With gradient_as_bucket_view, DDP sets `.grad` to a view of the bucket even if no rank used the parameter.
             unwritten_is_unused=self.model.find_unused_parameters and not self.model.gradient_as_bucket_view,

@@ -9,9 +9,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
+from ddp_crossover.collectives.link import Link
 from ddp_crossover.ddp.other_parallelism import refuse_other_parallelism
 from ddp_crossover.ddp.refused_methods import JOIN_ADVICE
 from ddp_crossover.fusion import Schedule
+from ddp_crossover.top_k import TopK
 from ddp_crossover.torch_internals.ddp import has_comm_hook, is_joining, is_updated_in_backward, managed_parameters
 
 
@@ -89,6 +91,28 @@ def refuse_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[Optimiz
         if not any(id(p) in managed for g in optimizer.param_groups for p in g["params"]):
             raise ValueError(
                 f"none of the parameters of {kind} belong to this DDP model: build the optimizer from ddp.parameters()"
+            )
+
+
+def refuse_codes(link: Link, compress: TopK | None, optimizers: Sequence[Optimizer]) -> None:
+    """Raise if gradients cannot travel as codes here.
+
+    Raises:
+        ValueError: if the link sends tensors as they are, or momentum would be applied twice.
+    """
+    if not link.takes_codes:
+        raise ValueError(
+            "wire_dtype=torch.int8 and compress= code what gloo sends; NCCL adds up by itself. Pass "
+            "process_group=torch.distributed.new_group(backend='gloo'), which sends gradients through the host, or use "
+            "wire_dtype=torch.bfloat16"
+        )
+    if compress is None or not compress.momentum_correction:
+        return
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        if group.get("momentum") or (group.get("betas") or (0.0,))[0]:
+            raise ValueError(
+                "momentum_correction applies the momentum before gradients are selected, and the optimizer applies one "
+                "too: set the optimizer's momentum (or first beta) to 0, or leave out momentum_correction"
             )
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.link import Link
-from ddp_crossover.collectives.wire import travels_as
 from ddp_crossover.fusion import GradientSpec, arena_capacity
 from ddp_crossover.fusion_buffers.in_place import travels_in_place
 
@@ -21,26 +21,26 @@ def make_arenas(
     specs: Sequence[GradientSpec],
     named: Sequence[tuple[str, torch.nn.Parameter]],
     link: Link,
-    wire_dtype: torch.dtype | None,
+    wire: Wire,
 ) -> dict[str, Tensor]:
     """Allocate arenas that are large enough for every plan; uninitialized, so on CPU they take no memory until used.
-
-    Also lets the link create what it would otherwise create at its first legs. Every rank must call it.
 
     Args:
         specs: the gradients.
         named: names and parameters of the gradients, in the same order.
         link: the link that will carry the gradients.
-        wire_dtype: dtype that wider gradients are cast to on the wire, or None.
+        wire: what gradients are on the wire.
 
     Returns:
         A flat tensor for each arena that is needed, in its wire dtype.
     """
-    like = {spec.arena: parameter for spec, (_, parameter) in zip(specs, named, strict=True)}
-    arenas = {
-        arena: torch.empty(numel, dtype=travels_as(like[arena].dtype, wire_dtype), device=like[arena].device)
+    like = {spec.arena: (spec, parameter) for spec, (_, parameter) in zip(specs, named, strict=True)}
+    return {
+        arena: torch.empty(
+            numel,
+            dtype=wire.travels_as(like[arena][1].dtype, is_coded=like[arena][0].is_coded),
+            device=like[arena][1].device,
+        )
         for arena, numel in arena_capacity(specs, link.world_size, link.shard_align_bytes).items()
-        if not travels_in_place(like[arena].dtype, link, wire_dtype)
+        if not travels_in_place(like[arena][1].dtype, link, wire)
     }
-    link.connect(arenas.values())
-    return arenas

@@ -8,15 +8,18 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.link import Link
-from ddp_crossover.collectives.wire import travels_as
 from ddp_crossover.parameters.slots import GroupInFlight, Place
 
 
-def travels_in_place(dtype: torch.dtype, link: Link, wire_dtype: torch.dtype | None) -> bool:
-    """Whether gradients of ``dtype`` travel from DDP's buckets; else a copy of them does."""
-    return link.takes_parts and travels_as(dtype, wire_dtype) is dtype
+def travels_in_place(dtype: torch.dtype, link: Link, wire: Wire) -> bool:
+    """Whether gradients of ``dtype`` travel from DDP's buckets; else copies of them do.
+
+    With codes none does: gradients that are coded and others are in the same buckets.
+    """
+    return link.takes_parts and not wire.has_codes and wire.travels_as(dtype) is dtype
 
 
 def alias_of(bucket: Tensor) -> Tensor:

@@ -180,7 +180,7 @@ def _own_pieces(
                 if shard.numel():
                     yield group.slots[0], group.slots[0].scales, shard  # padding is zero
             continue
-        for piece in group.shard_pieces(pipeline.link.rank, pipeline.link.world_size):
+        for piece in group.shard_pieces(pipeline.link.shard, pipeline.link.world_size):
             if piece.slot in on_the_wire:
                 yield piece.slot, piece.slot.scales, piece.of(shards)
             elif piece.slot in flat:
@@ -192,7 +192,7 @@ def _reduced_shards(pipeline: Pipeline, group: GroupInFlight) -> list[Tensor]:
     if group.kept:
         return group.kept  # the buffer may hold updated parameters
     if group.is_complete:
-        return group.buffer.slices(pipeline.link.rank, pipeline.link.world_size)
+        return group.buffer.slices(pipeline.link.shard, pipeline.link.world_size)
     assert group.scatter is not None
     with pipeline.waiting(f"scatter {group.spec.index}") as host_wait:
         # Protects the norm from incomplete sums.

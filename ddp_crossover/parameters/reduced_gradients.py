@@ -52,6 +52,7 @@ class ReducedGradients:
         answer_early: answers some torch functions without gathered gradients, see :meth:`PendingGrad.arm`; or None.
         are_reduced: whether no backward can have added this rank's own gradients to those of the latest iteration, or
             put them in their place.
+        untaken: parameters of this iteration that keep the ``.grad`` that they had, because no rank has used them.
         is_lost: whether a gradient that is no longer in ``.grad`` cannot be delivered any more.
         is_retiring: whether the iteration is being ended, so that no reader has asked for what is delivered.
     """
@@ -80,6 +81,7 @@ class ReducedGradients:
         self._unwritten_is_unused = unwritten_is_unused
         self.are_reduced = False
         self.is_retiring = False
+        self.untaken: list[Slot] = []
         self._thread = 0
         for slot in slots:
             slot.deliver = functools.partial(self._deliver, slot)
@@ -109,6 +111,7 @@ class ReducedGradients:
         self._thread = threading.get_ident()
         self.are_reduced = True
         doubtful = []
+        self.untaken.clear()
         for slot in self._slots:
             grad = slot.parameter.grad
             slot.is_kept = slot.is_shared = False
@@ -117,8 +120,10 @@ class ReducedGradients:
                 or slot in skipped
                 or (some_unused and all(group.state is GroupState.UNUSED for group in slot.groups))
             ):
+                self.untaken.append(slot)
                 continue
             if self._unwritten_is_unused and _version(grad) == slot.version_before:
+                self.untaken.append(slot)
                 continue
             slot.scales = ()
             pending = slot.pending.take(grad)

@@ -185,10 +185,10 @@ class GroupInFlight:
         self.gather: Leg | None = None
         self.kept: list[Tensor] = []
 
-    def shard_pieces(self, rank: int, world_size: int) -> Iterator[ShardPiece]:
-        """What is in the shard of ``rank``, without padding and without what the buffer does not hold."""
+    def shard_pieces(self, number: int, world_size: int) -> Iterator[ShardPiece]:
+        """What is in the shard with this number, without padding and without what the buffer does not hold."""
         assert self.buffer is not None
-        bounds = self.buffer.bounds(rank, world_size)
+        bounds = self.buffer.bounds(number, world_size)
         for piece, slot, place in zip(self.spec.pieces, self.slots, self.places, strict=True):
             if place is None:
                 continue

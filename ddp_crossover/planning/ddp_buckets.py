@@ -64,5 +64,5 @@ def _timed(profile: ModelProfile, bucket: Sequence[int]) -> TimedGroup:
     )
 
 
-def _bytes(specs: Sequence[GradientSpec], indices: Sequence[int]) -> int:
+def _bytes(specs: Sequence[GradientSpec], indices: Sequence[int]) -> float:
     return sum(specs[index].numel * specs[index].itemsize_bytes for index in indices)

@@ -25,16 +25,21 @@ class TimedGroup(NamedTuple):
     """Size and times of one fusion group.
 
     Attributes:
-        buffer_bytes: size of its fusion buffer in the wire dtype, in bytes.
+        buffer_bytes: size of its fusion buffer on the wire, in bytes, in the larger one of its two legs.
         arrival_s: seconds from the start of the backward until its last gradient is staged.
         use_s: seconds from the start of the forward until the first use of one of its parameters.
         split: whether it travels as a scatter and a gather leg; else it is one all-reduce with twice the bytes.
+        scatter_part, gather_part: the part of ``buffer_bytes`` that each leg sends.
+        codec_s: seconds for which encoding and decoding delay each leg.
     """
 
-    buffer_bytes: int
+    buffer_bytes: float
     arrival_s: float
     use_s: float
     split: bool = True
+    scatter_part: float = 1.0
+    gather_part: float = 1.0
+    codec_s: float = 0.0
 
 
 class SimulatedLeg(NamedTuple):
@@ -119,11 +124,13 @@ class _Channel:
 
     def send(self, kind: LegKind, group: int) -> None:
         """Occupy the link with one leg, and note when the result of this leg can be used."""
+        timed = self._groups[group]
         copies = 2 if kind == "all_reduce" else 1
-        end_s = self.now_s + self._link.leg_s(copies * self._groups[group].buffer_bytes, self._world_size)
+        part = {"all_reduce": 2.0, "scatter": timed.scatter_part, "gather": timed.gather_part}[kind]
+        end_s = self.now_s + self._link.leg_s(part * timed.buffer_bytes, self._world_size)
         self.legs.append(SimulatedLeg(kind, group, self.now_s, end_s))
         # The second half of an all-reduce waits for the first half; meanwhile other legs use the link.
-        self.done_s[group] = end_s + copies * self._link.latency_s
+        self.done_s[group] = end_s + copies * self._link.latency_s + timed.codec_s
         self.now_s = end_s
 
 
@@ -152,23 +159,24 @@ def _split_legs(
     channel = _Channel(groups, link, world_size)
     use_rank = {index: rank for rank, index in enumerate(_by_use(groups))}
     arriving = deque(_by_arrival(groups))
-    reduced: deque[int] = deque()  # scatter leg sent, result not ready yet; in the order of done_s
+    reduced: list[tuple[float, int]] = []  # heap by done_s: scatter leg sent, result not ready yet
     ready: list[tuple[int, int]] = []  # heap by use order
     while arriving or reduced or ready:
         soon_s = channel.now_s + _MOMENT_S
-        while reduced and channel.done_s[reduced[0]] <= soon_s:
-            heapq.heappush(ready, (use_rank[reduced[0]], reduced.popleft()))
+        while reduced and reduced[0][0] <= soon_s:
+            index = heapq.heappop(reduced)[1]
+            heapq.heappush(ready, (use_rank[index], index))
         may_gather = gathers_from_s is None or (not arriving and gathers_from_s <= soon_s)
         if arriving and groups[arriving[0]].arrival_s <= soon_s:
             index = arriving.popleft()
             channel.send("scatter" if groups[index].split else "all_reduce", index)
             if groups[index].split:
-                reduced.append(index)
+                heapq.heappush(reduced, (channel.done_s[index], index))
         elif ready and may_gather:
             channel.send("gather", heapq.heappop(ready)[1])
         else:
             events_s = [groups[index].arrival_s for index in list(arriving)[:1]]
-            events_s += [channel.done_s[index] for index in list(reduced)[:1]]
+            events_s += [done_s for done_s, _ in reduced[:1]]
             if ready and not arriving and gathers_from_s is not None:
                 events_s.append(gathers_from_s)
             channel.now_s = min(events_s)

@@ -60,6 +60,8 @@ def choose_plan(
     shard_align_bytes: int = 1,
     host_per_group_s: float = HOST_PER_GROUP_S,
     candidates_mb: Sequence[float] = CANDIDATES_MB,
+    codec_s_per_element: float = 0.0,
+    plain_specs: Sequence[GradientSpec] | None = None,
 ) -> PlannedStep:
     """Search for the best group size.
 
@@ -72,12 +74,24 @@ def choose_plan(
             is a scatter and a gather leg back to back, as on our gloo link.
         host_per_group_s: seconds of the host that a group costs; of plans with equal steps, the one with fewer wins.
         candidates_mb: group sizes to try, in MiB; ``Schedule.AUTO`` tries each with all of ``TAPERS``.
+        codec_s_per_element: seconds by which codes delay each of the two legs, per element of a coded gradient.
+        plain_specs: the gradients as plain all-reduces carry them, if those are not coded and ``specs`` are.
     """
     problem = _Problem(
-        specs, arrival_order, use_rank, profile, link, world_size, fused_all_reduce, shard_align_bytes, host_per_group_s
+        specs,
+        arrival_order,
+        use_rank,
+        profile,
+        link,
+        world_size,
+        fused_all_reduce,
+        shard_align_bytes,
+        host_per_group_s,
+        codec_s_per_element,
     )
+    plain = problem if plain_specs is None else problem._replace(specs=plain_specs)
     auto = _try_sizes(problem, Schedule.AUTO, candidates_mb)
-    _, allreduce = _best(problem, _try_sizes(problem, Schedule.ALLREDUCE, candidates_mb))
+    _, allreduce = _best(plain, _try_sizes(plain, Schedule.ALLREDUCE, candidates_mb))
     _, (plan, step) = _best(problem, auto)
     return PlannedStep(
         plan=replace(plan, schedule=Schedule.AUTO, launch_order=step.launch_order),
@@ -118,6 +132,7 @@ class _Problem(NamedTuple):
     fused_all_reduce: bool
     shard_align_bytes: int = 1
     host_per_group_s: float = HOST_PER_GROUP_S
+    codec_s_per_element: float = 0.0
 
     def cost_s(self, candidate: _Candidate) -> float:
         return candidate.step.step_s + len(candidate.plan.groups) * self.host_per_group_s
@@ -149,7 +164,8 @@ def _try(problem: _Problem, schedule: Schedule, fusion_mb: float, taper: Taper |
     )
     if schedule == Schedule.ALLREDUCE and problem.fused_all_reduce:
         plan = replace(plan, groups=tuple(replace(group, split=False) for group in plan.groups))
-    return _Candidate(plan, predict_step(plan, problem.specs, problem.profile, problem.link, schedule))
+    step = predict_step(plan, problem.specs, problem.profile, problem.link, schedule, problem.codec_s_per_element)
+    return _Candidate(plan, step)
 
 
 def _best(problem: _Problem, candidates: dict[float, _Candidate]) -> tuple[float, _Candidate]:
@@ -159,18 +175,29 @@ def _best(problem: _Problem, candidates: dict[float, _Candidate]) -> tuple[float
 
 
 def predict_step(
-    plan: FusionPlan, specs: Sequence[GradientSpec], profile: ComputeProfile, link: LinkModel, schedule: Schedule
+    plan: FusionPlan,
+    specs: Sequence[GradientSpec],
+    profile: ComputeProfile,
+    link: LinkModel,
+    schedule: Schedule,
+    codec_s_per_element: float = 0.0,
 ) -> SimulatedStep:
     """Simulate one plan. ``specs`` supplies the bytes per element on the wire."""
-    groups = [_timed(group, specs, profile) for group in plan.groups]
+    groups = [_timed(group, specs, profile, codec_s_per_element) for group in plan.groups]
     return simulate(groups, profile, link, plan.world_size, schedule)
 
 
-def _timed(group: FusionGroup, specs: Sequence[GradientSpec], profile: ComputeProfile) -> TimedGroup:
+def _timed(
+    group: FusionGroup, specs: Sequence[GradientSpec], profile: ComputeProfile, codec_s_per_element: float
+) -> TimedGroup:
     parameters = [piece.parameter for piece in group.pieces]
+    wire = specs[parameters[0]]
     return TimedGroup(
-        buffer_bytes=group.numel * specs[parameters[0]].itemsize_bytes,
+        buffer_bytes=group.numel * wire.itemsize_bytes,
         arrival_s=max(profile.arrival_s[parameter] for parameter in parameters),
         use_s=min(profile.use_s[parameter] for parameter in parameters),
         split=group.split,
+        scatter_part=wire.scatter_part,
+        gather_part=wire.gather_part,
+        codec_s=group.numel * codec_s_per_element if wire.is_coded else 0.0,
     )

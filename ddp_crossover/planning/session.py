@@ -16,17 +16,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.agreement import all_gather_json, require_equal
 from ddp_crossover.collectives.leg import MAX_GROUPS
 from ddp_crossover.collectives.link import Link
-from ddp_crossover.collectives.wire import travels_as
-from ddp_crossover.fusion import MB, FusionPlan, GradientSpec, Schedule, plan_fusion
+from ddp_crossover.fusion import MB, FusionPlan, Schedule, plan_fusion
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.log import logger, say
 from ddp_crossover.options import Options
 from ddp_crossover.planning.compute_profiler import ComputeProfiler, Stopwatch
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.ddp_buckets import leaves_nothing_to_gain
+from ddp_crossover.planning.gradient_specs import ShardKind, gradient_specs
 from ddp_crossover.planning.link_probe import probe_link
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.progress import coming, given_plan, outcome
@@ -67,24 +68,13 @@ class Orders(NamedTuple):
     use_rank: list[int]
 
 
-class ShardKind(NamedTuple):
-    """How the shards of a parameter differ from those of others, which then never share a fusion group with it.
-
-    Attributes:
-        label: the same for parameters that may share a group.
-        is_whole: whether one rank has all of the parameter.
-    """
-
-    label: str
-    is_whole: bool
-
-
 class Planning:
     """Makes the plans of one model. All ranks must call each method in the same iteration.
 
     Args:
         named: names and parameters that DDP manages.
         options: the user's options.
+        wire: what they ask to send.
         link: link between the ranks.
         backend: backend of the process group, such as ``"gloo"``.
         turns: turns on the device. The lease is released while ranks exchange messages, and a trial that another job
@@ -93,6 +83,8 @@ class Planning:
         kinds: with a sharded optimizer, how the shards of each parameter differ from those of others.
 
     Attributes:
+        specs: the gradients.
+        plain_specs: the gradients if nothing is coded.
         takes_buckets_as_built: whether the plan in force is DDP as it was before attach.
     """
 
@@ -100,19 +92,15 @@ class Planning:
         self,
         named: Sequence[tuple[str, torch.nn.Parameter]],
         options: Options,
+        wire: Wire,
         link: Link,
         backend: str,
         turns: Turns,
         bucket_cap_mb: float | None,
         kinds: Sequence[ShardKind] = (),
     ) -> None:
-        wire_dtype = options.wire_dtype
-        self.specs = [_gradient_spec(name, parameter, wire_dtype) for name, parameter in named]
-        if kinds:
-            self.specs = [
-                replace(spec, arena=f"{spec.arena}, {kind.label}", is_whole=kind.is_whole)
-                for spec, kind in zip(self.specs, kinds, strict=True)
-            ]
+        self.specs = gradient_specs(named, wire, kinds)
+        self.plain_specs = gradient_specs(named, wire.plain, kinds)
         self._options = options
         self._link = link
         self._device = named[0][1].device
@@ -121,10 +109,12 @@ class Planning:
             world_size=link.world_size,
             backend=backend,
             device_type=self._device.type,
-            wire_dtype=None if wire_dtype is None else str(wire_dtype),
+            wire_dtype=None if options.wire_dtype is None else str(options.wire_dtype),
             is_sharded=options.shard_optimizer,
+            compress=None if options.compress is None else str(options.compress),
+            groups=options.groups,
         )
-        self._model_bytes = sum(spec.numel * spec.itemsize_bytes for spec in self.specs)
+        self._model_bytes = round(sum(spec.numel * spec.itemsize_bytes for spec in self.specs))
         self._stopwatch = Stopwatch(self._device)
         self._orders = Orders([], [])
         self._tuner: Tuner | None = None
@@ -430,10 +420,3 @@ class Planning:
 
     def _exchange(self, value: Any) -> list[Any]:
         return all_gather_json(value, self._link.process_group, self._device)
-
-
-def _gradient_spec(name: str, parameter: torch.nn.Parameter, wire_dtype: torch.dtype | None) -> GradientSpec:
-    dtype = travels_as(parameter.dtype, wire_dtype)
-    as_what = "" if dtype is parameter.dtype else f" as {dtype}"
-    arena = f"{parameter.dtype}{as_what} on {parameter.device.type}".replace("torch.", "")
-    return GradientSpec(name, parameter.numel(), dtype.itemsize, arena)

@@ -44,6 +44,8 @@ def describe_model(
     device_type: str,
     wire_dtype: str | None,
     is_sharded: bool = False,
+    compress: str | None = None,
+    groups: str | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """The key of a model on a world, and a human-readable description of both.
 
@@ -54,15 +56,23 @@ def describe_model(
         device_type: device type of the parameters, such as ``"cuda"``.
         wire_dtype: dtype of gradients on the wire, such as ``"torch.bfloat16"``, or None for the parameters' own.
         is_sharded: whether the optimizer is sharded.
+        compress: the sparse wire, in words.
+        groups: the groups in which ranks exchange slices.
 
     Returns:
         The key, a SHA-256 in hex over the arguments (names, shapes and dtypes of parameters), which is equal on all
         ranks and in every run; and the description, ready for JSON.
     """
     parameters = list(named)
-    world = {"world_size": world_size, "backend": backend, "device_type": device_type, "wire_dtype": wire_dtype}
+    world: dict[str, Any] = {
+        "world_size": world_size,
+        "backend": backend,
+        "device_type": device_type,
+        "wire_dtype": wire_dtype,
+    }
     if is_sharded:
         world["shard_optimizer"] = True
+    world |= {name: value for name, value in (("compress", compress), ("groups", groups)) if value is not None}
     identity = {**world, "parameters": [[name, list(p.shape), str(p.dtype)] for name, p in parameters]}
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     numel = sum(p.numel() for _, p in parameters)

@@ -18,7 +18,7 @@ from ddp_crossover.optim.lars import LARS
 from ddp_crossover.optim.layer_sums import LayerSumOptimizer
 from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters, reads_attributes
 from ddp_crossover.optim.separability import why_not_separable
-from ddp_crossover.planning.session import ShardKind
+from ddp_crossover.planning.gradient_specs import ShardKind
 from ddp_crossover.sharding.by_element import why_not_by_element, why_not_shared
 from ddp_crossover.sharding.ownership import Ownership, in_equal_parts, owners_by_cost, whole
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ddp_crossover.collectives.gloo_messages import MessageKind, message_tag, small_exchange_tag
 from ddp_crossover.collectives.leg import MAX_GROUPS
 
-ITERATIONS = 2**14  # after so many iterations tags are used again, long after the legs have ended
+ITERATIONS = 2**13  # after so many iterations tags are used again, long after the legs have ended
 LEGS = st.tuples(st.sampled_from(MessageKind), st.integers(0, ITERATIONS - 1), st.integers(0, MAX_GROUPS - 1))
 
 

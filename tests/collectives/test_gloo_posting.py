@@ -15,21 +15,24 @@ from typing import Any, NamedTuple
 import pytest
 
 from ddp_crossover.collectives import gloo_posting
+from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.gloo_gather import GlooGatherLeg
 from ddp_crossover.collectives.gloo_posting import PostQueue
 from ddp_crossover.collectives.gloo_scatter import GlooScatterLeg
+from ddp_crossover.collectives.nodes import Nodes
 from ddp_crossover.collectives.pace import Pace
+from ddp_crossover.collectives.rank_order_sum import ScratchPool
 from ddp_crossover.collectives.socket_backlog import SocketBacklog
 from tcp import drain, fill, tcp_pair
 
 SOON_S = 10.0
 # Longer than the queue naps, so that a leg which is not there by then is held back.
 NOT_YET_S = 0.2
-CONTEXT: Any = SimpleNamespace(open_legs=set())
+CONTEXT: Any = SimpleNamespace(open_legs=set(), nodes=Nodes.flat(0, 2), scratch=ScratchPool(), sums_in_fp32=False)
 
 
 def scatter(done: bool = True) -> GlooScatterLeg:
-    leg = GlooScatterLeg(CONTEXT, 0, 0, None)  # type: ignore[arg-type]
+    leg = GlooScatterLeg(CONTEXT, 0, 0, FusionBuffer(()))
     if done:
         leg.finish()
     return leg

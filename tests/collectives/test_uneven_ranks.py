@@ -59,7 +59,8 @@ def _arrived_early() -> list[bool]:
         if woken and run.state.plan is not None:
             woken = False
             leg = link.early_receives.legs.get(group)
-            seen.append(leg is not None and bool(leg.incoming) and not any(t.isnan().any() for t in leg.incoming))
+            incoming = [] if leg is None else leg.route.scatter[0].incoming  # type: ignore[attr-defined]
+            seen.append(bool(incoming) and not any(memory.isnan().any() for memory in incoming))
         return start(link, group, buffer)
 
     with mock.patch.object(ScratchPool, "allocate", allocate_nan), mock.patch.object(GlooLink, "reduce_scatter", look):

@@ -35,6 +35,9 @@ def steps(draw: st.DrawFn) -> tuple[list[TimedGroup], ComputeProfile, LinkModel,
         arrival_s=part.map(lambda x: x * backward_s),
         use_s=part.map(lambda x: x * forward_s * 1.1),  # some after the forward's end: not used in it
         split=st.booleans(),
+        scatter_part=part,
+        gather_part=part,
+        codec_s=st.floats(0.0, 0.1),
     )
     groups = draw(st.lists(group, max_size=12))
     alpha_s = st.one_of(st.just(0.0), st.floats(0.0, 0.1))
@@ -106,7 +109,7 @@ def test_auto_never_leaves_the_link_idle_while_a_leg_could_go(problem) -> None:
     ready_s = {}
     for leg in legs:
         if leg.kind == "scatter":
-            ready_s[leg.group] = leg.end_s + link.latency_s
+            ready_s[leg.group] = leg.end_s + link.latency_s + groups[leg.group].codec_s
     free_s = 0.0
     for leg in legs:
         could_s = ready_s[leg.group] if leg.kind == "gather" else groups[leg.group].arrival_s

@@ -1,0 +1,1 @@
+"""What gradients are on the wire: codes of flat slices. Pure: knows no ranks, messages or optimizers."""

@@ -1,0 +1,40 @@
+"""Elements rounded to a narrower floating-point type."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ddp_crossover.codecs.codec import CHUNK_NUMEL, Codec, add_residual, all_finite
+
+
+class Cast(Codec):
+    """Sends each element as ``dtype``.
+
+    Args:
+        dtype: ``torch.bfloat16`` or ``torch.float16``.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def payload_bytes(self, numel: int) -> int:
+        return numel * self._dtype.itemsize
+
+    def encode(self, values: Tensor, residual: Tensor | None, left_out: Tensor, payload: Tensor) -> None:
+        code = payload.view(self._dtype)
+        for low in range(0, values.numel(), CHUNK_NUMEL):
+            part = slice(low, low + CHUNK_NUMEL)
+            rest = left_out[part]
+            add_residual(values[part], None if residual is None else residual[part], rest)
+            code[part] = rest
+            rest.sub_(code[part])
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        out.copy_(payload.view(self._dtype))
+
+    def add(self, payload: Tensor, total: Tensor) -> None:
+        total.add_(payload.view(self._dtype))
+
+    def is_finite(self, payload: Tensor, numel: int) -> bool:
+        return all_finite(payload.view(self._dtype))

@@ -1,0 +1,70 @@
+"""The interface of a codec: writes a slice of a fusion buffer into fewer bytes, and reads it again."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+# 256 KiB of fp32: what a codec computes in between stays in a core's cache.
+CHUNK_NUMEL = 2**16
+
+
+class Codec(ABC):
+    """Writes flat fp32 slices as payloads, flat uint8 tensors whose size depends on the slice's size only.
+
+    What a payload decodes to, plus what :meth:`encode` has left out, is exactly what was encoded, in fp32. Values that
+    are not finite decode to some that are not, so that loss scalers see them.
+
+    Attributes:
+        align_numel: slices are multiples of this many elements, and gradients in them begin at such multiples.
+        is_sparse: whether most elements are left out, so that sums of several payloads have more bytes than one.
+    """
+
+    align_numel: int = 1
+    is_sparse: bool = False
+
+    @abstractmethod
+    def payload_bytes(self, numel: int) -> int:
+        """Bytes of the payload of a slice of ``numel`` elements."""
+
+    @abstractmethod
+    def encode(self, values: Tensor, residual: Tensor | None, left_out: Tensor, payload: Tensor) -> None:
+        """Write ``values + residual`` into ``payload``.
+
+        Args:
+            values: the slice.
+            residual: what earlier payloads have left out; None: nothing.
+            left_out: gets what this payload leaves out; other memory than ``residual``, perhaps that of ``values``.
+            payload: gets the code.
+        """
+
+    @abstractmethod
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        """Write what ``payload`` stands for into ``out``."""
+
+    @abstractmethod
+    def add(self, payload: Tensor, total: Tensor) -> None:
+        """Add what ``payload`` stands for to ``total``, rounded once."""
+
+    def clear(self, payload: Tensor, state: Tensor) -> None:
+        """Set the elements of ``state`` to zero that ``payload`` holds; sparse codes only."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def is_finite(self, payload: Tensor, numel: int) -> bool:
+        """Whether all of the ``numel`` elements decode to finite values."""
+
+
+def add_residual(values: Tensor, residual: Tensor | None, out: Tensor) -> None:
+    """Set ``out`` to ``values + residual``."""
+    if residual is not None:
+        torch.add(values, residual, out=out)
+    elif out.data_ptr() != values.data_ptr():
+        out.copy_(values)
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether all values are finite. Reads them once, unless their sum overflows."""
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())

@@ -1,0 +1,151 @@
+"""The rounds of legs whose slices travel as codes, see [Note: error feedback]."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddp_crossover.codecs.codec import Codec
+from ddp_crossover.codecs.coding import Coding
+from ddp_crossover.collectives.gloo_messages import Slice
+from ddp_crossover.collectives.leg import slice_bounds
+from ddp_crossover.collectives.nodes import Members
+from ddp_crossover.collectives.rank_order_sum import ScratchPool
+from ddp_crossover.collectives.rounds import CopyRound, Memory, Round
+
+
+class _Range(NamedTuple):
+    """A slice of the fusion buffer, and where it begins and ends."""
+
+    values: Tensor
+    low: int
+    high: int
+
+
+class _CodedRound(Round):
+    """What rounds with codes have in common.
+
+    Args:
+        memory: where the slices are: one part, of which all ranks have equal slices.
+        members: the ranks.
+        scratch: memory for payloads.
+    """
+
+    def __init__(self, memory: Memory, members: Members, scratch: ScratchPool) -> None:
+        assert memory.buffer.coding is not None
+        self._coding: Coding = memory.buffer.coding
+        self._memory = memory
+        self._members = members
+        self._scratch = scratch
+        self._payloads: list[Tensor] = []
+
+    def release(self) -> None:
+        self._scratch.free(self._payloads)
+        self._payloads = []
+
+    def _range(self, number: int, count: int) -> _Range:
+        [part] = self._memory.buffer.parts
+        low, high = slice_bounds(part.numel(), count, number)
+        return _Range(part[low:high], low, high)
+
+    def _payload(self, codec: Codec, numel: int) -> Tensor:
+        payload = self._scratch.allocate(codec.payload_bytes(numel), torch.uint8)
+        self._payloads.append(payload)
+        return payload
+
+    def _encoded(self, gradients: _Range) -> Tensor:
+        payload = self._payload(self._coding.scatter, len(gradients.values))
+        self._coding.encode(*gradients, payload)
+        return payload
+
+    def _add_up(self, terms: list[Tensor], own_term: Tensor | None, total: Tensor) -> None:
+        """Set ``total`` to the sum of what all payloads stand for, in their order; one of them may be no code."""
+        codec = self._coding.scatter
+        for i, term in enumerate(terms):
+            if term is own_term:
+                total.add_(term) if i else total.copy_(term)
+            elif i:
+                codec.add(term, total)
+            else:
+                codec.decode(term, total)
+
+
+class CodedSumRound(_CodedRound):
+    """Each member gets its slice of the sum of what the members' codes stand for, and makes the code of that."""
+
+    def receives(self) -> list[Slice]:
+        numel = len(self._own().values)
+        self._incoming = [self._payload(self._coding.scatter, numel) for _ in self._members.peers]
+        return [Slice(peer, payload) for (peer, _), payload in zip(self._members.peers, self._incoming, strict=True)]
+
+    def sends(self) -> list[Slice]:
+        return [
+            Slice(peer, self._encoded(self._range(number, self._members.cuts))) for peer, number in self._members.peers
+        ]
+
+    def finish(self) -> None:
+        coding, own = self._coding, self._own()
+        own_term = self._encoded(own) if coding.own_is_coded else coding.own_term(*own)
+        terms = list(self._incoming)
+        terms.insert(self._members.own, own_term)
+        self._add_up(terms, None if coding.own_is_coded else own_term, own.values)
+        payload = None if coding.gather is None else self._payload(coding.gather, len(own.values))
+        coding.encode_sum(*own, payload)
+
+    def _own(self) -> _Range:
+        return self._range(self._members.own_slice, self._members.cuts)
+
+
+class SparseSumRound(_CodedRound):
+    """All members get the sum of what their codes stand for, of all of their slices."""
+
+    def receives(self) -> list[Slice]:
+        numel = len(self._slices_of_all().values)
+        self._incoming = [self._payload(self._coding.scatter, numel) for _ in self._members.peers]
+        return [Slice(peer, payload) for (peer, _), payload in zip(self._members.peers, self._incoming, strict=True)]
+
+    def sends(self) -> list[Slice]:
+        self._own = self._encoded(self._slices_of_all())
+        return [Slice(peer, self._own) for peer, _ in self._members.peers]
+
+    def finish(self) -> None:
+        terms = list(self._incoming)
+        terms.insert(self._members.own, self._own)
+        total = self._slices_of_all().values
+        self._add_up(terms, None, total)
+        self._coding.note(total)
+
+    def _slices_of_all(self) -> _Range:
+        several = len(self._members.ranks)
+        return self._range(self._members.first // several, self._members.cuts // several)
+
+
+class CodedCopyRound(_CodedRound):
+    """Each member gets the sums of all others."""
+
+    def receives(self) -> list[Slice]:
+        assert self._coding.gather is not None
+        self._incoming = [
+            (self._range(number, self._members.cuts).values, peer) for peer, number in self._members.peers
+        ]
+        return [Slice(peer, self._payload(self._coding.gather, len(values))) for values, peer in self._incoming]
+
+    def sends(self) -> list[Slice]:
+        assert self._coding.payload is not None
+        return [Slice(peer, self._coding.payload) for peer, _ in self._members.peers]
+
+    def finish(self) -> None:
+        for payload, (values, _) in zip(self._payloads, self._incoming, strict=True):
+            self._coding.decode_sum(payload, values)
+
+
+class WatchedCopyRound(CopyRound):
+    """Each member gets the slices of all others, which are sums of codes, as they are."""
+
+    def finish(self) -> None:
+        coding = self._memory.buffer.coding
+        assert coding is not None
+        for _, values in self.receives():
+            coding.note(values)

@@ -1,0 +1,173 @@
+"""Memory for what codes have left out, in the layout of the arenas, see [Note: error feedback]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddp_crossover.codecs.coding import Change, Coding
+from ddp_crossover.codecs.top_k import TopKCodec
+from ddp_crossover.codecs.wire import Wire
+from ddp_crossover.fusion import FusionGroup, FusionPlan, GradientSpec, arena_capacity
+
+# A loss scale that has changed by more than this factor is another one: residuals are dropped.
+_MOST_RESCALED = 16.0
+
+
+class _Pair:
+    """A state of all gradients of one arena before and after a step."""
+
+    def __init__(self, numel: int) -> None:
+        self.before, self.after = torch.zeros(numel), torch.zeros(numel)
+
+    def swap(self) -> None:
+        self.before, self.after = self.after, self.before
+
+    def of(self, group: FusionGroup) -> Change:
+        return Change(self.before, self.after).of(group.offset, group.offset + group.numel)
+
+
+class Range(NamedTuple):
+    """Elements ``[low, high)`` of an arena."""
+
+    arena: str
+    low: int
+    high: int
+
+
+class Feedback:
+    """The residuals of one rank, and with momentum correction its velocities. They stay when plans change.
+
+    Args:
+        wire: what gradients are on the wire.
+        specs: all gradients.
+        world_size: number of ranks.
+
+    Attributes:
+        steps: training steps whose gradients were coded.
+        scale: loss scale of the gradients of which these are residuals.
+    """
+
+    def __init__(self, wire: Wire, specs: Sequence[GradientSpec], world_size: int) -> None:
+        assert wire.scatter is not None
+        self.steps = 0
+        self.scale = 1.0
+        self._wire = wire
+        self._scatter = wire.scatter
+        sizes = arena_capacity([spec for spec in specs if spec.is_coded], world_size)
+        self._residuals = {arena: _Pair(numel) for arena, numel in sizes.items()} if wire.has_feedback else {}
+        self._momentum = 0.0 if wire.top_k is None else float(wire.top_k.momentum_correction)
+        self._velocities = {arena: _Pair(numel) for arena, numel in sizes.items()} if self._momentum else {}
+        self._specs = specs
+        self._plan: FusionPlan | None = None
+        self._loaded: Mapping[str, Any] | None = None
+        self._codings: list[tuple[FusionGroup, Coding]] = []
+
+    def use(self, plan: FusionPlan) -> None:
+        """Move all to the places that gradients have in this plan."""
+        if self._plan is not None and self._plan.is_coded and plan.is_coded:
+            for arena, pair in self._all():
+                pair.after.zero_()
+                for index, spec in enumerate(plan.gradients):
+                    if spec.arena == arena:
+                        here, there = self._plan.offsets[index], plan.offsets[index]
+                        pair.after[there : there + spec.numel] = pair.before[here : here + spec.numel]
+                pair.swap()
+        self._codings.clear()
+        if plan.is_coded:
+            self._plan = plan
+            self._place_loaded()
+
+    def coding(self, group: FusionGroup) -> Coding:
+        """The coding of a group's fusion buffer in all steps under the plan in use."""
+        coding = Coding(self._scatter, self._wire.gather, self._momentum)
+        self._codings.append((group, coding))
+        return coding
+
+    def begin_step(self, scale: float) -> None:
+        """Begin a step whose loss is multiplied by ``scale``."""
+        if scale != self.scale:
+            ratio = scale / self.scale
+            for _, pair in self._all():
+                pair.before.mul_(ratio if 1 / _MOST_RESCALED <= ratio <= _MOST_RESCALED else 0.0)
+            self.scale = scale
+        if self._wire.top_k is not None and isinstance(self._scatter, TopKCodec):
+            density = self._wire.top_k.density_at(self.steps)
+            if density != self._scatter.density:
+                self._scatter = self._scatter.with_density(density)
+        for group, coding in self._codings:
+            residual, velocity = self._residuals.get(group.arena), self._velocities.get(group.arena)
+            coding.begin_step(
+                self._scatter,
+                None if residual is None else residual.of(group),
+                None if velocity is None else velocity.of(group),
+            )
+
+    def end_step(self, unused: Iterable[Range], *, is_finite: bool) -> None:
+        """Take over what the step has left out.
+
+        Args:
+            unused: where no rank has used the parameters, so that nothing was sent, or nobody takes what was sent.
+            is_finite: whether all sums are finite; else nothing changes.
+        """
+        if not is_finite:
+            return
+        self.steps += 1
+        for arena, low, high in unused:
+            for pairs in self._kinds().values():
+                if arena in pairs:
+                    pairs[arena].after[low:high] = pairs[arena].before[low:high]
+        for _, pair in self._all():
+            pair.swap()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of everything, by name of the parameter, flat, in memory order."""
+        state: dict[str, Any] = {"steps": self.steps, "scale": self.scale}
+        return state | {kind: self._copies(pairs) for kind, pairs in self._kinds().items()}
+
+    def _copies(self, pairs: Mapping[str, _Pair]) -> dict[str, Tensor]:
+        if self._plan is None:
+            return {}
+        return {
+            spec.name: pairs[spec.arena].before[low : low + spec.numel].clone()
+            for spec, low in zip(self._plan.gradients, self._plan.offsets, strict=True)
+            if spec.arena in pairs
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`; takes effect with the first plan.
+
+        Raises:
+            ValueError: if it is the state of another model.
+        """
+        numels = {spec.name: spec.numel for spec in self._specs}
+        for kind in self._kinds():
+            for name, values in state[kind].items():
+                if numels.get(name) != values.numel():
+                    raise ValueError(
+                        f"this state was saved for another model: it has {values.numel()} elements of {name!r}, and "
+                        f"the model {numels.get(name, 'no such parameter')}"
+                    )
+        self.steps, self.scale = int(state["steps"]), float(state["scale"])
+        self._loaded = state
+        self._place_loaded()
+
+    def _place_loaded(self) -> None:
+        if self._plan is None or self._loaded is None:
+            return
+        for kind, pairs in self._kinds().items():
+            for spec, low in zip(self._plan.gradients, self._plan.offsets, strict=True):
+                if spec.arena in pairs:
+                    values = self._loaded[kind].get(spec.name)
+                    pairs[spec.arena].before[low : low + spec.numel] = 0.0 if values is None else values
+        self._loaded = None
+
+    def _kinds(self) -> dict[str, dict[str, _Pair]]:
+        return {"residual": self._residuals, "velocity": self._velocities}
+
+    def _all(self) -> Iterable[tuple[str, _Pair]]:
+        yield from self._residuals.items()
+        yield from self._velocities.items()
