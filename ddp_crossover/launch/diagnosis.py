@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
+from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.fusion import Schedule
 from ddp_crossover.planning.ddp_buckets import all_communication_s, simulate_ddp
 from ddp_crossover.planning.model_profile import ModelProfile
@@ -30,6 +33,7 @@ class Prediction:
         compute_s: of a step that never waits for communication.
         communication_s: of all gradients alone on the link.
         fusion_mb: size of the fusion groups that are predicted to be the fastest.
+        int8_s: with ``wire_dtype=torch.int8``, predicted; None where that is not to be had.
     """
 
     plain_s: float
@@ -39,6 +43,7 @@ class Prediction:
     compute_s: float
     communication_s: float
     fusion_mb: float
+    int8_s: float | None = None
 
     @property
     def gain(self) -> float:
@@ -51,15 +56,20 @@ class Prediction:
 
 
 def predict(
-    profile: ModelProfile, bucket_cap_mb: float, plain_s: float | None = None, ours_s: float | None = None
+    profile: ModelProfile,
+    bucket_cap_mb: float,
+    plain_s: float | None = None,
+    ours_s: float | None = None,
+    int8_s_per_element: float | None = None,
 ) -> Prediction:
-    """Predict both step times.
+    """Predict step times.
 
     Args:
         profile: the model, with a link.
         bucket_cap_mb: DDP's bucket size.
         plain_s: measured step time of plain DDP, or None.
         ours_s: measured step time under the plan that the simulator has chosen, or None.
+        int8_s_per_element: seconds by which 8-bit codes delay a leg, per element; None: they cannot be had.
     """
     assert profile.link is not None
     world_size = profile.world_size
@@ -76,6 +86,33 @@ def predict(
         compute_s=profile.compute.compute_s,
         communication_s=communication_s,
         fusion_mb=fusion_mb,
+        int8_s=None if int8_s_per_element is None else _with_int8_s(profile, int8_s_per_element),
+    )
+
+
+def _with_int8_s(profile: ModelProfile, codec_s_per_element: float) -> float:
+    """The step time if all wider gradients travel as 8-bit codes. One-dimensional ones do not, but are few."""
+    assert profile.link is not None
+    coded_bytes = Wire.of(torch.int8).leg_bytes().scatter
+    specs = [replace(s, itemsize_bytes=min(coded_bytes, s.itemsize_bytes), is_coded=True) for s in profile.specs]
+    _, step = best_of_sizes(
+        specs,
+        profile.compute,
+        profile.link,
+        profile.world_size,
+        Schedule.AUTO,
+        codec_s_per_element=codec_s_per_element,
+    )
+    return step.step_s
+
+
+def about_int8(prediction: Prediction) -> str | None:
+    """One sentence about 8-bit codes, if they cannot be had without losing exactness and would be worth it."""
+    if prediction.int8_s is None or prediction.ours_s / prediction.int8_s - 1 < _NOTICEABLE:
+        return None
+    return (
+        f"With wire_dtype=torch.int8, which is no longer exact: {prediction.int8_s * 1e3:.3g} ms a step predicted "
+        f"({prediction.plain_s / prediction.int8_s:.2f} times)."
     )
 
 

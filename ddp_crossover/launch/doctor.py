@@ -25,10 +25,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.agreement import all_gather_json
 from ddp_crossover.collectives.make_link import make_link
 from ddp_crossover.fusion import GradientSpec
-from ddp_crossover.launch.diagnosis import predict, verdict
+from ddp_crossover.launch.diagnosis import about_int8, predict, verdict
 from ddp_crossover.launch.errand import Errand, environment_with
 from ddp_crossover.launch.examination import FEWEST_STEPS
 from ddp_crossover.launch.meeting import Meeting
@@ -36,6 +37,7 @@ from ddp_crossover.launch.pairs import Pair, measure_pairs
 from ddp_crossover.launch.run import add_script_arguments, script_of
 from ddp_crossover.launch.script_run import progress, run_script
 from ddp_crossover.launch.steps_made import STEPS_MADE, StepsMade
+from ddp_crossover.planning.codec_probe import probe_codecs
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.ddp_buckets import DEFAULT_BUCKET_MB
 from ddp_crossover.planning.link_probe import probe_link
@@ -141,7 +143,8 @@ def _report_on(
     steps = max(model["finished_steps"] for model in models)
     overlaps = sum(model["overlapped_steps"] for model in models) > _MOSTLY * steps * len(models)
     ours_s = attached["step_s"] if overlaps else None
-    prediction = predict(profile, plain["bucket_cap_mb"], plain["step_s"], ours_s)
+    int8_s_per_element = None if torch.cuda.is_available() else probe_codecs(Wire.of(torch.int8))
+    prediction = predict(profile, plain["bucket_cap_mb"], plain["step_s"], ours_s, int8_s_per_element)
     obstacles = {what: times for model in models for what, times in model["obstacles"].items()}
     advice = {what: advice for model in models for what, advice in model["advice"].items()}
     script = " ".join([*(["-m"] if args.is_module else []), *args.script[:1]])
@@ -152,6 +155,7 @@ def _report_on(
         "obstacles": obstacles,
         "advice": advice,
         "steps": iterations,
+        "int8": about_int8(prediction),
         "verdict": verdict(prediction, obstacles, advice, iterations, command),
     }
 
@@ -160,9 +164,11 @@ def _known_models(link: LinkModel, world_size: int) -> dict[str, Any]:
     if world_size == 1:
         return {"verdict": "Not worth it: with one rank nothing is sent."}
     rows = []
+    int8_s_per_element = None if torch.cuda.is_available() else probe_codecs(Wire.of(torch.int8))
     for name, millions in _KNOWN_MODELS.items():
         for compute_s in _KNOWN_COMPUTE_S:
-            prediction = predict(_uniform(millions * 1e6, compute_s, link, world_size), DEFAULT_BUCKET_MB)
+            profile = _uniform(millions * 1e6, compute_s, link, world_size)
+            prediction = predict(profile, DEFAULT_BUCKET_MB, int8_s_per_element=int8_s_per_element)
             rows.append({"model": name, "parameters_m": millions, **prediction.as_dict()})
     best = max(rows, key=lambda row: row["gain"])
     text = (
@@ -198,9 +204,10 @@ def _in_words(report: dict[str, Any], pairs: list[Pair]) -> str:
         lines.append(
             f"  {row['model']} ({row['parameters_m']:g} M parameters), {row['compute_s'] * 1e3:.0f} ms of compute: "
             f"{row['ours_s'] * 1e3:.0f} ms a step instead of {row['plain_s'] * 1e3:.0f} ({1 + row['gain']:.2f} times)"
+            + ("" if row["int8_s"] is None else f", {row['int8_s'] * 1e3:.0f} with wire_dtype=torch.int8")
         )
     for what, times in sorted(report.get("obstacles", {}).items(), key=lambda one: -one[1]):
         advice = report["advice"].get(what)
         way_out = f". {advice}" if advice else ""
         lines.append(f"Costs overlap, in {times} of {report['steps']} steps: {what}{way_out}")
-    return "\n".join([*lines, report["verdict"]])
+    return "\n".join([*lines, report["verdict"], *filter(None, [report.get("int8")])])

@@ -14,12 +14,14 @@ import argparse
 import os
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ddp_crossover.fusion import Schedule
 from ddp_crossover.launch.errand import Errand, environment_with, python_command
 from ddp_crossover.options import WIRE_DTYPES, Norms, Options, switched_off
+from ddp_crossover.top_k import TopK
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +40,8 @@ def add_attach_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[name.removeprefix("torch.") for name in WIRE_DTYPES],
         help="send gradients in this dtype; no longer exact",
     )
+    parser.add_argument("--top-k", type=float, metavar="DENSITY", help="send this part of the gradients; not exact")
+    parser.add_argument("--groups", choices=["node"], help="exchange gradients inside of nodes first, then across")
     parser.add_argument("--norms", choices=[str(one) for one in Norms], help="sharded: clipping keeps the overlap")
     parser.add_argument("--no-tune", dest="tune", action="store_const", const=False, help="try no plans on real steps")
     parser.add_argument("--tuned-file", metavar="FILE", help="keep what the tuner finds there, for the next run")
@@ -56,11 +60,13 @@ def attach_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: for options that contradict each other.
     """
-    names = ("schedule", "fusion_mb", "wire_dtype", "norms", "tune", "tuned_file", "strict")
+    names = ("schedule", "fusion_mb", "wire_dtype", "groups", "norms", "tune", "tuned_file", "strict")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if args.top_k is not None:
+        options["compress"] = asdict(TopK(args.top_k))
     if "tuned_file" in options:
         options["tuned_file"] = str(Path(options["tuned_file"]).absolute())  # scripts change their folder
-    Options(**{name: value for name, value in options.items() if name != "wire_dtype"})
+    Options(**{name: value for name, value in options.items() if name not in ("wire_dtype", "compress")})
     return options
 
 

@@ -20,6 +20,7 @@ from ddp_crossover.launch.recording import Recording
 from ddp_crossover.launch.watch import BeforeForward
 from ddp_crossover.log import say
 from ddp_crossover.options import switched_off
+from ddp_crossover.top_k import TopK
 
 
 def start(errand: Errand) -> BeforeForward:
@@ -68,8 +69,13 @@ def _examine(errand: Errand, rank: int, auto: Auto, *, attaches: bool) -> Before
 
 
 def _arguments(options: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of ``attach`` for options from JSON: dtypes have names there."""
-    return options | ({"wire_dtype": getattr(torch, options["wire_dtype"])} if "wire_dtype" in options else {})
+    """Keyword arguments of ``attach`` for options from JSON: dtypes have names there, and objects fields."""
+    made: dict[str, Any] = {}
+    if "wire_dtype" in options:
+        made["wire_dtype"] = getattr(torch, options["wire_dtype"])
+    if "compress" in options:
+        made["compress"] = TopK(**options["compress"])
+    return options | made
 
 
 def _figures(auto: Auto) -> list[dict[str, Any]]:

@@ -32,6 +32,8 @@ def coming(options: Options, given: str | None) -> str:
     if not options.tune:
         return "the plan that should be the fastest"
     others = "" if options.shard_optimizer else ", plain all-reduces and DDP as it was"
+    if options.has_codes:
+        others = ", gradients as they are and plain all-reduces"
     return f"group sizes{others} are tried"
 
 

@@ -111,13 +111,23 @@ def best_of_sizes(
     *,
     fused_all_reduce: bool = True,
     candidates_mb: Sequence[float] = CANDIDATES_MB,
+    codec_s_per_element: float = 0.0,
 ) -> tuple[float, SimulatedStep]:
     """The best group size of a schedule in MiB and its predicted step; the profile's times give the two orders."""
     parameters = range(len(specs))
     arrival_order = sorted(parameters, key=lambda index: profile.arrival_s[index])
     by_use = sorted(parameters, key=lambda index: profile.use_s[index])
     use_rank = [by_use.index(index) for index in parameters]
-    problem = _Problem(specs, arrival_order, use_rank, profile, link, world_size, fused_all_reduce)
+    problem = _Problem(
+        specs,
+        arrival_order,
+        use_rank,
+        profile,
+        link,
+        world_size,
+        fused_all_reduce,
+        codec_s_per_element=codec_s_per_element,
+    )
     fusion_mb, candidate = _best(problem, _try_sizes(problem, schedule, candidates_mb))
     return fusion_mb, candidate.step
 

@@ -24,6 +24,7 @@ from ddp_crossover.fusion import MB, FusionPlan, Schedule, plan_fusion
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.log import logger, say
 from ddp_crossover.options import Options
+from ddp_crossover.planning.codec_probe import probe_codecs
 from ddp_crossover.planning.compute_profiler import ComputeProfiler, Stopwatch
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.ddp_buckets import leaves_nothing_to_gain
@@ -102,6 +103,9 @@ class Planning:
         self.specs = gradient_specs(named, wire, kinds)
         self.plain_specs = gradient_specs(named, wire.plain, kinds)
         self._options = options
+        self._wire = wire
+        self._has_codes = any(spec.is_coded for spec in self.specs)
+        self._codec_s_per_element = 0.0
         self._link = link
         self._device = named[0][1].device
         self._tuned_key = describe_model(
@@ -115,6 +119,7 @@ class Planning:
             groups=options.groups,
         )
         self._model_bytes = round(sum(spec.numel * spec.itemsize_bytes for spec in self.specs))
+        self._plain_bytes = round(sum(spec.numel * spec.itemsize_bytes for spec in self.plain_specs))
         self._stopwatch = Stopwatch(self._device)
         self._orders = Orders([], [])
         self._tuner: Tuner | None = None
@@ -228,7 +233,10 @@ class Planning:
         if self._options.schedule is not Schedule.AUTO:
             return
         measured = probe_link(self._link, self._model_bytes, self._device)
-        self.link_model = LinkModel.from_json(self._exchange(measured.to_json())[0])
+        mine = {"link": measured.to_json(), "codec": probe_codecs(self._wire) if self._has_codes else 0.0}
+        of_rank_0 = self._exchange(mine)[0]
+        self.link_model = LinkModel.from_json(of_rank_0["link"])
+        self._codec_s_per_element = of_rank_0["codec"]
         self._link.set_pace(self.link_model.s_per_byte)
 
     def _leave_profiling(self) -> FusionPlan | None:
@@ -252,15 +260,16 @@ class Planning:
         if self._known is not None:
             self._say_what_was_decided()
             return self._plan_of(self._known)
-        if not self._options.tune or start.as_built:
+        if not self._options.tune or start.as_built:  # without trials codes are used, as asked for
             if start.as_built:
                 self._say_what_was_decided()
             return self._plan_of(start)
         self._tuner = Tuner(
             start,
-            model_bytes=self._model_bytes,
+            model_bytes=self._plain_bytes,
             tries_as_built=self._bucket_cap_mb is not None,
             tries_plain=not self._options.shard_optimizer,
+            as_they_are=self._best_as_they_are() if self._has_codes else None,
             low_mb=max(0.25, self._lowest_mb()),
         )
         self.stage = Stage.TUNING
@@ -276,8 +285,15 @@ class Planning:
         fusion_mb = self.planned.plan.fusion_mb
         if self._bucket_cap_mb is not None and leaves_nothing_to_gain(profile, self._bucket_cap_mb):
             return Candidate(fusion_mb, Schedule.ALLREDUCE, as_built=True)
+        if self._has_codes:
+            return Candidate(fusion_mb, is_coded=True)
         prefers_allreduce = self.planned.prefers_allreduce and not self._options.shard_optimizer
         return Candidate(fusion_mb, Schedule.ALLREDUCE if prefers_allreduce else Schedule.AUTO)
+
+    def _best_as_they_are(self) -> Candidate:
+        """The best candidate without codes according to the cost model."""
+        assert self.compute is not None
+        return Candidate(self._search(self.compute, None, is_coded=False).plan.fusion_mb)
 
     def _begin_trial(self) -> None:
         self._step_marks, self._waits_s = [], []
@@ -366,12 +382,17 @@ class Planning:
         self.takes_buckets_as_built = as_built
         if candidate.schedule is Schedule.ALLREDUCE:
             return self._checked(self._cut(candidate.fusion_mb, Schedule.ALLREDUCE))
-        return self._checked(self._search(self.compute, [candidate.fusion_mb]).plan)
+        plan = self._search(
+            self.compute, [candidate.fusion_mb], is_coded=candidate.is_coded or not self._has_codes
+        ).plan
+        return self._checked(plan)
 
-    def _search(self, compute: ComputeProfile, sizes_mb: Sequence[float] | None) -> PlannedStep:
+    def _search(
+        self, compute: ComputeProfile, sizes_mb: Sequence[float] | None, *, is_coded: bool = True
+    ) -> PlannedStep:
         assert self.link_model is not None
         return choose_plan(
-            self.specs,
+            self.specs if is_coded else self.plain_specs,
             self._orders.arrival,
             self._orders.use_rank,
             compute,
@@ -381,12 +402,14 @@ class Planning:
             shard_align_bytes=self._link.shard_align_bytes,
             host_per_group_s=self._host_per_group_s,
             candidates_mb=CANDIDATES_MB if sizes_mb is None else sizes_mb,
+            codec_s_per_element=self._codec_s_per_element,
+            plain_specs=self.plain_specs,
         )
 
     def _cut(self, fusion_mb: float, schedule: Schedule) -> FusionPlan:
         orders = self._orders
         plan = plan_fusion(
-            self.specs,
+            self.plain_specs if schedule is Schedule.ALLREDUCE else self.specs,
             orders.arrival,
             orders.use_rank,
             world_size=self._link.world_size,

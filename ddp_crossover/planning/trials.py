@@ -32,11 +32,13 @@ class Candidate:
         fusion_mb: target size of a fusion group in MiB; plain all-reduce ignores it.
         schedule: ``AUTO`` or ``ALLREDUCE``.
         as_built: whether plain all-reduce takes DDP's buckets as they were before attach, not our small ones.
+        is_coded: whether legs carry codes of gradients.
     """
 
     fusion_mb: float
     schedule: Schedule = Schedule.AUTO
     as_built: bool = False
+    is_coded: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.fusion_mb) and self.fusion_mb > 0):
@@ -45,12 +47,16 @@ class Candidate:
             raise ValueError(f"schedule={str(self.schedule)!r}: only 'auto' and 'allreduce' can be tuned")
         if self.as_built and self.schedule is Schedule.AUTO:
             raise ValueError("as_built=True: DDP's own buckets go with schedule='allreduce'")
+        if self.is_coded and self.schedule is Schedule.ALLREDUCE:
+            raise ValueError("is_coded=True: plain all-reduces carry gradients as they are")
         object.__setattr__(self, "schedule", Schedule(self.schedule))  # a string, if it was read from a file
 
     def __str__(self) -> str:
         if self.as_built:
             return "DDP as it was"
-        return "plain all-reduces" if self.schedule is Schedule.ALLREDUCE else f"{self.fusion_mb:.3g} MiB"
+        if self.schedule is Schedule.ALLREDUCE:
+            return "plain all-reduces"
+        return f"{self.fusion_mb:.3g} MiB{' of codes' if self.is_coded else ''}"
 
 
 @dataclass(frozen=True)
@@ -112,10 +118,23 @@ class TrialLog:
         return math.log(self.time_s(other) / self.time_s(one)) > margin
 
     def fastest(self) -> Candidate:
-        """The fastest ``AUTO`` candidate; an earlier one is kept unless a later one is clearly faster, or thriftier."""
-        best, *others = self.candidates(Schedule.AUTO)
-        for other in others:
-            if self.faster(other, best) or self._thriftier(other, best):
+        """The fastest ``AUTO`` candidate; an earlier one is kept unless a later one is clearly faster, or thriftier.
+
+        One with codes must be clearly faster than all without, since codes cost accuracy.
+        """
+        coded, as_they_are = self.fastest_if(is_coded=True), self.fastest_if(is_coded=False)
+        if coded is None or as_they_are is None:
+            best = coded or as_they_are
+            assert best is not None
+            return best
+        return coded if self.faster(coded, as_they_are) else as_they_are
+
+    def fastest_if(self, *, is_coded: bool) -> Candidate | None:
+        """The same among the candidates with or without codes; None if there is none."""
+        alike = [candidate for candidate in self.candidates(Schedule.AUTO) if candidate.is_coded == is_coded]
+        best = alike[0] if alike else None
+        for other in alike[1:]:
+            if best is not None and (self.faster(other, best) or self._thriftier(other, best)):
                 best = other
         return best
 

@@ -7,13 +7,14 @@ the times first, for example on those of the slowest rank.
 The next candidate depends only on the measurements so far, so a conclusion that a later trial overturns is simply
 replaced. Candidates are tried in this order:
 
-1. The start, which is the best according to the cost model, plain all-reduce, and DDP as it was before attach.
+1. The start, which is the best according to the cost model, with codes the best without, plain all-reduce, and DDP as
+   it was before attach.
 2. The neighbours of the fastest size so far on the log2 grid. A faster neighbour takes its place, so this walks
    downhill.
 3. A golden section of the way to a measured neighbour, if step times are known to rise on at least one side.
-4. The winner and the best plain one again, if they were measured only once: the lowest of several noisy times is too
-   low on average, and the choice between these two should not depend on the state of the machine at the start. When
-   trials run out, this comes before 2 and 3.
+4. The winner, the best plain one and with codes the best without (or with) again, if they were measured only once: the
+   lowest of several noisy times is too low on average, and the choice between these should not depend on the state of
+   the machine at the start. When trials run out, this comes before 2 and 3.
 
 Accuracy, simulated on 80 curves of each kind from starts within two octaves of the best size: without noise the result
 is within 3% of the best time for smooth curves, and for 97% of curves with a kink at the best size (worst 4.7%). With
@@ -60,6 +61,8 @@ class TuningResult:
         trials: all trials in the order in which they ran, uncorrected.
         steps: number of training steps used, warm-up included.
         reason: why the tuner stopped.
+        declined: the fastest candidate with codes, if one without is not clearly slower.
+        declined_s: its step time in seconds, corrected likewise.
     """
 
     best: Candidate
@@ -71,9 +74,20 @@ class TuningResult:
     trials: tuple[Trial, ...]
     steps: int
     reason: str
+    declined: Candidate | None = None
+    declined_s: float = 0.0
 
     def describe(self) -> str:
         """The result in one line: step times as measured, in this run, of the winner and of what it was compared to."""
+        line = self._describe_best()
+        if self.declined is None:
+            return line
+        return (
+            f"{line}; gradients travel as they are: groups of {self.declined} took {_ms(self.declined_s)} ms, which is "
+            "no clear gain (set fusion_mb to use codes anyway)"
+        )
+
+    def _describe_best(self) -> str:
         fastest, plain = _ms(self.fastest_s), _ms(self.plain_s)
         if self.plain is None:
             return f"{fastest} ms a step, in groups of {self.best}"
@@ -93,6 +107,7 @@ class Tuner:
         model_bytes: bytes of all gradients; groups are never larger.
         tries_as_built: whether DDP's buckets as they were before attach can be had.
         tries_plain: whether plain all-reduces can be had at all.
+        as_they_are: if ``start`` has codes, the first candidate without.
         max_trials: maximum number of trials, each 6 training steps, repeats included; at least 3.
         low_mb: smallest group size to try, in MiB.
 
@@ -117,19 +132,22 @@ class Tuner:
         model_bytes: int,
         tries_as_built: bool = False,
         tries_plain: bool = True,
+        as_they_are: Candidate | None = None,
         max_trials: int = 10,
         low_mb: float = 0.25,
     ) -> None:
         self._high_mb = min(HIGH_MB, model_bytes / MB)
         self._low_mb = min(low_mb, self._high_mb)
         self._max_trials = max_trials
-        auto = self._at(math.log2(start.fusion_mb))
+        auto = self._at(math.log2(start.fusion_mb), is_coded=start.is_coded)
         plain = Candidate(auto.fusion_mb, Schedule.ALLREDUCE)
         as_built = [replace(plain, as_built=True)] if tries_as_built else []
         # Next to each other: a change of DDP's buckets costs two steps.
         self._first = [*as_built, plain, auto] if start.schedule is Schedule.ALLREDUCE else [auto, plain, *as_built]
         if not tries_plain:
             self._first = [auto]
+        if as_they_are is not None:
+            self._first.insert(self._first.index(auto) + 1, as_they_are)
         self._log = TrialLog(thrifty_mb=model_bytes / MB / THRIFTY_GROUPS)
         self._steps_s: list[float] = []
         self.candidate = self._first[0]
@@ -172,6 +190,8 @@ class Tuner:
     def _conclude(self, reason: str) -> TuningResult:
         best, fastest, plain = self._log.winner(), self._log.fastest(), self._log.plain()
         trials = tuple(self._log.trials)
+        coded = self._log.fastest_if(is_coded=True)
+        declined = coded if coded is not None and not best.is_coded else None
         return TuningResult(
             best=best,
             best_s=self._log.time_s(best),
@@ -182,6 +202,8 @@ class Tuner:
             trials=trials,
             steps=len(trials) * TRIAL_STEPS,
             reason=reason,
+            declined=declined,
+            declined_s=0.0 if declined is None else self._log.time_s(declined),
         )
 
     def _next(self) -> Candidate | str:
@@ -194,7 +216,9 @@ class Tuner:
                 return candidate
         winner, fastest = self._log.winner(), self._log.fastest()
         plain = self._log.plain()
-        unconfirmed = [c for c in dict.fromkeys((winner, plain)) if c is not None and self._log.count(c) == 1]
+        rival = self._log.fastest_if(is_coded=not fastest.is_coded)
+        compared = dict.fromkeys((winner, rival, plain))
+        unconfirmed = [c for c in compared if c is not None and self._log.count(c) == 1]
         if unconfirmed and self._max_trials - trials <= len(unconfirmed):
             return unconfirmed[0]
         probe = self._neighbour(fastest) or self._between(fastest)
@@ -203,7 +227,7 @@ class Tuner:
     def _neighbour(self, best: Candidate) -> Candidate | None:
         """A candidate one octave away, on a side where nothing has been tried; None if there is none."""
         for side in (-1, 1):
-            probe = self._at(_octave(best) + side)
+            probe = self._at(_octave(best) + side, is_coded=best.is_coded)
             if not self._beside(best, side) and abs(_octave(probe) - _octave(best)) >= MIN_GAP:
                 return probe
         return None
@@ -219,17 +243,18 @@ class Tuner:
         for end in sorted(ends, key=self._log.time_s):
             gap = _octave(end) - _octave(best)
             if abs(gap) >= MIN_GAP:
-                return self._at(_octave(best) + GOLDEN * gap)
+                return self._at(_octave(best) + GOLDEN * gap, is_coded=best.is_coded)
         return None
 
     def _beside(self, best: Candidate, side: int) -> list[Candidate]:
         """Candidates tried on this side of ``best`` (-1: smaller sizes, 1: larger), nearest first."""
-        found = [c for c in self._log.candidates(Schedule.AUTO) if (_octave(c) - _octave(best)) * side > 0]
+        alike = [c for c in self._log.candidates(Schedule.AUTO) if c.is_coded == best.is_coded]
+        found = [c for c in alike if (_octave(c) - _octave(best)) * side > 0]
         return sorted(found, key=lambda c: abs(_octave(c) - _octave(best)))
 
-    def _at(self, octave: float) -> Candidate:
+    def _at(self, octave: float, *, is_coded: bool) -> Candidate:
         """The candidate of ``2**octave`` MiB, clamped to the bounds and rounded to three digits for readability."""
-        return Candidate(min(max(float(f"{2**octave:.3g}"), self._low_mb), self._high_mb))
+        return Candidate(min(max(float(f"{2**octave:.3g}"), self._low_mb), self._high_mb), is_coded=is_coded)
 
 
 def _octave(candidate: Candidate) -> float:
