@@ -31,7 +31,7 @@ from ddp_crossover.collectives.node_ranks import nodes_of
 from ddp_crossover.ddp.early_arrival import Buckets
 from ddp_crossover.ddp.forks import watch_forks
 from ddp_crossover.ddp.reducer import Reducer
-from ddp_crossover.ddp.refusals import refuse_codes, refuse_model, refuse_optimizers, why_plain_all_reduce
+from ddp_crossover.ddp.refusals import refuse_model, refuse_momentum_twice, refuse_optimizers, why_plain_all_reduce
 from ddp_crossover.ddp.same_setup import require_same_setup
 from ddp_crossover.ddp.turn_points import TurnPoints
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
@@ -163,10 +163,16 @@ class DearState:
         self._device = named[0][1].device
         self._plain_reason = why_plain_all_reduce(ddp, options.schedule)
         group_of_legs = process_group if process_group is not None else ddp.process_group
-        if self._plain_reason is None and backend_for(group_of_legs, self._device) == "nccl":
+        is_nccl = backend_for(group_of_legs, self._device) == "nccl"
+        if self._plain_reason is None and is_nccl:
             refuse_unsafe_settings()
         timeout = process_group_timeout(group_of_legs, self._device)
-        wire = Wire.of(options.wire_dtype, options.compress, error_feedback=options.error_feedback)
+        wire = Wire.of(
+            options.wire_dtype,
+            options.compress,
+            error_feedback=options.error_feedback,
+            device_type=self._device.type if is_nccl else "cpu",
+        )
         self._link: Link = make_link(
             ddp.process_group,
             self._device,
@@ -184,8 +190,7 @@ class DearState:
             wire = wire.plain
         if options.groups is not None:
             self._link.use_nodes(nodes_of(self._link.process_group, self._device))
-        if wire.has_codes:
-            refuse_codes(self._link, options.compress, optimizers)
+        refuse_momentum_twice(options.compress, optimizers)
         table: ShardTable | None = None
         if options.shard_optimizer:
             refuse_sharding(self._link, self._device, self._plain_reason, ddp)
@@ -210,7 +215,8 @@ class DearState:
             memory = make_arenas(self._planning.plain_specs, named, self._link, wire.plain)
             if wire.has_codes:
                 memory |= make_arenas(self._planning.specs, named, self._link, wire)
-                feedback = Feedback(wire, self._planning.specs, self._link.world_size)
+                codes_on = torch.device("cpu") if self._link.codes_on_host else self._device
+                feedback = Feedback(wire, self._planning.specs, self._link, codes_on)
             # Lets it create what it would otherwise create at its first legs.
             self._link.connect(memory.values())
             self._planning.measure_link()
@@ -364,7 +370,10 @@ class DearState:
         """
         where = {"rank": self._link.rank, "world_size": self._link.world_size}
         feedback = self._reducer.end_iteration_of_codes()
-        return where if feedback is None else where | feedback.state_dict()
+        if feedback is None:
+            return where
+        with self._link.beside_legs():
+            return where | feedback.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` has returned on the same rank.
@@ -390,7 +399,8 @@ class DearState:
                 f"rank {self._link.rank} was given the state of rank {state['rank']}: save one file for each rank, and "
                 "load the rank's own"
             )
-        feedback.load_state_dict(state)
+        with self._link.beside_legs():
+            feedback.load_state_dict(state)
 
     def after_update(self, function: Callable[[list[Tensor]], object]) -> RemovableHandle:
         """Call ``function(parameters)`` right after parameters were updated, once for each parameter and ``step()``.

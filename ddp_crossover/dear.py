@@ -109,7 +109,7 @@ class Pipeline:
         memory: Mapping[str, Tensor] = MappingProxyType({}),
         wire: Wire = _AS_THEY_ARE,
         feedback: Feedback | None = None,
-        loss_scale: Callable[[], float] = _unscaled,
+        loss_scale: Callable[[], float | Tensor] = _unscaled,
         every_group_arrives: bool = True,
         unwritten_is_unused: bool = False,
     ) -> None:
@@ -151,7 +151,8 @@ class Pipeline:
         }
         self._feedback = feedback if plan.is_coded else None
         if feedback is not None:
-            feedback.use(plan)
+            with link.beside_legs():
+                feedback.use(plan)
         self._loss_scale = loss_scale
         link.use_arenas(self._arenas.values())
         allow_foreach(PendingGrad)
@@ -210,7 +211,8 @@ class Pipeline:
         self.link.begin_iteration()
         self.phase = Phase.BACKWARD
         if self._feedback is not None:
-            self._feedback.begin_step(self._loss_scale())
+            with self.link.beside_legs():
+                self._feedback.begin_step(self._loss_scale())
         for index in range(self._announced_legs):
             self._announce(index)
 
@@ -487,8 +489,10 @@ class Pipeline:
             Range(slot.groups[0].spec.arena, low := self.plan.offsets[slot.index], low + slot.parameter.numel())
             for slot in untaken
         ]
-        codings = [group.buffer.coding for group in coded if group.is_launched and group.buffer is not None]
-        self._feedback.end_step(unused, is_finite=all(coding is None or coding.is_finite for coding in codings))
+        buffers = [group.buffer for group in coded if group.is_launched]
+        finite = [one for b in buffers if b is not None and b.coding is not None for one in b.coding.finite]
+        with self.link.beside_legs():
+            self._feedback.end_step(unused, finite)
 
     def _end_legs(self) -> None:
         with self.waiting("end of iteration") as host_wait:

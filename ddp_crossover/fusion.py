@@ -28,6 +28,8 @@ from ddp_crossover.log import short
 
 MB = 2**20
 DEFAULT_FUSION_MB = 8.0
+# Gradients that are coded lie in fusion buffers in fp32.
+_CODED_BYTES = 4
 # repr() shows this many groups at each end of a plan, and str() all of them.
 _GROUPS_SHOWN = 2
 
@@ -276,7 +278,8 @@ def arena_capacity(specs: Sequence[GradientSpec], world_size: int, shard_align_b
 
 def _quantum(spec: GradientSpec, world_size: int, shard_align_bytes: int) -> int:
     """Return the number of elements of which groups are multiples."""
-    return world_size * math.lcm(max(int(shard_align_bytes // spec.itemsize_bytes), 1), spec.align_numel)
+    in_memory_bytes = _CODED_BYTES if spec.is_coded else int(spec.itemsize_bytes)
+    return world_size * math.lcm(max(shard_align_bytes // in_memory_bytes, 1), spec.align_numel)
 
 
 class _ArenaCutter:

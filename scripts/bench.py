@@ -34,16 +34,19 @@ def main(arguments: list[str] | None = None) -> int:
 def network(args: argparse.Namespace) -> AbstractContextManager[RunRanks]:
     """The hosts that the ranks run on."""
     if args.no_lab:
-        return over_loopback(args.hosts)
-    return on_lab(args.hosts, args.rate, args.burst, args.latency)
+        return over_loopback(args.hosts * args.ranks_per_host)
+    return on_lab(args.hosts, args.rate, args.burst, args.latency, ranks_per_host=args.ranks_per_host)
 
 
 def configuration(args: argparse.Namespace) -> dict[str, Any]:
     """Everything that the figures depend on."""
-    shaped = f"{args.hosts} hosts, {args.rate} each way, burst {args.burst}, latency {args.latency}"
+    hosts = f"{args.hosts} hosts of {args.ranks_per_host} ranks"
+    shaped = f"{hosts}, {args.rate} each way, burst {args.burst}, latency {args.latency}"
     return record.configuration(
         args,
-        network=f"loopback, {args.hosts} processes: NOT a measurement of a network" if args.no_lab else shaped,
+        network=f"loopback, {args.hosts * args.ranks_per_host} processes: NOT a measurement of a network"
+        if args.no_lab
+        else shaped,
         is_network_measurement=not args.no_lab,
         torch=torch.__version__,
         backend="gloo",

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ddp_crossover.codecs.codec import CHUNK_NUMEL, Codec, add_residual
+from ddp_crossover.codecs.codec import Codec, add_residual, chunk_numel
 
 BLOCK_NUMEL = 64
 _LARGEST_CODE = 127
@@ -36,12 +36,13 @@ class BlockInt8(Codec):
 
     def encode(self, values: Tensor, residual: Tensor | None, left_out: Tensor, payload: Tensor) -> None:
         codes, scales = _codes_and_scales(payload)
-        scratch = torch.empty(min(CHUNK_NUMEL, values.numel()), device=values.device)
-        for low in range(0, values.numel(), CHUNK_NUMEL):
-            part = slice(low, low + CHUNK_NUMEL)
+        step = min(chunk_numel(values), values.numel())
+        scratch = torch.empty(step, device=values.device)
+        for low in range(0, values.numel(), step):
+            part = slice(low, low + step)
             rest = left_out[part]
             add_residual(values[part], None if residual is None else residual[part], rest)
-            blocks = slice(low // BLOCK_NUMEL, (low + CHUNK_NUMEL) // BLOCK_NUMEL)
+            blocks = slice(low // BLOCK_NUMEL, (low + step) // BLOCK_NUMEL)
             _encode_blocks(_in_blocks(rest), _in_blocks(codes[part]), scales[blocks], _in_blocks(scratch[: len(rest)]))
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
@@ -51,13 +52,14 @@ class BlockInt8(Codec):
     def add(self, payload: Tensor, total: Tensor) -> None:
         codes, scales = _codes_and_scales(payload)
         wide = scales.float().unsqueeze(1)
-        for low in range(0, total.numel(), CHUNK_NUMEL):
-            part = slice(low, low + CHUNK_NUMEL)
-            blocks = slice(low // BLOCK_NUMEL, (low + CHUNK_NUMEL) // BLOCK_NUMEL)
+        step = chunk_numel(total)
+        for low in range(0, total.numel(), step):
+            part = slice(low, low + step)
+            blocks = slice(low // BLOCK_NUMEL, (low + step) // BLOCK_NUMEL)
             _in_blocks(total[part]).add_(_in_blocks(codes[part]) * wide[blocks])
 
-    def is_finite(self, payload: Tensor, numel: int) -> bool:
-        return not bool(_codes_and_scales(payload)[1].isnan().any())
+    def is_finite(self, payload: Tensor) -> Tensor:
+        return ~_codes_and_scales(payload)[1].isnan().any()
 
 
 def _encode_blocks(rest: Tensor, codes: Tensor, scales: Tensor, scratch: Tensor) -> None:

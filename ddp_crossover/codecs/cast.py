@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ddp_crossover.codecs.codec import CHUNK_NUMEL, Codec, add_residual, all_finite
+from ddp_crossover.codecs.codec import Codec, add_residual, all_finite, chunk_numel
 
 
 class Cast(Codec):
@@ -23,8 +23,9 @@ class Cast(Codec):
 
     def encode(self, values: Tensor, residual: Tensor | None, left_out: Tensor, payload: Tensor) -> None:
         code = payload.view(self._dtype)
-        for low in range(0, values.numel(), CHUNK_NUMEL):
-            part = slice(low, low + CHUNK_NUMEL)
+        step = chunk_numel(values)
+        for low in range(0, values.numel(), step):
+            part = slice(low, low + step)
             rest = left_out[part]
             add_residual(values[part], None if residual is None else residual[part], rest)
             code[part] = rest
@@ -36,5 +37,5 @@ class Cast(Codec):
     def add(self, payload: Tensor, total: Tensor) -> None:
         total.add_(payload.view(self._dtype))
 
-    def is_finite(self, payload: Tensor, numel: int) -> bool:
+    def is_finite(self, payload: Tensor) -> Tensor:
         return all_finite(payload.view(self._dtype))

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-# 256 KiB of fp32: what a codec computes in between stays in a core's cache.
-CHUNK_NUMEL = 2**16
+# 1 MiB of fp32: what a codec computes in between mostly stays in a core's cache, and each operation is worth its call.
+CHUNK_NUMEL = 2**18
 
 
 class Codec(ABC):
@@ -53,8 +53,8 @@ class Codec(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def is_finite(self, payload: Tensor, numel: int) -> bool:
-        """Whether all of the ``numel`` elements decode to finite values."""
+    def is_finite(self, payload: Tensor) -> Tensor:
+        """Whether everything decodes to finite values, as a 0-dim tensor."""
 
 
 def add_residual(values: Tensor, residual: Tensor | None, out: Tensor) -> None:
@@ -65,6 +65,13 @@ def add_residual(values: Tensor, residual: Tensor | None, out: Tensor) -> None:
         out.copy_(values)
 
 
-def all_finite(values: Tensor) -> bool:
-    """Whether all values are finite. Reads them once, unless their sum overflows."""
-    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
+def all_finite(values: Tensor) -> Tensor:
+    """Whether all values are finite, as a 0-dim tensor. On CPU it reads them once, unless their sum overflows."""
+    if values.is_cpu and (total := values.sum().isfinite()):
+        return total
+    return values.isfinite().all()
+
+
+def chunk_numel(values: Tensor) -> int:
+    """How many elements to compute at once: on a GPU, where each operation has to be launched, all of them."""
+    return CHUNK_NUMEL if values.is_cpu else max(values.numel(), 1)

@@ -49,7 +49,7 @@ class Coding:
         momentum: factor of the velocity, if there is one.
 
     Attributes:
-        is_finite: whether all sums of this step that this rank has seen are finite.
+        finite: 0-dim tensors that tell whether the sums that this rank has seen in this step are finite.
         payload: code of this rank's sums, which its gather leg sends.
     """
 
@@ -67,7 +67,7 @@ class Coding:
             velocity: the gradients with momentum, which travel in their place; None: gradients travel.
         """
         self.scatter = scatter
-        self.is_finite = True
+        self.finite: list[Tensor] = []
         self.payload: Tensor | None = None
         self._residual = residual
         self._velocity = velocity
@@ -127,13 +127,11 @@ class Coding:
         """Write the sum of a slice, which its owner has sent, into ``out``."""
         assert self.gather is not None
         self.gather.decode(payload, out)
-        if not self.gather.is_finite(payload, out.numel()):
-            self.is_finite = False
+        self.finite.append(self.gather.is_finite(payload))
 
     def note(self, total: Tensor) -> None:
         """Note sums that travel as they are."""
-        if not all_finite(total):
-            self.is_finite = False
+        self.finite.append(all_finite(total))
 
     def of_nothing(self) -> Coding:
         """The same wire, for values that do not count."""

@@ -32,7 +32,7 @@ class TopKCodec(Codec):
         self.density = density
         self._selector = selector.on(device_type)
         self._index_dtype = torch.int16 if self._selector is Selector.CHUNKED else torch.int32
-        self._generator = torch.Generator(device_type) if self._selector is Selector.MSTOPK else None
+        self._generator = torch.Generator() if self._selector is Selector.MSTOPK else None
 
     def with_density(self, density: float) -> TopKCodec:
         """The same codec with another density."""
@@ -67,7 +67,7 @@ class TopKCodec(Codec):
     def clear(self, payload: Tensor, state: Tensor) -> None:
         state.index_fill_(0, self._indices(payload, state), 0.0)
 
-    def is_finite(self, payload: Tensor, numel: int) -> bool:
+    def is_finite(self, payload: Tensor) -> Tensor:
         return all_finite(self._split(payload)[0])
 
     def _selected(self, numel: int) -> int:

@@ -46,13 +46,20 @@ class Wire:
     has_feedback: bool = True
 
     @classmethod
-    def of(cls, wire_dtype: torch.dtype | None, compress: TopK | None = None, *, error_feedback: bool = True) -> Wire:
-        """What a user's options ask for."""
+    def of(
+        cls,
+        wire_dtype: torch.dtype | None,
+        compress: TopK | None = None,
+        *,
+        error_feedback: bool = True,
+        device_type: str = "cpu",
+    ) -> Wire:
+        """What a user's options ask for; ``device_type`` is where gradients are encoded."""
         is_int8 = wire_dtype is torch.int8
         cast_to = None if is_int8 else wire_dtype
         if compress is not None:
             gather = BlockInt8() if is_int8 else None if cast_to is None else Cast(cast_to)
-            scatter = TopKCodec(compress.density, Selector(compress.selector))
+            scatter = TopKCodec(compress.density, Selector(compress.selector), device_type)
             return cls(cast_to, scatter, gather, compress, error_feedback)
         if is_int8:
             return cls(None, BlockInt8(), BlockInt8(), None, error_feedback)

@@ -37,7 +37,6 @@ class PeerLink(Link):
     """The part of the links over gloo that does not depend on the device of the buffers."""
 
     adds_in_rank_order = True
-    takes_codes = True
 
     def __init__(
         self,

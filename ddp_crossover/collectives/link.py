@@ -48,7 +48,7 @@ class Link(ABC):
         meter: the clock of the legs, and the bytes that they have sent.
         adds_in_rank_order: whether sums do not depend on the backend's algorithm.
         nodes: which ranks exchange slices with each other.
-        takes_codes: whether slices may travel as codes.
+        codes_on_host: whether slices that travel as codes are encoded on the CPU, where the host knows the results.
         takes_parts: whether a fusion buffer may have several parts of any size, and a factor. If not, it is one part,
             whose size is a multiple of the world size.
         shard_align_bytes: multiple of bytes that this rank's part of a fusion buffer should be.
@@ -66,7 +66,7 @@ class Link(ABC):
 
     owns_process_group: bool = False
     adds_in_rank_order: bool = False
-    takes_codes: bool = False
+    codes_on_host: bool = True
     takes_parts: bool = False
     shard_align_bytes: int = 1
     spins_on_device: bool = False
@@ -201,6 +201,10 @@ class Link(ABC):
         """Set how many seconds the link takes to send a byte, from which a link with a pace tells when it runs idle."""
         if self.pace is not None:
             self.pace.s_per_byte = s_per_byte
+
+    def beside_legs(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which state that legs read and write may be used, on CUDA on their stream, while none does."""
+        return contextlib.nullcontext()
 
     def current_stream(self) -> gpu.Stream | None:
         """The caller's current CUDA stream; None on CPU, where work is done in the order of the calls."""

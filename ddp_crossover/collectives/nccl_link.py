@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import contextlib
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from typing import Any, cast
 
@@ -16,6 +17,8 @@ from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.leg import HostWait, Leg, ScatterLeg, slice_bounds
 from ddp_crossover.collectives.leg_watch import LegWatch
 from ddp_crossover.collectives.link import Link, release
+from ddp_crossover.collectives.nccl_codes import CodedLegs
+from ddp_crossover.collectives.nodes import Nodes
 from ddp_crossover.collectives.stream_order import CudaStreams
 from ddp_crossover.torch_internals.profiling import named_range
 
@@ -58,6 +61,7 @@ class _NcclScatterLeg(_NcclLeg, ScatterLeg):
         self.buffer = buffer
         self.shard = shard
         self.landing: Tensor | None = None
+        self.coded: CodedLegs | None = None
 
     def shards(self) -> list[Tensor]:
         return [self.shard]
@@ -85,6 +89,7 @@ class NcclLink(Link):
 
     has_fused_all_reduce = True
     spins_on_device = True
+    codes_on_host = False
     # NCCL copies in vectors of 16 bytes and in lines of 128, and falls back to slower ways for other addresses. A group
     # begins at a multiple of it, too, as torch's allocator aligns, which kernels on fusion buffers like.
     shard_align_bytes = 256
@@ -112,16 +117,21 @@ class NcclLink(Link):
         memory = buffer.whole()
         low, high = slice_bounds(memory.numel(), self.world_size, self.rank)
         shard = memory[low:high]
+        coded = None if buffer.coding is None else CodedLegs(buffer, self.process_group, self._device)
         with self.meter.host.of("leg"), named_range(f"ddp_crossover::reduce_scatter[{group}]"):
             # Wait for the staging copies, which run on the caller's stream.
             self._stream.wait_stream(gpu.current_stream(self._device))
             begin, begun = self.clock.mark(self._stream), gpu.record(self._stream)
             with gpu.on_stream(self._stream):
-                _reduce_scatter(shard, memory, group=self.process_group)
+                if coded is not None:
+                    self.meter.sent_bytes += coded.scatter()
+                else:
+                    _reduce_scatter(shard, memory, group=self.process_group)
+                    self._count(memory)
             self.clock.span("scatter", begin, self._stream, group=group)
-        self._count(memory)
         leg = _NcclScatterLeg(self, group, memory, shard, self._stream, begun)
         leg.landing = None if landing is None else landing.whole()
+        leg.coded = coded
         return leg
 
     def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> Leg:
@@ -139,9 +149,12 @@ class NcclLink(Link):
             gpu.on_stream(self._stream),
         ):
             begin, begun = self.clock.mark(self._stream), gpu.record(self._stream)
-            _all_gather(whole, own, group=self.process_group)
+            if leg.coded is not None:
+                self.meter.sent_bytes += leg.coded.gather()
+            else:
+                _all_gather(whole, own, group=self.process_group)
+                self._count(whole)
             self.clock.span("gather", begin, self._stream, group=leg.group)
-        self._count(whole)
         return _NcclLeg(self, f"gather leg of fusion group {leg.group}", leg.group, self._stream, begun)
 
     def all_reduce_leg(self, group: int, buffer: FusionBuffer) -> ScatterLeg:
@@ -193,6 +206,16 @@ class NcclLink(Link):
             return [int(row) for row in rows]
 
         return wait
+
+    def use_nodes(self, nodes: Nodes) -> None:
+        """Keep slices as they are: NCCL knows by itself where ranks are."""
+
+    @contextlib.contextmanager
+    def beside_legs(self) -> Iterator[None]:
+        # Wait for memory that the caller's stream has made.
+        self._stream.wait_stream(gpu.current_stream(self._device))
+        with gpu.on_stream(self._stream):
+            yield
 
     def connect(self, arenas: Collection[Tensor]) -> None:
         """Make NCCL create its communicators and connections now, with legs that overwrite the largest arena.

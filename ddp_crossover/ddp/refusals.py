@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from ddp_crossover.collectives.link import Link
 from ddp_crossover.ddp.other_parallelism import refuse_other_parallelism
 from ddp_crossover.ddp.refused_methods import JOIN_ADVICE
 from ddp_crossover.fusion import Schedule
@@ -94,18 +93,12 @@ def refuse_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[Optimiz
             )
 
 
-def refuse_codes(link: Link, compress: TopK | None, optimizers: Sequence[Optimizer]) -> None:
-    """Raise if gradients cannot travel as codes here.
+def refuse_momentum_twice(compress: TopK | None, optimizers: Sequence[Optimizer]) -> None:
+    """Raise if both momentum correction and an optimizer apply a momentum.
 
     Raises:
-        ValueError: if the link sends tensors as they are, or momentum would be applied twice.
+        ValueError: if so.
     """
-    if not link.takes_codes:
-        raise ValueError(
-            "wire_dtype=torch.int8 and compress= code what gloo sends; NCCL adds up by itself. Pass "
-            "process_group=torch.distributed.new_group(backend='gloo'), which sends gradients through the host, or use "
-            "wire_dtype=torch.bfloat16"
-        )
     if compress is None or not compress.momentum_correction:
         return
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):

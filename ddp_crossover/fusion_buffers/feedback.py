@@ -11,6 +11,7 @@ from torch import Tensor
 from ddp_crossover.codecs.coding import Change, Coding
 from ddp_crossover.codecs.top_k import TopKCodec
 from ddp_crossover.codecs.wire import Wire
+from ddp_crossover.collectives.link import Link
 from ddp_crossover.fusion import FusionGroup, FusionPlan, GradientSpec, arena_capacity
 
 # A loss scale that has changed by more than this factor is another one: residuals are dropped.
@@ -20,11 +21,15 @@ _MOST_RESCALED = 16.0
 class _Pair:
     """A state of all gradients of one arena before and after a step."""
 
-    def __init__(self, numel: int) -> None:
-        self.before, self.after = torch.zeros(numel), torch.zeros(numel)
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.before, self.after = (torch.zeros(numel, device=device) for _ in range(2))
 
     def swap(self) -> None:
         self.before, self.after = self.after, self.before
+
+    def take_over_if(self, finite: Tensor) -> None:
+        """Take over the state after the step if ``finite``, which the host does not know."""
+        torch.where(finite, self.after, self.before, out=self.before)
 
     def of(self, group: FusionGroup) -> Change:
         return Change(self.before, self.after).of(group.offset, group.offset + group.numel)
@@ -44,26 +49,33 @@ class Feedback:
     Args:
         wire: what gradients are on the wire.
         specs: all gradients.
-        world_size: number of ranks.
+        link: runs the legs.
+        device: device on which it codes gradients.
 
     Attributes:
         steps: training steps whose gradients were coded.
         scale: loss scale of the gradients of which these are residuals.
     """
 
-    def __init__(self, wire: Wire, specs: Sequence[GradientSpec], world_size: int) -> None:
+    def __init__(self, wire: Wire, specs: Sequence[GradientSpec], link: Link, device: torch.device) -> None:
         assert wire.scatter is not None
         self.steps = 0
-        self.scale = 1.0
+        self.scale: float | Tensor = 1.0
+        self._link = link
         self._wire = wire
         self._scatter = wire.scatter
-        sizes = arena_capacity([spec for spec in specs if spec.is_coded], world_size)
-        self._residuals = {arena: _Pair(numel) for arena, numel in sizes.items()} if wire.has_feedback else {}
+        coded = [spec for spec in specs if spec.is_coded]
+        sizes = arena_capacity(coded, link.world_size, link.shard_align_bytes)
+        self._residuals = {arena: _Pair(numel, device) for arena, numel in sizes.items()} if wire.has_feedback else {}
         self._momentum = 0.0 if wire.top_k is None else float(wire.top_k.momentum_correction)
-        self._velocities = {arena: _Pair(numel) for arena, numel in sizes.items()} if self._momentum else {}
+        self._velocities = {arena: _Pair(numel, device) for arena, numel in sizes.items()} if self._momentum else {}
         self._specs = specs
         self._plan: FusionPlan | None = None
         self._loaded: Mapping[str, Any] | None = None
+        if link.streams is not None and not link.codes_on_host:
+            for _, pair in self._all():
+                for memory in (pair.before, pair.after):
+                    link.streams.keep_until_done(memory)
         self._codings: list[tuple[FusionGroup, Coding]] = []
 
     def use(self, plan: FusionPlan) -> None:
@@ -87,12 +99,13 @@ class Feedback:
         self._codings.append((group, coding))
         return coding
 
-    def begin_step(self, scale: float) -> None:
-        """Begin a step whose loss is multiplied by ``scale``."""
-        if scale != self.scale:
-            ratio = scale / self.scale
+    def begin_step(self, scale: float | Tensor) -> None:
+        """Begin a step whose loss is multiplied by ``scale``, which may be a 0-dim tensor on the device."""
+        if isinstance(scale, Tensor) or isinstance(self.scale, Tensor) or scale != self.scale:
+            ratio = torch.as_tensor(scale / self.scale)
+            is_the_same_scaler = (ratio >= 1 / _MOST_RESCALED) & (ratio <= _MOST_RESCALED)
             for _, pair in self._all():
-                pair.before.mul_(ratio if 1 / _MOST_RESCALED <= ratio <= _MOST_RESCALED else 0.0)
+                pair.before.mul_(torch.where(is_the_same_scaler, ratio, 0.0).to(pair.before))
             self.scale = scale
         if self._wire.top_k is not None and isinstance(self._scatter, TopKCodec):
             density = self._wire.top_k.density_at(self.steps)
@@ -106,33 +119,40 @@ class Feedback:
                 None if velocity is None else velocity.of(group),
             )
 
-    def end_step(self, unused: Iterable[Range], *, is_finite: bool) -> None:
+    def end_step(self, unused: Iterable[Range], finite: Sequence[Tensor]) -> None:
         """Take over what the step has left out.
 
         Args:
             unused: where no rank has used the parameters, so that nothing was sent, or nobody takes what was sent.
-            is_finite: whether all sums are finite; else nothing changes.
+            finite: 0-dim tensors that tell whether sums are finite; else nothing changes.
         """
-        if not is_finite:
+        # The host knows what a CPU has computed, and does not wait for another device.
+        is_known = self._link.codes_on_host
+        if is_known and not all(map(bool, finite)):
             return
         self.steps += 1
         for arena, low, high in unused:
             for pairs in self._kinds().values():
                 if arena in pairs:
                     pairs[arena].after[low:high] = pairs[arena].before[low:high]
-        for _, pair in self._all():
-            pair.swap()
+        if is_known:
+            for _, pair in self._all():
+                pair.swap()
+        elif finite:
+            all_finite = torch.stack(list(finite)).all()
+            for _, pair in self._all():
+                pair.take_over_if(all_finite)
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of everything, by name of the parameter, flat, in memory order."""
-        state: dict[str, Any] = {"steps": self.steps, "scale": self.scale}
+        state: dict[str, Any] = {"steps": self.steps, "scale": float(self.scale)}
         return state | {kind: self._copies(pairs) for kind, pairs in self._kinds().items()}
 
     def _copies(self, pairs: Mapping[str, _Pair]) -> dict[str, Tensor]:
         if self._plan is None:
             return {}
         return {
-            spec.name: pairs[spec.arena].before[low : low + spec.numel].clone()
+            spec.name: pairs[spec.arena].before[low : low + spec.numel].clone().cpu()
             for spec, low in zip(self._plan.gradients, self._plan.offsets, strict=True)
             if spec.arena in pairs
         }

@@ -7,7 +7,10 @@ import weakref
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.amp import GradScaler
+
+from ddp_crossover.torch_internals.private import private
 
 _latest: weakref.ref[GradScaler] | None = None
 _is_watching = False
@@ -25,12 +28,17 @@ class LossScale:
         if is_watched:
             _watch()
 
-    def take(self) -> float:
-        """The scale of the scaler that has multiplied a loss since the last call; 1 if none has."""
+    def take(self) -> float | Tensor:
+        """The scale of the scaler that has multiplied a loss since the last call, on its device; 1 if none has."""
         global _latest
         scaler = _latest() if self._is_watched and _latest is not None else None
         _latest = None
-        return 1.0 if scaler is None else float(scaler.get_scale())
+        if scaler is None or not scaler.is_enabled():
+            return 1.0
+        scale: Tensor | None = private(scaler, "_get_scale_async")()
+        if scale is None:
+            return 1.0
+        return float(scale) if scale.is_cpu else scale.clone()  # the host does not wait for another device
 
 
 def _watch() -> None:

@@ -104,15 +104,22 @@ def _end(job: subprocess.Popen[str]) -> None:
 
 @contextlib.contextmanager
 def on_lab(
-    hosts: int, rate: str, burst: str = "256kb", latency: str = "20ms", *, timeout_s: float = CASE_TIMEOUT_S
+    hosts: int,
+    rate: str,
+    burst: str = "256kb",
+    latency: str = "20ms",
+    *,
+    ranks_per_host: int = 1,
+    timeout_s: float = CASE_TIMEOUT_S,
 ) -> Iterator[RunRanks]:
-    """Ranks on the hosts of a lab, one each; `rate` may be "none". Raises LabError where no lab can be built."""
+    """Ranks on the hosts of a lab; `rate` may be "none". Raises LabError where no lab can be built."""
+    several = [] if ranks_per_host == 1 else ["-m", "bench_kit.host_ranks", str(ranks_per_host)]
     with Lab(hosts, rate=None if rate == "none" else rate, burst=burst, latency=latency) as lab:
 
         def run_ranks(arguments: list[str], environment: dict[str, str], on_line: Callable[[str], None]) -> None:
             try:
                 lab.run(
-                    [sys.executable, *arguments],
+                    [sys.executable, *several, *arguments],
                     env=environment | {INTERFACE_VARIABLE: INTERFACE},
                     timeout_s=timeout_s,
                     on_line=lambda rank, stream, line: on_line(line),

@@ -30,8 +30,17 @@ OURS: dict[str, dict[str, Any]] = {
     "auto": {"schedule": "auto"},
     "allreduce": {"schedule": "allreduce"},
     "auto-bf16": {"schedule": "auto", "wire_dtype": torch.bfloat16},
+    "auto-int8": {"wire_dtype": torch.int8},
+    "top-k": {"compress": dx.TopK(0.01)},
+    "top-k-int8": {"compress": dx.TopK(0.01), "wire_dtype": torch.int8},
+    "auto-node": {"groups": "node"},
+    "int8-node": {"groups": "node", "wire_dtype": torch.int8},
+    "top-k-node": {"groups": "node", "compress": dx.TopK(0.01)},
     "shard": {"schedule": "auto", "shard_optimizer": True},
 }
+NOT_BY_DEFAULT = ("top-k", "top-k-int8", "auto-node", "int8-node", "top-k-node", "shard")
+"""Arms that need another network to be worth a look, or have a bench of their own."""
+
 MEANING = {
     "noop": "DDP without communication (torch's noop_hook): compute alone",
     "ddp": "plain DDP, once for each size in --buckets",
@@ -42,6 +51,12 @@ MEANING = {
     "dear": 'ddp_crossover, schedule="dear"',
     "auto": 'ddp_crossover, schedule="auto"',
     "auto-bf16": 'ddp_crossover, schedule="auto", bf16 on the wire',
+    "auto-int8": "ddp_crossover, 8-bit codes on the wire",
+    "top-k": "ddp_crossover, 1% of the elements in scatter legs",
+    "top-k-int8": "the same, with 8-bit codes in gather legs",
+    "auto-node": 'ddp_crossover, groups="node"; for --ranks-per-host 2',
+    "int8-node": "the same, with 8-bit codes across hosts",
+    "top-k-node": "the same, with 1% of the elements across hosts (HiTopKComm)",
     "allreduce": 'ddp_crossover, schedule="allreduce"',
     "shard": 'ddp_crossover, schedule="auto", shard_optimizer=True',
 }

@@ -15,7 +15,7 @@ from bench_kit.options import (
     positive_numbers,
 )
 from bench_kit.paced import GROWTH
-from bench_parts.arms import DEFAULT_BUCKET_MB, MEANING, OPTIMIZERS, ArmName
+from bench_parts.arms import DEFAULT_BUCKET_MB, MEANING, NOT_BY_DEFAULT, OPTIMIZERS, ArmName
 from bench_parts.real import MODELS
 from bench_parts.settings import CaseSettings
 from bench_parts.workloads import make_workload
@@ -39,7 +39,7 @@ class Defaults(NamedTuple):
 
 
 DEFAULTS = Defaults(
-    arms=[kind for kind in MEANING if kind != "shard"],  # which bench_shard.py measures
+    arms=[kind for kind in MEANING if kind not in NOT_BY_DEFAULT],
     buckets_mb=[25.0, 8.0, 4.0, 2.0, 1.0],
     ratios=[0.5, 0.8, 1.0, 1.33, 2.0],
     optimizer="sgd",
@@ -95,6 +95,7 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     # fmt: off
     add = group.add_argument
     add_link_options(group)
+    add("--ranks-per-host", type=positive_int, default=1, help="not shaped between them (%(default)s)")
     add("--burst", default="256kb", help="sent at once after a pause, see tc-tbf(8) (%(default)s)")
     add("--latency", default="20ms", help="longest wait in the queue, see tc-tbf(8) (%(default)s)")
     add("--no-lab", action="store_true",

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from ddp_crossover import ddp_timer, dear, device
-from ddp_crossover.collectives import make_link, meter, nccl_link
+from ddp_crossover.collectives import make_link, meter, nccl_codes, nccl_link
 from ddp_crossover.ddp import reducer
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.torch_internals.autograd import call_after_backward
@@ -283,6 +283,18 @@ def fake_gpu(
         gpu.leg(buffer, options["group"])
         return all_gather(buffer, shard, **options)
 
+    def to_all(incoming: list[torch.Tensor], outgoing: list[torch.Tensor], *, group: Any) -> None:
+        """An all-to-all, which gloo has not got in this form."""
+        for tensors, writes in ((outgoing, False), (incoming, True)):
+            for tensor in tensors:
+                gpu.access(tensor, writes=writes, what="all_to_all")
+        gpu.leg(torch.cat([tensor.view(torch.uint8) for tensor in outgoing]), group)
+        with _not_seen():
+            messages = [dist.irecv(t, group=group, group_src=rank) for rank, t in enumerate(incoming) if t.numel()]
+            messages += [dist.isend(t, group=group, group_dst=rank) for rank, t in enumerate(outgoing) if t.numel()]
+            for message in messages:
+                message.wait()
+
     def reduce(buffer: torch.Tensor, *, group: Any, async_op: bool = False) -> FakeWork | None:
         if async_op:
             backend.wait_stream(gpu.current)
@@ -335,6 +347,7 @@ def fake_gpu(
         (make_link, "GlooLink", nccl_link.NcclLink),
         (nccl_link, "_reduce_scatter", scatter),
         (nccl_link, "_all_gather", gather),
+        (nccl_codes, "_all_to_all", to_all),
         (dist, "all_reduce", reduce),
         (ddp_timer, "stream_for_all_reduces", lambda *of: FakeStream()),
         (ddp_timer.DdpTimer, "reduce", waited_for(ddp_timer.DdpTimer.reduce)),
