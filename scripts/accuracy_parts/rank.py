@@ -1,0 +1,194 @@
+"""The rank's side: `python -m accuracy_parts.rank SETTINGS RESULT`, with torchrun's environment.
+
+Trains one wire on one task, with one seed after the other. Every wire begins from the same weights and sees the same
+batches. Rank 0 writes the result.
+"""
+
+import hashlib
+import json
+import math
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+
+import ddp_crossover as dx
+from accuracy_parts.samples import Data, Samples, batch
+from accuracy_parts.settings import CaseSettings
+from accuracy_parts.tasks import TASKS, final_window, loss_of
+from accuracy_parts.wires import WIRES
+from bench_kit.launch import tell
+
+TIMEOUT = timedelta(seconds=120)
+TEST_BATCH_SIZE = 128
+WARM_UP_SHARE = 0.05
+TELL_EVERY_STEPS = 10
+
+
+def train(settings: CaseSettings, data: Data, seed: int) -> dict[str, Any]:
+    """Train with one seed; returns its part of the record, the same on all ranks. Collective.
+
+    Raises:
+        RuntimeError: if the parameters differ between ranks at the end, or no step was pipelined.
+    """
+    task = TASKS[settings.task]
+    torch.manual_seed(seed)
+    network = task.build()
+    ddp = DistributedDataParallel(network, gradient_as_bucket_view=True)
+    optimizer = task.make_optimizer(ddp.parameters())
+    schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
+    state, options = _attach(ddp, optimizer, settings)
+    losses = []
+    start_s = time.perf_counter()
+    for step in range(settings.steps):
+        _tell_progress(settings, seed, step)
+        mine = batch(
+            data.train,
+            step,
+            seed,
+            batch_size=task.batch_size,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+        )
+        optimizer.zero_grad()
+        loss = loss_of(ddp(mine.inputs), mine.targets)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.detach())
+    facts: dict[str, Any] = {}
+    if state is not None:
+        state.synchronize()
+        facts = pipeline_facts(state)
+    train_s = time.perf_counter() - start_s
+    digest = same_parameters_everywhere(network)
+    curve = mean_over_ranks(torch.stack(losses).double())
+    result = {
+        "seed": seed,
+        "train_s": train_s,
+        "options": options,
+        "parameters_sha256": digest,
+        "final_train_loss": finite(curve[-final_window(len(curve)) :].mean().item()),
+        **test(network, data.test),
+        **facts,
+        "losses": [finite(loss) for loss in curve.tolist()],
+    }
+    if state is not None:
+        state.detach()
+    return result
+
+
+def _attach(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, settings: CaseSettings
+) -> tuple[dx.DearState | None, dict[str, str]]:
+    """The state, and all options as text. Plain DDP has neither."""
+    make_options = WIRES[settings.wire].options
+    if make_options is None:
+        return None, {}
+    # A plan that is fixed: the tuner would try plain all-reduces, which do not compress, on real steps.
+    options = {"tune": False, "fusion_mb": settings.fusion_mb} | make_options()
+    return dx.attach(ddp, optimizer, **options), {name: str(value) for name, value in options.items()}
+
+
+def pipeline_facts(state: dx.DearState) -> dict[str, Any]:
+    """What shows that gradients travelled as they should have.
+
+    Raises:
+        RuntimeError: if no step was pipelined.
+    """
+    stats = state.stats()
+    if not stats.pipelined_iterations:
+        raise RuntimeError(
+            f"no step was pipelined, so no gradient travelled as this wire says: give more --steps; fallbacks: "
+            f"{dict(stats.fallbacks)}"
+        )
+    median = stats.median_step
+    return {
+        "pipelined_steps": stats.pipelined_iterations,
+        "fallbacks": dict(stats.fallbacks),
+        "plan": str(state.plan),
+        "sent_bytes_per_step": median.sent_bytes if median else None,
+    }
+
+
+def _tell_progress(settings: CaseSettings, seed: int, step: int) -> None:
+    if dist.get_rank() == 0 and step % TELL_EVERY_STEPS == 0:
+        behind = (seed + step / settings.steps) / settings.seeds
+        tell(f"seed {seed + 1} of {settings.seeds}, step {step} of {settings.steps}", behind)
+
+
+def learning_rate_factor(step: int, steps: int) -> float:
+    """Linear warm-up, then half a cosine to zero."""
+    warm_up = max(1, round(WARM_UP_SHARE * steps))
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
+
+
+def same_parameters_everywhere(network: nn.Module) -> str:
+    """Return the SHA-256 of all parameters. Collective.
+
+    Raises:
+        RuntimeError: if ranks have different bits.
+    """
+    # Bytes, not values: NaN is not equal to itself, and ranks that all diverged alike are in step.
+    bits = hashlib.sha256()
+    for parameter in network.parameters():
+        bits.update(parameter.detach().contiguous().numpy().tobytes())
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, bits.hexdigest())
+    if len(set(digests)) > 1:
+        raise RuntimeError(f"parameters differ between ranks after training, SHA-256 per rank: {digests}")
+    return str(digests[0])
+
+
+@torch.no_grad()
+def test(network: nn.Module, samples: Samples) -> dict[str, float | None]:
+    """Loss and accuracy on all test samples, a share of which each rank takes. Collective."""
+    # BatchNorm's running statistics are each rank's own after the last step; DDP would take those of rank 0.
+    for buffer in network.buffers():
+        dist.broadcast(buffer, src=0)
+    network.eval()
+    inputs, targets = (part[dist.get_rank() :: dist.get_world_size()] for part in samples)
+    sums = torch.zeros(3, dtype=torch.float64)
+    for some, wanted in zip(inputs.split(TEST_BATCH_SIZE), targets.split(TEST_BATCH_SIZE), strict=True):
+        logits = network(some)
+        loss_sum = loss_of(logits, wanted).item() * wanted.numel()
+        correct = (logits.argmax(-1) == wanted).sum().item()
+        sums += torch.tensor([loss_sum, correct, wanted.numel()], dtype=torch.float64)
+    dist.all_reduce(sums)
+    loss_sum, correct, count = sums.tolist()
+    return {"test_loss": finite(loss_sum / count), "test_accuracy": correct / count}
+
+
+def mean_over_ranks(values: Tensor) -> Tensor:
+    """The mean of each value. Collective."""
+    dist.all_reduce(values)
+    return values / dist.get_world_size()
+
+
+def finite(value: float) -> float | None:
+    """The value, or None, which JSON has, for NaN and infinity, which it lacks."""
+    return value if math.isfinite(value) else None
+
+
+def main() -> None:
+    """Run one rank."""
+    settings, result_file = CaseSettings.read(Path(sys.argv[1])), Path(sys.argv[2])
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    data = TASKS[settings.task].load()
+    runs = [train(settings, data, seed) for seed in range(settings.seeds)]
+    if dist.get_rank() == 0:
+        result_file.write_text(json.dumps(runs))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

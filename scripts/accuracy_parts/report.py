@@ -1,0 +1,65 @@
+"""The table of each task. It fits a terminal of 100 columns."""
+
+from statistics import median
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from accuracy_parts.summary import FIGURES, Spread, cases_of, spread, tasks_of
+from accuracy_parts.tasks import FINAL_SHARE, TASKS
+from accuracy_parts.wires import REFERENCE
+
+WIDTH = 100
+_PERCENT = {"test_accuracy"}
+
+
+def print_tables(console: Console, record: dict[str, Any]) -> None:
+    """A table for each task, with a row for each wire."""
+    config = record["configuration"]
+    for task in tasks_of(record):
+        cases = cases_of(record, task)
+        title = f"{TASKS[task].title}: {cases[0]['steps']} steps; ranks: {config['ranks']}, seeds: {config['seeds']}"
+        console.print(f"\n[bold]{escape(title)}[/]", highlight=False, soft_wrap=True)
+        console.print(_table(cases))
+    for case in record["cases"]:
+        if case["failed"]:
+            console.print(f"  {case['task']}, {case['wire']}: failed", markup=False, highlight=False)
+    console.print(
+        f"  Mean over seeds, and below it the least and the greatest. to {REFERENCE}: the mean difference with the "
+        f"same seed. train loss: mean over the last {FINAL_SHARE:.0%} of the steps. MB sent: by a rank in a "
+        "pipelined step, without headers",
+        markup=False,
+        highlight=False,
+    )
+
+
+def _table(cases: list[dict[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE, padding=(0, 1))
+    table.add_column("wire", no_wrap=True)
+    to_reference = f"to {REFERENCE}"
+    for heading in ("train loss", to_reference, "test loss", to_reference, "accuracy %", to_reference, "MB sent"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for case in cases:
+        table.add_row(
+            case["wire"],
+            *(cell for figure in FIGURES for cell in _cells(spread(case, cases, figure), figure in _PERCENT)),
+            _megabytes(case),
+        )
+    return table
+
+
+def _cells(figure: Spread, is_percent: bool) -> tuple[str, str]:
+    scale, digits = (100, 1) if is_percent else (1, 3)
+    mean, low, high = (f"{scale * value:.{digits}f}" for value in figure[:3])
+    if figure.to_reference is None:
+        return f"{mean}\n{low}..{high}", ""
+    difference = round(scale * figure.to_reference, digits) + 0.0  # without the sum, what rounds to zero may be -0.0
+    return f"{mean}\n{low}..{high}", f"{difference:+.{digits}f}"
+
+
+def _megabytes(case: dict[str, Any]) -> str:
+    sent_bytes = [run["sent_bytes_per_step"] for run in case["runs"] if run.get("sent_bytes_per_step")]
+    return f"{median(sent_bytes) / 1e6:.3f}" if sent_bytes else ""

@@ -1,0 +1,40 @@
+"""The settings of one case, which its ranks read from a JSON file."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class CaseSettings:
+    """One wire on one task, with all seeds.
+
+    Attributes:
+        task: a name in `tasks.TASKS`.
+        wire: a name in `wires.WIRES`.
+        ranks: number of ranks.
+        seeds: number of seeds, which are 0, 1, and so on.
+        steps: steps of training with each seed.
+        fusion_mb: size of a fusion group in MiB.
+    """
+
+    task: str
+    wire: str
+    ranks: int
+    seeds: int
+    steps: int
+    fusion_mb: float
+
+    @property
+    def name(self) -> str:
+        """The case in one short phrase."""
+        return f"{self.task}, {self.wire}"
+
+    def write(self, path: Path) -> None:
+        """Write the settings to a file."""
+        path.write_text(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> "CaseSettings":
+        """Read what `write` wrote."""
+        return cls(**json.loads(path.read_text()))

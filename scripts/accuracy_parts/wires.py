@@ -1,0 +1,49 @@
+"""The wires that are compared: what `attach` is given for each of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import ddp_crossover as dx
+
+DENSITY = 0.01
+REFERENCE = "fp32"
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A way for gradients to travel.
+
+    Attributes:
+        name: as on the command line.
+        label: as in the picture.
+        options: makes the options of `attach` beside those that all wires share; None trains plain DDP.
+    """
+
+    name: str
+    label: str
+    options: Callable[[], dict[str, Any]] | None
+
+
+# Options are made on the ranks: a version of the package that lacks one of them fails at that wire only.
+WIRES = {
+    wire.name: wire
+    for wire in (
+        Wire("ddp", "plain DDP", None),
+        Wire(REFERENCE, "fp32", dict),
+        Wire("bf16", "bf16", lambda: {"wire_dtype": torch.bfloat16}),
+        Wire("int8", "int8", lambda: {"wire_dtype": torch.int8}),
+        Wire("topk", "top-k 1%", lambda: {"compress": dx.TopK(density=DENSITY)}),
+        Wire("topk+int8", "top-k 1% + int8", lambda: {"compress": dx.TopK(density=DENSITY), "wire_dtype": torch.int8}),
+        Wire(
+            "topk-noef",
+            "top-k 1%, no error feedback",
+            lambda: {"compress": dx.TopK(density=DENSITY, error_feedback=False)},
+        ),
+        Wire("int8-noef", "int8, no error feedback", lambda: {"wire_dtype": torch.int8, "error_feedback": False}),
+    )
+}
+# Plain DDP has the bits of fp32 on two ranks, so it would add nothing.
+DEFAULT_WIRES = [name for name in WIRES if name != "ddp"]
