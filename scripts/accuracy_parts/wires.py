@@ -40,7 +40,7 @@ WIRES = {
         Wire(
             "topk-noef",
             "top-k 1%, no error feedback",
-            lambda: {"compress": dx.TopK(density=DENSITY, error_feedback=False)},
+            lambda: {"compress": dx.TopK(density=DENSITY), "error_feedback": False},
         ),
         Wire("int8-noef", "int8, no error feedback", lambda: {"wire_dtype": torch.int8, "error_feedback": False}),
     )

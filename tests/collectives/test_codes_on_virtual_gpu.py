@@ -1,0 +1,82 @@
+"""Codes on NCCL, without CUDA: every access is ordered, the host does not wait, and the bits are those of gloo."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_crossover as dx
+from ddp_crossover.collectives import nccl_link
+from fake_streams import fake_gpu
+from models import INPUTS, DeepNet
+
+STEPS = 14
+WIRES: dict[str, dict[str, Any]] = {
+    "int8": {"wire_dtype": torch.int8},
+    "top-k": {"compress": dx.TopK(0.1)},
+    "top-k, int8": {"compress": dx.TopK(0.1), "wire_dtype": torch.int8},
+    "momentum": {"compress": dx.TopK(0.1, momentum_correction=0.9), "wire_dtype": torch.bfloat16},
+}
+
+
+class Seen(NamedTuple):
+    """One training: the parameters in the end, what was not ordered, waits of the host, bytes sent."""
+
+    parameters: list[torch.Tensor]
+    races: dict[Any, int]
+    host_waits: dict[str, int]
+    sent_bytes: int
+
+
+def train(rank_seed: int, options: dict[str, Any], on_gpu: bool, without: str = "") -> Seen:
+    torch.manual_seed(0)
+    net = DeepNet()
+    races, host_waits = {}, {}
+    with ExitStack() as stack:
+        gpu = stack.enter_context(fake_gpu()) if on_gpu else None
+        ddp = DistributedDataParallel(net, gradient_as_bucket_view=True)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        state = dx.attach(ddp, optimizer, fusion_mb=0.002, **options)
+        if without:
+            stack.enter_context(mock.patch.object(nccl_link._NcclLeg, without, lambda *args: None))
+        torch.manual_seed(rank_seed + torch.distributed.get_rank())
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            ddp(torch.randn(8, INPUTS)).square().mean().backward()
+            optimizer.step()
+            if gpu is not None and step == STEPS - 4:
+                gpu.host_waits.clear()
+        if gpu is not None:
+            races, host_waits = dict(gpu.races), dict(gpu.host_waits)
+            assert gpu.seen > 100
+        sent_bytes = state._link.sent_bytes
+        assert state.plan is not None and state.plan.is_coded
+        state.synchronize()
+        parameters = [parameter.detach().clone() for parameter in net.parameters()]
+        state.detach()
+    return Seen(parameters, races, host_waits, sent_bytes)
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_codes_on_nccl_are_ordered_and_have_the_bits_of_gloo(on_ranks, name) -> None:
+    one, other = on_ranks(train, 2, 7, WIRES[name], True)
+    assert one.races == other.races == {}
+    assert all(map(torch.equal, one.parameters, other.parameters))
+    if WIRES[name].get("wire_dtype") is torch.int8:  # else slices have other bounds there, and other largest elements
+        on_gloo, _ = on_ranks(train, 2, 7, WIRES[name], False)
+        assert all(map(torch.equal, one.parameters, on_gloo.parameters))
+
+
+def test_the_host_does_not_wait_for_codes(on_ranks) -> None:
+    for seen in on_ranks(train, 2, 7, WIRES["int8"], True):
+        assert seen.host_waits == {}
+
+
+def test_a_missing_wait_for_coded_legs_is_noticed(on_ranks) -> None:
+    for seen in on_ranks(train, 2, 7, WIRES["int8"], True, "wait"):
+        assert seen.races
