@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.fusion import Schedule
 from ddp_crossover.planning.ddp_buckets import all_communication_s, simulate_ddp
+from ddp_crossover.planning.gradient_specs import as_codes
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.search import best_of_sizes
 
@@ -91,12 +92,10 @@ def predict(
 
 
 def _with_int8_s(profile: ModelProfile, codec_s_per_element: float) -> float:
-    """The step time if all wider gradients travel as 8-bit codes. One-dimensional ones do not, but are few."""
+    """The step time if all gradients travel as 8-bit codes."""
     assert profile.link is not None
-    coded_bytes = Wire.of(torch.int8).leg_bytes().scatter
-    specs = [replace(s, itemsize_bytes=min(coded_bytes, s.itemsize_bytes), is_coded=True) for s in profile.specs]
     _, step = best_of_sizes(
-        specs,
+        as_codes(profile.specs, Wire.of(torch.int8)),
         profile.compute,
         profile.link,
         profile.world_size,

@@ -43,22 +43,31 @@ def gradient_specs(
     ]
 
 
+def as_codes(specs: Sequence[GradientSpec], wire: Wire) -> list[GradientSpec]:
+    """The same gradients if all of them were coded; one-dimensional ones are not, but are few."""
+    return [_coded(spec.name, spec.numel, spec.arena, wire) for spec in specs]
+
+
+def _coded(name: str, numel: int, arena: str, wire: Wire) -> GradientSpec:
+    legs = wire.leg_bytes()
+    larger = max(legs)
+    return GradientSpec(
+        name,
+        numel,
+        larger,
+        arena,
+        is_coded=True,
+        align_numel=wire.align_numel,
+        scatter_part=legs.scatter / larger,
+        gather_part=legs.gather / larger,
+    )
+
+
 def _spec(name: str, parameter: torch.nn.Parameter, wire: Wire) -> GradientSpec:
     where = f"on {parameter.device.type}"
     own = str(parameter.dtype).removeprefix("torch.")
     if wire.is_coded(parameter):
-        legs = wire.leg_bytes()
-        larger = max(legs)
-        return GradientSpec(
-            name,
-            parameter.numel(),
-            larger,
-            f"{own} coded {where}",
-            is_coded=True,
-            align_numel=wire.align_numel,
-            scatter_part=legs.scatter / larger,
-            gather_part=legs.gather / larger,
-        )
+        return _coded(name, parameter.numel(), f"{own} coded {where}", wire)
     dtype = wire.travels_as(parameter.dtype)
     as_what = "" if dtype is parameter.dtype else f" as {str(dtype).removeprefix('torch.')}"
     return GradientSpec(name, parameter.numel(), dtype.itemsize, f"{own}{as_what} {where}")

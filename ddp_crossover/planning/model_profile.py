@@ -66,7 +66,7 @@ class ModelProfile:
                 GradientSpec(
                     name=str(entry["name"]),
                     numel=int(entry["numel"]),
-                    itemsize_bytes=float(entry["itemsize_bytes"]),
+                    itemsize_bytes=int(entry["itemsize_bytes"]),
                     arena=str(entry.get("arena", f"{entry['itemsize_bytes']} bytes")),
                 )
                 for entry in document["parameters"]

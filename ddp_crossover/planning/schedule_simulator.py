@@ -30,7 +30,7 @@ class TimedGroup(NamedTuple):
         use_s: seconds from the start of the forward until the first use of one of its parameters.
         split: whether it travels as a scatter and a gather leg; else it is one all-reduce with twice the bytes.
         scatter_part, gather_part: the part of ``buffer_bytes`` that each leg sends.
-        codec_s: seconds for which encoding and decoding delay each leg.
+        codec_s: seconds that encoding and decoding take in each leg.
     """
 
     buffer_bytes: float
@@ -127,7 +127,8 @@ class _Channel:
         timed = self._groups[group]
         copies = 2 if kind == "all_reduce" else 1
         part = {"all_reduce": 2.0, "scatter": timed.scatter_part, "gather": timed.gather_part}[kind]
-        end_s = self.now_s + self._link.leg_s(part * timed.buffer_bytes, self._world_size)
+        # Encoding one leg and sending another go side by side, so the slower of the two sets the pace.
+        end_s = self.now_s + max(self._link.leg_s(part * timed.buffer_bytes, self._world_size), timed.codec_s)
         self.legs.append(SimulatedLeg(kind, group, self.now_s, end_s))
         # The second half of an all-reduce waits for the first half; meanwhile other legs use the link.
         self.done_s[group] = end_s + copies * self._link.latency_s + timed.codec_s

@@ -205,10 +205,10 @@ class Planning:
         return None
 
     def model_profile(self) -> ModelProfile | None:
-        """The measured profile, for the simulator; None until compute times have been measured."""
+        """The measured profile, without codes, for the simulator; None until compute times have been measured."""
         if self.compute is None:
             return None
-        return ModelProfile(tuple(self.specs), self.compute, self.link_model, self._link.world_size)
+        return ModelProfile(tuple(self.plain_specs), self.compute, self.link_model, self._link.world_size)
 
     def progress(self) -> str:
         """The state of planning in one line, for people."""

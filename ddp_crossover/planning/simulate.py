@@ -17,13 +17,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.fusion import GradientSpec, Schedule
+from ddp_crossover.planning.codec_probe import probe_codecs
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.planning.gradient_specs import as_codes
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.search import CANDIDATES_MB, best_of_sizes
 
@@ -73,6 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="size of fusion groups. Default: for each schedule and number of ranks the best of 0.25 to 64 MiB",
     )
     parser.add_argument(
+        "--int8",
+        action="store_true",
+        help="send 8-bit codes, made as fast as this machine makes them. Plain all-reduces stay as they are",
+    )
+    parser.add_argument(
         "--exchange", choices=("peer", "ring"), default="peer", help="how slices travel, see above. Default: peer"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -86,20 +95,24 @@ def run(args: argparse.Namespace) -> int:
         link, measured_at = LinkModel.preset(args.link or LINKS[0]), 2
     schedules = (args.schedule,) if args.schedule else SCHEDULES
     sizes_mb = CANDIDATES_MB if args.fusion_mb is None else (args.fusion_mb,)
-    all_bytes = sum(spec.numel * spec.itemsize_bytes for spec in profile.specs)
+    wire = Wire.of(torch.int8)
+    codes, codec_s_per_element = as_codes(profile.specs, wire), probe_codecs(wire) if args.int8 else 0.0
+    all_bytes = sum(spec.numel * spec.itemsize_bytes for spec in (codes if args.int8 else profile.specs))
     rows = []
     for world_size in args.world_sizes:
         scaled = link.at_world_size(world_size, measured_at=measured_at, exchange=args.exchange)
         steps = {}
         for schedule in schedules:
+            is_coded = args.int8 and schedule != Schedule.ALLREDUCE
             fusion_mb, step = best_of_sizes(
-                profile.specs,
+                codes if is_coded else profile.specs,
                 profile.compute,
                 scaled,
                 world_size,
                 schedule,
                 fused_all_reduce=args.exchange == "ring",
                 candidates_mb=sizes_mb,
+                codec_s_per_element=codec_s_per_element if is_coded else 0.0,
             )
             steps[schedule] = {"step_s": step.step_s, "exposed_s": step.exposed_s, "fusion_mb": fusion_mb}
         communication_s = 2 * scaled.leg_s(all_bytes, world_size)
@@ -120,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
         "link": link.to_json(),
         "measured_at": measured_at,
         "exchange": args.exchange,
+        "int8": args.int8,
         "predictions": rows,
     }
     if args.json:
