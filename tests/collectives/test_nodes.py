@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,7 +72,7 @@ def test_the_second_rounds_slices_are_the_first_rounds_one_whatever_the_size(lay
         bounds = [slice_bounds(numel, across.cuts, across.first + i) for i in range(len(across.ranks))]
         assert bounds[0][0] == low
         assert bounds[-1][1] == high
-        assert all(one[1] == other[0] for one, other in zip(bounds, bounds[1:], strict=False))
+        assert all(one[1] == other[0] for one, other in itertools.pairwise(bounds))
 
 
 @given(layouts(), st.data())
@@ -101,11 +103,11 @@ def test_one_rank_on_each_node_is_no_grouping(world_size: int) -> None:
 
 @pytest.mark.parametrize("layout", [[[0, 1], [2]], [[0], [1, 2], [3]], [[], [0]]])
 def test_nodes_of_different_sizes_are_refused_with_the_way_out(layout: list[list[int]]) -> None:
-    with pytest.raises(ValueError, match="equally many ranks on each node, got .*leave out groups="):
+    with pytest.raises(ValueError, match=r"equally many ranks on each node, got .*leave out groups="):
         Nodes.of(layout, 0)
 
 
 @pytest.mark.parametrize("layout", [[[0, 1], [1, 2]], [[0, 0]], [[0, 2]], [[1, 2], [3, 4]]])
 def test_ranks_that_are_missing_or_occur_twice_are_refused(layout: list[list[int]]) -> None:
-    with pytest.raises(ValueError, match="do not hold each of . ranks once"):
+    with pytest.raises(ValueError, match=r"do not hold each of . ranks once"):
         Nodes.of(layout, 1)

@@ -95,7 +95,7 @@ node_order_hook.__annotations__ = {
 
 
 def compare_on_nodes(case: Case, layout: Layout) -> None:
-    """On every rank: `case` with `groups="node"` against DDP with `node_order_hook`, or as it is if that is one order."""
+    """On every rank: `case` with `groups="node"` against DDP with `node_order_hook`, or plain DDP for one order."""
     order = NodeOrder(layout, case.dear.get("wire_dtype"))
     reference = None if world_size(layout) == 2 and order.wire_dtype is None else (order, node_order_hook)
     with on_nodes(layout):
