@@ -17,6 +17,7 @@ from test_late_peers import _soon
 from test_wire_bytes import STEPS, TOLERANCE, WideNet, _sent_in_steady_state
 from torch import nn
 
+import ddp_crossover as dx
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.gloo_gather import GlooGatherLeg
 from ddp_crossover.collectives.link import Link
@@ -228,9 +229,32 @@ def _sent(case: Case, layout: Layout) -> tuple[float, float]:
 def test_dense_legs_send_what_an_all_reduce_of_all_ranks_does(layout) -> None:
     """(l - 1) / l of the gradients inside of the node, (n - 1) / n of a rank's l-th across n nodes, and back."""
     count = world_size(layout)
-    model = partial(WideNet, torch.float32)
-    size = sum(p.nbytes for p in model().parameters())
-    case = Case(model=model, world_size=count, steps=2 * STEPS, dear={"fusion_mb": 0.5, "groups": "node"}, strict=False)
+    size = sum(p.nbytes for p in _wide_fp32_net().parameters())
+    case = Case(
+        model=_wide_fp32_net, world_size=count, steps=2 * STEPS, dear={"fusion_mb": 0.5, "groups": "node"}, strict=False
+    )
     for counted, claimed in run_ranks(_sent, count, case, layout):
         assert counted == pytest.approx(2 * (count - 1) / count * size, rel=TOLERANCE)
         assert claimed == pytest.approx(counted, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("wire", ["sparse", "int8"])
+def test_bytes_are_those_of_the_papers_arithmetic(wire) -> None:
+    """With n ranks a node, d elements, and k of each slice: 2 (n - 1) / n 4 d inside of it, 8 k across two of them."""
+    density = 0.05
+    dear: dict[str, Any] = {"groups": "node", "fusion_mb": 0.5}
+    dear |= {"compress": dx.TopK(density, selector="exact")} if wire == "sparse" else {"wire_dtype": torch.int8}
+    case = Case(model=_wide_fp32_net, world_size=4, steps=2 * STEPS, dear=dear, strict=False)
+    coded = sum(p.numel() for p in _wide_fp32_net().parameters() if p.dim() > 1)
+    dense = sum(p.numel() for p in _wide_fp32_net().parameters() if p.dim() == 1)
+    inside = 2 * 1 / 2 * 4 * coded
+    # A rank's half of the elements: sparse, it sends it to its one peer; in codes, a half of that half in each leg.
+    across = 8 * density * coded / 2 if wire == "sparse" else 2 * (coded / 4) * 66 / 64
+    expected = inside + across + 2 * 3 / 4 * 4 * dense
+    for counted, claimed in run_ranks(_sent, 4, case, TWO_BY_TWO):
+        assert counted == pytest.approx(expected, rel=TOLERANCE)
+        assert claimed == pytest.approx(counted, rel=TOLERANCE)
+
+
+def _wide_fp32_net() -> WideNet:
+    return WideNet(torch.float32)
