@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
 from ddp_crossover.collectives.agreement import DisagreementError
+from ddp_crossover.collectives.gloo_link import GlooLink
+from ddp_crossover.collectives.gloo_scatter import GlooScatterLeg
 from equivalence import SGD, Case, Run, snapshot, train_step
 from harness import run_faulty_ranks, run_ranks
 from models import DeepNet, OddNet
@@ -91,15 +94,31 @@ class _FailingBackward(torch.autograd.Function):
         return gradient
 
 
-def _through_an_exception(with_dear: bool, dear: dict[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
+def _through_an_exception(dear: dict[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
     """Backward raises on all ranks at one step, after which plain DDP may refuse to go on."""
     with on_nodes(TWO_BY_TWO):
-        run = Run(Case(model=DeepNet, optimizer=SGD, ddp=SMALL_BUCKETS, dear=dear), with_dear)
+        run = Run(Case(model=DeepNet, optimizer=SGD, ddp=SMALL_BUCKETS, dear=dear), with_dear=True)
         run.attach()
     run.model.module[6].register_forward_hook(lambda module, inputs, output: _FailingBackward.apply(output))
+    announced: list[GlooScatterLeg] = []
+    announce = GlooLink.announce
+
+    def noting(link: GlooLink, group: int, buffer: Any) -> None:
+        announce(link, group, buffer)
+        announced.append(link.early_receives.legs[group])  # type: ignore[attr-defined]
+
+    with mock.patch.object(GlooLink, "announce", noting):
+        after, step = _train_through(run, announced)
+    assert announced
+    assert all(leg.is_done() for leg in announced)
+    return after, step
+
+
+def _train_through(run: Run, announced: list[GlooScatterLeg]) -> tuple[dict[str, torch.Tensor], int]:
     for step, (x, y) in enumerate(run.batches()):
         run.optimizer.zero_grad()
         if step == FAULT_AT:
+            announced.clear()
             _FailingBackward.armed = True
             with pytest.raises(_UsersError):
                 run.loss(run.model(x), y).backward()
@@ -123,7 +142,7 @@ CODED = {"coded": {"wire_dtype": torch.int8}, "sparse": {"compress": dx.TopK(0.2
 
 @pytest.mark.parametrize("wire", [{}, *CODED.values()], ids=["dense", *CODED])
 def test_an_exception_in_backward_leaves_no_leg_open(on_ranks, wire) -> None:
-    of_ranks = on_ranks(_through_an_exception, 4, True, {**BY_NODE, **wire}, timeout_s=40)
+    of_ranks = on_ranks(_through_an_exception, 4, {**BY_NODE, **wire}, timeout_s=40)
     states = [state for state, _ in of_ranks]
     assert len({step for _, step in of_ranks}) == 1
     for name, value in states[0].items():
@@ -219,7 +238,7 @@ def _attach(layout: Layout | None, of_rank: dict[int, dict[str, Any]], always: d
 
 
 def test_a_rank_without_groups_is_named_on_every_rank(on_ranks) -> None:
-    for error in on_ranks(_attach, 4, TWO_BY_TWO, {1: BY_NODE}, {}):
+    for error in on_ranks(_attach, 4, TWO_BY_TWO, {1: BY_NODE}, {}, timeout_s=30):
         assert error.startswith("DisagreementError: rank 1 differs from rank 0")
         assert "groups is None on rank 0 and 'node' on rank 1" in error
 

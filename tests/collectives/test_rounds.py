@@ -84,6 +84,15 @@ def test_dense_sums_are_in_node_order(layout: Layout, sizes: list[int], dtype: t
         assert all(torch.equal(part, total) for part, total in zip(buffer.parts, expected, strict=True))
 
 
+@pytest.mark.parametrize("layout", ALL, ids=str)
+def test_16_bit_terms_are_rounded_once_in_each_round(layout) -> None:
+    terms = _terms(world_size(layout), [500], torch.bfloat16)
+    buffers = [FusionBuffer((term.clone(),)) for [term] in terms]
+    _run(_routes(layout, buffers, in_fp32=True))
+    expected = add_up([term for [term] in terms], NodeOrder(layout, torch.bfloat16))
+    assert all(torch.equal(buffer.whole(), expected) for buffer in buffers)
+
+
 def _coded(
     terms: list[torch.Tensor], scatter: Codec, gather: Codec | None, residuals: list[Change]
 ) -> list[FusionBuffer]:
@@ -97,6 +106,15 @@ def _coded(
 
 def _no_residuals(count: int, numel: int) -> list[Change]:
     return [Change(torch.zeros(numel), torch.zeros(numel)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("layout", ALL, ids=str)
+def test_a_sparse_code_of_everything_is_the_dense_sum(layout) -> None:
+    count = world_size(layout)
+    terms = [term for [term] in _terms(count, [10 * count], torch.float32)]
+    buffers = _coded(terms, TopKCodec(1.0, Selector.EXACT), None, _no_residuals(count, 10 * count))
+    _run(_routes(layout, buffers))
+    assert all(torch.equal(buffer.whole(), add_up(terms, NodeOrder(layout))) for buffer in buffers)
 
 
 @pytest.mark.parametrize("layout", [one for one in ALL if len(one[0]) > 1], ids=str)
