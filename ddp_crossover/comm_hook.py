@@ -89,6 +89,12 @@ class DearState:
             rank order, and rounds the sum once; NCCL adds in the wire dtype. This halves the bytes of fp32, and the
             parameters are no longer those of plain fp32 DDP. float16 ends at 65504: use it with a loss scaler.
             Default: gradients are sent in their own dtype.
+        groups: ``"node"``: over gloo, a scatter leg first adds up inside of each node, then across nodes between the
+            ranks with the same place on theirs; a gather leg goes the other way. Fewer messages and bytes of a rank
+            cross between nodes. Gradients are added up in rank order on each node, then in the order of the nodes'
+            lowest ranks, so from three ranks on the last bits are not those without it; 16-bit sums are rounded once
+            in each round. Codes travel across nodes only. Nodes are torchrun's, else hosts, and need equally many
+            ranks. NCCL chooses by itself. Default: all ranks exchange with all others.
         norms: ``"exact"``: ``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` give the bits of plain DDP,
             and wait for all gradients, so that no update is deferred in a step that clips. ``"sharded"``: they take
             norms from the ranks' shards and leave the factor pending, so the overlap is kept; the last bits of the norm
