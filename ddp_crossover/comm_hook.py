@@ -94,9 +94,12 @@ class DearState:
         compress: a :class:`TopK`: reduce-scatters send only the largest part of the gradients, all-gathers the sums as
             ``wire_dtype`` says.
         error_feedback: False drops what codes leave out; only to see what it is worth.
-        groups: ``"node"``: gradients are exchanged inside of each node first and then across nodes, so that the link
-            between nodes carries each node's sum only once. For several ranks per node on gloo; NCCL does this by
-            itself. Nodes are those of torchrun. Sums are added up by node, then in the order of the nodes.
+        groups: ``"node"``: over gloo, a scatter leg first adds up inside of each node, then across nodes between the
+            ranks with the same place on theirs; a gather leg goes the other way. Fewer messages and bytes of a rank
+            cross between nodes. Gradients are added up in rank order on each node, then in the order of the nodes'
+            lowest ranks, so from three ranks on the last bits are not those without it; 16-bit sums are rounded once
+            in each round. Codes travel across nodes only. Nodes are torchrun's, else hosts, and need equally many
+            ranks. NCCL chooses by itself. Default: all ranks exchange with all others.
         norms: ``"exact"``: ``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` give the bits of plain DDP,
             and wait for all gradients, so that no update is deferred in a step that clips. ``"sharded"``: they take
             norms from the ranks' shards and leave the factor pending, so the overlap is kept; the last bits of the norm

@@ -60,9 +60,8 @@ class GlooGatherLeg(GlooLeg):
         self.is_posted = True
         try:
             self.scatter.wait()  # already done; raises the scatter leg's error, if any
-            with named_range(f"ddp_crossover::all_gather[{self.group}]"):
-                self._context.meter.clock.leg_posted(self.times)
-                self._post_sends_of(0)
+            self._context.meter.clock.leg_posted(self.times)
+            self._post_sends_of(0)
         except Exception as error:
             self._end(error)
         else:
@@ -71,7 +70,8 @@ class GlooGatherLeg(GlooLeg):
     def _post_sends_of(self, number: int) -> None:
         scatter = self.scatter
         tag = message_tag(GATHER_KINDS[number], scatter.iteration, self.group)
-        scatter.sends += self._context.messages.send(scatter.route.gather[number].sends(), tag)
+        with named_range(f"ddp_crossover::all_gather[{self.group}]"):
+            scatter.sends += self._context.messages.send(scatter.route.gather[number].sends(), tag)
 
     def _post_again(self) -> None:
         """Send what the first round has brought. Runs on the posting thread."""
@@ -80,7 +80,7 @@ class GlooGatherLeg(GlooLeg):
         except Exception as error:
             self._end(error)
         else:
-            self._context.threads.wait(lambda: self._complete(1))
+            self._context.threads.wait(lambda: self._complete(1), 1)
 
     def _complete(self, number: int = 0) -> None:
         """Wait for the peers' slices of a round, in the end for our sends. Runs on a waiting thread of its own."""

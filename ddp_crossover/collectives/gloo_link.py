@@ -80,8 +80,7 @@ class PeerLink(Link):
         return wait
 
     def use_nodes(self, nodes: Nodes) -> None:
-        super().use_nodes(nodes)
-        self._context.nodes = nodes
+        self.nodes = self._context.nodes = nodes
         if nodes.are_several:
             self._context.threads.add_round()
 

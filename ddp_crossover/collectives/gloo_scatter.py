@@ -97,7 +97,8 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
         try:
             context.failures.check()
             tag = message_tag(SCATTER_KINDS[1], self.iteration, self.group)
-            self.sends += context.messages.send(self.route.scatter[1].sends(), tag)
+            with named_range(f"ddp_crossover::reduce_scatter[{self.group}]"):
+                self.sends += context.messages.send(self.route.scatter[1].sends(), tag)
         except Exception as error:
             self._end(error)
         else:
@@ -108,8 +109,8 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
         context = self._context
         try:
             context.failures.check()
-            # A peer sends these slices as soon as its own backward has come so far.
-            context.messages.wait(self._receives[number], self.label, is_proof=True)
+            # A peer sends the first slices as soon as its own backward has come so far, the next when its node has.
+            context.messages.wait(self._receives[number], self.label, is_proof=number == 0)
             self.route.scatter[number].finish()
         except Exception as error:
             self._end(error)

@@ -1,7 +1,8 @@
 """The threads of a gloo link. Gloo's calls block, and the training thread must not: it waits on Python events only.
 
 One thread stages gradients and posts messages, in the order that ``gloo_posting`` decides; one adds up received
-slices, a second one those of second rounds; a few wait for gather legs. They know nothing about legs, only jobs.
+slices; a few wait for gather legs. Second rounds have a thread that adds up and a few that wait of their own. They know
+nothing about legs, only jobs.
 """
 
 from __future__ import annotations
@@ -35,26 +36,28 @@ class GlooThreads:
         self.posting = PostQueue(Pace(backlog))
         self._reducing: list[queue.SimpleQueue[Job | None]] = []
         self._reducing_threads: list[threading.Thread] = []
-        self._waiters = Waiters(_MAX_GATHER_WAITS)
+        self._waiters: list[Waiters] = []
         self._posting_thread = start_thread("post", self._post_forever)
         self.add_round()
 
     def add_round(self) -> None:
-        """Have a reducing thread for one more round of scatter legs.
+        """Have threads for one more round of legs.
 
-        What ends one group's leg must not wait until backward has come to the next group's.
+        What ends one group's scatter leg must not wait until backward has come to the next group's. And gather legs in
+        their last round wait for those that peers have in their first round: no wait of the last may hold these up.
         """
         jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._reducing.append(jobs)
         self._reducing_threads.append(start_thread("reduce", functools.partial(_run_forever, jobs)))
+        self._waiters.append(Waiters(_MAX_GATHER_WAITS))
 
     def reduce(self, job: Job, round_number: int = 0) -> None:
         """Run ``job`` on the reducing thread of a round, after the jobs given to it before."""
         self._reducing[round_number].put(job)
 
-    def wait(self, job: Job) -> None:
-        """Run ``job``, which blocks, on a waiting thread of its own."""
-        self._waiters.run(job)
+    def wait(self, job: Job, round_number: int = 0) -> None:
+        """Run ``job``, which blocks, on a waiting thread of its own, of those of a round."""
+        self._waiters[round_number].run(job)
 
     def join(self) -> None:
         """Let all threads end, and join them.
@@ -67,7 +70,7 @@ class GlooThreads:
         with contextlib.ExitStack() as last_first:
             waiting: list[threading.Thread] = []
             last_first.callback(_join, waiting)
-            last_first.callback(lambda: waiting.extend(self._waiters.close()))
+            last_first.callback(lambda: waiting.extend(thread for one in self._waiters for thread in one.close()))
             for jobs, thread in reversed([*zip(self._reducing, self._reducing_threads, strict=True)]):
                 last_first.callback(thread.join)
                 last_first.callback(jobs.put, None)

@@ -180,9 +180,9 @@ class Link(ABC):
 
     # Memory, speed and streams.
 
-    def use_nodes(self, nodes: Nodes) -> None:
+    def use_nodes(self, nodes: Nodes) -> None:  # noqa: B027
         """Exchange slices as ``nodes`` says, if the link does not choose by itself. No leg may have been started."""
-        self.nodes = nodes
+        # A link that does reduces the slice of this rank's number, wherever the ranks are.
 
     def connect(self, arenas: Collection[Tensor]) -> None:
         """Take the first arenas, and connect to the peers now instead of at the first legs. All ranks must call it."""

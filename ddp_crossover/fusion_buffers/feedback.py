@@ -19,7 +19,10 @@ _MOST_RESCALED = 16.0
 
 
 class _Pair:
-    """A state of all gradients of one arena before and after a step."""
+    """A state of all gradients of one arena before and after a step.
+
+    Both are the same where this rank codes nothing, as with nodes: there no step writes what is after it.
+    """
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.before, self.after = (torch.zeros(numel, device=device) for _ in range(2))
@@ -88,6 +91,7 @@ class Feedback:
                         here, there = self._plan.offsets[index], plan.offsets[index]
                         pair.after[there : there + spec.numel] = pair.before[here : here + spec.numel]
                 pair.swap()
+                pair.after.copy_(pair.before)
         self._codings.clear()
         if plan.is_coded:
             self._plan = plan
@@ -105,7 +109,8 @@ class Feedback:
             ratio = torch.as_tensor(scale / self.scale)
             is_the_same_scaler = (ratio >= 1 / _MOST_RESCALED) & (ratio <= _MOST_RESCALED)
             for _, pair in self._all():
-                pair.before.mul_(torch.where(is_the_same_scaler, ratio, 0.0).to(pair.before))
+                for state in (pair.before, pair.after):
+                    state.mul_(torch.where(is_the_same_scaler, ratio, 0.0).to(state))
             self.scale = scale
         if self._wire.top_k is not None and isinstance(self._scatter, TopKCodec):
             density = self._wire.top_k.density_at(self.steps)
@@ -146,6 +151,9 @@ class Feedback:
     def state_dict(self) -> dict[str, Any]:
         """Copies of everything, by name of the parameter, flat, in memory order."""
         state: dict[str, Any] = {"steps": self.steps, "scale": float(self.scale)}
+        if self._loaded is not None:  # not in place yet
+            loaded = self._loaded
+            return state | {kind: {name: one.clone() for name, one in loaded[kind].items()} for kind in self._kinds()}
         return state | {kind: self._copies(pairs) for kind, pairs in self._kinds().items()}
 
     def _copies(self, pairs: Mapping[str, _Pair]) -> dict[str, Tensor]:
@@ -182,7 +190,8 @@ class Feedback:
             for spec, low in zip(self._plan.gradients, self._plan.offsets, strict=True):
                 if spec.arena in pairs:
                     values = self._loaded[kind].get(spec.name)
-                    pairs[spec.arena].before[low : low + spec.numel] = 0.0 if values is None else values
+                    for state in (pairs[spec.arena].before, pairs[spec.arena].after):
+                        state[low : low + spec.numel] = 0.0 if values is None else values
         self._loaded = None
 
     def _kinds(self) -> dict[str, dict[str, _Pair]]:

@@ -87,6 +87,8 @@ class Case:
     """Bitwise. False only where the two arms compute by different formulas, which the case then
     explains.
     """
+    reference: tuple[Any, Callable[..., Any]] | None = None
+    """State and hook of the other arm, where that is neither plain DDP nor a sum in rank order."""
 
 
 class Run:
@@ -126,6 +128,8 @@ class Run:
             options = {"fusion_mb": SMALL_GROUPS_MB, "strict": self.case.strict} | dict(self.case.dear)
             only = self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers
             self.state = dx.attach(self.model, only, **options)
+        elif self.case.reference is not None:
+            self.model.register_comm_hook(*self.case.reference)
         elif wire_dtype := self.case.dear.get("wire_dtype"):
             self.model.register_comm_hook(wire_dtype, wire_dtype_hook)
         elif dist.get_world_size() >= FIRST_AMBIGUOUS_WORLD_SIZE:

@@ -1,0 +1,181 @@
+"""Both legs of a fusion group, round by round, on any nodes: all ranks in one process, without a network."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_crossover.codecs.block_int8 import BlockInt8
+from ddp_crossover.codecs.codec import Codec
+from ddp_crossover.codecs.coding import Change, Coding
+from ddp_crossover.codecs.selectors import Selector
+from ddp_crossover.codecs.top_k import TopKCodec
+from ddp_crossover.collectives.fusion_buffer import FusionBuffer
+from ddp_crossover.collectives.nodes import Nodes
+from ddp_crossover.collectives.rank_order_sum import ScratchPool
+from ddp_crossover.collectives.rounds import Round
+from ddp_crossover.collectives.route import Route
+from node_groups import INTERLEAVED, TWO_BY_TWO, Layout, NodeOrder, add_up, world_size
+
+THREE_BY_TWO: Layout = ((0, 5), (1, 3), (2, 4))
+TWO_BY_THREE: Layout = ((0, 2, 4), (1, 3, 5))
+THREE_BY_THREE: Layout = ((0, 1, 2), (3, 4, 5), (6, 7, 8))
+FOUR_ON_ONE: Layout = ((0, 1, 2, 3),)
+FOUR_NODES: Layout = ((0,), (1,), (2,), (3,))
+# With three nodes the order of sums over nodes shows, with three ranks that inside of a node.
+ALL = [TWO_BY_TWO, INTERLEAVED, THREE_BY_TWO, TWO_BY_THREE, THREE_BY_THREE, FOUR_ON_ONE, FOUR_NODES]
+
+
+def _routes(layout: Layout, buffers: list[FusionBuffer], in_fp32: bool = False) -> list[Route]:
+    return [
+        Route(buffer, Nodes.of(layout, rank), ScratchPool(), sums_in_fp32=in_fp32)
+        for rank, buffer in enumerate(buffers)
+    ]
+
+
+def _exchange(rounds: list[Round]) -> None:
+    """One round of all ranks: messages between two ranks match in their order, as they do with one tag."""
+    boxes: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
+    for rank, one in enumerate(rounds):
+        for peer, memory in one.receives():
+            boxes[peer, rank].append(memory)
+    messages = [(rank, peer, memory.clone()) for rank, one in enumerate(rounds) for peer, memory in one.sends()]
+    for rank, peer, memory in messages:
+        boxes[rank, peer].pop(0).copy_(memory)
+    assert not any(boxes.values()), "something was not sent"
+    for one in rounds:
+        one.finish()
+
+
+def _run(routes: list[Route]) -> None:
+    for leg in ("scatter", "gather"):
+        of_ranks = [getattr(route, leg) for route in routes]
+        for number in range(len(of_ranks[0])):
+            _exchange([rounds[number] for rounds in of_ranks])
+    for route in routes:
+        route.release()
+
+
+def _terms(count: int, sizes: list[int], dtype: torch.dtype, seed: int = 0) -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.randn(size, generator=generator).to(dtype) for size in sizes] for _ in range(count)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(ALL),
+    st.lists(st.integers(0, 50), min_size=1, max_size=4),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    st.booleans(),
+)
+def test_dense_sums_are_in_node_order(layout: Layout, sizes: list[int], dtype: torch.dtype, in_fp32: bool) -> None:
+    count = world_size(layout)
+    terms = _terms(count, sizes, dtype)
+    factor = 1 / count
+    order = NodeOrder(layout, torch.bfloat16 if in_fp32 else None)
+    expected = [add_up([part.mul(factor) for part in parts], order) for parts in zip(*terms, strict=True)]
+    buffers = [FusionBuffer(tuple(part.clone() for part in parts), factor) for parts in terms]
+    _run(_routes(layout, buffers, in_fp32))
+    for buffer in buffers:
+        assert all(torch.equal(part, total) for part, total in zip(buffer.parts, expected, strict=True))
+
+
+@pytest.mark.parametrize("layout", ALL, ids=str)
+def test_16_bit_terms_are_rounded_once_in_each_round(layout) -> None:
+    terms = _terms(world_size(layout), [500], torch.bfloat16)
+    buffers = [FusionBuffer((term.clone(),)) for [term] in terms]
+    _run(_routes(layout, buffers, in_fp32=True))
+    expected = add_up([term for [term] in terms], NodeOrder(layout, torch.bfloat16))
+    assert all(torch.equal(buffer.whole(), expected) for buffer in buffers)
+
+
+def _coded(
+    terms: list[torch.Tensor], scatter: Codec, gather: Codec | None, residuals: list[Change]
+) -> list[FusionBuffer]:
+    buffers = []
+    for term, residual in zip(terms, residuals, strict=True):
+        coding = Coding(scatter, gather)
+        coding.begin_step(scatter, residual, None)
+        buffers.append(FusionBuffer((term.clone(),), coding=coding))
+    return buffers
+
+
+def _no_residuals(count: int, numel: int) -> list[Change]:
+    return [Change(torch.zeros(numel), torch.zeros(numel)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("layout", ALL, ids=str)
+def test_a_sparse_code_of_everything_is_the_dense_sum(layout) -> None:
+    count = world_size(layout)
+    terms = [term for [term] in _terms(count, [10 * count], torch.float32)]
+    buffers = _coded(terms, TopKCodec(1.0, Selector.EXACT), None, _no_residuals(count, 10 * count))
+    _run(_routes(layout, buffers))
+    assert all(torch.equal(buffer.whole(), add_up(terms, NodeOrder(layout))) for buffer in buffers)
+
+
+@pytest.mark.parametrize("layout", [one for one in ALL if len(one[0]) > 1], ids=str)
+def test_sparse_codes_of_nodes_are_added_up_in_node_order(layout) -> None:
+    count, places = world_size(layout), len(layout[0])
+    numel, density = 24 * count, 0.3
+    residuals = _no_residuals(count, numel)
+    left_out = torch.zeros(len(layout), numel)  # by node
+    for step in range(4):
+        terms = [term for [term] in _terms(count, [numel], torch.float32, step)]
+        sums = torch.stack(
+            [add_up([terms[rank] for rank in node], NodeOrder((tuple(range(places)),))) for node in layout]
+        )
+        values = sums + left_out
+        sent = torch.zeros_like(values)
+        for row, one in zip(sent, values, strict=True):
+            for target, part in zip(row.chunk(places), one.chunk(places), strict=True):
+                chosen = part.abs().topk(round(density * len(part))).indices
+                target[chosen] = part[chosen]
+        left_out = values - sent
+        expected = sent[0].clone()
+        for row in sent[1:]:
+            expected += row
+        buffers = _coded(terms, TopKCodec(density, Selector.EXACT), None, residuals)
+        _run(_routes(layout, buffers))
+        residuals = [Change(residual.after, residual.before) for residual in residuals]
+        for buffer in buffers:
+            assert torch.equal(buffer.whole(), expected)
+        owed = torch.stack([sum(residuals[rank].before for rank in node) for node in layout])
+        assert torch.equal(owed, left_out)
+
+
+@pytest.mark.parametrize("layout", ALL, ids=str)
+@pytest.mark.parametrize("scatter", ["sparse", "int8"])
+def test_codes_give_everybody_the_same_and_lose_nothing(layout, scatter) -> None:
+    count = world_size(layout)
+    numel = 64 * count
+    codec: Codec = BlockInt8() if scatter == "int8" else TopKCodec(0.3, Selector.EXACT)
+    residuals = _no_residuals(count, numel)
+    due = torch.zeros(numel, dtype=torch.float64)
+    for step in range(4):
+        terms = [term for [term] in _terms(count, [numel], torch.float32, step)]
+        buffers = _coded(terms, codec, BlockInt8(), residuals)
+        _run(_routes(layout, buffers))
+        residuals = [Change(residual.after, residual.before) for residual in residuals]
+        for buffer in buffers:
+            assert torch.equal(buffer.whole(), buffers[0].whole())
+        due += sum(term.double() for term in terms) - buffers[0].whole()
+        owed = sum(residual.before.double() for residual in residuals)
+        torch.testing.assert_close(owed, due, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("scatter", ["sparse", "int8"])
+def test_every_rank_sees_that_a_sum_is_not_finite(scatter, bad) -> None:
+    """Else some ranks would take their residuals over, and others would not."""
+    numel = 64 * 6
+    codec: Codec = BlockInt8() if scatter == "int8" else TopKCodec(0.1, Selector.EXACT)
+    for place in range(0, numel, 37):
+        terms = [term for [term] in _terms(6, [numel], torch.float32)]
+        terms[4][place] = bad
+        buffers = _coded(terms, codec, None if scatter == "sparse" else codec, _no_residuals(6, numel))
+        _run(_routes(THREE_BY_TWO, buffers))
+        assert [buffer.coding is not None and buffer.coding.is_finite for buffer in buffers] == [False] * 6
