@@ -31,7 +31,7 @@ from ddp_crossover.collectives.node_ranks import nodes_of
 from ddp_crossover.ddp.early_arrival import Buckets
 from ddp_crossover.ddp.forks import watch_forks
 from ddp_crossover.ddp.reducer import Reducer
-from ddp_crossover.ddp.refusals import refuse_model, refuse_momentum_twice, refuse_optimizers, why_plain_all_reduce
+from ddp_crossover.ddp.refusals import refuse_model, refuse_momentum, refuse_optimizers, why_plain_all_reduce
 from ddp_crossover.ddp.same_setup import require_same_setup
 from ddp_crossover.ddp.turn_points import TurnPoints
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
@@ -196,12 +196,12 @@ class DearState:
         self._fallbacks = FallbackLog(self._link.rank)
         self._about = about(ddp, self._link.rank)
         require_same_setup(self._link, named, optimizers, options)
+        refuse_momentum(self._link.world_size, options.compress, optimizers)
         if self._link.world_size == 1:  # one rank has nothing to share, and sends nothing
             options = dataclasses.replace(options, shard_optimizer=False, groups=None)
             wire = wire.plain
         if options.groups is not None:
             self._link.use_nodes(nodes_of(self._link.process_group, self._device))
-        refuse_momentum_twice(options.compress, optimizers)
         table: ShardTable | None = None
         if options.shard_optimizer:
             refuse_sharding(self._link, self._device, self._plain_reason, ddp)
@@ -226,8 +226,15 @@ class DearState:
             memory = make_arenas(self._planning.plain_specs, named, self._link, wire.plain)
             if wire.has_codes:
                 memory |= make_arenas(self._planning.specs, named, self._link, wire)
-                codes_on = torch.device("cpu") if self._link.codes_on_host else self._device
-                feedback = Feedback(wire, self._planning.specs, self._link, codes_on)
+                on_host = self._link.codes_on_host
+                feedback = Feedback(
+                    wire,
+                    self._planning.specs,
+                    self._link.world_size,
+                    shard_align_bytes=self._link.shard_align_bytes,
+                    device=torch.device("cpu") if on_host else self._device,
+                    streams=None if on_host else self._link.streams,
+                )
             # Lets it create what it would otherwise create at its first legs.
             self._link.connect(memory.values())
             self._planning.measure_link()

@@ -6,7 +6,8 @@ residual of the next step. The owner of a slice adds its own gradients as they a
 that leaves out is its residual of its own slice. Every rank, the owner too, goes on with the decoded sum, so parameters
 are the same everywhere. All decoded sums plus all residuals are the sum of all gradients, but for the rounding of
 additions. It does not matter which rank has the residual of an element, so a rank needs one number for each element,
-also where slices change hands.
+also where slices change hands. (With nodes a rank codes the sums of its own slices only. What it has left out
+elsewhere, under an earlier plan, waits until the slice is its own again.)
 
 Residuals are taken over if all of a step's sums are finite, which all ranks see alike. Else the step is left out by a
 loss scaler, or training is lost anyway. So old and new residuals are both kept until then.

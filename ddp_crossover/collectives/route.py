@@ -33,7 +33,7 @@ class Route:
 
     def __init__(self, buffer: FusionBuffer, nodes: Nodes, scratch: ScratchPool, *, sums_in_fp32: bool) -> None:
         memory = self.memory = Memory(buffer)
-        coding = buffer.coding
+        coding = buffer.coding if len(nodes.across.ranks) > 1 else None  # inside of one node nothing is coded
         across, local = nodes.across, nodes.local
         copy = CopyRound if coding is None else WatchedCopyRound
         self.scatter: list[Round] = []

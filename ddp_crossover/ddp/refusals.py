@@ -93,14 +93,19 @@ def refuse_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[Optimiz
             )
 
 
-def refuse_momentum_twice(compress: TopK | None, optimizers: Sequence[Optimizer]) -> None:
-    """Raise if both momentum correction and an optimizer apply a momentum.
+def refuse_momentum(world_size: int, compress: TopK | None, optimizers: Sequence[Optimizer]) -> None:
+    """Raise if momentum correction would apply no momentum, or a second one.
 
     Raises:
         ValueError: if so.
     """
     if compress is None or not compress.momentum_correction:
         return
+    if world_size == 1:
+        raise ValueError(
+            "momentum_correction applies the momentum to what is sent, and one rank sends nothing: give the optimizer "
+            "the momentum, and leave out compress="
+        )
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         if group.get("momentum") or (group.get("betas") or (0.0,))[0]:
             raise ValueError(

@@ -11,11 +11,12 @@ from torch import Tensor
 from ddp_crossover.codecs.coding import Change, Coding
 from ddp_crossover.codecs.top_k import TopKCodec
 from ddp_crossover.codecs.wire import Wire
-from ddp_crossover.collectives.link import Link
+from ddp_crossover.collectives.stream_order import CudaStreams
 from ddp_crossover.fusion import FusionGroup, FusionPlan, GradientSpec, arena_capacity
 
 # A loss scale that has changed by more than this factor is another one: residuals are dropped.
 _MOST_RESCALED = 16.0
+_CPU = torch.device("cpu")
 
 
 class _Pair:
@@ -52,33 +53,44 @@ class Feedback:
     Args:
         wire: what gradients are on the wire.
         specs: all gradients.
-        link: runs the legs.
-        device: device on which it codes gradients.
+        world_size: number of ranks.
+        shard_align_bytes: multiple of bytes that shards are, as for plans.
+        device: where gradients are coded.
+        streams: the CUDA streams of the legs, if these code gradients there: the host then does not wait for results.
 
     Attributes:
         steps: training steps whose gradients were coded.
         scale: loss scale of the gradients of which these are residuals.
     """
 
-    def __init__(self, wire: Wire, specs: Sequence[GradientSpec], link: Link, device: torch.device) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        specs: Sequence[GradientSpec],
+        world_size: int,
+        *,
+        shard_align_bytes: int = 1,
+        device: torch.device = _CPU,
+        streams: CudaStreams | None = None,
+    ) -> None:
         assert wire.scatter is not None
         self.steps = 0
         self.scale: float | Tensor = 1.0
-        self._link = link
+        self._host_knows = streams is None
         self._wire = wire
         self._scatter = wire.scatter
         coded = [spec for spec in specs if spec.is_coded]
-        sizes = arena_capacity(coded, link.world_size, link.shard_align_bytes)
+        sizes = arena_capacity(coded, world_size, shard_align_bytes)
         self._residuals = {arena: _Pair(numel, device) for arena, numel in sizes.items()} if wire.has_feedback else {}
         self._momentum = 0.0 if wire.top_k is None else float(wire.top_k.momentum_correction)
         self._velocities = {arena: _Pair(numel, device) for arena, numel in sizes.items()} if self._momentum else {}
         self._specs = specs
         self._plan: FusionPlan | None = None
         self._loaded: Mapping[str, Any] | None = None
-        if link.streams is not None and not link.codes_on_host:
+        if streams is not None:
             for _, pair in self._all():
                 for memory in (pair.before, pair.after):
-                    link.streams.keep_until_done(memory)
+                    streams.keep_until_done(memory)
         self._codings: list[tuple[FusionGroup, Coding]] = []
 
     def use(self, plan: FusionPlan) -> None:
@@ -131,16 +143,14 @@ class Feedback:
             unused: where no rank has used the parameters, so that nothing was sent, or nobody takes what was sent.
             finite: 0-dim tensors that tell whether sums are finite; else nothing changes.
         """
-        # The host knows what a CPU has computed, and does not wait for another device.
-        is_known = self._link.codes_on_host
-        if is_known and not all(map(bool, finite)):
+        if self._host_knows and not all(map(bool, finite)):
             return
         self.steps += 1
         for arena, low, high in unused:
             for pairs in self._kinds().values():
                 if arena in pairs:
                     pairs[arena].after[low:high] = pairs[arena].before[low:high]
-        if is_known:
+        if self._host_knows:
             for _, pair in self._all():
                 pair.swap()
         elif finite:

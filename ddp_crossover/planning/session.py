@@ -179,6 +179,12 @@ class Planning:
         return None
 
     @property
+    def _may_be_plain(self) -> bool:
+        """Whether gradients may also travel as they are, by plain all-reduces: what legs do does not change updates."""
+        compress = self._options.compress
+        return not self._options.shard_optimizer and not (compress is not None and compress.momentum_correction)
+
+    @property
     def has_begun(self) -> bool:
         """Whether there has been a first plan."""
         return self.stage is not Stage.OBSERVING
@@ -268,8 +274,8 @@ class Planning:
             start,
             model_bytes=self._plain_bytes,
             tries_as_built=self._bucket_cap_mb is not None,
-            tries_plain=not self._options.shard_optimizer,
-            as_they_are=self._best_as_they_are() if self._has_codes else None,
+            tries_plain=self._may_be_plain,
+            as_they_are=self._best_as_they_are() if self._has_codes and self._may_be_plain else None,
             low_mb=max(0.25, self._lowest_mb()),
         )
         self.stage = Stage.TUNING
@@ -287,7 +293,7 @@ class Planning:
             return Candidate(fusion_mb, Schedule.ALLREDUCE, as_built=True)
         if self._has_codes:
             return Candidate(fusion_mb, is_coded=True)
-        prefers_allreduce = self.planned.prefers_allreduce and not self._options.shard_optimizer
+        prefers_allreduce = self.planned.prefers_allreduce and self._may_be_plain
         return Candidate(fusion_mb, Schedule.ALLREDUCE if prefers_allreduce else Schedule.AUTO)
 
     def _best_as_they_are(self) -> Candidate:

@@ -40,7 +40,7 @@ def _step(feedback: Feedback, plan: FusionPlan, codings: list, scale: float = 1.
         for piece, low in zip(group.pieces, plan.places_of(group), strict=True):
             name = SPECS[piece.parameter].name
             touched |= {(name, piece.start + i) for i in range(piece.numel) if low + i < half}
-    feedback.end_step([], is_finite=True)
+    feedback.end_step([], [])
     return touched
 
 
