@@ -473,22 +473,34 @@ class Pipeline:
         if self.phase is Phase.BACKWARD and not self.link.is_closed:
             self._close_broken_backward()
         self._end_legs()
-        if self.phase is Phase.REDUCED:
-            self._keep_what_codes_left_out()
+        if self._feedback is not None:
+            self._keep_what_codes_left_out(self._feedback)
         self.phase = Phase.IDLE
 
-    def _keep_what_codes_left_out(self) -> None:
-        if self._feedback is None:
-            return
+    def _keep_what_codes_left_out(self, feedback: Feedback) -> None:
         coded = [group for group in self.groups if self.plan.gradients[group.slots[0].index].is_coded]
+        buffers = [group.buffer for group in coded if group.is_launched and group.buffer is not None]
+        is_finite = all(buffer.coding is None or buffer.coding.is_finite for buffer in buffers)
+        if not is_finite:
+            self._clear(buffers)
+        if self.phase is not Phase.REDUCED:
+            return
         untaken = [slot for slot in self.gradients.untaken if self.plan.gradients[slot.index].is_coded]
         unused = [_range_of(group.spec) for group in coded if not group.is_launched]
         unused += [
             Range(slot.groups[0].spec.arena, low := self.plan.offsets[slot.index], low + slot.parameter.numel())
             for slot in untaken
         ]
-        codings = [group.buffer.coding for group in coded if group.is_launched and group.buffer is not None]
-        self._feedback.end_step(unused, is_finite=all(coding is None or coding.is_finite for coding in codings))
+        feedback.end_step(unused, is_finite=is_finite)
+
+    @torch.no_grad()
+    def _clear(self, buffers: Iterable[FusionBuffer]) -> None:
+        """Remove NaN that codes have brought into padding, which no gradient overwrites, and which is coded again."""
+        self.order.join()
+        for buffer in buffers:
+            for part in buffer.parts:
+                part.zero_()
+        self.order.mark()
 
     def _end_legs(self) -> None:
         with self.waiting("end of iteration") as host_wait:
