@@ -154,6 +154,7 @@ class Pipeline:
             with link.beside_legs():
                 feedback.use(plan)
         self._loss_scale = loss_scale
+        self._padding = _padding(plan, self.device) if plan.is_coded else {}
         link.use_arenas(self._arenas.values())
         allow_foreach(PendingGrad)
         self.slots = [
@@ -211,6 +212,7 @@ class Pipeline:
         self.link.begin_iteration()
         self.phase = Phase.BACKWARD
         if self._feedback is not None:
+            self._clear_padding()
             with self.link.beside_legs():
                 self._feedback.begin_step(self._loss_scale())
         for index in range(self._announced_legs):
@@ -475,13 +477,11 @@ class Pipeline:
         if self.phase is Phase.BACKWARD and not self.link.is_closed:
             self._close_broken_backward()
         self._end_legs()
-        if self.phase is Phase.REDUCED:
-            self._keep_what_codes_left_out()
+        if self._feedback is not None and self.phase is Phase.REDUCED:
+            self._keep_what_codes_left_out(self._feedback)
         self.phase = Phase.IDLE
 
-    def _keep_what_codes_left_out(self) -> None:
-        if self._feedback is None:
-            return
+    def _keep_what_codes_left_out(self, feedback: Feedback) -> None:
         coded = [group for group in self.groups if self.plan.gradients[group.slots[0].index].is_coded]
         untaken = [slot for slot in self.gradients.untaken if self.plan.gradients[slot.index].is_coded]
         unused = [_range_of(group.spec) for group in coded if not group.is_launched]
@@ -492,7 +492,15 @@ class Pipeline:
         buffers = [group.buffer for group in coded if group.is_launched]
         finite = [one for b in buffers if b is not None and b.coding is not None for one in b.coding.finite]
         with self.link.beside_legs():
-            self._feedback.end_step(unused, finite)
+            feedback.end_step(unused, finite)
+
+    @torch.no_grad()
+    def _clear_padding(self) -> None:
+        """Remove what codes have brought into padding, such as NaN: no gradient overwrites it, and it is coded again."""
+        self.order.join()
+        for arena, places in self._padding.items():
+            self._arenas[arena].index_fill_(0, places, 0.0)
+        self.order.mark()
 
     def _end_legs(self) -> None:
         with self.waiting("end of iteration") as host_wait:
@@ -544,6 +552,18 @@ class Pipeline:
         self.gradients.untaken.clear()
         for held in (self.slots, self.slot_of, self.groups, self._arenas, self._stagings, self._arrived):
             held.clear()
+
+
+def _padding(plan: FusionPlan, device: torch.device) -> dict[str, Tensor]:
+    """The elements of each arena of coded gradients that belong to no gradient."""
+    padding: dict[str, Tensor] = {}
+    for arena in {spec.arena for spec in plan.gradients if spec.is_coded}:
+        is_padding = torch.ones(plan.arena_numel[arena], dtype=torch.bool)
+        for spec, low in zip(plan.gradients, plan.offsets, strict=True):
+            if spec.arena == arena:
+                is_padding[low : low + spec.numel] = False
+        padding[arena] = is_padding.nonzero().view(-1).to(device)
+    return padding
 
 
 def _range_of(group: FusionGroup) -> Range:

@@ -86,7 +86,7 @@ class Feedback:
         self._velocities = {arena: _Pair(numel, device) for arena, numel in sizes.items()} if self._momentum else {}
         self._specs = specs
         self._plan: FusionPlan | None = None
-        self._loaded: Mapping[str, Any] | None = None
+        self._loaded: dict[str, dict[str, Tensor]] | None = None
         if streams is not None:
             for _, pair in self._all():
                 for memory in (pair.before, pair.after):
@@ -162,8 +162,7 @@ class Feedback:
         """Copies of everything, by name of the parameter, flat, in memory order."""
         state: dict[str, Any] = {"steps": self.steps, "scale": float(self.scale)}
         if self._loaded is not None:  # not in place yet
-            loaded = self._loaded
-            return state | {kind: {name: one.clone() for name, one in loaded[kind].items()} for kind in self._kinds()}
+            return state | {kind: dict(self._loaded[kind]) for kind in self._kinds()}
         return state | {kind: self._copies(pairs) for kind, pairs in self._kinds().items()}
 
     def _copies(self, pairs: Mapping[str, _Pair]) -> dict[str, Tensor]:
@@ -190,7 +189,7 @@ class Feedback:
                         f"the model {numels.get(name, 'no such parameter')}"
                     )
         self.steps, self.scale = int(state["steps"]), float(state["scale"])
-        self._loaded = state
+        self._loaded = {kind: {name: values.clone() for name, values in state[kind].items()} for kind in self._kinds()}
         self._place_loaded()
 
     def _place_loaded(self) -> None:

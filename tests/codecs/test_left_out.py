@@ -1,0 +1,320 @@
+"""What codes leave out, in training loops that are not a tutorial's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ddp_crossover as dx
+from coded_runs import ADAM, SGD, Coded, Training, assert_same, everywhere, loss_of
+from wire_reference import OneProcess
+
+OnRanks = Callable[..., list[Any]]
+INT8: dict[str, Any] = {"wire_dtype": torch.int8}
+SPARSE_INT8: dict[str, Any] = {"compress": dx.TopK(0.05)} | INT8
+WARM = dx.TopK(0.02, momentum_correction=0.9, warmup=[(6, 0.5), (3, 0.2)])
+WIRES = {"int8": INT8, "sparse": SPARSE_INT8, "momentum": {"compress": WARM}}
+
+
+def residual(run: Training) -> dict[str, Tensor]:
+    return run.state.state_dict()["residual"]
+
+
+# What is not finite.
+
+
+def _nan_on_one_rank(wire: dict[str, Any], bad: float) -> None:
+    rank = dist.get_rank()
+    run = Training(Coded(wire))
+    reference = run.reference()
+
+    def both(step: int) -> None:
+        run.step(step)
+        reference.step([partial(loss_of, step, one) for one in range(2)], run.state.plan)
+        assert_same(run.parameters(), {n: p.detach() for n, p in reference.model.named_parameters()}, f"step {step}")
+
+    for step in range(6):
+        both(step)
+    before = copy.deepcopy(run.left_out())
+    run.optimizer.zero_grad()
+    loss = loss_of(6, rank, run.model)
+    (loss * bad if rank == 1 else loss).backward()
+    spoilt = [name for name, p in run.model.module.named_parameters() if not p.grad.isfinite().all()]
+    assert "middle.weight" in spoilt and "norm.bias" in spoilt
+    assert all(names == spoilt for names in everywhere(spoilt))
+    after = run.left_out()
+    assert after["steps"] == before["steps"]
+    for kind in ("residual", "velocity"):
+        assert_same(after[kind], before[kind], kind)
+    # The script leaves the step out. The next ones are as if it had never been.
+    for step in range(7, 10):
+        both(step)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("wire", WIRES)
+def test_nan_reaches_every_rank_and_goes_again(on_ranks: OnRanks, wire: str, bad: float) -> None:
+    on_ranks(_nan_on_one_rank, 2, WIRES[wire], bad)
+
+
+def _broken_backward(wire: dict[str, Any]) -> None:
+    """A backward that raises on all ranks, with NaN in what it has sent."""
+    rank = dist.get_rank()
+    run, reference = Training(Coded(wire)), None
+    reference = run.reference()
+
+    def both(step: int) -> None:
+        run.step(step)
+        reference.step([partial(loss_of, step, one) for one in range(2)], run.state.plan)
+        assert_same(run.parameters(), {n: p.detach() for n, p in reference.model.named_parameters()}, f"step {step}")
+
+    def stop(gradient: Tensor) -> Tensor:
+        raise KeyError("the script's own error")
+
+    for step in range(9):
+        both(step)
+        if step in (5, 6):
+            run.optimizer.zero_grad()
+            handle = run.model.module.first.weight.register_hook(stop)
+            with pytest.raises(KeyError):
+                (loss_of(50, rank, run.model) * (torch.nan if step == 6 else 1.0)).backward()
+            handle.remove()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_backward_that_raises_changes_nothing(on_ranks: OnRanks, wire: str) -> None:
+    on_ranks(_broken_backward, 2, WIRES[wire])
+
+
+# Checkpoints.
+
+
+def _checkpoint(run: Training) -> dict[str, Any]:
+    return copy.deepcopy(
+        {"model": run.model.module.state_dict(), "optimizer": run.optimizer.state_dict(), "wire": run.left_out()}
+    )
+
+
+def _resumed(case: Coded, saved: dict[str, Any]) -> Training:
+    run = Training(case)
+    run.model.module.load_state_dict(saved["model"])
+    run.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+    run.state.load_state_dict(saved["wire"])
+    return run
+
+
+def _save_and_resume(case: Coded) -> None:
+    run = Training(case)
+    for step in range(7):
+        run.step(step)
+    saved = _checkpoint(run)
+    for step in range(7, 14):
+        run.step(step)
+    expected, left_out = run.parameters(), run.left_out()
+
+    # The first steps of a run are not coded. So the state is loaded into a run that has begun.
+    other = Training(case)
+    for step in range(5):
+        other.step(step + 100)
+    other.model.module.load_state_dict(saved["model"])
+    other.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+    other.state.load_state_dict(saved["wire"])
+    for step in range(7, 14):
+        other.step(step)
+    assert_same(other.parameters(), expected, "resumed")
+    again = other.left_out()
+    assert again["steps"] == left_out["steps"]
+    for kind in ("residual", "velocity"):
+        assert_same(again[kind], left_out[kind], kind)
+
+    # Loaded at the start, it is what the first coded step has, and what is saved before it.
+    fresh = _resumed(case, saved)
+    for step in range(7, 15):
+        same = fresh.left_out()
+        if fresh.state.plan is None:
+            for kind in ("residual", "velocity"):
+                assert_same(same[kind], saved["wire"][kind], f"{kind} in step {step}")
+            assert same["steps"] == saved["wire"]["steps"]
+        fresh.step(step)
+    assert fresh.left_out()["steps"] > saved["wire"]["steps"]
+    reference = OneProcess(fresh.at_start, case.optimizer, case.wire(), 2)
+    reference.model.load_state_dict(saved["model"])
+    reference.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+    wires = everywhere(saved["wire"])
+    reference.ranks.residual = [copy.deepcopy(one["residual"]) for one in wires]
+    reference.ranks.velocity = [copy.deepcopy(one["velocity"]) for one in wires]
+    reference.ranks.steps = saved["wire"]["steps"]
+    third = _resumed(case, saved)
+    for step in range(7, 15):
+        third.step(step)
+        reference.step([partial(loss_of, step, one) for one in range(2)], third.state.plan)
+        assert_same(third.parameters(), {n: p.detach() for n, p in reference.model.named_parameters()}, f"step {step}")
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_runs_that_are_resumed_repeat_bit_for_bit(on_ranks: OnRanks, wire: str) -> None:
+    on_ranks(_save_and_resume, 2, Coded(WIRES[wire], SGD if wire == "momentum" else ADAM))
+
+
+def _saved_at_odd_times(wire: str) -> None:
+    """`state_dict()` between all lines of the loop, and on one rank only."""
+    rank = dist.get_rank()
+    case = Coded(WIRES[wire], SGD if wire == "momentum" else ADAM)
+    run, looked = Training(case), Training(case)
+    looked.left_out()
+    for step in range(9):
+        run.step(step)
+        looked.optimizer.zero_grad()
+        if step % 2:
+            looked.left_out()
+        loss = loss_of(step, rank, looked.model)
+        if step % 3:
+            looked.left_out()
+        loss.backward()
+        first, second = looked.left_out(), looked.left_out()
+        for kind in ("residual", "velocity"):
+            assert_same(first[kind], second[kind], kind)
+        looked.optimizer.step()
+        if rank == 0:
+            looked.left_out()
+        assert_same(looked.parameters(), run.parameters(), f"step {step}")
+    assert_same(residual(looked), residual(run), "residual")
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_looking_changes_nothing(on_ranks: OnRanks, wire: str) -> None:
+    on_ranks(_saved_at_odd_times, 2, wire)
+
+
+def _refused_states() -> None:
+    rank = dist.get_rank()
+    run = Training(Coded(INT8))
+    for step in range(5):
+        run.step(step)
+    good = copy.deepcopy(run.left_out())
+    with pytest.raises(ValueError, match="save one file for each rank"):
+        run.state.load_state_dict(good | {"rank": 1 - rank})
+    other = copy.deepcopy(good)
+    other["residual"]["middle.weight"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"another model.*middle\.weight"):
+        run.state.load_state_dict(other)
+    other = copy.deepcopy(good)
+    other["residual"]["no.such"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"another model.*no\.such"):
+        run.state.load_state_dict(other)
+    assert_same(residual(run), good["residual"], "after refusals")
+    run.state.load_state_dict(good | {"world_size": 5, "rank": 4})  # dropped
+    assert_same(residual(run), good["residual"], "after another world size")
+
+
+def test_states_that_do_not_fit(on_ranks: OnRanks) -> None:
+    on_ranks(_refused_states, 2)
+
+
+# Loops.
+
+
+def _same_as_without(wire: dict[str, Any], loop: Callable[[Training, int], None], ddp: dict[str, Any]) -> None:
+    """A loop that does more than the tutorial's, and gets the same parameters."""
+    expected, run = Training(Coded(wire, ADAM)), Training(Coded(wire, ADAM, ddp=ddp))
+    for step in range(9):
+        expected.step(step)
+        loop(run, step)
+    assert run.state.plan is not None
+    assert_same(run.parameters(), expected.parameters(), "parameters")
+    assert_same(residual(run), residual(expected), "residual")
+
+
+def _with_synchronize(run: Training, step: int) -> None:
+    run.backward(step)
+    run.state.synchronize()
+    run.optimizer.step()
+    run.state.synchronize()
+
+
+def _with_grad_reads(run: Training, step: int) -> None:
+    run.backward(step)
+    norms = [float(p.grad.norm()) for p in run.model.parameters()]
+    run.optimizer.step()
+    assert norms == [float(p.grad.norm()) for p in run.model.parameters()]
+    assert all(norm == theirs for norm, theirs in zip(norms, everywhere(norms)[1 - dist.get_rank()], strict=True))
+
+
+def _with_evaluation(run: Training, step: int) -> None:
+    run.backward(step)
+    with torch.no_grad():
+        loss_of(step, 0, run.model)
+    run.optimizer.step()
+    with torch.no_grad():
+        loss_of(step, 0, run.model.module)
+    run.model.eval()
+    with torch.inference_mode():
+        loss_of(step, 1, run.model)
+    run.model.train()
+
+
+def _with_zeros(run: Training, step: int) -> None:
+    run.optimizer.zero_grad(set_to_none=False)
+    loss_of(step, dist.get_rank(), run.model).backward()
+    run.optimizer.step()
+    if step % 2:
+        run.model.zero_grad(set_to_none=False)
+    if step % 3:
+        run.optimizer.zero_grad(set_to_none=True)
+
+
+def _with_closure(run: Training, step: int) -> None:
+    def closure() -> Tensor:
+        run.optimizer.zero_grad()
+        loss = loss_of(step, dist.get_rank(), run.model)
+        loss.backward()
+        return loss
+
+    assert run.optimizer.step(closure) is not None
+
+
+def _with_kept_graph(run: Training, step: int) -> None:
+    run.optimizer.zero_grad()
+    loss = loss_of(step, dist.get_rank(), run.model)
+    loss.backward(retain_graph=True)
+    run.optimizer.step()
+
+
+def _with_kept_gradients(run: Training, step: int) -> None:
+    run.backward(step)
+    kept = [p.grad for p in run.model.parameters()]
+    run.optimizer.step()
+    assert len(kept) == 9
+
+
+def _with_two_forwards(run: Training, step: int) -> None:
+    run.optimizer.zero_grad()
+    with run.model.no_sync():
+        loss_of(step, 0, run.model)  # its loss is dropped
+    loss_of(step, dist.get_rank(), run.model).backward()
+    run.optimizer.step()
+
+
+LOOPS = (
+    _with_synchronize,
+    _with_grad_reads,
+    _with_evaluation,
+    _with_zeros,
+    _with_closure,
+    _with_kept_graph,
+    _with_kept_gradients,
+    _with_two_forwards,
+)
+
+
+@pytest.mark.parametrize("ddp", [{}, {"gradient_as_bucket_view": True}], ids=["", "views"])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__[1:])
+def test_loops(on_ranks: OnRanks, loop: Callable[[Training, int], None], ddp: dict[str, Any]) -> None:
+    on_ranks(_same_as_without, 2, SPARSE_INT8, loop, ddp)

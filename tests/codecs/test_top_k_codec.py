@@ -1,0 +1,110 @@
+"""The largest elements and their indices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ddp_crossover.codecs.selectors import CHUNK_NUMEL, Selector, selected_numel
+from ddp_crossover.codecs.top_k import TopKCodec
+
+pytestmark = pytest.mark.quick
+
+SELECTORS = (Selector.EXACT, Selector.CHUNKED, Selector.MSTOPK)
+NUMELS = (1, 7, 4095, 4096, 4097, 3 * 4096, 3 * 4096 + 5)
+
+
+def encoded(codec: TopKCodec, values: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    payload = torch.empty(codec.payload_bytes(values.numel()), dtype=torch.uint8)
+    left_out, decoded = torch.full_like(values, torch.nan), torch.full_like(values, torch.nan)
+    codec.encode(values, residual, left_out, payload)
+    codec.decode(payload, decoded)
+    return payload, decoded, left_out
+
+
+def gradients(numel: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator).exp()
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@settings(max_examples=60, deadline=None)
+@given(numel=st.sampled_from(NUMELS), density=st.floats(1e-4, 1), seed=st.integers(0, 99))
+def test_each_element_is_sent_or_left_out(selector: Selector, numel: int, density: float, seed: int) -> None:
+    codec = TopKCodec(density, selector)
+    values, residual = gradients(numel, seed), gradients(numel, seed + 100)
+    payload, decoded, left_out = encoded(codec, values, residual)
+    total = values + residual
+    is_sent = decoded != 0
+    assert int(is_sent.sum()) == selected_numel(numel, density, selector)
+    assert torch.equal(decoded[is_sent], total[is_sent]) and not left_out[is_sent].any()
+    assert torch.equal(left_out[~is_sent], total[~is_sent])
+    index_bytes = 2 if selector is Selector.CHUNKED else 4
+    assert payload.numel() == (4 + index_bytes) * selected_numel(numel, density, selector)
+    state = gradients(numel, 7)
+    cleared = state.clone()
+    codec.clear(payload, cleared)
+    assert not cleared[is_sent].any() and torch.equal(cleared[~is_sent], state[~is_sent])
+    codec.add(payload, state)
+    assert torch.equal(state, gradients(numel, 7) + decoded)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("numel", NUMELS)
+def test_density_1_is_the_identity(selector: Selector, numel: int) -> None:
+    values = gradients(numel)
+    _, decoded, left_out = encoded(TopKCodec(1.0, selector), values)
+    assert torch.equal(decoded, values) and not left_out.any()
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_exact_sends_the_largest(selector: Selector) -> None:
+    values = gradients(CHUNK_NUMEL)
+    _, decoded, left_out = encoded(TopKCodec(0.05, selector), values)
+    # Chunks compare to one part in 2048, MSTopK takes a window just below its threshold.
+    assert decoded[decoded != 0].abs().min() * 1.01 >= left_out.abs().max()
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("bad", (torch.nan, torch.inf, -torch.inf))
+def test_what_is_not_finite_is_sent(selector: Selector, bad: float) -> None:
+    values = gradients(9000)
+    values[8999] = bad
+    codec = TopKCodec(0.001, selector)
+    payload, decoded, _ = encoded(codec, values)
+    assert not decoded[8999].isfinite() and decoded[:8999].isfinite().all()
+    assert not codec.is_finite(payload, 9000)
+    assert codec.is_finite(encoded(codec, gradients(9000))[0], 9000)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_elements_that_are_zero(selector: Selector) -> None:
+    payload, decoded, left_out = encoded(TopKCodec(0.01, selector), torch.zeros(5000))
+    assert not decoded.any() and not left_out.any() and payload.numel()
+
+
+def test_indices_beyond_15_bits_and_24_bits() -> None:
+    for selector in SELECTORS[:2]:
+        values = torch.zeros(2**24 + 4097)
+        places = [0, 4095, 2**15 + 1, 2**16 + 1, 2**24 + 1, values.numel() - 1]
+        values[places] = torch.arange(1.0, 7)
+        assert torch.equal(encoded(TopKCodec(0.001, selector), values)[1], values)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_another_density(selector: Selector) -> None:
+    codec = TopKCodec(0.5, selector)
+    values = gradients(10_000)
+    assert all(map(torch.equal, encoded(codec.with_density(0.1), values), encoded(TopKCodec(0.1, selector), values)))
+    assert codec.payload_bytes(10_000) > codec.with_density(0.1).payload_bytes(10_000)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_encodes_alike_on_every_rank_and_in_every_run(selector: Selector) -> None:
+    values, codec = gradients(20_000), TopKCodec(0.01, selector)
+    first = encoded(codec, values)
+    encoded(codec, gradients(3000))
+    assert all(map(torch.equal, encoded(codec, values), first))
