@@ -496,7 +496,7 @@ class Pipeline:
 
     @torch.no_grad()
     def _clear_padding(self) -> None:
-        """Remove what codes have brought into padding, such as NaN: no gradient overwrites it, and it is coded again."""
+        """Remove what codes have brought into padding, such as NaN: no gradient overwrites it, and it is coded, too."""
         self.order.join()
         for arena, places in self._padding.items():
             self._arenas[arena].index_fill_(0, places, 0.0)

@@ -36,7 +36,7 @@ class BlockInt8(Codec):
 
     def encode(self, values: Tensor, residual: Tensor | None, left_out: Tensor, payload: Tensor) -> None:
         codes, scales = _codes_and_scales(payload)
-        step = min(chunk_numel(values), values.numel())
+        step = max(min(chunk_numel(values), values.numel()), 1)
         scratch = torch.empty(step, device=values.device)
         for low in range(0, values.numel(), step):
             part = slice(low, low + step)
