@@ -4,8 +4,8 @@ A block with the largest magnitude ``m`` has the scale ``s = m / 127``, rounded 
 ``round(x / s)``, halves to even, from -127 to 127. So an element is off by at most ``s / 2``. The product of a code and
 a scale has at most 15 significant bits: it is exact in fp32, and so is what remains of the element.
 
-A block with an element that is not finite has the scale NaN, and decodes to NaN. A block whose scale is below the
-normal numbers decodes to zeros.
+A block whose scale is below the normal numbers has the scale 0, and decodes to zeros. A block with an element that is
+not finite has a scale that is not, and decodes to elements that are not.
 
 Payload: all codes, then all scales; 66 bytes a block.
 """
@@ -23,6 +23,7 @@ _SCALE_BYTES = torch.bfloat16.itemsize
 _SMALLEST_SCALE = torch.finfo(torch.bfloat16).tiny
 # Of the 32 bits of a float, bfloat16 keeps the upper half: adding this to the bits before rounds up.
 _LOWER_HALF = 2**16 - 1
+_NAN_BITS = 0x7FC00000  # other NaN have larger bits, which could overflow
 
 
 class BlockInt8(Codec):
@@ -59,19 +60,16 @@ class BlockInt8(Codec):
             _in_blocks(total[part]).add_(_in_blocks(codes[part]) * wide[blocks])
 
     def is_finite(self, payload: Tensor) -> Tensor:
-        return ~_codes_and_scales(payload)[1].isnan().any()
+        return _codes_and_scales(payload)[1].isfinite().all()
 
 
 def _encode_blocks(rest: Tensor, codes: Tensor, scales: Tensor, scratch: Tensor) -> None:
     """Encode ``rest``, of shape (blocks, 64), and leave in it what the code leaves out."""
-    largest = torch.abs(rest, out=scratch).amax(1)
-    upwards = ((largest / _LARGEST_CODE).view(torch.int32) + _LOWER_HALF) & ~_LOWER_HALF
-    scale = upwards.view(torch.float32)
-    scale = torch.where(scale < _SMALLEST_SCALE, 0.0, scale)
-    scale = torch.where(largest.isfinite(), scale, torch.nan)
+    scale = torch.abs(rest, out=scratch).amax(1).div_(_LARGEST_CODE)
+    scale.view(torch.int32).clamp_(max=_NAN_BITS).add_(_LOWER_HALF).bitwise_and_(~_LOWER_HALF)
+    scale.masked_fill_(scale < _SMALLEST_SCALE, 0.0)
     scales.copy_(scale)
-    # Where the scale is 0, so are the codes.
-    torch.div(rest, torch.where(scale == 0, torch.inf, scale).unsqueeze(1), out=scratch).round_()
+    torch.div(rest, scale.clamp(min=_SMALLEST_SCALE).unsqueeze(1), out=scratch).round_()
     codes.copy_(scratch)
     torch.addcmul(rest, scratch, scale.unsqueeze(1), value=-1, out=rest)
 

@@ -95,13 +95,14 @@ class Coding:
         if self._velocity is not None:
             self.scatter.clear(payload, self._velocity.of(low, high).after)
 
-    def own_term(self, values: Tensor, low: int, high: int) -> Tensor:
-        """This rank's term of the sum of its own slice, if it is not coded, in other memory than ``values``."""
+    def own_term(self, values: Tensor, low: int, high: int, *, in_place: bool) -> Tensor:
+        """This rank's term of the sum of its own slice, if it is not coded; in the memory of ``values`` or not."""
         residual = self._residual_of(low, high)
         if residual is None:
-            return values.clone()
-        add_residual(values, residual.before, residual.after)
-        return residual.after
+            return values if in_place else values.clone()
+        term = values if in_place else residual.after
+        add_residual(values, residual.before, term)
+        return term
 
     def encode_sum(self, total: Tensor, low: int, high: int, payload: Tensor | None) -> None:
         """Write the code of the sum of this rank's slice, and replace the sum by what the code stands for.

@@ -61,11 +61,12 @@ class _CodedRound(Round):
         return payload
 
     def _add_up(self, terms: list[Tensor], own_term: Tensor | None, total: Tensor) -> None:
-        """Set ``total`` to the sum of what all payloads stand for, in their order; one of them may be no code."""
+        """Set ``total`` to the sum of what all payloads stand for, in their order; ``own_term`` is no code."""
         codec = self._coding.scatter
         for i, term in enumerate(terms):
             if term is own_term:
-                total.add_(term) if i else total.copy_(term)
+                if i:  # as the first one it is where the sum will be
+                    total.add_(term)
             elif i:
                 codec.add(term, total)
             else:
@@ -87,7 +88,8 @@ class CodedSumRound(_CodedRound):
 
     def finish(self) -> None:
         coding, own = self._coding, self._own()
-        own_term = self._encoded(own) if coding.own_is_coded else coding.own_term(*own)
+        is_first = self._members.own == 0
+        own_term = self._encoded(own) if coding.own_is_coded else coding.own_term(*own, in_place=is_first)
         terms = list(self._incoming)
         terms.insert(self._members.own, own_term)
         self._add_up(terms, None if coding.own_is_coded else own_term, own.values)
