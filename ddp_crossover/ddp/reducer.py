@@ -203,8 +203,11 @@ class Reducer:
     def end_iteration_of_codes(self) -> Feedback | None:
         """End the iteration, so that what its codes have left out is known; None if nothing is coded."""
         if self.feedback is not None and self.pipeline is not None:
-            if self._in_backward:
-                raise RuntimeError("what codes of gradients leave out is not known in the middle of a backward")
+            if self._in_backward and not self._detached:
+                raise RuntimeError(
+                    "what codes of gradients leave out is not known in the middle of a backward, or after one that has "
+                    "raised: call state.detach() first, on all ranks"
+                )
             self.pipeline.retire()
         return self.feedback
 
