@@ -360,7 +360,7 @@ class Reducer:
             memory=self._memory,
             wire=self._wire,
             feedback=self.feedback,
-            loss_scale=self._loss_scale.take,
+            loss_scale=self._loss_scale.now,
             every_group_arrives=not self._may_skip_buckets(),
             # With gradient_as_bucket_view, DDP sets `.grad` to a view of the bucket even if no rank used the parameter.
             unwritten_is_unused=self.model.find_unused_parameters and not self.model.gradient_as_bucket_view,

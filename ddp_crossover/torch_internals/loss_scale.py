@@ -1,4 +1,8 @@
-"""By what ``torch.amp.GradScaler`` has multiplied the loss, for state in units of gradients that outlives a step."""
+"""By what ``torch.amp.GradScaler`` has multiplied the loss, for state in units of gradients that outlives a step.
+
+A process may train several models, with one scaler, with several or without, and go through several models in one
+backward. So the scale belongs to the backward that begins at a scaled loss, which a hook on that loss tells.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +11,30 @@ import weakref
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.amp import GradScaler
 
+from ddp_crossover.torch_internals.autograd import call_after_backward
+
+# That of the loss at which the backward under way has begun.
+_current: weakref.ref[GradScaler] | None = None
 _is_watching = False
-_watchers: weakref.WeakSet[LossScale] = weakref.WeakSet()
 
 
 class LossScale:
-    """The factor of the loss whose backward begins.
-
-    Each model has one: the backward of one loss, or of the losses of one step, may go through several models.
+    """The factor of the loss whose backward has begun.
 
     Args:
         is_watched: whether it is needed: from then on all scalers of the process are watched. Else it is 1.
     """
 
     def __init__(self, *, is_watched: bool) -> None:
-        self._latest: weakref.ref[GradScaler] | None = None
         if is_watched:
-            _watchers.add(self)
             _watch()
 
-    def note(self, scaler: GradScaler) -> None:
-        """Note that ``scaler`` multiplies a loss."""
-        self._latest = weakref.ref(scaler)
-
-    def take(self) -> float:
-        """The scale of the scaler that has multiplied a loss since the last call; 1 if none has."""
-        scaler = None if self._latest is None else self._latest()
-        self._latest = None
+    def now(self) -> float:
+        """The scale of the scaler that has multiplied the loss of the backward under way; 1 if none has."""
+        scaler = None if _current is None else _current()
         return 1.0 if scaler is None else float(scaler.get_scale())
 
 
@@ -48,8 +47,30 @@ def _watch() -> None:
 
     @functools.wraps(scale)
     def noted(scaler: GradScaler, outputs: Any) -> Any:
-        for watcher in tuple(_watchers):
-            watcher.note(scaler)
-        return scale(scaler, outputs)
+        return _hooked(scale(scaler, outputs), weakref.ref(scaler)) if scaler.is_enabled() else outputs
 
     torch.amp.GradScaler.scale = noted  # type: ignore[method-assign, assignment]
+
+
+def _hooked(scaled: Any, scaler: weakref.ref[GradScaler]) -> Any:
+    """Have the backward of scaled losses, in any structure that ``GradScaler.scale`` takes, tell their scaler."""
+
+    def note(gradient: Tensor) -> None:
+        global _current
+        _current = scaler
+        call_after_backward(_forget)
+
+    if isinstance(scaled, Tensor):
+        if scaled.requires_grad:
+            scaled.register_hook(note)
+    elif isinstance(scaled, (list, tuple)):
+        for one in scaled:
+            _hooked(one, scaler)
+    else:
+        return (_hooked(one, scaler) for one in scaled)
+    return scaled
+
+
+def _forget() -> None:
+    global _current
+    _current = None
