@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import ddp_crossover as dx
 from coded_runs import ADAM, SGD, Coded, Training, assert_same, everywhere, loss_of
