@@ -110,8 +110,8 @@ class Options:
             )
         if self.groups is not None and self.schedule is Schedule.ALLREDUCE:
             raise ValueError(
-                "groups='node' gives the two legs of an all-reduce a round inside of each node, and schedule='allreduce' "
-                "has no legs: leave out one of them"
+                "groups='node' is about the two legs of an all-reduce, which schedule='allreduce' does not have: leave "
+                "out one of them"
             )
         if self.groups is not None and self.shard_optimizer:
             raise ValueError("shard_optimizer=True shares parameters among all ranks: leave out groups=")

@@ -265,7 +265,7 @@ def _telescopes(options: dict[str, Any], exact: bool) -> None:
     names = [name for name, p in run.model.module.named_parameters() if p.dim() > 1]
     true = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in run.model.module.named_parameters()}
     decoded = {name: torch.zeros_like(one) for name, one in true.items()}
-    for step in range(12):
+    for _ in range(12):
         run.optimizer.zero_grad()
         gradients = {
             name: torch.randint(-64, 65, p.shape, generator=generator).float() * 2.0**-10
