@@ -108,6 +108,11 @@ class Options:
                 f"shard_optimizer=True gathers parameters, and {self._asks_for_codes} codes what is gathered: leave "
                 "out one of them, or send gradients in 16 bits with wire_dtype=torch.bfloat16"
             )
+        if self.groups is not None and self.schedule is Schedule.ALLREDUCE:
+            raise ValueError(
+                "groups='node' is about the two legs of an all-reduce, which schedule='allreduce' does not have: leave "
+                "out one of them"
+            )
         if self.groups is not None and self.shard_optimizer:
             raise ValueError("shard_optimizer=True shares parameters among all ranks: leave out groups=")
         if not self.error_feedback and not self.has_codes:

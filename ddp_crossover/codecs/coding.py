@@ -6,8 +6,8 @@ residual of the next step. The owner of a slice adds its own gradients as they a
 that leaves out is its residual of its own slice. Every rank, the owner too, goes on with the decoded sum, so parameters
 are the same everywhere. All decoded sums plus all residuals are the sum of all gradients, but for the rounding of
 additions. It does not matter which rank has the residual of an element, so a rank needs one number for each element,
-also where slices change hands. (With nodes a rank codes the sums of its own slices only. What it has left out
-elsewhere, under an earlier plan, waits until the slice is its own again.)
+also where slices change hands. Inside of a node nothing is coded: a rank gives what it has left out of the slices of
+others there away with its gradients.
 
 Residuals are taken over if all of a step's sums are finite, which all ranks see alike. Else the step is left out by a
 loss scaler, or training is lost anyway. So old and new residuals are both kept until then.
@@ -94,6 +94,24 @@ class Coding:
         self.scatter.encode(values, None if residual is None else residual.before, left_out, payload)
         if self._velocity is not None:
             self.scatter.clear(payload, self._velocity.of(low, high).after)
+
+    def hand_over(self, values: Tensor, low: int, high: int) -> None:
+        """Add what this rank has left out of a slice that another rank of its node codes now to its gradients of it.
+
+        Slices change hands when plans do.
+
+        Args:
+            values: the gradients, which go to that rank as they are.
+            low, high: their range in the fusion buffer.
+        """
+        if self._residual is not None:
+            residual = self._residual.of(low, high)
+            values.add_(residual.before)
+            residual.after.zero_()
+        if self._velocity is not None:
+            velocity = self._velocity.of(low, high)
+            values.add_(velocity.before, alpha=self._momentum)
+            velocity.after.zero_()
 
     def own_term(self, values: Tensor, low: int, high: int, *, in_place: bool) -> Tensor:
         """This rank's term of the sum of its own slice, if it is not coded; in the memory of ``values`` or not."""

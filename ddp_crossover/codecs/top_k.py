@@ -32,22 +32,21 @@ class TopKCodec(Codec):
         self.density = density
         self._selector = selector.on(device_type)
         self._index_dtype = torch.int16 if self._selector is Selector.CHUNKED else torch.int32
-        self._generator = torch.Generator() if self._selector is Selector.MSTOPK else None
 
     def with_density(self, density: float) -> TopKCodec:
         """The same codec with another density."""
-        other = TopKCodec(density, self._selector)
-        other._generator = self._generator
-        return other
+        return TopKCodec(density, self._selector)
 
     def payload_bytes(self, numel: int) -> int:
         return self._selected(numel) * (_VALUE_BYTES + self._index_dtype.itemsize)
 
     def encode(self, values: Tensor, residual: Tensor | None, left_out: Tensor, payload: Tensor) -> None:
         add_residual(values, residual, left_out)
-        if self._generator is not None:
-            self._generator.manual_seed(values.numel())  # the same on every rank, and again in a run that is resumed
-        chosen = select(left_out, self.density, self._selector, generator=self._generator)
+        generator = None
+        if self._selector is Selector.MSTOPK:
+            # The same on every rank, and again in a run that is resumed. Its own, because legs encode on two threads.
+            generator = torch.Generator().manual_seed(values.numel())
+        chosen = select(left_out, self.density, self._selector, generator=generator)
         sent, places = self._split(payload)
         torch.index_select(left_out, 0, chosen, out=sent)
         base = self._bases(values.numel(), values.device)

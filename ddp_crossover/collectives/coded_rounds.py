@@ -13,7 +13,7 @@ from ddp_crossover.collectives.gloo_messages import Slice
 from ddp_crossover.collectives.leg import slice_bounds
 from ddp_crossover.collectives.nodes import Members
 from ddp_crossover.collectives.rank_order_sum import ScratchPool
-from ddp_crossover.collectives.rounds import CopyRound, Memory, Round
+from ddp_crossover.collectives.rounds import CopyRound, Memory, Round, SumRound
 
 
 class _Range(NamedTuple):
@@ -122,6 +122,18 @@ class SparseSumRound(_CodedRound):
     def _slices_of_all(self) -> _Range:
         several = len(self._members.ranks)
         return self._range(self._members.first // several, self._members.cuts // several)
+
+
+class LocalSumRound(SumRound):
+    """Each rank of a node gets its slice of the node's sum, which is coded later, with what others have left out."""
+
+    def sends(self) -> list[Slice]:
+        buffer = self._memory.buffer
+        assert buffer.coding is not None
+        for _, number in self._members.peers:
+            [bounds], [values] = buffer.bounds(number, self._members.cuts), self._slices(number)
+            buffer.coding.hand_over(values, *bounds)
+        return super().sends()
 
 
 class CodedCopyRound(_CodedRound):

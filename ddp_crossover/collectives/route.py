@@ -5,6 +5,7 @@ from __future__ import annotations
 from ddp_crossover.collectives.coded_rounds import (
     CodedCopyRound,
     CodedSumRound,
+    LocalSumRound,
     SparseSumRound,
     WatchedCopyRound,
 )
@@ -36,10 +37,11 @@ class Route:
         coding = buffer.coding if len(nodes.across.ranks) > 1 else None  # inside of one node nothing is coded
         across, local = nodes.across, nodes.local
         copy = CopyRound if coding is None else WatchedCopyRound
+        local_sum = SumRound if coding is None else LocalSumRound
         self.scatter: list[Round] = []
         self.gather: list[Round] = []
         if nodes.are_several:
-            self.scatter.append(SumRound(memory, local, scratch, in_fp32=sums_in_fp32))
+            self.scatter.append(local_sum(memory, local, scratch, in_fp32=sums_in_fp32))
             self.gather.append(copy(memory, local))
         if coding is None:
             is_first = not nodes.are_several

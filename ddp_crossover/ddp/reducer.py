@@ -203,8 +203,11 @@ class Reducer:
     def end_iteration_of_codes(self) -> Feedback | None:
         """End the iteration, so that what its codes have left out is known; None if nothing is coded."""
         if self.feedback is not None and self.pipeline is not None:
-            if self._in_backward:
-                raise RuntimeError("what codes of gradients leave out is not known in the middle of a backward")
+            if self._in_backward and not self._detached:
+                raise RuntimeError(
+                    "what codes of gradients leave out is not known in the middle of a backward, or after one that has "
+                    "raised: call state.detach() first, on all ranks"
+                )
             self.pipeline.retire()
         return self.feedback
 
@@ -357,7 +360,7 @@ class Reducer:
             memory=self._memory,
             wire=self._wire,
             feedback=self.feedback,
-            loss_scale=self._loss_scale.take,
+            loss_scale=self._loss_scale.now,
             every_group_arrives=not self._may_skip_buckets(),
             # With gradient_as_bucket_view, DDP sets `.grad` to a view of the bucket even if no rank used the parameter.
             unwritten_is_unused=self.model.find_unused_parameters and not self.model.gradient_as_bucket_view,

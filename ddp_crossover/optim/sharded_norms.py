@@ -10,6 +10,7 @@ The result does not depend on what other ranks have read, so ranks need not agre
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 from zlib import crc32
@@ -121,10 +122,13 @@ def norms(pipeline: Pipeline, gradients: Gradients, norm_type: float) -> dict[Sl
     rows: list[int] = []
     columns: list[int] = []
     pieces: list[Tensor] = []
+    # A group of another arena may be between those with the pieces of a gradient.
+    found: Counter[int] = Counter()
     for slot, _, piece in _own_pieces(pipeline, gradients, merge=False):
-        columns.append(columns[-1] + 1 if rows and rows[-1] == slot.index else 0)
+        columns.append(found[slot.index])
         rows.append(slot.index)
         pieces.append(piece)
+        found[slot.index] += 1
     own = torch.zeros(len(pipeline.slots), max(columns, default=0) + 1, dtype=dtype, device=device)
     if pieces:
         of_pieces = [norm.to(device) for norm in torch._foreach_norm(pieces, norm_type, dtype)]

@@ -1,4 +1,8 @@
-"""By what ``torch.amp.GradScaler`` has multiplied the loss, for state in units of gradients that outlives a step."""
+"""By what ``torch.amp.GradScaler`` has multiplied the loss, for state in units of gradients that outlives a step.
+
+A process may train several models, with one scaler, with several or without, and go through several models in one
+backward. So the scale belongs to the backward that begins at a scaled loss, which a hook on that loss tells.
+"""
 
 from __future__ import annotations
 
@@ -10,61 +14,67 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from ddp_crossover.torch_internals.autograd import call_after_backward
 from ddp_crossover.torch_internals.private import private
 
-
-class _Calls:
-    """Calls of ``GradScaler.scale`` in this process.
-
-    Attributes:
-        count: how many there were since they are watched.
-        latest: the scaler of the latest.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.latest: weakref.ref[GradScaler] | None = None
-        self.are_watched = False
-
-    def watch(self) -> None:
-        """Count calls from now on."""
-        if self.are_watched:
-            return
-        self.are_watched = True
-        scale = GradScaler.scale
-
-        @functools.wraps(scale)
-        def noted(scaler: GradScaler, outputs: Any) -> Any:
-            self.count += 1
-            self.latest = weakref.ref(scaler)
-            return scale(scaler, outputs)
-
-        torch.amp.GradScaler.scale = noted  # type: ignore[method-assign, assignment]
-
-
-_calls = _Calls()
+# That of the loss at which the backward under way has begun.
+_current: weakref.ref[GradScaler] | None = None
+_is_watching = False
 
 
 class LossScale:
-    """The factor of the loss whose backward begins, for one model.
+    """The factor of the loss whose backward has begun.
 
     Args:
         is_watched: whether it is needed: from then on all scalers of the process are watched. Else it is 1.
     """
 
     def __init__(self, *, is_watched: bool) -> None:
-        self._is_watched = is_watched
         if is_watched:
-            _calls.watch()
-        self._seen = _calls.count
+            _watch()
 
-    def take(self) -> float | Tensor:
-        """The scale of the scaler that has multiplied a loss since the last call, on its device; 1 if none has."""
-        scaler = _calls.latest() if self._is_watched and _calls.latest and _calls.count != self._seen else None
-        self._seen = _calls.count
-        if scaler is None or not scaler.is_enabled():
-            return 1.0
-        scale: Tensor | None = private(scaler, "_get_scale_async")()
+    def now(self) -> float | Tensor:
+        """By what the loss of the backward under way was multiplied, on the scaler's device; 1 if by nothing."""
+        scaler = None if _current is None else _current()
+        scale: Tensor | None = None if scaler is None else private(scaler, "_get_scale_async")()
         if scale is None:
             return 1.0
         return float(scale) if scale.is_cpu else scale.clone()  # the host does not wait for another device
+
+
+def _watch() -> None:
+    global _is_watching
+    if _is_watching:
+        return
+    _is_watching = True
+    scale = GradScaler.scale
+
+    @functools.wraps(scale)
+    def noted(scaler: GradScaler, outputs: Any) -> Any:
+        return _hooked(scale(scaler, outputs), weakref.ref(scaler)) if scaler.is_enabled() else outputs
+
+    torch.amp.GradScaler.scale = noted  # type: ignore[method-assign, assignment]
+
+
+def _hooked(scaled: Any, scaler: weakref.ref[GradScaler]) -> Any:
+    """Have the backward of scaled losses, in any structure that ``GradScaler.scale`` takes, tell their scaler."""
+
+    def note(gradient: Tensor) -> None:
+        global _current
+        _current = scaler
+        call_after_backward(_forget)
+
+    if isinstance(scaled, Tensor):
+        if scaled.requires_grad:
+            scaled.register_hook(note)
+    elif isinstance(scaled, (list, tuple)):
+        for one in scaled:
+            _hooked(one, scaler)
+    else:
+        return (_hooked(one, scaler) for one in scaled)
+    return scaled
+
+
+def _forget() -> None:
+    global _current
+    _current = None

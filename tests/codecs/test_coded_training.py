@@ -36,7 +36,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("int8", "top-k and int8", "momentum")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.quick if name in QUICK else ()) for name in CASES]
+)
 def test_two_ranks(on_ranks: OnRanks, name: str) -> None:
     on_ranks(compare_with_one_process, 2, CASES[name])
 

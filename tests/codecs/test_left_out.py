@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -64,33 +66,41 @@ def test_nan_reaches_every_rank_and_goes_again(on_ranks: OnRanks, wire: str, bad
     on_ranks(_nan_on_one_rank, 2, WIRES[wire], bad)
 
 
-def _broken_backward(wire: dict[str, Any]) -> None:
-    """A backward that raises on all ranks, with NaN in what it has sent."""
+def _broken_backward(wire: dict[str, Any], bad: float) -> None:
+    """A backward that raises on all ranks, after some of its codes are on the way."""
     rank = dist.get_rank()
-    run, reference = Training(Coded(wire)), None
-    reference = run.reference()
-
-    def both(step: int) -> None:
+    run = Training(Coded(wire, ddp={"bucket_cap_mb": 1e-4}))
+    for step in range(6):
         run.step(step)
-        reference.step([partial(loss_of, step, one) for one in range(2)], run.state.plan)
-        assert_same(run.parameters(), {n: p.detach() for n, p in reference.model.named_parameters()}, f"step {step}")
+    before = copy.deepcopy(run.left_out())
 
     def stop(gradient: Tensor) -> Tensor:
         raise KeyError("the script's own error")
 
-    for step in range(9):
-        both(step)
-        if step in (5, 6):
-            run.optimizer.zero_grad()
-            handle = run.model.module.first.weight.register_hook(stop)
-            with pytest.raises(KeyError):
-                (loss_of(50, rank, run.model) * (torch.nan if step == 6 else 1.0)).backward()
-            handle.remove()
+    run.optimizer.zero_grad()
+    run.model.module.first.weight.register_hook(stop)
+    with pytest.raises(KeyError):
+        (loss_of(50, rank, run.model) * bad).backward()
+    with pytest.raises(RuntimeError, match=r"call state\.detach\(\) first"):
+        run.left_out()
+    run.state.detach()
+    after = run.left_out()
+    assert after["steps"] == before["steps"]
+    for kind in ("residual", "velocity"):
+        assert_same(after[kind], before[kind], kind)
+    # A new state over a new DDP goes on from there.
+    saved = {"model": run.model.module.state_dict(), "optimizer": run.optimizer.state_dict(), "wire": after}
+    again = _resumed(Coded(wire), saved)
+    for step in range(6, 11):
+        again.step(step)
+    assert all(p.isfinite().all() for p in again.parameters().values())
+    assert again.left_out()["steps"] > after["steps"]
 
 
+@pytest.mark.parametrize("bad", [1.0, torch.nan])
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_backward_that_raises_changes_nothing(on_ranks: OnRanks, wire: str) -> None:
-    on_ranks(_broken_backward, 2, WIRES[wire])
+def test_a_backward_that_raises_changes_nothing(on_ranks: OnRanks, wire: str, bad: float) -> None:
+    on_ranks(_broken_backward, 2, WIRES[wire], bad)
 
 
 # Checkpoints.
@@ -210,7 +220,10 @@ def _refused_states() -> None:
     with pytest.raises(ValueError, match=r"another model.*no\.such"):
         run.state.load_state_dict(other)
     assert_same(residual(run), good["residual"], "after refusals")
-    run.state.load_state_dict(good | {"world_size": 5, "rank": 4})  # dropped
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        run.state.load_state_dict(good | {"world_size": 5, "rank": 4})
+    assert ("saved by 5 ranks, and there are 2: it is dropped" in said.getvalue()) == (rank == 0)
     assert_same(residual(run), good["residual"], "after another world size")
 
 
@@ -318,3 +331,64 @@ LOOPS = (
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__[1:])
 def test_loops(on_ranks: OnRanks, loop: Callable[[Training, int], None], ddp: dict[str, Any]) -> None:
     on_ranks(_same_as_without, 2, SPARSE_INT8, loop, ddp)
+
+
+# Loss scaling.
+
+
+def _scaled(wire: dict[str, Any], make: Callable[..., Any], norms: str) -> None:
+    """The same training with a scaler whose scale grows every three steps, and is halved in one that overflows."""
+    rank = dist.get_rank()
+    run, expected = Training(Coded(wire | {"norms": norms})), Training(Coded(wire | {"norms": norms}))
+    scaler = make("cpu", init_scale=2.0**10, growth_interval=3)
+    scales = set()
+    for step in range(14):
+        run.optimizer.zero_grad()
+        loss = loss_of(step, rank, run.model)
+        if overflows := step == 8:
+            loss = loss * (torch.inf if rank else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(run.optimizer)
+        scaler.step(run.optimizer)
+        scaler.update()
+        scales.add(scaler.get_scale())
+        if not overflows:
+            expected.step(step)
+        # Powers of two change no rounding.
+        assert_same(run.parameters(), expected.parameters(), f"step {step}")
+    assert len(scales) == 3
+    left_out = run.left_out()
+    unscaled = {name: one / left_out["scale"] for name, one in left_out["residual"].items()}
+    assert_same(unscaled, residual(expected), "residual")
+
+
+@pytest.mark.parametrize("norms", ["exact", "sharded"])
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, dx.GradScaler], ids=["stock", "own"])
+@pytest.mark.parametrize("wire", WIRES)
+def test_loss_scaling(on_ranks: OnRanks, wire: str, make: Callable[..., Any], norms: str) -> None:
+    on_ranks(_scaled, 2, WIRES[wire], make, norms)
+
+
+def _one_scaler_for_two_models() -> None:
+    rank = dist.get_rank()
+    runs = [Training(Coded(INT8)), Training(Coded(SPARSE_INT8, ADAM))]
+    alone = [Training(Coded(INT8)), Training(Coded(SPARSE_INT8, ADAM))]
+    scaler = dx.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    for step in range(10):
+        for run in runs:
+            run.optimizer.zero_grad()
+        losses = [loss_of(step, rank, run.model) for run in runs]
+        if step % 2:
+            scaler.scale(losses[0] + losses[1]).backward()
+        else:
+            for loss in scaler.scale(losses):
+                loss.backward()
+        for run, one in zip(runs, alone, strict=True):
+            scaler.step(run.optimizer)
+            one.step(step)
+            assert_same(run.parameters(), one.parameters(), f"step {step}")
+        scaler.update()
+
+
+def test_two_models_with_one_loss_scaler(on_ranks: OnRanks) -> None:
+    on_ranks(_one_scaler_for_two_models, 2)

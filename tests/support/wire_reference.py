@@ -174,7 +174,15 @@ class Ranks:
         for place in range(places):
             # Inside of a node nothing is coded.
             part = slice(place * len(nodes) * size, (place + 1) * len(nodes) * size)
-            at_home = [_sum([terms[rank][part] for rank in node]) for node in nodes]
+            at_home = [
+                _sum(
+                    [
+                        self._handed_over(i == place, *(x[rank][part] for x in (terms, e, u)))
+                        for i, rank in enumerate(node)
+                    ]
+                )
+                for node in nodes
+            ]
             across = [node[place] for node in nodes]
             own_e, own_u = [e[rank][part] for rank in across], [u[rank][part] for rank in across]
             if places > 1 and self.wire.density is not None:
@@ -187,6 +195,15 @@ class Ranks:
                     [one[piece] for one in at_home], [one[piece] for one in own_e], [one[piece] for one in own_u], owner
                 )
         return total, e, u
+
+    def _handed_over(self, is_own: bool, term: Tensor, e: Tensor, u: Tensor) -> Tensor:
+        """A rank's gradients of a part, with what it has left out of it if another rank of the node codes it."""
+        if is_own:
+            return term
+        term = torch.add(term + e, u, alpha=self.wire.momentum)
+        e.zero_()
+        u.zero_()
+        return term
 
     def _one_slice(self, terms: list[Tensor], e: list[Tensor], u: list[Tensor], owner: int | None) -> Tensor:
         """The sum of a slice as its owner sends it; changes residuals and velocities in place."""
