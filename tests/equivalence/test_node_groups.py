@@ -55,7 +55,6 @@ CASES = {
     "bucket_views": Case(model=DeepNet, optimizer=SGD, ddp=BUCKET_VIEWS, strict=False),
     "small_buckets": Case(model=DeepNet, optimizer=SGD, ddp={"bucket_cap_mb": 1e-4}),
     "schedule_of_the_paper": Case(model=DeepNet, dear={"schedule": "dear"}),
-    "allreduce": Case(dear={"schedule": "allreduce"}, pipelined=False),
     "no_sync": Case(loops.accumulate_with_no_sync),
     "unused": Case(model=SkippingNet, optimizer=SGD, ddp=UNUSED, pipelined=False),
     "fp64": Case(model=partial(MixedDtypeNet, torch.float64), optimizer=SGD),
@@ -63,7 +62,6 @@ CASES = {
     "stock_clipping": Case(gradient_loops.clip_norm, pipelined=False),
     "stock_scaler": Case(gradient_loops.scaler, pipelined=False),
     "bf16": Case(dear=BF16),
-    "bf16_allreduce": Case(dear={**BF16, "schedule": "allreduce"}, pipelined=False),
     # Norms come from squares of shards, whose sums have another order than those of whole gradients.
     "own_clipping": Case(gradient_loops.clip_norm_on_shards, optimizer=SGD, exact=False),
     "sharded_clipping": Case(gradient_loops.clip_norm, optimizer=SGD, dear=SHARDED, exact=False),
