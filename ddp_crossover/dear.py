@@ -44,8 +44,9 @@ from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.collectives.wire import scale_into
 from ddp_crossover.fusion import FusionGroup, FusionPlan, Schedule, gathers_behind_scatters, order_of_use
+from ddp_crossover.fusion_buffers.arenas import memory_of_arenas
 from ddp_crossover.fusion_buffers.feedback import Feedback, Range
-from ddp_crossover.fusion_buffers.in_place import lay_out, travels_in_place
+from ddp_crossover.fusion_buffers.in_place import lay_out
 from ddp_crossover.fusion_buffers.staging import Staging, gradient_stride, plan_staging
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.parameters.kept_gradients import KeptGradients
@@ -137,17 +138,10 @@ class Pipeline:
 
         self.device = parameters[0][1].device
         arena_of = {p.parameter: group.arena for group in plan.groups for p in group.pieces}
-        like = {arena: (plan.gradients[index], parameters[index][1]) for index, arena in arena_of.items()}
-        wire = self._wire = wire if plan.is_coded else wire.plain
+        self._wire = wire if plan.is_coded else wire.plain
         self._arenas = {
-            arena: _zeros(
-                numel,
-                wire.travels_as(like[arena][1].dtype, is_coded=like[arena][0].is_coded),
-                like[arena][1].device,
-                memory.get(arena),
-            )
-            for arena, numel in plan.arena_numel.items()
-            if not travels_in_place(like[arena][1].dtype, link, wire)
+            arena: _zeros(plan.arena_numel[arena], made_of.dtype, made_of.device, memory.get(arena))
+            for arena, made_of in memory_of_arenas(plan.gradients, parameters, link, self._wire).items()
         }
         self._feedback = feedback if plan.is_coded else None
         if feedback is not None:

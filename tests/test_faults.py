@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ddp_crossover.collectives.gloo_link import GlooLink
 from ddp_crossover.collectives.gloo_scatter import GlooScatterLeg
 from equivalence import SGD, Case, Run, check_case, snapshot
+from failing_backward import FailingBackward
 from harness import Outcome, run_faulty_ranks, run_ranks
 from models import DeepNet
 
@@ -143,29 +144,12 @@ def test_a_script_may_end_without_detach() -> None:
     run_ranks(_train_and_return_attached, 2, start_method="spawn", timeout_s=90)
 
 
-class _FailingBackward(torch.autograd.Function):
-    """The identity, whose backward raises once."""
-
-    armed = False
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        if _FailingBackward.armed:
-            _FailingBackward.armed = False
-            raise ZeroDivisionError("the user's own")
-        return gradient
-
-
 def _train_through_an_exception(with_dear: bool, layer: int, fails: bool, dear: dict[str, Any]) -> dict[str, Any]:
     """Backward raises at one iteration, whose step is left out; `fails=False` leaves it out anyway."""
     # Buckets as small as this let legs of both kinds be under way when it raises.
     run = Run(Case(model=DeepNet, optimizer=SGD, ddp={"bucket_cap_mb": 1e-4}, dear=dear), with_dear)
     run.attach()
-    run.model.module[layer].register_forward_hook(lambda module, inputs, output: _FailingBackward.apply(output))
+    run.model.module[layer].register_forward_hook(lambda module, inputs, output: FailingBackward.apply(output))
     refused = None
     for index, (x, y) in enumerate(run.batches()):
         run.optimizer.zero_grad()
@@ -177,7 +161,7 @@ def _train_through_an_exception(with_dear: bool, layer: int, fails: bool, dear: 
                 break
             run.optimizer.step()
         elif fails:
-            _FailingBackward.armed = True
+            FailingBackward.error = ZeroDivisionError("the user's own")
             with pytest.raises(ZeroDivisionError):
                 run.loss(run.model(x), y).backward()
     run.optimizer.zero_grad()
@@ -218,13 +202,13 @@ def _legs_of_a_broken_backward(goes_on: bool) -> None:
     # One bucket per layer, one group per gradient: when it raises, some are announced and not on their way.
     run = Run(Case(model=DeepNet, optimizer=SGD, ddp={"bucket_cap_mb": 1e-4}, steps=FAULT_AT), with_dear=True)
     with mock.patch.object(GlooLink, "announce", noting):
-        run.model.module[6].register_forward_hook(lambda module, inputs, output: _FailingBackward.apply(output))
+        run.model.module[6].register_forward_hook(lambda module, inputs, output: FailingBackward.apply(output))
         for x, y in run.batches():
             run.optimizer.zero_grad()
             run.loss(run.model(x), y).backward()
             run.optimizer.step()
         legs.clear()
-        _FailingBackward.armed = True
+        FailingBackward.error = ZeroDivisionError("the user's own")
         with pytest.raises(ZeroDivisionError):
             run.loss(run.model(x), y).backward()
         link, broken = run.state._link, list(legs)

@@ -88,12 +88,12 @@ class Coding:
         """
         residual = self._residual_of(low, high)
         left_out = torch.empty_like(values) if residual is None else residual.after
-        if self._velocity is not None:
-            velocity = self._velocity.of(low, high)
+        velocity = None if self._velocity is None else self._velocity.of(low, high)
+        if velocity is not None:
             values = torch.add(values, velocity.before, alpha=self._momentum, out=velocity.after)
         self.scatter.encode(values, None if residual is None else residual.before, left_out, payload)
-        if self._velocity is not None:
-            self.scatter.clear(payload, self._velocity.of(low, high).after)
+        if velocity is not None:
+            self.scatter.clear(payload, velocity.after)
 
     def hand_over(self, values: Tensor, low: int, high: int) -> None:
         """Add what this rank has left out of a slice that another rank of its node codes now to its gradients of it.

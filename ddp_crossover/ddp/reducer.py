@@ -420,7 +420,8 @@ class Reducer:
             return True
         if self._planning.has_begun and self._buckets.change(as_built=self._planning.takes_buckets_as_built):
             self._layouts.begin_anew()
-        if self._planning.settled and (self.pipeline is None or not self.pipeline.plan.is_coded):
+        has_declined = self._planning.settled and self.feedback is not None
+        if has_declined and (self.pipeline is None or not self.pipeline.plan.is_coded):
             self.feedback = None  # the tuner has declined codes
         if self._memory and self.pipeline is None and self._planning.has_begun and self._planning.settled:
             self._memory = {}

@@ -7,6 +7,7 @@ these cannot travel from DDP's buckets.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,13 @@ from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.fusion import GradientSpec, arena_capacity
 from ddp_crossover.fusion_buffers.in_place import travels_in_place
+
+
+class ArenaMemory(NamedTuple):
+    """What an arena is made of."""
+
+    dtype: torch.dtype
+    device: torch.device
 
 
 def make_arenas(
@@ -34,13 +42,20 @@ def make_arenas(
     Returns:
         A flat tensor for each arena that is needed, in its wire dtype.
     """
+    numel = arena_capacity(specs, link.world_size, link.shard_align_bytes)
+    return {
+        arena: torch.empty(numel[arena], dtype=memory.dtype, device=memory.device)
+        for arena, memory in memory_of_arenas(specs, named, link, wire).items()
+    }
+
+
+def memory_of_arenas(
+    specs: Sequence[GradientSpec], named: Sequence[tuple[str, torch.nn.Parameter]], link: Link, wire: Wire
+) -> dict[str, ArenaMemory]:
+    """The arenas that are needed, because their gradients do not travel in place; arguments as above."""
     like = {spec.arena: (spec, parameter) for spec, (_, parameter) in zip(specs, named, strict=True)}
     return {
-        arena: torch.empty(
-            numel,
-            dtype=wire.travels_as(like[arena][1].dtype, is_coded=like[arena][0].is_coded),
-            device=like[arena][1].device,
-        )
-        for arena, numel in arena_capacity(specs, link.world_size, link.shard_align_bytes).items()
-        if not travels_in_place(like[arena][1].dtype, link, wire)
+        arena: ArenaMemory(wire.travels_as(parameter.dtype, is_coded=spec.is_coded), parameter.device)
+        for arena, (spec, parameter) in like.items()
+        if not travels_in_place(parameter.dtype, link, wire)
     }

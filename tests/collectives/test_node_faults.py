@@ -19,6 +19,7 @@ from ddp_crossover.collectives.agreement import DisagreementError
 from ddp_crossover.collectives.gloo_link import GlooLink
 from ddp_crossover.collectives.gloo_scatter import GlooScatterLeg
 from equivalence import SGD, Case, Run, snapshot, train_step
+from failing_backward import FailingBackward
 from harness import run_faulty_ranks, run_ranks
 from models import DeepNet, OddNet
 from node_groups import INTERLEAVED, TWO_BY_TWO, Layout, on_nodes
@@ -77,29 +78,12 @@ def test_a_killed_rank_ends_all_others(layout, lost, where) -> None:
         assert outcome.seconds < GROUP_TIMEOUT_S + GRACE_S
 
 
-class _FailingBackward(torch.autograd.Function):
-    """The identity, whose backward raises when it is armed."""
-
-    armed = False
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        if _FailingBackward.armed:
-            _FailingBackward.armed = False
-            raise _UsersError
-        return gradient
-
-
 def _through_an_exception(dear: dict[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
     """Backward raises on all ranks at one step, after which plain DDP may refuse to go on."""
     with on_nodes(TWO_BY_TWO):
         run = Run(Case(model=DeepNet, optimizer=SGD, ddp=SMALL_BUCKETS, dear=dear), with_dear=True)
         run.attach()
-    run.model.module[6].register_forward_hook(lambda module, inputs, output: _FailingBackward.apply(output))
+    run.model.module[6].register_forward_hook(lambda module, inputs, output: FailingBackward.apply(output))
     announced: list[GlooScatterLeg] = []
     announce = GlooLink.announce
 
@@ -119,7 +103,7 @@ def _train_through(run: Run, announced: list[GlooScatterLeg]) -> tuple[dict[str,
         run.optimizer.zero_grad()
         if step == FAULT_AT:
             announced.clear()
-            _FailingBackward.armed = True
+            FailingBackward.error = _UsersError()
             with pytest.raises(_UsersError):
                 run.loss(run.model(x), y).backward()
             before = snapshot(run.model.module.state_dict())

@@ -26,6 +26,7 @@ from ddp_crossover.collectives.nccl_link import NcclLink
 from ddp_crossover.collectives.nodes import Nodes
 from equivalence import SGD, Case, Run, plain_loop
 from harness import run_ranks
+from leg_sums import check_sums, terms_of
 from models import HIDDEN, INPUTS, OUTPUTS, DeepNet
 from node_groups import (
     CROSSED,
@@ -54,32 +55,15 @@ def _link(layout: Layout) -> Link:
     return link
 
 
-def _terms(rank: int, sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
-
-
 def _sums(layout: Layout, sizes: tuple[int, ...], dtype: torch.dtype, factor: float) -> list[torch.Tensor]:
-    terms = [[term.mul(factor) for term in _terms(rank, sizes, dtype)] for rank in range(world_size(layout))]
+    terms = [[term.mul(factor) for term in terms_of(rank, sizes, dtype)] for rank in range(world_size(layout))]
     return [add_up(list(of_ranks), NodeOrder(layout)) for of_ranks in zip(*terms, strict=True)]
 
 
 def _reduce(layout: Layout, dtype: torch.dtype, announced: bool) -> None:
     link = _link(layout)
-    factor = 1 / link.world_size
-    buffers = [FusionBuffer(tuple(_terms(link.rank, sizes, dtype)), factor) for sizes in SIZES]
-    if announced:
-        for group, buffer in enumerate(buffers):
-            link.announce(group, buffer)
-    scatters = [link.reduce_scatter(group, buffer) for group, buffer in enumerate(buffers)]
-    for group, sizes in enumerate(SIZES):
-        expected = _sums(layout, sizes, dtype, factor)
-        scatters[group].wait()
-        own = FusionBuffer(tuple(expected)).slices(link.shard, link.world_size)
-        torch.testing.assert_close(scatters[group].shards(), own, rtol=0, atol=0)
-        link.all_gather(scatters[group], urgency=group).wait()
-        torch.testing.assert_close(list(buffers[group].parts), expected, rtol=0, atol=0)
-    link.close()
+    sums = [_sums(layout, sizes, dtype, 1 / link.world_size) for sizes in SIZES]
+    check_sums(link, SIZES, sums, dtype, announced=announced)
 
 
 @pytest.mark.quick
@@ -106,7 +90,7 @@ def _gather_in_opposite_orders(layout: Layout, seed: int | None) -> None:
     """Each rank posts its gather legs in an order of its own, as use orders may be; with a seed, now and then."""
     link = _link(layout)
     draw = random.Random(f"{seed} {link.rank}")
-    buffers = [FusionBuffer(tuple(_terms(link.rank, (group + 1,)))) for group in range(MANY)]
+    buffers = [FusionBuffer(tuple(terms_of(link.rank, (group + 1,)))) for group in range(MANY)]
     scatters = [link.reduce_scatter(group, buffer) for group, buffer in enumerate(buffers)]
     for scatter in scatters:
         scatter.wait()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_crossover as dx
 from equivalence import Factory, optimizer
 from models import INPUTS, OUTPUTS
+from node_groups import on_nodes
 from wire_reference import OneProcess, Wire
 
 SGD = optimizer(torch.optim.SGD, lr=0.1, weight_decay=0.01)
@@ -93,17 +93,6 @@ def loss_of(step: int, rank: int, model: nn.Module) -> Tensor:
     return nn.functional.mse_loss(model(x).float(), y)
 
 
-@contextmanager
-def on_nodes(nodes: tuple[tuple[int, ...], ...]) -> Iterator[None]:
-    """The environment of a rank that torchrun has started on its node."""
-    if nodes:
-        os.environ["GROUP_RANK"] = str(next(i for i, ranks in enumerate(nodes) if dist.get_rank() in ranks))
-    try:
-        yield
-    finally:
-        os.environ.pop("GROUP_RANK", None)
-
-
 class Training:
     """A rank of a run."""
 
@@ -114,7 +103,7 @@ class Training:
         self.at_start = copy.deepcopy(network)
         self.model = DistributedDataParallel(network, **case.ddp)
         self.optimizer = case.optimizer(self.model.module)
-        with on_nodes(case.nodes):
+        with on_nodes(case.nodes) if case.nodes else nullcontext():
             self.state = dx.attach(self.model, self.optimizer, **({"fusion_mb": GROUPS_MB} | dict(case.options)))
 
     def backward(self, step: int) -> None:
