@@ -159,7 +159,7 @@ def _negative_fusion_mb() -> None:
 
 
 def _integers_on_the_wire() -> None:
-    _attach(_ddp(), wire_dtype=torch.int8)
+    _attach(_ddp(), wire_dtype=torch.int16)
 
 
 def _fp32_on_the_wire() -> None:
@@ -217,7 +217,7 @@ def _refusal(provoke: Callable[[], None]) -> str | None:
         (_optimizer_of_another_model, "SGD", r"ddp\.parameters"),
         (_unknown_schedule, "schedule.*fastest", "auto.*dear.*allreduce"),
         (_negative_fusion_mb, "fusion_mb", "greater than 0|positive"),
-        (_integers_on_the_wire, r"wire_dtype.*torch\.int8", r"bfloat16.*float16.*leave it out"),
+        (_integers_on_the_wire, r"wire_dtype.*torch\.int16", r"bfloat16.*float16.*leave it out"),
         (_fp32_on_the_wire, r"wire_dtype.*torch\.float32", r"bfloat16.*float16.*leave it out"),
         (_unknown_option, "fusion_size", ""),
         (_deepcopy, "copy", r"detach|\.module"),
