@@ -8,10 +8,11 @@ the pipeline (``dear``) takes over; ``ddp.reducer`` has the details.
 
 import contextlib
 import dataclasses
+import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -33,8 +34,10 @@ from ddp_crossover.ddp.forks import watch_forks
 from ddp_crossover.ddp.reducer import Reducer
 from ddp_crossover.ddp.refusals import refuse_model, refuse_momentum, refuse_optimizers, why_plain_all_reduce
 from ddp_crossover.ddp.same_setup import require_same_setup
+from ddp_crossover.ddp.shared_batch import SharedBatch, make_shared_batch
 from ddp_crossover.ddp.turn_points import TurnPoints
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
+from ddp_crossover.ddp.weighted_batches import WeightedBatches, batches_of_all, require_equal, statistics_of_a_rank
 from ddp_crossover.figures.stats import DearStats, FallbackLog
 from ddp_crossover.figures.summary import about, in_force, summary
 from ddp_crossover.fusion import MB, FusionPlan, Schedule
@@ -65,6 +68,7 @@ from ddp_crossover.torch_internals.ddp import (
 )
 from ddp_crossover.torch_internals.dispatch import allow_foreach, settle_before_use
 from ddp_crossover.torch_internals.optimizers import has_hooks
+from ddp_crossover.torch_internals.store import store_of_job
 from ddp_crossover.tracing.recording import recording
 from ddp_crossover.tracing.trace import Trace
 
@@ -117,6 +121,8 @@ class DearState:
             whose updates can be deferred; one that works on whole matrices or tensors (Muon) updates each on one rank.
             ``optimizer.state_dict()`` needs :meth:`consolidate` first, and a read of ``.grad`` becomes a collective,
             which every rank must make: clip with ``norms="sharded"``. See ``docs/sharded.md``.
+        weighted: ranks may have batches of different sizes, which :meth:`batch` tells; gradients are those of the mean
+            over all samples of all ranks. With equal sizes they have the bits of plain DDP.
         strict: debugging aid. Parameters hold NaN while their update is pending, so that a read which was not
             intercepted shows in the results. Costs a copy of the parameters.
 
@@ -148,6 +154,7 @@ class DearState:
         lease: GpuLease | None = None,
         strict: bool = False,
         shard_optimizer: bool = False,
+        weighted: bool = False,
     ) -> None:
         ddp = unwrapped_model(ddp)
         refuse_model(ddp)
@@ -163,6 +170,7 @@ class DearState:
             tuned_file=tuned_file,
             strict=strict,
             shard_optimizer=shard_optimizer,
+            weighted=weighted,
         )
         if switched_off():
             options = Options(schedule=Schedule.ALLREDUCE)
@@ -276,6 +284,9 @@ class DearState:
         settle_before_use(_settled)
         allow_foreach(PendingParameter)
         watch_forks(self)
+        self._shared_batches = 0
+        if options.weighted and (warning := statistics_of_a_rank(ddp.module)) is not None and self._link.rank == 0:
+            say(warning, logging.WARNING)
         self._detached = False
         self._left_because: str | None = None
 
@@ -367,6 +378,127 @@ class DearState:
             shards.scale(gradients, torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
             return norm
         return torch.nn.utils.clip_grad_norm_(self._every_parameter, max_norm, norm_type)
+
+    # Batches of different sizes.
+
+    @contextlib.contextmanager
+    def batch(self, samples: int) -> Iterator[None]:
+        """With ``weighted=True``, the context of forward and backward of a batch of ``samples`` samples on this rank.
+
+        The loss of each rank is a mean over its samples; gradients are those of the mean over the samples of all ranks.
+        For a loss that is a sum, divide it by ``samples``. To weight tokens instead of samples, give their number.
+
+        One batch is the data of one reduced backward. With ``no_sync()``, either put all micro-batches into one
+        ``batch()``, or each into its own, whose sizes add up; in both cases add up losses to the mean over all of
+        them, as always. Enter ``no_sync()`` before ``batch()``.
+
+        A rank without samples calls ``batch(0)``, and either does nothing in it, or runs a forward and backward with
+        any sample, whose gradients count for nothing, NaN included.
+
+        On a state that is detached, it raises unless all ranks have as many samples: DDP weights ranks equally.
+
+        Args:
+            samples: number of samples, 0 or more.
+
+        Raises:
+            RuntimeError: without ``weighted=True``; in another ``batch()``.
+            TypeError, ValueError: unless it is a whole number from 0.
+
+        Example::
+
+            state = attach(ddp, optimizer, weighted=True)
+            for x, y in loader:
+                with state.batch(len(x)):
+                    loss_fn(ddp(x), y).backward()
+                optimizer.step()
+        """
+        if self._detached:
+            require_equal(samples, self._reducer.model, self._device)
+            yield
+            return
+        with self._weighted_batches("batch").batch(samples):
+            yield
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """With ``weighted=True``, yield the batches of ``loader``, then None while other ranks still have some.
+
+        Every rank must iterate to the end. Use it where ranks have different numbers of batches, for which DDP has
+        ``join()``. Ranks tell each other one step ahead, so it takes one batch ahead of the loader.
+
+        Args:
+            loader: this rank's batches.
+
+        Raises:
+            RuntimeError: without ``weighted=True``.
+
+        Example::
+
+            for batch in state.batches(loader):
+                with state.batch(0 if batch is None else len(batch[0])):
+                    if batch is not None:
+                        loss_fn(ddp(batch[0]), batch[1]).backward()
+                optimizer.step()
+        """
+        self._weighted_batches("batches")
+        return batches_of_all(loader, self._link)
+
+    def share(self, batch: Any, size: int, *, tickets: Sequence[int] | None = None) -> SharedBatch:
+        """With ``weighted=True``, let ranks take micro-batches of one batch as they get done with them.
+
+        For ranks that are slow for moments; if a rank is always slower, see :class:`BalancedSampler`. Gradients add up
+        under ``no_sync()`` and are reduced in the backward of each rank's last micro-batch. Each loss is a mean over
+        its micro-batch; gradients are those of the mean over ``batch``. They must be None at the beginning.
+
+        Which rank takes what, and so the last bits of the sums, depends on time. To repeat a run bit for bit, write
+        down ``tickets`` of each step and rank, and give them to ``share()`` in the second run.
+
+        Args:
+            batch: the samples of all ranks, the same on all of them: a tensor with the samples in its first dimension,
+                a list, for example of indices of samples, or a tuple or dict of these.
+            size: number of samples of a micro-batch. With at least four micro-batches for each rank, the wait for the
+                slowest one is short.
+            tickets: what this rank has taken in the run to be repeated.
+
+        Returns:
+            An iterable of micro-batches of this rank, with ``tickets``, what it has taken so far.
+
+        Raises:
+            RuntimeError: without ``weighted=True``.
+            TypeError, ValueError: for data whose samples cannot be counted; for tickets of another batch.
+
+        Example::
+
+            for step, indices in enumerate(batches_of_indices):
+                optimizer.zero_grad()
+                for micro in state.share(indices, size=8):
+                    x, y = load(micro)
+                    loss_fn(ddp(x), y).backward()
+                optimizer.step()
+        """
+        batches = self._weighted_batches("share")
+        number, self._shared_batches = self._shared_batches, self._shared_batches + 1
+        store = store_of_job(f"ddp_crossover/{self._link.process_group.group_name}")
+        if self._link.rank == 0 and number > 1:
+            store.delete_key(f"batch {number - 2}")  # all ranks have summed up gradients of the one after it
+        return make_shared_batch(
+            self._reducer.model,
+            batches,
+            self._link,
+            batch,
+            size,
+            tickets=tickets,
+            store=store,
+            key=f"batch {number}",
+        )
+
+    def _weighted_batches(self, name: str) -> WeightedBatches:
+        if self._detached:
+            raise RuntimeError(
+                f"state.{name}() weights gradients, and this state is detached, so DDP averages over ranks"
+            )
+        if self._reducer.batches is None:
+            raise RuntimeError(f"state.{name}() weights gradients by the number of samples: attach with weighted=True")
+        return self._reducer.batches
 
     def state_dict(self) -> dict[str, Any]:
         """What codes of gradients have left out on this rank, for a checkpoint; next to nothing without codes.

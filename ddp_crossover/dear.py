@@ -41,6 +41,7 @@ from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.leg import HostWait, ScatterLeg
 from ddp_crossover.collectives.link import Link
+from ddp_crossover.collectives.rank_weights import RankWeights
 from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.collectives.wire import scale_into
 from ddp_crossover.fusion import FusionGroup, FusionPlan, Schedule, gathers_behind_scatters, order_of_use
@@ -91,6 +92,7 @@ class Pipeline:
         lock: held while gradients are delivered and updates applied, from any thread.
         memory: arenas of the previous plan, reused where they are large enough.
         wire: what gradients are on the wire.
+        weights: what each rank's gradients are multiplied by; it changes between iterations. Default: equal shares.
         feedback: memory for what codes leave out; needed if the plan has coded gradients.
         loss_scale: returns the factor of the loss of the backward that begins.
         every_group_arrives: False if DDP may leave out buckets.
@@ -109,6 +111,7 @@ class Pipeline:
         lock: threading.RLock | None = None,
         memory: Mapping[str, Tensor] = MappingProxyType({}),
         wire: Wire = _AS_THEY_ARE,
+        weights: RankWeights | None = None,
         feedback: Feedback | None = None,
         loss_scale: Callable[[], float | Tensor] = _unscaled,
         every_group_arrives: bool = True,
@@ -129,7 +132,7 @@ class Pipeline:
         self._urgency = {group: place for place, group in enumerate(plan.use_order)}
         # If the link needs one launch order on all ranks, the plan says which gather legs go between scatter legs.
         self._followers = {} if link.orders_gathers else gathers_behind_scatters(plan)
-        self._inverse_world_size = 1.0 / link.world_size
+        self._weights = weights or RankWeights(link.rank, link.world_size)
         self._stagings: dict[int, Staging] = {}
         self._arrived: list[int] = []
         self.may_announce = False
@@ -243,7 +246,7 @@ class Pipeline:
     def _copy(self, buffer: Tensor, copies: list[tuple[int, int, Tensor]]) -> None:
         self.order.join()
         for low, high, target in copies:
-            scale_into(target, buffer[low:high], self._inverse_world_size)
+            scale_into(target, buffer[low:high], self._weights.own)
         self.order.mark()
 
     def _launch(self, group: GroupInFlight) -> None:
@@ -272,7 +275,7 @@ class Pipeline:
         return group.buffer
 
     def _lay_out(self, group: GroupInFlight) -> None:
-        lay_out(group, self.link.world_size)
+        lay_out(group, self._weights)
 
     def _announce(self, index: int) -> None:
         if not self.every_group_arrives or index >= len(self.groups):

@@ -52,6 +52,7 @@ class Options:
         tuned_file: where to keep what the tuner finds, or None.
         strict: whether parameters hold NaN while they are pending.
         shard_optimizer: whether each rank updates its share of the parameters only.
+        weighted: whether gradients are weighted by how many samples each rank has.
 
     Raises:
         ValueError: for options that are out of range or contradict each other.
@@ -68,6 +69,7 @@ class Options:
     tuned_file: str | os.PathLike[str] | None = None
     strict: bool = False
     shard_optimizer: bool = False
+    weighted: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in list(Schedule):
@@ -136,8 +138,8 @@ class Options:
     def leaves_the_choice(self) -> bool:
         """Whether DDP may train as it was before attach if that is as fast, because nothing says what to do instead."""
         is_searched = self.schedule is Schedule.AUTO and self.fusion_mb is None
-        is_exact = self.wire_dtype is None and self.compress is None
-        return is_searched and is_exact and not self.strict and not self.shard_optimizer and self.groups is None
+        is_ddp = self.wire_dtype is None and self.compress is None and not self.weighted
+        return is_searched and is_ddp and not self.strict and not self.shard_optimizer and self.groups is None
 
     def shared_by_ranks(self) -> dict[str, object]:
         """Return the options in which all ranks must agree, as JSON values."""
@@ -152,4 +154,5 @@ class Options:
             "tune": self.tune,
             "tuned_file": self.tuned_file is not None,
             "shard_optimizer": self.shard_optimizer,
+            "weighted": self.weighted,
         }

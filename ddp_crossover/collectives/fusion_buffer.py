@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ddp_crossover.codecs.coding import Coding
 from ddp_crossover.collectives.leg import slice_bounds
+from ddp_crossover.collectives.rank_weights import RankWeights
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,13 +19,13 @@ class FusionBuffer:
 
     Attributes:
         parts: flat tensors of one dtype.
-        factor: every rank's elements are multiplied by it before they are added up.
+        weights: what each rank's elements are multiplied by before they are added up; None: they are as they should be.
         owners: for each part, the rank that reduces all of it; None if ranks share every part.
         coding: what the slices travel as; None: as they are. Needs one part, which ranks share equally.
     """
 
     parts: tuple[Tensor, ...]
-    factor: float = 1.0
+    weights: RankWeights | None = None
     owners: tuple[int, ...] | None = None
     coding: Coding | None = None
     _slices: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict, init=False, repr=False)
@@ -50,5 +51,5 @@ class FusionBuffer:
     def whole(self) -> Tensor:
         """The only part, for links that need the buffer in one piece."""
         [part] = self.parts
-        assert self.factor == 1.0
+        assert self.weights is None
         return part

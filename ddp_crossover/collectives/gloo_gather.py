@@ -137,11 +137,10 @@ class GlooSmallGather(GlooLeg):
         except Exception as error:
             self.finish(error)
             return
-        # Finish on the reducing thread: the waiting threads may all be blocked by gather legs.
-        self._context.threads.reduce(lambda: self._complete(posted))
+        self._context.threads.wait_for_exchange(lambda: self._complete(posted))
 
     def _complete(self, posted: Sequence[Message]) -> None:
-        """Wait for all messages. Runs on the reducing thread."""
+        """Wait for all messages. Runs on a waiting thread of its own."""
         try:
             self._context.messages.wait(posted, self.label)
         except Exception as error:

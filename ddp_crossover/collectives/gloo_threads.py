@@ -1,8 +1,8 @@
 """The threads of a gloo link. Gloo's calls block, and the training thread must not: it waits on Python events only.
 
 One thread stages gradients and posts messages, in the order that ``gloo_posting`` decides; one adds up received
-slices; a few wait for gather legs. Second rounds have a thread that adds up and a few that wait of their own. They know
-nothing about legs, only jobs.
+slices; a few wait for gather legs and small exchanges. Second rounds have a thread that adds up and a few that wait of
+their own. They know nothing about legs, only jobs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from ddp_crossover.own_threads import start_thread
 
 # Ranks post gather legs in different orders, so legs that a peer has not posted yet pile up here.
 _MAX_GATHER_WAITS = 64
+# How many small exchanges may be under way; more wait for their turn.
+_MAX_EXCHANGES = 4
 
 
 class GlooThreads:
@@ -37,6 +39,8 @@ class GlooThreads:
         self._reducing: list[queue.SimpleQueue[Job | None]] = []
         self._reducing_threads: list[threading.Thread] = []
         self._waiters: list[Waiters] = []
+        # A peer may answer only after it has got what legs bring, so an exchange must not hold up threads of legs.
+        self._exchanges = Waiters(_MAX_EXCHANGES)
         self._posting_thread = start_thread("post", self._post_forever)
         self.add_round()
 
@@ -59,6 +63,10 @@ class GlooThreads:
         """Run ``job``, which blocks, on a waiting thread of its own, of those of a round."""
         self._waiters[round_number].run(job)
 
+    def wait_for_exchange(self, job: Job) -> None:
+        """Run ``job``, which waits for a small exchange, on a waiting thread of its own."""
+        self._exchanges.run(job)
+
     def join(self) -> None:
         """Let all threads end, and join them.
 
@@ -70,12 +78,16 @@ class GlooThreads:
         with contextlib.ExitStack() as last_first:
             waiting: list[threading.Thread] = []
             last_first.callback(_join, waiting)
-            last_first.callback(lambda: waiting.extend(thread for one in self._waiters for thread in one.close()))
+            last_first.callback(self._close_waiters, waiting)
             for jobs, thread in reversed([*zip(self._reducing, self._reducing_threads, strict=True)]):
                 last_first.callback(thread.join)
                 last_first.callback(jobs.put, None)
             last_first.callback(self._posting_thread.join)
             last_first.callback(self.posting.close)
+
+    def _close_waiters(self, waiting: list[threading.Thread]) -> None:
+        for waiters in (*self._waiters, self._exchanges):
+            waiting.extend(waiters.close())
 
     def _post_forever(self) -> None:
         while (job := self.posting.next()) is not None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import bisect
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ddp_crossover.collectives.wire import CHUNK_NUMEL
+from ddp_crossover.collectives.wire import CHUNK_NUMEL, scale_into
 
 
 class ScratchPool:
@@ -48,7 +49,12 @@ class ScratchPool:
 
 
 def add_in_rank_order(
-    own: Tensor, rank: int, incoming: list[Tensor], factor: float = 1.0, *, in_fp32: bool = False
+    own: Tensor,
+    rank: int,
+    incoming: list[Tensor],
+    factors: Sequence[float] | None = None,
+    *,
+    in_fp32: bool = False,
 ) -> None:
     """Set ``own`` to ``((x0 + x1) + x2) + ...`` over ranks, rounded to its dtype after each operation.
 
@@ -56,19 +62,19 @@ def add_in_rank_order(
         own: this rank's term, flat; overwritten with the sum.
         rank: position of ``own`` among the terms.
         incoming: the other ranks' terms, flat, in rank order; may be overwritten.
-        factor: each term is first multiplied by it.
+        factors: what the terms are first multiplied by, in rank order; None: nothing.
         in_fp32: add 16-bit terms in fp32, and round once at the end.
     """
     terms = [*incoming[:rank], own, *incoming[rank:]]
     in_fp32 = in_fp32 and own.dtype.itemsize < torch.float32.itemsize and len(terms) > 2  # one addition rounds once
-    if factor == 1.0 and not in_fp32:
+    if factors is None and not in_fp32:
         _add(own, terms)
         return
     # In chunks, which stay in a core's cache between the operations.
     for target, *parts in zip(*(term.split(CHUNK_NUMEL) for term in (own, *terms)), strict=True):
-        if factor != 1.0:
-            for part in parts:
-                part.mul_(factor)
+        if factors is not None:
+            for part, factor in zip(parts, factors, strict=True):
+                scale_into(part, part, factor)
         if in_fp32:
             wide = parts[0].float()
             for part in parts[1:]:

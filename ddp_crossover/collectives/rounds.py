@@ -53,7 +53,7 @@ class SumRound(Round):
         memory: where the slices are.
         members: the ranks.
         scratch: memory for what peers send.
-        is_first: whether terms have not been multiplied by the buffer's factor yet.
+        is_first: whether terms have not been multiplied by the buffer's weights yet.
         in_fp32: whether 16-bit terms are added up in fp32 and rounded once.
 
     Attributes:
@@ -87,9 +87,10 @@ class SumRound(Round):
         return [Slice(peer, memory) for peer, number in self._members.peers for memory in self._slices(number)]
 
     def finish(self) -> None:
-        factor = self._memory.buffer.factor if self._is_first else 1.0
+        weights = self._memory.buffer.weights if self._is_first else None
+        factors = None if weights is None else [weights.of_ranks[rank] for rank in self._members.ranks]
         for own, *incoming in zip(self._slices(self._members.own_slice), *self._parts, strict=True):
-            add_in_rank_order(own, self._members.own, incoming, factor, in_fp32=self._in_fp32)
+            add_in_rank_order(own, self._members.own, incoming, factors, in_fp32=self._in_fp32)
         self._parts = []
         self._scratch.free(self.incoming)
         self.incoming = []

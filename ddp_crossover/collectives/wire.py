@@ -10,7 +10,13 @@ CHUNK_NUMEL = 2**17
 
 
 def scale_into(target: Tensor, source: Tensor, factor: float) -> None:
-    """Set ``target`` to ``source * factor``, computed in the dtype of ``source``, rounded once; both are flat."""
+    """Set ``target`` to ``source * factor``, computed in the dtype of ``source``, rounded once; both are flat.
+
+    With a factor of 0 ``target`` is 0, whatever is in ``source``: it may be the loss of no sample, which is NaN.
+    """
+    if factor == 0.0:
+        target.zero_()
+        return
     if target.dtype is source.dtype or not source.is_cpu:
         torch.mul(source, factor, out=target)
         return

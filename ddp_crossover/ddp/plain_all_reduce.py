@@ -14,6 +14,7 @@ from torch import Tensor
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.all_reduce import wait_for_futures
 from ddp_crossover.collectives.link import Link
+from ddp_crossover.collectives.rank_weights import RankWeights
 from ddp_crossover.collectives.wire import scale_into
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.torch_internals.ddp import GradBucket
@@ -27,6 +28,7 @@ class PlainAllReduce:
         turns: notified of waits, so that another job may compute meanwhile.
         device: device of the gradients.
         wire: what gradients are on the wire; none is coded.
+        weights: what each rank's gradients are multiplied by.
         all_reduce: sums a bucket, given its index, over all ranks; by default, the link does.
     """
 
@@ -36,6 +38,7 @@ class PlainAllReduce:
         turns: Turns,
         device: torch.device,
         wire: Wire,
+        weights: RankWeights,
         all_reduce: Callable[[int, Tensor], torch.futures.Future[Tensor]] | None = None,
     ) -> None:
         self._link = link
@@ -43,6 +46,7 @@ class PlainAllReduce:
         self._turns = turns
         self._is_on_cpu = device.type == "cpu"
         self._wire = wire
+        self._weights = weights
         self._under_way: list[torch.futures.Future[Tensor]] = []
         self._last_bucket_s = 0.0
 
@@ -62,7 +66,7 @@ class PlainAllReduce:
         on_wire = buffer
         if (dtype := self._wire.travels_as(buffer.dtype)) is not buffer.dtype:
             on_wire = torch.empty_like(buffer, dtype=dtype)
-        scale_into(on_wire, buffer, 1.0 / self._link.world_size)
+        scale_into(on_wire, buffer, self._weights.own)
         future = self._all_reduce(bucket.index(), on_wire)
         self._under_way.append(future)
         self._last_bucket_s = time.perf_counter()

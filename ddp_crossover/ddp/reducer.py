@@ -19,6 +19,8 @@ from ddp_crossover import device as gpu
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
 from ddp_crossover.collectives.link import Link
+from ddp_crossover.collectives.rank_weights import RankWeights
+from ddp_crossover.collectives.wire import scale_into
 from ddp_crossover.ddp.backward_start import call_before_backward
 from ddp_crossover.ddp.bucket_layout import LayoutRecorder
 from ddp_crossover.ddp.early_arrival import Buckets
@@ -27,6 +29,7 @@ from ddp_crossover.ddp.memory_formats import MemoryFormats
 from ddp_crossover.ddp.plain_all_reduce import PlainAllReduce
 from ddp_crossover.ddp.refused_methods import allow_methods, refuse_methods
 from ddp_crossover.ddp.use_order import UseOrder
+from ddp_crossover.ddp.weighted_batches import WeightedBatches
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.figures.stats import FallbackLog, StepLog
 from ddp_crossover.fusion import FusionPlan, Schedule
@@ -71,6 +74,9 @@ class Reducer:
         feedback: memory for what codes leave out; None if nothing is coded.
         plain_reason: why every bucket goes through a plain all-reduce, or None.
         owners: with a sharded optimizer, the ranks that update whole parameters; else None.
+
+    Attributes:
+        batches: the batches of this model, if they are weighted; else None.
     """
 
     def __init__(
@@ -113,11 +119,12 @@ class Reducer:
         self._memory = memory
         self._options = options
         self._plain_reason = plain_reason
-        self._plain = PlainAllReduce(link, turns, self._device, wire)
+        self._weights = RankWeights(link.rank, link.world_size)
+        self._plain = PlainAllReduce(link, turns, self._device, wire, self._weights)
         # Of two values there is one sum; more are added in another order by the backend than by us, and runs repeat.
         self._can_leave = link.world_size <= 2 or not link.adds_in_rank_order
         all_reduce = self._all_reduce_as_ddp if self._can_leave else None
-        self._as_built = PlainAllReduce(link, turns, self._device, wire, all_reduce)
+        self._as_built = PlainAllReduce(link, turns, self._device, wire, self._weights, all_reduce)
         self._buckets = buckets
         self._on_leave = on_leave
         self.pipeline: Pipeline | None = None
@@ -133,6 +140,9 @@ class Reducer:
         self._compiled = CompiledCode(ddp.module, params, early_reads, fallbacks, self.finish_gradients)
         params.on_use = self._guard.note_touch
         refuse_methods(ddp)
+        self.batches: WeightedBatches | None = None
+        if options.weighted:
+            self.batches = WeightedBatches(ddp, link, self._weights, turns, self._parameters_in_use_order)
         self._in_backward = False
         self._last_bucket = -1
         self._seen_forward = False
@@ -218,6 +228,8 @@ class Reducer:
             part.remove()
         if (ddp := self._ddp()) is not None:
             allow_methods(ddp)
+            if self.batches is not None:
+                self.batches.remove()
             if self._is_registered():
                 forget_comm_hooks(ddp)
 
@@ -239,7 +251,8 @@ class Reducer:
                     "this DearState was detached and cannot be used again: attach(ddp, optimizer) makes a new one"
                 )
             # The forward of this backward ran before detach(): all-reduce as DDP does without a hook.
-            buffer = bucket.buffer().detach().mul_(1.0 / self._link.world_size)
+            buffer = bucket.buffer().detach()
+            scale_into(buffer, buffer, self._weights.own)
             return all_reduce_sum(buffer, self._process_group, stream=self._link.all_reduce_stream)
         if gpu.is_capturing(self._device):
             raise RuntimeError(
@@ -273,6 +286,8 @@ class Reducer:
         self._reduction.retire()
         if self._plain_reason is None:
             self._memory_formats.refuse_changes()
+        if self.batches is not None:
+            self.batches.weigh()
         self._in_backward = True
         self._awaits_backward = False
         self._layouts.begin_backward()
@@ -359,6 +374,7 @@ class Reducer:
             lock=self._params.lock,
             memory=self._memory,
             wire=self._wire,
+            weights=self._weights,
             feedback=self.feedback,
             loss_scale=self._loss_scale.now,
             every_group_arrives=not self._may_skip_buckets(),
@@ -398,6 +414,8 @@ class Reducer:
             return
         if self._follow_plan():
             return
+        if self.batches is not None:
+            self.batches.forward_begins(reduces=self.model.require_backward_grad_sync)
         self._updates.refuse_to_go_on()
         if self._planning.profiler is not None:
             self._planning.profiler.forward_begins()
@@ -407,6 +425,13 @@ class Reducer:
         self._params.on_use = note_use if self._planning.profiler is None else self._timing(note_use)
         self._early_reads.is_inside_forward = True
         self._compiled.before_forward()
+
+    def _parameters_in_use_order(self) -> list[torch.nn.Parameter]:
+        parameters = [parameter for _, parameter in self._named]
+        if not self._use_order.is_known:
+            return parameters
+        ranks = self._use_order.ranks()
+        return [parameter for _, parameter in sorted(zip(ranks, parameters, strict=True), key=lambda pair: pair[0])]
 
     def _follow_plan(self) -> bool:
         """Give DDP the buckets that the plan wants; returns whether that was to leave DDP alone.

@@ -11,6 +11,7 @@ from torch import Tensor
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.link import Link
+from ddp_crossover.collectives.rank_weights import RankWeights
 from ddp_crossover.parameters.slots import GroupInFlight, Place
 
 
@@ -32,14 +33,14 @@ def alias_of(bucket: Tensor) -> Tensor:
     return torch.from_dlpack(bucket)  # type: ignore[attr-defined]
 
 
-def lay_out(group: GroupInFlight, world_size: int, owners: Mapping[int, int] = MappingProxyType({})) -> None:
+def lay_out(group: GroupInFlight, weights: RankWeights, owners: Mapping[int, int] = MappingProxyType({})) -> None:
     """Make the fusion buffer of a group of the places of its gradients, with as few parts as possible.
 
     Gradients that have no place yet, because DDP leaves out their bucket, are left out.
 
     Args:
         group: the group.
-        world_size: number of ranks.
+        weights: what each rank's gradients are multiplied by.
         owners: the ranks that reduce whole gradients, by parameter; either all of the group's have one, or none.
     """
     pieces = {
@@ -61,6 +62,4 @@ def lay_out(group: GroupInFlight, world_size: int, owners: Mapping[int, int] = M
         places[index] = (len(parts) - 1, piece.low - parts[-1].low)
     group.places = places
     owned_by = tuple(owner for owner in owner_of_parts if owner is not None)
-    group.buffer = FusionBuffer(
-        tuple(one.memory[one.low : one.high] for one in parts), 1.0 / world_size, owned_by or None
-    )
+    group.buffer = FusionBuffer(tuple(one.memory[one.low : one.high] for one in parts), weights, owned_by or None)

@@ -106,7 +106,7 @@ class ShardedPipeline(Pipeline):
         return group
 
     def _lay_out(self, group: GroupInFlight) -> None:
-        lay_out(group, self.link.world_size, self._owners)
+        lay_out(group, self._weights, self._owners)
         group.landing = group.buffer
         self._kept.pop(group, None)
         self.layouts += 1

@@ -17,6 +17,7 @@ from ddp_crossover.codecs.top_k import TopKCodec
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.nodes import Nodes
 from ddp_crossover.collectives.rank_order_sum import ScratchPool
+from ddp_crossover.collectives.rank_weights import RankWeights
 from ddp_crossover.collectives.rounds import Round
 from ddp_crossover.collectives.route import Route
 from node_groups import INTERLEAVED, TWO_BY_TWO, Layout, NodeOrder, add_up, world_size
@@ -78,7 +79,7 @@ def test_dense_sums_are_in_node_order(layout: Layout, sizes: list[int], dtype: t
     factor = 1 / count
     order = NodeOrder(layout, torch.bfloat16 if in_fp32 else None)
     expected = [add_up([part.mul(factor) for part in parts], order) for parts in zip(*terms, strict=True)]
-    buffers = [FusionBuffer(tuple(part.clone() for part in parts), factor) for parts in terms]
+    buffers = [FusionBuffer(tuple(part.clone() for part in parts), RankWeights(0, count)) for parts in terms]
     _run(_routes(layout, buffers, in_fp32))
     for buffer in buffers:
         assert all(torch.equal(part, total) for part, total in zip(buffer.parts, expected, strict=True))

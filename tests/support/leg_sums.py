@@ -8,6 +8,7 @@ import torch
 
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.link import Link
+from ddp_crossover.collectives.rank_weights import RankWeights
 
 
 def terms_of(rank: int, sizes: Sequence[int], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -25,8 +26,8 @@ def check_sums(
     announced: bool,
 ) -> None:
     """Every rank gets its shards of these sums, and then all of them, bit for bit; the link is closed."""
-    factor = 1 / link.world_size
-    buffers = [FusionBuffer(tuple(terms_of(link.rank, sizes, dtype)), factor) for sizes in sizes_of_groups]
+    weights = RankWeights(link.rank, link.world_size)
+    buffers = [FusionBuffer(tuple(terms_of(link.rank, sizes, dtype)), weights) for sizes in sizes_of_groups]
     if announced:
         for group, buffer in enumerate(buffers):
             link.announce(group, buffer)

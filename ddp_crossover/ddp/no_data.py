@@ -1,0 +1,55 @@
+"""The part of a rank without data in a step: DDP's forward and backward with a gradient of zeros, and without the
+model.
+
+Other ranks' DDP expects this rank's buckets, whatever is in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class _ZeroGradients(nn.Module):
+    """Stands for the model in one forward. Its backward brings every parameter a gradient of zeros.
+
+    Args:
+        parameters: the parameters, in the order in which the model's forward uses them.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._of_model = tuple(parameters)  # in a tuple, so that they are not parameters of this module, too
+
+    def forward(self) -> list[Tensor]:
+        """A number made of each parameter."""
+        return [parameter.sum() for parameter in self._of_model]
+
+
+def take_part_without_data(ddp: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:
+    """Do what a step's forward and backward do with other ranks; the gradients of this rank are zeros.
+
+    Args:
+        ddp: the model.
+        parameters: those that DDP manages, in the order in which the model's forward uses them.
+
+    Raises:
+        RuntimeError: if DDP wants to see which parameters a real forward uses.
+    """
+    for setting in ("find_unused_parameters", "static_graph"):
+        if getattr(ddp, setting):
+            raise RuntimeError(
+                f"batch(0) without a forward cannot tell DDP with {setting}=True which parameters the other ranks use: "
+                "run forward and backward with any sample in batch(0), whose gradients count for nothing"
+            )
+    model = ddp.module
+    ddp.module = _ZeroGradients(parameters)
+    try:
+        with torch.enable_grad():
+            numbers = ddp.forward()
+    finally:
+        ddp.module = model
+    torch.autograd.backward(numbers, [torch.zeros_like(number) for number in numbers])

@@ -1,0 +1,237 @@
+"""One batch that all ranks share: each takes the next micro-batch when it is done with its last one.
+
+A rank that is slow for a moment takes fewer. Tickets are numbers of micro-batches, drawn from a counter in the job's
+store. One ticket is taken ahead, so that a rank knows its last micro-batch, in whose backward gradients are reduced.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_crossover.collectives.link import Link
+from ddp_crossover.ddp.weighted_batches import WeightedBatches
+
+
+class _Tickets(Protocol):
+    """Where tickets of this rank come from."""
+
+    def next(self) -> int | None:
+        """The next one, in ascending order; None if there are no more."""
+
+
+class _Counter:
+    """A counter that all ranks draw from. The first ticket of each rank is its number, so that nobody waits for it.
+
+    Args:
+        store: keeps the counter.
+        key: its name, which must be new.
+        link: knows the ranks.
+        count: number of tickets.
+    """
+
+    def __init__(self, store: dist.Store, key: str, link: Link, count: int) -> None:
+        self._store = store
+        self._key = key
+        self._first: int | None = link.rank
+        self._world_size = link.world_size
+        self._count = count
+
+    def next(self) -> int | None:
+        ticket, self._first = self._first, None
+        if ticket is None:
+            ticket = self._world_size + self._store.add(self._key, 1) - 1
+        return ticket if ticket < self._count else None
+
+
+class _Written:
+    """Tickets that were written down in an earlier run.
+
+    Args:
+        tickets: those of this rank.
+        link: with which ranks find out whether each ticket is there once.
+        count: number of tickets of all ranks.
+
+    Raises:
+        ValueError: on all ranks, if a ticket is missing, or there twice.
+    """
+
+    def __init__(self, tickets: Sequence[int], link: Link, count: int) -> None:
+        own = [int(ticket) for ticket in tickets]
+        rows = link.exchange_numbers(len(own))()
+        others = [
+            link.exchange_numbers(own[place] if place < len(own) else -1)() for place in range(max(rows, default=0))
+        ]
+        of_ranks = [[row[rank] for row in others[: rows[rank]]] for rank in range(link.world_size)]
+        if sorted(functools.reduce(operator.iadd, of_ranks, [])) != list(range(count)) or any(
+            one != sorted(one) for one in of_ranks
+        ):
+            raise ValueError(
+                f"tickets= must hold each of the numbers 0 to {count - 1} on one rank, in ascending order, and ranks "
+                f"have {of_ranks}: replay the tickets that share() has given out for a batch of this size, on the "
+                "same rank"
+            )
+        self._own = iter(own)
+
+    def next(self) -> int | None:
+        return next(self._own, None)
+
+
+class _Micro(NamedTuple):
+    """A micro-batch: its ticket, and its samples."""
+
+    ticket: int
+    low: int
+    high: int
+
+
+class SharedBatch:
+    """The micro-batches that this rank takes of a shared batch; iterate over it once.
+
+    Attributes:
+        tickets: those that this rank has taken so far, to be written down and replayed.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        batches: WeightedBatches,
+        link: Link,
+        data: Any,
+        size: int,
+        make_tickets: Callable[[int], _Tickets],
+    ) -> None:
+        self.tickets: list[int] = []
+        self._ddp = ddp
+        self._batches = batches
+        self._link = link
+        self._data = data
+        self._size = size
+        self._length = _length(data)
+        if size < 1:
+            raise ValueError(f"share() takes the number of samples of a micro-batch, at least 1, got size={size}")
+        if not self._length:
+            raise ValueError("share() got a batch without samples: leave out the step on all ranks")
+        self._source: _Tickets | None = make_tickets(-(-self._length // size))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield micro-batches, structured as the batch is. Gradients are reduced in the backward of the last one."""
+        if self._source is None:
+            raise RuntimeError("this shared batch has been iterated over: call state.share() for each batch")
+        source, self._source = self._source, None
+        self._refuse_gradients()
+        micro = self._next(source)
+        if micro is None:
+            with self._batches.batch(0, weight=0, total=self._length):
+                pass
+            return
+        while (following := self._next(source)) is not None:
+            with self._ddp.no_sync(), self._batches.batch(micro.high - micro.low, weight=0):
+                yield self._samples(micro)
+            micro = following
+        count = micro.high - micro.low
+        if count < self._size and len(self.tickets) > 1:
+            self._count_in(count)
+        with self._batches.batch(count, weight=count, total=self._length):
+            yield self._samples(micro)
+            self._batches.require_reduced()
+
+    def _next(self, source: _Tickets) -> _Micro | None:
+        ticket = source.next()
+        if ticket is None:
+            return None
+        self.tickets.append(ticket)
+        low = ticket * self._size
+        return _Micro(ticket, low, min(low + self._size, self._length))
+
+    def _samples(self, micro: _Micro) -> Any:
+        return _part(self._data, micro.low, micro.high)
+
+    def _refuse_gradients(self) -> None:
+        for name, parameter in self._ddp.module.named_parameters():
+            if parameter.requires_grad and parameter.grad is not None:
+                raise RuntimeError(
+                    f"share() adds up gradients of micro-batches in .grad, and {name} has one already: call "
+                    "optimizer.zero_grad() before it, with set_to_none=True"
+                )
+
+    @torch.no_grad()
+    def _count_in(self, count: int) -> None:
+        """Have what is in ``.grad`` count as much as the gradient of a mean over ``count`` samples, which is added."""
+        gradients = [p.grad for p in self._ddp.module.parameters() if p.requires_grad and p.grad is not None]
+        torch._foreach_mul_(gradients, self._size / count)
+
+
+def make_shared_batch(
+    ddp: DistributedDataParallel,
+    batches: WeightedBatches,
+    link: Link,
+    data: Any,
+    size: int,
+    *,
+    tickets: Sequence[int] | None,
+    store: dist.Store,
+    key: str,
+) -> SharedBatch:
+    """Share ``data``, which all ranks have.
+
+    Args:
+        ddp: the model.
+        batches: weights the gradients of micro-batches.
+        link: tells ranks what they need of each other.
+        data: see :meth:`DearState.share`.
+        size: number of samples of a micro-batch.
+        tickets: what this rank has to take; None: what comes.
+        store: keeps a counter.
+        key: its name, which must be new.
+    """
+
+    def make(count: int) -> _Tickets:
+        return _Counter(store, key, link, count) if tickets is None else _Written(tickets, link, count)
+
+    return SharedBatch(ddp, batches, link, data, size, make)
+
+
+def _length(data: Any) -> int:
+    """Number of samples.
+
+    Raises:
+        TypeError, ValueError: if that is not clear.
+    """
+    if isinstance(data, Tensor):
+        if not data.dim():
+            raise ValueError("share() got a tensor without dimensions: the first dimension is that of the samples")
+        return len(data)
+    if isinstance(data, Mapping):
+        return _same_length(list(data.values()))
+    if isinstance(data, tuple):
+        return _same_length(list(data))
+    if isinstance(data, Sequence) and not isinstance(data, str):
+        return len(data)
+    raise TypeError(
+        f"share() takes a tensor, a list of samples, or a tuple or dict of these, got {type(data).__name__}: pass the "
+        "indices of the samples, and load them in the loop"
+    )
+
+
+def _same_length(parts: list[Any]) -> int:
+    lengths = {_length(part) for part in parts}
+    if len(lengths) != 1:
+        raise ValueError(f"share() got parts with different numbers of samples: {sorted(lengths)}")
+    return lengths.pop()
+
+
+def _part(data: Any, low: int, high: int) -> Any:
+    if isinstance(data, Mapping):
+        return {key: _part(value, low, high) for key, value in data.items()}
+    if isinstance(data, tuple):
+        parts = [_part(value, low, high) for value in data]
+        return type(data)(*parts) if hasattr(data, "_fields") else tuple(parts)
+    return data[low:high]

@@ -1,0 +1,244 @@
+"""Batches of different sizes on the ranks: how many samples each rank has, and when the ranks tell each other.
+
+The count of a step travels while its forward runs, and is waited for when the first gradients are to be sent. A sum of
+gradients, weighted by counts, is that of the whole batch: with g_r the gradient of a mean over the n_r samples of rank
+r, the gradient of the mean over all n samples is the sum of n_r / n * g_r.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_crossover.collectives.link import Link
+from ddp_crossover.collectives.rank_weights import RankWeights
+from ddp_crossover.ddp.no_data import take_part_without_data
+from ddp_crossover.gpu_sharing.turns import Turns
+from ddp_crossover.hooks import Hook
+
+_END = object()
+_INSIDE = (
+    "this model is attached with weighted=True: put its forward and its backward into `with state.batch(n):`, with the "
+    "number of samples (or tokens) over which the loss of this rank is a mean"
+)
+
+
+class WeightedBatches:
+    """Follows the batches of one model through forward and backward.
+
+    Args:
+        ddp: the model.
+        link: tells the ranks' counts.
+        weights: set for each backward.
+        turns: the lease is released while this rank waits for counts.
+        in_use_order: the parameters that DDP manages, in the order in which the model's forward uses them.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        link: Link,
+        weights: RankWeights,
+        turns: Turns,
+        in_use_order: Callable[[], list[nn.Parameter]],
+    ) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._link = link
+        self._weights = weights
+        self._turns = turns
+        self._in_use_order = in_use_order
+        # Of the batch under way; None outside of one.
+        self._count: int | None = None
+        self._has_reduced = self._was_unsynced = self._has_no_data = False
+        # Samples whose gradients are in `.grad` and have not been reduced, as after `no_sync()`; with those under way.
+        self._unreduced = 0
+        self._total: int | None = None
+        self._counts: Callable[[], list[int]] | None = None
+        ddp.__dict__["no_sync"] = _NotingNoSync(ddp, self._note_no_sync)
+
+    def remove(self) -> None:
+        """Give the model its own ``no_sync`` back."""
+        if (ddp := self._ddp()) is not None:
+            ddp.__dict__.pop("no_sync", None)
+
+    # What users call.
+
+    @contextlib.contextmanager
+    def batch(self, count: int, *, weight: int | None = None, total: int | None = None) -> Iterator[None]:
+        """Context of the forward and backward of a batch of ``count`` samples on this rank.
+
+        Args:
+            count: number of samples.
+            weight: with ``total``, the numerator of this rank's weight, if that is not the count.
+            total: its denominator; by default, the sum over ranks.
+
+        Raises:
+            TypeError, ValueError: unless ``count`` is a whole number from 0.
+            RuntimeError: in another batch.
+        """
+        count = _checked(count)
+        if self._count is not None:
+            raise RuntimeError("state.batch() inside of state.batch(): one batch is the data of one optimizer step")
+        ddp = self._model
+        self._count, self._total = count, total
+        self._has_reduced = False
+        self._was_unsynced = not ddp.require_backward_grad_sync
+        before = self._unreduced
+        self._unreduced = before + count if weight is None else weight
+        try:
+            yield
+            if not (count or self._has_reduced or self._was_unsynced):
+                self._take_part(ddp)
+            if not self._has_reduced and self._counts is not None:
+                self._unreduced = before  # a forward without a backward: nothing of it is in the gradients
+                self._counts()
+        except BaseException:
+            self._unreduced = before
+            raise
+        finally:
+            self._count = self._counts = None
+
+    def _take_part(self, ddp: DistributedDataParallel) -> None:
+        self._has_no_data = True
+        try:
+            take_part_without_data(ddp, self._in_use_order())
+        finally:
+            self._has_no_data = False
+
+    def require_reduced(self) -> None:
+        """Raise RuntimeError unless the batch under way has had its backward."""
+        if not self._has_reduced:
+            raise RuntimeError(
+                "the last micro-batch of share() has had no backward, for which the other ranks wait: call "
+                "backward() for each micro-batch, in the loop"
+            )
+
+    # What the reducer calls.
+
+    def forward_begins(self, *, reduces: bool) -> None:
+        """Send this rank's count, if the backward of this forward is going to reduce gradients."""
+        if self._count is None:
+            raise RuntimeError(_INSIDE)
+        if not reduces:
+            self._was_unsynced = True
+        elif not self._has_reduced and self._counts is None:
+            self._counts = self._link.exchange_numbers(self._unreduced)
+
+    def weigh(self) -> None:
+        """Wait for the counts of all ranks, and set the weights of the backward that begins.
+
+        Raises:
+            RuntimeError: outside of a batch, or if gradients of no sample would be added to others.
+            ValueError: if no rank has a sample.
+        """
+        if self._count is None:
+            raise RuntimeError(_INSIDE)
+        if self._has_reduced:
+            return  # the second backward of this batch
+        if self._count == 0 and self._unreduced and not self._has_no_data:
+            raise RuntimeError(
+                "this batch has no sample, and its gradients would be added to those that earlier batches have left in "
+                ".grad: leave out forward and backward in state.batch(0)"
+            )
+        if self._counts is None:  # a forward that does not go through DDP
+            self._counts = self._link.exchange_numbers(self._unreduced)
+        since_s = time.perf_counter()
+        with self._turns.released():
+            counts = self._counts()
+        self._link.clock.waited(since_s, "counts of samples")
+        self._weights.set_counts(counts, self._total)
+        self._counts = None
+        self._has_reduced = True
+        self._unreduced = 0
+
+    def _note_no_sync(self) -> None:
+        self._was_unsynced = True
+
+    @property
+    def _model(self) -> DistributedDataParallel:
+        ddp = self._ddp()
+        assert ddp is not None  # the model is running
+        return ddp
+
+
+def batches_of_all(loader: Iterable[Any], link: Link) -> Iterator[Any]:
+    """Yield the batches of ``loader``, then None until no rank has any; see :meth:`DearState.batches`."""
+    iterator = iter(loader)
+
+    def fetch() -> tuple[Any, Callable[[], list[int]]]:
+        batch = next(iterator, _END)
+        return batch, link.exchange_numbers(batch is not _END)
+
+    ahead = fetch()
+    while any((batch_and_wait := ahead)[1]()):
+        ahead = fetch()  # ranks tell each other during the step whether there is another one
+        yield None if batch_and_wait[0] is _END else batch_and_wait[0]
+
+
+def require_equal(count: int, ddp: DistributedDataParallel, device: torch.device) -> None:
+    """Check that plain DDP, which weights ranks equally, is right for a batch of ``count`` samples.
+
+    Raises:
+        RuntimeError: on all ranks, if they have different counts.
+    """
+    least_and_most = torch.tensor([-_checked(count), count], device=device)
+    dist.all_reduce(least_and_most, dist.ReduceOp.MAX, group=ddp.process_group)
+    least, most = (-least_and_most[0]).item(), least_and_most[1].item()
+    if least != most:
+        raise RuntimeError(
+            f"ranks have from {least} to {most} samples in this batch, and the model is not attached, so DDP would "
+            "weight ranks equally: attach with weighted=True, without DDP_CROSSOVER=off, or give all ranks equal "
+            "batches"
+        )
+
+
+class _NotingNoSync(Hook):
+    """Stands for a model's ``no_sync``, and tells when it is used."""
+
+    def __init__(self, ddp: DistributedDataParallel, note: Callable[[], None]) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._note = note
+
+    def __call__(self) -> Any:
+        ddp = self._ddp()
+        assert ddp is not None  # the model is running
+        self._note()
+        return type(ddp).no_sync(ddp)
+
+
+def _checked(count: int) -> int:
+    try:
+        count = operator.index(count)
+    except TypeError:
+        raise TypeError(
+            f"state.batch() takes the number of samples of this rank's batch, a whole number, got {count!r}"
+        ) from None
+    if count < 0:
+        raise ValueError(f"state.batch() takes the number of samples of this rank's batch, 0 or more, got {count}")
+    return count
+
+
+def statistics_of_a_rank(model: nn.Module) -> str | None:
+    """A warning about layers whose statistics are those of one rank's batch, whatever its size; None if there are none."""
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm) and module.track_running_stats
+    ]
+    if not names:
+        return None
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"{names[0]}{others} (BatchNorm) takes statistics of each rank's own batch, so its result depends on how "
+        "samples are shared among ranks; torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) weights them by count"
+    )

@@ -1,0 +1,61 @@
+"""Batches of different sizes on the ranks: the training of one process on all samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weighted_loops as loops
+from weighted_loops import Weighted, train_both
+
+ANY_RANKS = [2, 3, 4]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("world_size", ANY_RANKS)
+@pytest.mark.parametrize("split", ["random", "zeros", "one", "equal"])
+def test_any_partition_is_training_on_the_whole_batch(on_ranks, split, world_size) -> None:
+    on_ranks(train_both, world_size, Weighted(loops.plain, split=split))
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        loops.sums,
+        loops.clipped,
+        loops.scaled,
+        loops.accumulated,
+        loops.batches_add_up,
+        loops.two_losses,
+        loops.forgotten_zero_grad,
+        loops.shared,
+    ],
+    ids=lambda loop: loop.__name__,
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_loops(on_ranks, loop, world_size, dtype) -> None:
+    on_ranks(train_both, world_size, Weighted(loop, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "loop", [loops.empty_batches, loops.dummy_batches, loops.forgotten_zero_grad], ids=lambda one: one.__name__
+)
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+def test_gradients_of_a_rank_without_samples_count_for_nothing(on_ranks, loop, view) -> None:
+    on_ranks(train_both, 3, Weighted(loop, split="zeros", ddp={"gradient_as_bucket_view": view}))
+
+
+OPTIONS = {
+    "plain": {"schedule": "allreduce"},
+    "dear": {"schedule": "dear"},
+    "sharded": {"shard_optimizer": True, "strict": False},
+    "tuned": {"fusion_mb": None, "strict": False},
+    "norms": {"norms": "sharded"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("loop", [loops.plain, loops.clipped, loops.shared], ids=lambda one: one.__name__)
+def test_with_options(on_ranks, loop, options) -> None:
+    on_ranks(train_both, 3, Weighted(loop, split="zeros", dear=options, ddp={"gradient_as_bucket_view": True}))
