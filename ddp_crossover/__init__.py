@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # Imported when they are first used: the commands that ask a broker must not wait for torch.
 _MODULES = {
+    "BalancedSampler": "balance.sampler",
     "DdpTimer": "ddp_timer",
     "DearState": "comm_hook",
     "DearStats": "figures.stats",
@@ -40,6 +41,7 @@ _MODULES = {
     "GradScaler": "optim.grad_scaler",
     "LeaseUse": "figures.stats",
     "LegError": "collectives.leg",
+    "SharedBatch": "ddp.shared_batch",
     "StaleParameterError": "parameters.lazy_params",
     "StepStats": "figures.stats",
     "TopK": "top_k",
@@ -50,6 +52,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "BalancedSampler",
     "DdpTimer",
     "DearState",
     "DearStats",
@@ -60,6 +63,7 @@ __all__ = [
     "GradScaler",
     "LeaseUse",
     "LegError",
+    "SharedBatch",
     "StaleParameterError",
     "StepStats",
     "TopK",

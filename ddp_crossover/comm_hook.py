@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ddp_crossover.balance.balancer import Balancer
+from ddp_crossover.balance.sampler import BalancedSampler
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.all_reduce import backend_for
 from ddp_crossover.collectives.leg import LegError
@@ -29,6 +31,7 @@ from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.make_link import make_link
 from ddp_crossover.collectives.nccl_settings import refuse_unsafe_settings, why_streams_block
 from ddp_crossover.collectives.node_ranks import nodes_of
+from ddp_crossover.ddp.batch_timer import BatchTimer
 from ddp_crossover.ddp.early_arrival import Buckets
 from ddp_crossover.ddp.forks import watch_forks
 from ddp_crossover.ddp.reducer import Reducer
@@ -441,6 +444,27 @@ class DearState:
         """
         self._weighted_batches("batches")
         return batches_of_all(loader, self._link)
+
+    def balance(self, sampler: BalancedSampler) -> None:
+        """With ``weighted=True``, have ``sampler`` share batches by how fast ranks compute. Every rank must call it.
+
+        It follows the times of :meth:`batch`, of batches whose sizes are the sampler's. Layers that wait for other
+        ranks in forward, such as SyncBatchNorm, hide which rank is slow.
+
+        Raises:
+            RuntimeError: without ``weighted=True``; if it was called before.
+            ValueError: if the sampler is for other ranks.
+        """
+        batches = self._weighted_batches("balance")
+        if (sampler.rank, sampler.world_size) != (self._link.rank, self._link.world_size):
+            raise ValueError(
+                f"the sampler is that of rank {sampler.rank} of {sampler.world_size}, and the model has rank "
+                f"{self._link.rank} of {self._link.world_size}: give the sampler rank= and world_size="
+            )
+        if batches.timer is not None:
+            raise RuntimeError("state.balance() was called before: one sampler is balanced for a model")
+        balancer = Balancer(sampler, self._link.exchange_numbers)
+        batches.timer = BatchTimer(self.module, self._device, self._turns, balancer)
 
     def share(self, batch: Any, size: int, *, tickets: Sequence[int] | None = None) -> SharedBatch:
         """With ``weighted=True``, let ranks take micro-batches of one batch as they get done with them.

@@ -267,6 +267,8 @@ class Reducer:
         self._layouts.record(bucket.index(), parameters)
         if self._planning.profiler is not None:
             self._planning.profiler.arrived(map(self._index_of.__getitem__, parameters))
+        if self.batches is not None:
+            self.batches.bucket_arrives()
         future = self._reduction.reduce(bucket, parameters)
         if self._layouts.complete:
             # Queue again, for the graph task of the last bucket: reentrant checkpointing runs several graph tasks.

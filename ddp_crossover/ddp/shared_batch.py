@@ -6,18 +6,17 @@ store. One ticket is taken ahead, so that a rank knows its last micro-batch, in 
 
 from __future__ import annotations
 
-import functools
-import operator
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.ddp.weighted_batches import WeightedBatches
+from ddp_crossover.torch_internals.store import Store
 
 
 class _Tickets(Protocol):
@@ -37,7 +36,7 @@ class _Counter:
         count: number of tickets.
     """
 
-    def __init__(self, store: dist.Store, key: str, link: Link, count: int) -> None:
+    def __init__(self, store: Store, key: str, link: Link, count: int) -> None:
         self._store = store
         self._key = key
         self._first: int | None = link.rank
@@ -70,9 +69,8 @@ class _Written:
             link.exchange_numbers(own[place] if place < len(own) else -1)() for place in range(max(rows, default=0))
         ]
         of_ranks = [[row[rank] for row in others[: rows[rank]]] for rank in range(link.world_size)]
-        if sorted(functools.reduce(operator.iadd, of_ranks, [])) != list(range(count)) or any(
-            one != sorted(one) for one in of_ranks
-        ):
+        taken = sorted(itertools.chain.from_iterable(of_ranks))
+        if taken != list(range(count)) or any(own != sorted(own) for own in of_ranks):
             raise ValueError(
                 f"tickets= must hold each of the numbers 0 to {count - 1} on one rank, in ascending order, and ranks "
                 f"have {of_ranks}: replay the tickets that share() has given out for a batch of this size, on the "
@@ -177,7 +175,7 @@ def make_shared_batch(
     size: int,
     *,
     tickets: Sequence[int] | None,
-    store: dist.Store,
+    store: Store,
     key: str,
 ) -> SharedBatch:
     """Share ``data``, which all ranks have.

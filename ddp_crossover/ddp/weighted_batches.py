@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.rank_weights import RankWeights
+from ddp_crossover.ddp.batch_timer import BatchTimer
 from ddp_crossover.ddp.no_data import take_part_without_data
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.hooks import Hook
@@ -42,6 +43,9 @@ class WeightedBatches:
         weights: set for each backward.
         turns: the lease is released while this rank waits for counts.
         in_use_order: the parameters that DDP manages, in the order in which the model's forward uses them.
+
+    Attributes:
+        timer: times batches, for a balancer; None if nobody wants to know.
     """
 
     def __init__(
@@ -64,10 +68,13 @@ class WeightedBatches:
         self._unreduced = 0
         self._total: int | None = None
         self._counts: Callable[[], list[int]] | None = None
+        self.timer: BatchTimer | None = None
         ddp.__dict__["no_sync"] = _NotingNoSync(ddp, self._note_no_sync)
 
     def remove(self) -> None:
         """Give the model its own ``no_sync`` back."""
+        if self.timer is not None:
+            self.timer.remove()
         if (ddp := self._ddp()) is not None:
             ddp.__dict__.pop("no_sync", None)
 
@@ -95,6 +102,8 @@ class WeightedBatches:
         self._was_unsynced = not ddp.require_backward_grad_sync
         before = self._unreduced
         self._unreduced = before + count if weight is None else weight
+        if self.timer is not None:
+            self.timer.batch_begins()
         try:
             yield
             if not (count or self._has_reduced or self._was_unsynced):
@@ -102,6 +111,8 @@ class WeightedBatches:
             if not self._has_reduced and self._counts is not None:
                 self._unreduced = before  # a forward without a backward: nothing of it is in the gradients
                 self._counts()
+            if self.timer is not None:
+                self.timer.batch_ended(count)
         except BaseException:
             self._unreduced = before
             raise
@@ -153,13 +164,18 @@ class WeightedBatches:
         if self._counts is None:  # a forward that does not go through DDP
             self._counts = self._link.exchange_numbers(self._unreduced)
         since_s = time.perf_counter()
-        with self._turns.released():
+        with self._turns.released(), self._turns.gap("counts of samples"):
             counts = self._counts()
         self._link.clock.waited(since_s, "counts of samples")
         self._weights.set_counts(counts, self._total)
         self._counts = None
         self._has_reduced = True
         self._unreduced = 0
+
+    def bucket_arrives(self) -> None:
+        """Note that gradients have been computed."""
+        if self.timer is not None:
+            self.timer.bucket_arrives()
 
     def _note_no_sync(self) -> None:
         self._was_unsynced = True
@@ -229,7 +245,7 @@ def _checked(count: int) -> int:
 
 
 def statistics_of_a_rank(model: nn.Module) -> str | None:
-    """A warning about layers whose statistics are those of one rank's batch, whatever its size; None if there are none."""
+    """A warning about layers whose statistics are those of one rank's own batch; None if there are none."""
     names = [
         name
         for name, module in model.named_modules()

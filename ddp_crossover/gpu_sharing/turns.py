@@ -46,6 +46,7 @@ class Turns:
 
     Attributes:
         profiler: told of time that is not compute, while compute times are measured; else None.
+        batch_times: the same for the compute time of a batch.
         ledger: figures of the turns so far.
     """
 
@@ -59,6 +60,7 @@ class Turns:
         if lease is not None and not isinstance(lease, GpuLease):
             raise TypeError(f"lease must be a ddp_crossover.GpuLease, got {type(lease).__name__}")
         self.profiler: ComputeTimes | None = None
+        self.batch_times: ComputeTimes | None = None
         self.ledger = Ledger()
         self._lease = lease
         self._clock = clock
@@ -117,7 +119,8 @@ class Turns:
             A context manager that yields the object to poll while the host waits, or None without a turn.
         """
         # Every wait of every step comes here, usually with neither a lease nor a profiler.
-        return _NO_GAP if self._holder is None and self.profiler is None else self._gap(what)
+        is_needless = self._holder is None and self.profiler is None and self.batch_times is None
+        return _NO_GAP if is_needless else self._gap(what)
 
     @contextlib.contextmanager
     def _gap(self, what: Hashable) -> Iterator[HostWait | None]:
@@ -178,5 +181,10 @@ class Turns:
             unleased=seen.unleased,
         )
 
-    def _outside_of_compute(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.profiler is None else self.profiler.waiting()
+    @contextlib.contextmanager
+    def _outside_of_compute(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for times in (self.profiler, self.batch_times):
+                if times is not None:
+                    stack.enter_context(times.waiting())
+            yield

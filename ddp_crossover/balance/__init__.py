@@ -1,0 +1,1 @@
+"""Shares of a batch by how fast ranks compute."""

@@ -1,0 +1,96 @@
+"""Follows the compute times of all ranks' batches, and changes their shares, on all ranks at the same batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ddp_crossover.balance.sampler import BalancedSampler, Place
+from ddp_crossover.balance.speed import BatchTimes, Measured, better_shares
+from ddp_crossover.balance.split import Speed
+from ddp_crossover.log import say
+
+# Batches from one look at the times of all ranks to the next.
+_EVERY = 8
+# A rank may draw so many batches between its part of a look and the decision; more wait for that.
+_AHEAD = 2
+_NO_SPEED = -1
+_EPOCH = 2**32
+_PICO = 1e12
+_MILLION = 1e6
+
+Exchange = Callable[[int], Callable[[], list[int]]]
+
+
+class Balancer:
+    """Changes the shares of one sampler.
+
+    Args:
+        sampler: the sampler.
+        exchange: sends a number to all ranks; returns a function that waits for theirs.
+    """
+
+    def __init__(self, sampler: BalancedSampler, exchange: Exchange) -> None:
+        self._sampler = sampler
+        self._exchange = exchange
+        self._times = BatchTimes()
+        self._batches = 0
+        self._waits: list[Callable[[], list[int]]] = []
+        self._may_draw = Place(0, 0)
+        sampler.before_draw = self._before_draw
+        self._times.use_size(sampler.sizes()[sampler.rank])
+
+    def batch_ended(self) -> None:
+        """Note that a batch has been trained on. Called on all ranks at the same batch."""
+        self._sampler.count_trained()
+        self._decide()
+        self._batches += 1
+        if self._batches % _EVERY == 0:
+            self._look()
+
+    def add_time(self, samples: int, seconds: float) -> None:
+        """Take over the compute time of an earlier batch of this rank."""
+        self._times.add(samples, seconds)
+
+    def _look(self) -> None:
+        """Tell all ranks the speed of this one, and how far its sampler is."""
+        measured, drawn = self._times.measured(), self._sampler.drawn
+        numbers = [_NO_SPEED, 0, 0]
+        if measured is not None:
+            speed = measured.speed
+            numbers = [
+                max(round(speed.base_s * _PICO), 0),
+                max(round(speed.per_sample_s * _PICO), 1),
+                round(measured.error * _MILLION),
+            ]
+        numbers.append(drawn.epoch * _EPOCH + drawn.batch + 1)
+        self._may_draw = Place(drawn.epoch, drawn.batch + _AHEAD)
+        self._waits = [self._exchange(number) for number in numbers]
+
+    def _before_draw(self, place: Place) -> None:
+        if self._waits and place > self._may_draw:
+            self._decide()
+
+    def _decide(self) -> None:
+        """Change shares if ranks have said so much that all of them come to the same decision."""
+        if not self._waits:
+            return
+        bases, slopes, errors, drawn = (wait() for wait in self._waits)
+        self._waits = []
+        if _NO_SPEED in bases:
+            return
+        measured = [
+            Measured(Speed(base / _PICO, slope / _PICO), error / _MILLION)
+            for base, slope, error in zip(bases, slopes, errors, strict=True)
+        ]
+        sampler = self._sampler
+        change = better_shares(measured, sizes := sampler.sizes(), sampler.most)
+        if change is None:
+            return
+        epoch, batches = divmod(max(drawn), _EPOCH)
+        sampler.use([one.speed for one in measured], Place(epoch, batches + _AHEAD))
+        self._times.use_size(change.sizes[sampler.rank])
+        if sampler.rank == 0:
+            say(
+                f"ranks get {', '.join(map(str, change.sizes))} samples of a batch instead of "
+                f"{', '.join(map(str, sizes))}: the slowest rank should compute {change.gain:.2f} times as fast"
+            )

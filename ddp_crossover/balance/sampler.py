@@ -1,0 +1,228 @@
+"""A batch sampler whose batches have other sizes on other ranks, together always the same samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from ddp_crossover.balance.split import Speed, split
+
+_EQUAL = Speed(0.0, 1.0)
+
+
+class Place(NamedTuple):
+    """A batch of all ranks: number of the epoch, and number in it."""
+
+    epoch: int
+    batch: int
+
+
+class _Shares(NamedTuple):
+    """From which batch on ranks have which speeds."""
+
+    since: Place
+    speeds: list[Speed]
+
+
+class BalancedSampler(Sampler[list[int]]):
+    """Samples of this rank, as a ``batch_sampler`` of a ``DataLoader``: faster ranks get larger batches.
+
+    The batches of all ranks together are the same as without balance, in the same order: batch ``k`` of an epoch is
+    samples ``k * global_batch`` to ``(k + 1) * global_batch`` of the shuffled data set, of which each rank gets a part.
+    A last batch with fewer samples is shared in the same way; if it has fewer samples than there are ranks, it is part
+    of the one before.
+
+    Shares are equal until ``state.balance(sampler)`` follows the compute times of a model that is attached with
+    ``weighted=True``: then they are those with which the slowest rank is done earliest, for times of the form
+    ``a + b * samples``, fitted on each rank. They change only if that clearly gains, mostly once or twice.
+
+    Args:
+        dataset: the data set, or its length.
+        global_batch: number of samples of all ranks in a step.
+        max_samples: the most samples that fit into the memory of a rank: one number, or one for each rank.
+        shuffle: whether each epoch has an order of its own.
+        drop_last: whether to leave out a last batch with fewer samples.
+        seed: seed of the order, the same on all ranks.
+        rank: this rank; by default, that of the default process group.
+        world_size: number of ranks; by default, that of the default process group.
+
+    Raises:
+        ValueError: if a batch has fewer samples than there are ranks, or more than they take.
+
+    Example::
+
+        sampler = BalancedSampler(dataset, global_batch=256)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4)
+        state = attach(ddp, optimizer, weighted=True)
+        state.balance(sampler)
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            for x, y in loader:
+                with state.batch(len(x)):
+                    loss_fn(ddp(x), y).backward()
+                optimizer.step()
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        global_batch: int,
+        *,
+        max_samples: int | Sequence[int] | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        self.global_batch = global_batch
+        self.world_size = dist.get_world_size() if world_size is None else world_size
+        self.rank = dist.get_rank() if rank is None else rank
+        self._samples = dataset if isinstance(dataset, int) else len(dataset)
+        self._shuffle = shuffle
+        self._drop_last = drop_last
+        self._seed = seed
+        if isinstance(max_samples, int):
+            max_samples = [max_samples] * self.world_size
+        self.most = [self._samples] * self.world_size if max_samples is None else list(max_samples)
+        if len(self.most) != self.world_size:
+            raise ValueError(
+                f"max_samples must be one number, or one for each of {self.world_size} ranks, got {self.most}"
+            )
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank={self.rank} is none of {self.world_size} ranks")
+        if global_batch < self.world_size or self._samples < self.world_size:
+            raise ValueError(
+                f"each of {self.world_size} ranks needs a sample in every batch, got global_batch={global_batch} and "
+                f"{self._samples} samples"
+            )
+        self._totals = self._totals_of_epoch()
+        if max(self._totals) > sum(self.most):
+            raise ValueError(
+                f"a batch has up to {max(self._totals)} samples, and ranks take at most {self.most}: choose a smaller "
+                "global_batch, or a larger max_samples"
+            )
+        self._shares = [_Shares(Place(0, 0), [_EQUAL] * self.world_size)]
+        self._epoch = 0
+        self._is_epoch_set = False
+        self._start = 0
+        self._trained: int | None = None
+        self.drawn = Place(0, -1)
+        self.before_draw: Callable[[Place], None] = _nothing
+
+    def _totals_of_epoch(self) -> list[int]:
+        """How many samples each batch of an epoch has."""
+        whole, rest = divmod(self._samples, self.global_batch)
+        totals = [self.global_batch] * whole
+        if rest and not (self._drop_last and totals):
+            if rest >= self.world_size or not totals:
+                totals.append(rest)
+            else:
+                totals[-1] += rest
+        return totals
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch, or of what is left of it after :meth:`load_state_dict`."""
+        return len(self._totals) - self._start
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the indices of this rank's samples, batch by batch."""
+        epoch, start = self._epoch, self._start
+        self._start = 0
+        if not self._is_epoch_set:
+            self._epoch += 1  # the next one, if nobody says which
+        if self._trained is not None:
+            self._trained = start
+        order = self._order(epoch)
+        for batch in range(start, len(self._totals)):
+            place = Place(epoch, batch)
+            self.before_draw(place)
+            self.drawn = place
+            low = batch * self.global_batch
+            sizes = self.sizes(place)
+            low += sum(sizes[: self.rank])
+            yield order[low : low + sizes[self.rank]]
+
+    def _order(self, epoch: int) -> list[int]:
+        if not self._shuffle:
+            return list(range(self._samples))
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+        order: list[int] = torch.randperm(self._samples, generator=generator).tolist()
+        return order
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration; without it epochs are counted."""
+        if epoch != self._epoch:
+            self._start = 0  # what was loaded belongs to another epoch
+        self._epoch = epoch
+        self._is_epoch_set = True
+
+    def sizes(self, place: Place | None = None) -> list[int]:
+        """How many samples of a batch each rank gets; by default, of a whole one from now on."""
+        total = self.global_batch if place is None else self._totals[place.batch]
+        total = min(total, max(self._totals))
+        return split(total, self._speeds(place), self.most)
+
+    def _speeds(self, place: Place | None) -> list[Speed]:
+        if place is None:
+            return self._shares[-1].speeds
+        return next((one.speeds for one in reversed(self._shares) if one.since <= place), self._shares[0].speeds)
+
+    # What a balancer calls.
+
+    def use(self, speeds: Sequence[Speed], since: Place) -> None:
+        """Share all batches from ``since`` on by these speeds. All ranks must do so, before they draw that batch."""
+        self._shares = [*self._shares[-2:], _Shares(since, list(speeds))]
+
+    def count_trained(self) -> None:
+        """Note that a batch has been trained on; it may have been drawn long before."""
+        self._trained = (0 if self._trained is None else self._trained) + 1
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training is in the epoch, and the speeds of ranks; the same on all ranks.
+
+        Batches count as done when :meth:`DearState.batch` has ended, if ``state.balance(sampler)`` was called; else
+        when they are drawn, which a ``DataLoader`` with workers does ahead.
+        """
+        batch = self.drawn.batch + 1 if self._trained is None else self._trained
+        epoch = self.drawn.epoch
+        if batch >= len(self._totals):
+            epoch, batch = epoch + 1, 0
+        return {
+            "epoch": epoch,
+            "batch": batch,
+            "seed": self._seed,
+            "global_batch": self.global_batch,
+            "speeds": [list(speed) for speed in self._speeds(None)],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was called: the next iteration is the rest of that epoch.
+
+        Speeds of another number of ranks are dropped.
+
+        Raises:
+            ValueError: if it was another order of samples.
+        """
+        for name, ours in (("seed", self._seed), ("global_batch", self.global_batch)):
+            if state[name] != ours:
+                raise ValueError(
+                    f"this state has {name}={state[name]}, and the sampler {name}={ours}: samples would be left out or "
+                    "repeated, so build the sampler as in the run that has saved it"
+                )
+        self._epoch, self._start = state["epoch"], state["batch"]
+        self.drawn = Place(self._epoch, self._start - 1)
+        if self._trained is not None:
+            self._trained = self._start
+        if len(state["speeds"]) == self.world_size:
+            self._shares = [_Shares(Place(0, 0), [Speed(*speed) for speed in state["speeds"]])]
+
+
+def _nothing(place: Place) -> None:
+    pass

@@ -1,0 +1,86 @@
+"""Times the compute of a rank's batches: from the begin of the model's forward until its last gradients arrive.
+
+Waits for other ranks do not count, as far as they are ours: a layer that waits for them in its forward, such as
+SyncBatchNorm, makes all ranks look equally slow. DDP's broadcast of buffers comes before the model's forward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_crossover import device as gpu
+from ddp_crossover.balance.balancer import Balancer
+from ddp_crossover.gpu_sharing.turns import Turns
+from ddp_crossover.hooks import Hook
+from ddp_crossover.planning.compute_profiler import Stopwatch
+from ddp_crossover.torch_internals.compiled import call_around_compiled, is_compiled
+
+
+class BatchTimer:
+    """Times batches for a balancer.
+
+    Args:
+        model: the model inside of DDP.
+        device: the device that computes.
+        turns: knows of waits.
+        balancer: told of batches, and of their times when these are known.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, turns: Turns, balancer: Balancer) -> None:
+        self._device = device
+        self._turns = turns
+        self._balancer = balancer
+        self._watch: Stopwatch | None = None
+        self._begin: Any = None
+        self._end: Any = None
+        self._ended: deque[tuple[int, Stopwatch, Any, Any]] = deque()
+        self._remove = (
+            call_around_compiled(model, self._forward_begins)
+            if is_compiled(model)
+            else model.register_forward_pre_hook(_Before(self), prepend=True).remove
+        )
+
+    def remove(self) -> None:
+        """Remove the hook on the model."""
+        self._remove()
+        self._turns.batch_times = None
+
+    def batch_begins(self) -> None:
+        """Begin to time a batch."""
+        self._watch = self._turns.batch_times = Stopwatch(self._device)
+        self._begin = self._end = None
+
+    def _forward_begins(self) -> None:
+        if self._watch is not None and self._begin is None:
+            self._begin = self._watch.mark()
+
+    def bucket_arrives(self) -> None:
+        """Note that a bucket's gradients have been computed; the last one ends the time of the batch."""
+        if self._watch is not None:
+            self._end = self._watch.mark()
+
+    def batch_ended(self, samples: int) -> None:
+        """Hand times that are known to the balancer. Reads no time that the device has yet to come to."""
+        watch, self._watch, self._turns.batch_times = self._watch, None, None
+        if watch is not None and self._begin is not None and self._end is not None:
+            self._ended.append((samples, watch, self._begin, self._end))
+        while self._ended and self._is_over(self._ended[0][3]):
+            samples, watch, begin, end = self._ended.popleft()
+            self._balancer.add_time(samples, watch.seconds([begin, end], waits=False)[-1])
+        self._balancer.batch_ended()
+
+    def _is_over(self, end: Any) -> bool:
+        at = end[0]
+        return isinstance(at, float) or gpu.has_happened(at, if_broken=False)
+
+
+class _Before(Hook):
+    def __init__(self, timer: BatchTimer) -> None:
+        self._note = torch.compiler.disable(timer._forward_begins)
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        self._note()

@@ -1,0 +1,127 @@
+"""The batch sampler by itself: epochs, last batches, resuming, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_crossover import BalancedSampler
+from ddp_crossover.balance.sampler import Place
+from ddp_crossover.balance.split import Speed
+
+SPEEDS = [Speed(0.0, 0.01), Speed(0.1, 0.02), Speed(0.0, 0.03)]
+
+
+def _samplers(samples: int = 100, global_batch: int = 16, **options) -> list[BalancedSampler]:
+    return [BalancedSampler(samples, global_batch, rank=rank, world_size=3, **options) for rank in range(3)]
+
+
+def _epoch(samplers: list[BalancedSampler]) -> list[list[int]]:
+    """The samples of each batch of all ranks."""
+    return [list(itertools.chain(*batch)) for batch in zip(*map(list, samplers), strict=True)]
+
+
+@pytest.mark.quick
+@given(st.integers(3, 200), st.integers(3, 60), st.booleans(), st.booleans())
+def test_every_sample_of_an_epoch_comes_once(samples, global_batch, drop_last, is_balanced) -> None:
+    samplers = _samplers(samples, global_batch, drop_last=drop_last)
+    if is_balanced:
+        for one in samplers:
+            one.use(SPEEDS, Place(0, 1))
+    batches = _epoch(samplers)
+    assert len(batches) == len(samplers[0])
+    seen = sorted(itertools.chain(*batches))
+    whole = samples - samples % global_batch if drop_last and samples >= global_batch else samples
+    assert len(seen) == whole
+    assert len(set(seen)) == whole
+    for one in samplers:
+        assert all(batch for batch in one), "no rank has an empty batch"
+
+
+def test_epochs_differ_and_repeat() -> None:
+    first, second = _epoch(samplers := _samplers()), _epoch(samplers)
+    assert first != second
+    again = _samplers()
+    for one in again:
+        one.set_epoch(1)
+    assert _epoch(again) == second
+    assert _epoch(_samplers(shuffle=False))[0] == list(range(16))
+    assert _epoch(_samplers(seed=1)) != first
+
+
+@pytest.mark.parametrize("done", [0, 3, 6])
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_it_goes_on_in_the_middle_of_an_epoch(done, epoch) -> None:
+    samplers = _samplers()
+    for one in samplers:
+        one.set_epoch(epoch)
+        one.use(SPEEDS, Place(0, 0))
+    whole = [list(one) for one in samplers]
+    for one, batches in zip(samplers, whole, strict=True):
+        one.set_epoch(epoch)
+        iterator = iter(one)
+        for _ in range(done):
+            next(iterator)
+        resumed = BalancedSampler(100, 16, rank=one.rank, world_size=3)
+        if done:
+            resumed.load_state_dict(one.state_dict())
+        else:
+            resumed.use(SPEEDS, Place(0, 0))
+        resumed.set_epoch(epoch)
+        assert len(resumed) == len(batches) - done
+        assert list(resumed) == batches[done:]
+        resumed.set_epoch(epoch + 1)
+        assert len(list(resumed)) == len(batches)
+
+
+def test_the_end_of_an_epoch_is_the_begin_of_the_next() -> None:
+    [one, *_] = _samplers()
+    list(one)
+    assert (state := one.state_dict())["epoch"] == 1
+    assert state["batch"] == 0
+
+
+def test_batches_that_were_drawn_but_not_trained_on_come_again() -> None:
+    [one, *_] = _samplers()
+    batches = list(_samplers()[0])
+    iterator = iter(one)
+    drawn = [next(iterator) for _ in range(5)]
+    one.count_trained()
+    one.count_trained()
+    resumed = BalancedSampler(100, 16, rank=0, world_size=3)
+    resumed.load_state_dict(one.state_dict())
+    assert list(resumed) == batches[2:]
+    assert drawn == batches[:5]
+
+
+def test_speeds_of_another_number_of_ranks_are_dropped() -> None:
+    [one, *_] = _samplers()
+    one.use(SPEEDS, Place(0, 0))
+    other = BalancedSampler(100, 16, rank=0, world_size=2)
+    other.load_state_dict(one.state_dict())
+    assert other.sizes() == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_batch": 2}, "each of 3 ranks needs a sample"),
+        ({"samples": 2}, "each of 3 ranks needs a sample"),
+        ({"max_samples": 5}, r"up to 16 samples, and ranks take at most \[5, 5, 5\]"),
+        ({"max_samples": [9, 9]}, "one number, or one for each of 3 ranks"),
+    ],
+)
+def test_what_is_refused(options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        _samplers(**options)
+
+
+def test_a_state_of_another_order_is_refused() -> None:
+    [one, *_] = _samplers()
+    with pytest.raises(ValueError, match="seed=1, and the sampler seed=0"):
+        one.load_state_dict(_samplers(seed=1)[0].state_dict())
+    with pytest.raises(ValueError, match="rank=3 is none of 3"):
+        BalancedSampler(100, 16, rank=3, world_size=3)
