@@ -35,13 +35,16 @@ def network(args: argparse.Namespace) -> AbstractContextManager[RunRanks]:
     """The hosts that the ranks run on."""
     if args.no_lab:
         return over_loopback(args.hosts * args.ranks_per_host)
-    return on_lab(args.hosts, args.rate, args.burst, args.latency, ranks_per_host=args.ranks_per_host)
+    return on_lab(
+        args.hosts, args.rate, args.burst, args.latency, ranks_per_host=args.ranks_per_host, slow_nic=args.slow_nic
+    )
 
 
 def configuration(args: argparse.Namespace) -> dict[str, Any]:
     """Everything that the figures depend on."""
     hosts = f"{args.hosts} hosts of {args.ranks_per_host} ranks"
-    shaped = f"{hosts}, {args.rate} each way, burst {args.burst}, latency {args.latency}"
+    slow = f", the last {args.slow_nic}" if args.slow_nic else ""
+    shaped = f"{hosts}, {args.rate} each way{slow}, burst {args.burst}, latency {args.latency}"
     return record.configuration(
         args,
         network=f"loopback, {args.hosts * args.ranks_per_host} processes: NOT a measurement of a network"

@@ -76,22 +76,29 @@ def why_no_lab() -> str | None:
 class Lab:
     """`hosts` (2 to 8) hosts, joined by links on which each sends at `rate`; None leaves them unshaped.
 
-    `rate`, `burst` and `latency` are written as for `tc` (tc-tbf(8)): "1gbit", "256kb", "20ms". Each host is
-    pinned to one of the cores that this process may use, in turn. While the lab is open, SIGTERM and SIGHUP
-    raise SystemExit unless they had a handler, so that it is removed. After SIGKILL the next lab on this
-    machine removes it.
+    `rate`, `burst` and `latency` are written as for `tc` (tc-tbf(8)): "1gbit", "256kb", "20ms". With `slow_nic`, that
+    is the rate of the last host. Each host is pinned to one of the cores that this process may use, in turn. While the
+    lab is open, SIGTERM and SIGHUP raise SystemExit unless they had a handler, so that it is removed. After SIGKILL the
+    next lab on this machine removes it.
 
     Raises ValueError for a wrong number of hosts; entering it raises LabError with the way out when it cannot
     be built.
     """
 
     def __init__(
-        self, hosts: int = 2, *, rate: str | None = "1gbit", burst: str = "256kb", latency: str = "20ms"
+        self,
+        hosts: int = 2,
+        *,
+        rate: str | None = "1gbit",
+        burst: str = "256kb",
+        latency: str = "20ms",
+        slow_nic: str | None = None,
     ) -> None:
         if not 2 <= hosts <= MAX_HOSTS:
             raise ValueError(f"hosts must be 2 to {MAX_HOSTS}, not {hosts}")
         self.hosts = hosts
         self._shaping = Shaping(rate, burst, latency)
+        self._slow_nic = slow_nic
         self._prefix = namespaces.new_prefix()
         self._namespaces = [f"{self._prefix}host{rank}" for rank in range(hosts)]
         self._signals = contextlib.ExitStack()
@@ -130,7 +137,8 @@ class Lab:
 
     def _shape(self) -> None:
         for host in self._namespaces:
-            links.shape(host, self._shaping)
+            is_slow = self._slow_nic is not None and host == self._namespaces[-1]
+            links.shape(host, self._shaping._replace(rate=self._slow_nic) if is_slow else self._shaping)
 
     def run(
         self,

@@ -13,6 +13,8 @@ from ddp_crossover.log import say
 _EVERY = 8
 # A rank may draw so many batches between its part of a look and the decision; more wait for that.
 _AHEAD = 2
+# Looks after which balance counts as settled, whatever times say: plans are made and tried then.
+_MOST_LOOKS = 8
 _NO_SPEED = -1
 _EPOCH = 2**32
 _PICO = 1e12
@@ -27,13 +29,17 @@ class Balancer:
     Args:
         sampler: the sampler.
         exchange: sends a number to all ranks; returns a function that waits for theirs.
+
+    Attributes:
+        is_settled: whether a look has found that shares are right. All ranks find it at the same batch.
     """
 
     def __init__(self, sampler: BalancedSampler, exchange: Exchange) -> None:
         self._sampler = sampler
         self._exchange = exchange
         self._times = BatchTimes()
-        self._batches = 0
+        self._batches = self._looks = 0
+        self._was_right = self.is_settled = False
         self._waits: list[Callable[[], list[int]]] = []
         self._may_draw = Place(0, 0)
         sampler.before_draw = self._before_draw
@@ -43,6 +49,7 @@ class Balancer:
         """Note that a batch has been trained on. Called on all ranks at the same batch."""
         self._sampler.count_trained()
         self._decide()
+        self.is_settled = self.is_settled or self._was_right or self._looks >= _MOST_LOOKS
         self._batches += 1
         if self._batches % _EVERY == 0:
             self._look()
@@ -65,6 +72,7 @@ class Balancer:
         numbers.append(drawn.epoch * _EPOCH + drawn.batch + 1)
         self._may_draw = Place(drawn.epoch, drawn.batch + _AHEAD)
         self._waits = [self._exchange(number) for number in numbers]
+        self._looks += 1
 
     def _before_draw(self, place: Place) -> None:
         if self._waits and place > self._may_draw:
@@ -85,6 +93,9 @@ class Balancer:
         sampler = self._sampler
         change = better_shares(measured, sizes := sampler.sizes(), sampler.most)
         if change is None:
+            if sampler.rank == 0 and not (self.is_settled or self._was_right):
+                self._say_that_shares_are_right(sizes, [one.speed for one in measured])
+            self._was_right = True
             return
         epoch, batches = divmod(max(drawn), _EPOCH)
         sampler.use([one.speed for one in measured], Place(epoch, batches + _AHEAD))
@@ -94,3 +105,12 @@ class Balancer:
                 f"ranks get {', '.join(map(str, change.sizes))} samples of a batch instead of "
                 f"{', '.join(map(str, sizes))}: the slowest rank should compute {change.gain:.2f} times as fast"
             )
+
+    def _say_that_shares_are_right(self, sizes: list[int], speeds: list[Speed]) -> None:
+        times_s = [speed.seconds(size) for size, speed in zip(sizes, speeds, strict=True)]
+        shares = ", ".join(map(str, sizes))
+        say(
+            f"ranks compute for {min(times_s) * 1e3:.0f} to {max(times_s) * 1e3:.0f} ms with {shares} samples of a "
+            "batch, and other shares would not clearly help: time beyond that goes to communication, and to moments in "
+            "which a rank is slow"
+        )

@@ -49,6 +49,11 @@ class BatchTimer:
         self._remove()
         self._turns.batch_times = None
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the balancer has settled."""
+        return self._balancer.is_settled
+
     def batch_begins(self) -> None:
         """Begin to time a batch."""
         self._watch = self._turns.batch_times = Stopwatch(self._device)

@@ -341,6 +341,8 @@ class Reducer:
     def _choose_plan(self) -> None:
         if self._plain_reason is not None or not self._use_order.is_known:
             return
+        if self.batches is not None and not self.batches.is_settled:
+            return  # compute times would be those of other shares
         # DDP may order new buckets in another way each time. No reason to plan anew: any plan takes any buckets.
         if not self._buckets.were_changed and self._layouts.settled_anew():
             with self._turns.released():

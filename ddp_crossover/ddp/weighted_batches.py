@@ -172,6 +172,11 @@ class WeightedBatches:
         self._has_reduced = True
         self._unreduced = 0
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the sizes of batches will stay about as they are, so that measured times hold."""
+        return self.timer is None or self.timer.is_settled
+
     def bucket_arrives(self) -> None:
         """Note that gradients have been computed."""
         if self.timer is not None:

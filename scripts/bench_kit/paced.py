@@ -27,10 +27,12 @@ class Pace:
     def __init__(self, forward_s: float) -> None:
         self.forward_s = forward_s
         """F: the forward of one layer. Its backward takes twice as long."""
+        self.factor = 1.0
+        """By how much longer everything takes now, as on a slow rank or with more samples."""
 
     def spend(self, seconds: float) -> None:
         """Let the time pass that a layer takes."""
-        time.sleep(seconds)
+        time.sleep(seconds * self.factor)
 
 
 class PacedLayer(nn.Module):

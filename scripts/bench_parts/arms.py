@@ -17,6 +17,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import ddp_crossover as dx
 from bench_kit.training import LEARNING_RATE, Arm, ArmRefused, Workload
+from bench_parts.stragglers import ARMS as STRAGGLER_ARMS
+from bench_parts.stragglers import Straggler, make_slowed_arm
 
 DEFAULT_BUCKET_MB = 25.0
 POWER_SGD_RANK = 4
@@ -37,8 +39,10 @@ OURS: dict[str, dict[str, Any]] = {
     "int8-node": {"groups": "node", "wire_dtype": torch.int8},
     "top-k-node": {"groups": "node", "compress": dx.TopK(0.01)},
     "shard": {"schedule": "auto", "shard_optimizer": True},
+    "balance": {"schedule": "auto", "weighted": True},
+    "share": {"schedule": "auto", "weighted": True},
 }
-NOT_BY_DEFAULT = ("top-k", "top-k-int8", "auto-node", "int8-node", "top-k-node", "shard")
+NOT_BY_DEFAULT = ("top-k", "top-k-int8", "auto-node", "int8-node", "top-k-node", "shard", "balance", "share")
 """Arms that need another network to be worth a look, or have a bench of their own."""
 
 MEANING = {
@@ -59,6 +63,8 @@ MEANING = {
     "top-k-node": "the same, with 1% of the elements across hosts (HiTopKComm)",
     "allreduce": 'ddp_crossover, schedule="allreduce"',
     "shard": 'ddp_crossover, schedule="auto", shard_optimizer=True',
+    "balance": "ddp_crossover, ranks get as many samples as they are fast; for --stragglers",
+    "share": "ddp_crossover, ranks take micro-batches as they get done; for --stragglers",
 }
 
 
@@ -84,7 +90,13 @@ class ArmName(NamedTuple):
         return f"{self.kind}@{self.bucket_mb:g}" if always or self.bucket_mb != DEFAULT_BUCKET_MB else self.kind
 
 
-def make_arm(name: ArmName, workload: Workload, fusion_mb: float | None, optimizer_name: str) -> Arm:
+def make_arm(
+    name: ArmName,
+    workload: Workload,
+    fusion_mb: float | None,
+    optimizer_name: str,
+    straggler: Straggler | None = None,
+) -> Arm:
     """Build an arm, whose optimizer is one of `OPTIMIZERS`. Collective.
 
     Raises:
@@ -102,14 +114,17 @@ def make_arm(name: ArmName, workload: Workload, fusion_mb: float | None, optimiz
         zero = ZeroRedundancyOptimizer(parameters, optimizer_class, parameters_as_bucket_view=True, lr=LEARNING_RATE)
         return Arm(workload, ddp, zero)
     optimizer = optimizer_class(ddp.parameters(), lr=LEARNING_RATE)
-    if name.kind in OURS:
-        return Arm(workload, ddp, optimizer, _attached(ddp, optimizer, OURS[name.kind], fusion_mb))
+    state = _attached(ddp, optimizer, OURS[name.kind], fusion_mb) if name.kind in OURS else None
     if name.kind in _PEER_HOOKS:
         try:
             _PEER_HOOKS[name.kind](ddp)
         except TypeError as error:
             raise ArmRefused(f"refused by {dist.get_backend()}: {error}") from error
-    return Arm(workload, ddp, optimizer)
+    if straggler is not None and name.kind != "noop":  # which measures the compute of ranks that are all fast
+        return make_slowed_arm(name.kind, workload, ddp, optimizer, state, straggler)
+    if name.kind in STRAGGLER_ARMS:
+        raise ArmRefused("needs --stragglers")
+    return Arm(workload, ddp, optimizer, state)
 
 
 _PEER_HOOKS: dict[str, Callable[[DistributedDataParallel], None]] = {

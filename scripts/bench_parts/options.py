@@ -18,6 +18,7 @@ from bench_kit.paced import GROWTH
 from bench_parts.arms import DEFAULT_BUCKET_MB, MEANING, NOT_BY_DEFAULT, OPTIMIZERS, ArmName
 from bench_parts.real import MODELS
 from bench_parts.settings import CaseSettings
+from bench_parts.stragglers import FORMS, Straggler
 from bench_parts.workloads import make_workload
 
 ARMS = "\n".join(f"  {name:14}{meaning}" for name, meaning in MEANING.items())
@@ -80,6 +81,7 @@ def _add_what(group: argparse._ArgumentGroup, defaults: Defaults) -> None:
         help=f"bucket_cap_mb of {' and '.join(defaults.swept)}, one after the other ({_listed(defaults.buckets_mb)})")
     add("--ratios", type=positive_numbers, default=defaults.ratios, metavar="A/C,...",
         help=f"paced: time of all communication over time of all compute ({_listed(defaults.ratios)})")
+    add("--stragglers", type=stragglers, default=[None], metavar="NAME,...", help=f"paced: {FORMS}")
     add("--profile", type=names(list(GROWTH)), default=["uniform"], metavar="NAME,...",
         help="paced: uniform; heavy-end: parameters grow towards the end, as in ResNet (uniform)")
     add("--blocks", type=positive_int, default=8, help="paced: number of blocks (%(default)s)")
@@ -96,6 +98,7 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add_link_options(group)
     add("--ranks-per-host", type=positive_int, default=1, help="not shaped between them (%(default)s)")
+    add("--slow-nic", metavar="RATE", help="what the last host sends at most")
     add("--burst", default="256kb", help="sent at once after a pause, see tc-tbf(8) (%(default)s)")
     add("--latency", default="20ms", help="longest wait in the queue, see tc-tbf(8) (%(default)s)")
     add("--no-lab", action="store_true",
@@ -118,9 +121,10 @@ def make_cases(args: argparse.Namespace) -> list[CaseSettings]:
     for workload in args.workloads:
         if workload == "paced":
             cases += [
-                dataclasses.replace(common, ratio=ratio, profile=profile)
+                dataclasses.replace(common, ratio=ratio, profile=profile, straggler=straggler)
                 for profile in args.profile
                 for ratio in args.ratios
+                for straggler in args.stragglers
             ]
         else:
             cases.append(dataclasses.replace(common, workload=workload))
@@ -140,6 +144,16 @@ def arms(text: str) -> list[str]:
     try:
         for arm in text.split(","):
             ArmName.parse(arm)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text.split(",")
+
+
+def stragglers(text: str) -> list[str]:
+    """An argparse type: a comma-separated list of stragglers, as they were written."""
+    try:
+        for straggler in text.split(","):
+            Straggler.parse(straggler)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text.split(",")

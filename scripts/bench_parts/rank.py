@@ -21,6 +21,7 @@ from bench_kit.training import Arm, ArmRefused, Workload, all_reduces_s, mean_ov
 from bench_parts.arms import STATE_COPIES, ArmName, make_arm
 from bench_parts.prediction import measured_profile, predicted_steps_s
 from bench_parts.settings import CaseSettings
+from bench_parts.stragglers import Straggler
 from bench_parts.workloads import make_workload
 
 ALL_REDUCES_PER_TURN = 2
@@ -99,7 +100,9 @@ class Rank:
     def _start(self, name: str) -> None:
         self._progress(f"warming up {name}", 0.0)
         try:
-            arm = make_arm(ArmName.parse(name), self._workload, self._settings.fusion_mb, self._settings.optimizer)
+            settings = self._settings
+            slow = None if settings.straggler is None else Straggler.parse(settings.straggler)
+            arm = make_arm(ArmName.parse(name), self._workload, settings.fusion_mb, settings.optimizer, slow)
             self._warm_up_steps[name] = arm.warm_up(self._settings.warm_up_limit)
             arm.drain()
         except ArmRefused as reason:

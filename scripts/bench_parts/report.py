@@ -68,5 +68,7 @@ def _notes(case: dict[str, Any]) -> list[str]:
             notes.append(f"{arm['arm']}: {arm['refused']}")
         if arm.get("tuning"):
             notes.append(f"{arm['arm']}: {arm['tuning']}")
+        if arm.get("shares"):
+            notes.append(f"{arm['arm']}: samples of ranks: {', '.join(map(str, arm['shares']))}")
         notes += [f"{arm['arm']}: {times} times {reason}" for reason, times in arm.get("fallbacks", {}).items()]
     return notes

@@ -22,6 +22,7 @@ class CaseSettings:
         tokens: tokens in a batch of `transformer`.
         fusion_mb: passed to `DearState` where given.
         optimizer: of all arms, a name in `arms.OPTIMIZERS`.
+        straggler: which ranks of `paced` are slow, as `stragglers.Straggler.parse` reads it; None: none.
         warm_up_limit: steps after which an arm of ours counts as never settled.
     """
 
@@ -37,6 +38,7 @@ class CaseSettings:
     tokens: int = 320
     fusion_mb: float | None = None
     optimizer: str = "sgd"
+    straggler: str | None = None
     warm_up_limit: int = 150
 
     @property
@@ -44,7 +46,8 @@ class CaseSettings:
         """The case in one short phrase."""
         if self.workload != "paced":
             return f"transformer, {self.tokens} tokens" if self.workload == "transformer" else self.workload
-        return f"paced, {self.profile}, A/C {self.ratio:g}"
+        slow = f", {self.straggler}" if self.straggler else ""
+        return f"paced, {self.profile}, A/C {self.ratio:g}{slow}"
 
     def write(self, path: Path) -> None:
         """Write the settings to a file."""
