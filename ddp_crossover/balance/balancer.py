@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ddp_crossover.balance.sampler import BalancedSampler, Place
-from ddp_crossover.balance.speed import BatchTimes, Measured, better_shares
+from ddp_crossover.balance.speed import DEAD_BAND, BatchTimes, Measured, better_shares
 from ddp_crossover.balance.split import Speed
 from ddp_crossover.log import say
 
@@ -13,6 +13,9 @@ from ddp_crossover.log import say
 _EVERY = 8
 # A rank may draw so many batches between its part of a look and the decision; more wait for that.
 _AHEAD = 2
+# After a change a rank's line is known better, and smaller gains are worth one or two more.
+_REFINED = 0.015
+_MOST_CHANGES = 3
 # Looks after which balance counts as settled, whatever times say: plans are made and tried then.
 _MOST_LOOKS = 8
 _NO_SPEED = -1
@@ -38,7 +41,7 @@ class Balancer:
         self._sampler = sampler
         self._exchange = exchange
         self._times = BatchTimes()
-        self._batches = self._looks = 0
+        self._batches = self._looks = self._changes = 0
         self._was_right = self.is_settled = False
         self._waits: list[Callable[[], list[int]]] = []
         self._may_draw = Place(0, 0)
@@ -91,12 +94,14 @@ class Balancer:
             for base, slope, error in zip(bases, slopes, errors, strict=True)
         ]
         sampler = self._sampler
-        change = better_shares(measured, sizes := sampler.sizes(), sampler.most)
+        dead_band = _REFINED if 0 < self._changes < _MOST_CHANGES else DEAD_BAND
+        change = better_shares(measured, sizes := sampler.sizes(), sampler.most, dead_band=dead_band)
         if change is None:
             if sampler.rank == 0 and not (self.is_settled or self._was_right):
                 self._say_that_shares_are_right(sizes, [one.speed for one in measured])
             self._was_right = True
             return
+        self._changes += 1
         epoch, batches = divmod(max(drawn), _EPOCH)
         sampler.use([one.speed for one in measured], Place(epoch, batches + _AHEAD))
         self._times.use_size(change.sizes[sampler.rank])

@@ -21,7 +21,7 @@ _LEAST_DISTANCE = 0.05
 # A slope is at least this part of the time per sample: a line that is nearly flat would move everything to one rank.
 _LEAST_SLOPE = 0.1
 # Other shares must gain so much, and so many standard errors of the times.
-_DEAD_BAND = 0.05
+DEAD_BAND = 0.05
 _CERTAINTY = 4.0
 
 
@@ -114,7 +114,7 @@ class Change(NamedTuple):
 
 
 def better_shares(
-    measured: Sequence[Measured], sizes: Sequence[int], most: Sequence[int], *, dead_band: float = _DEAD_BAND
+    measured: Sequence[Measured], sizes: Sequence[int], most: Sequence[int], *, dead_band: float = DEAD_BAND
 ) -> Change | None:
     """Shares of the same batch with which the slowest rank is done clearly earlier; None if there are none.
 

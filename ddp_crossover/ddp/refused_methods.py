@@ -18,7 +18,8 @@ _DEEPCOPY_ADVICE = (
 )
 JOIN_ADVICE = (
     "DistributedDataParallel.join() shadows only plain all-reduces and would hang with dear_hook: give every "
-    "rank the same number of batches (DistributedSampler(drop_last=True)), or train without the hook"
+    "rank the same number of batches (DistributedSampler(drop_last=True)), attach with weighted=True and iterate over "
+    "state.batches(loader), or train without the hook"
 )
 _ADVICE = {
     "__deepcopy__": _DEEPCOPY_ADVICE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from ddp_crossover.planning.search import best_of_sizes
 _NOTICEABLE = 0.03
 # A line of the script that needs all updates at once in more steps than this prevents the overlap.
 _OFTEN = 0.5
+# Balance is named from this gain of compute on; ranks of one kind differ by a few percent.
+_UNEQUAL = 0.08
+_FEWEST_RANKS = 2
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,24 @@ def about_int8(prediction: Prediction) -> str | None:
     return (
         f"With wire_dtype=torch.int8, which is no longer exact: {prediction.int8_s * 1e3:.3g} ms a step predicted "
         f"({prediction.plain_s / prediction.int8_s:.2f} times)."
+    )
+
+
+def about_slow_ranks(rank_compute_s: Sequence[float]) -> str | None:
+    """One sentence about a rank that computes slowly, if batches by speed would be worth it."""
+    if len(rank_compute_s) < _FEWEST_RANKS or min(rank_compute_s) <= 0:
+        return None
+    slowest_s = max(rank_compute_s)
+    balanced_s = len(rank_compute_s) / sum(1 / seconds for seconds in rank_compute_s)
+    if slowest_s / balanced_s - 1 < _UNEQUAL:
+        return None
+    others = [seconds for seconds in rank_compute_s if seconds < slowest_s]
+    return (
+        f"Rank {list(rank_compute_s).index(slowest_s)} is the slowest: it computes for {slowest_s * 1e3:.3g} ms a "
+        f"step, the fastest for {min(others) * 1e3:.3g}. With batches by speed (weighted=True, dx.BalancedSampler) "
+        "all would "
+        f"compute for about {balanced_s * 1e3:.3g} ms, so a step would take up to {(slowest_s - balanced_s) * "
+        "1e3:.3g} ms less."
     )
 
 

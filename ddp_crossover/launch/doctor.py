@@ -29,7 +29,7 @@ from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.agreement import all_gather_json
 from ddp_crossover.collectives.make_link import make_link
 from ddp_crossover.fusion import GradientSpec
-from ddp_crossover.launch.diagnosis import about_int8, predict, verdict
+from ddp_crossover.launch.diagnosis import about_int8, about_slow_ranks, predict, verdict
 from ddp_crossover.launch.errand import Errand, environment_with
 from ddp_crossover.launch.examination import FEWEST_STEPS
 from ddp_crossover.launch.meeting import Meeting
@@ -156,6 +156,8 @@ def _report_on(
         "advice": advice,
         "steps": iterations,
         "int8": about_int8(prediction),
+        "slow_ranks": about_slow_ranks(profile.rank_compute_s),
+        "rank_compute_s": profile.rank_compute_s,
         "verdict": verdict(prediction, obstacles, advice, iterations, command),
     }
 
@@ -210,4 +212,4 @@ def _in_words(report: dict[str, Any], pairs: list[Pair]) -> str:
         advice = report["advice"].get(what)
         way_out = f". {advice}" if advice else ""
         lines.append(f"Costs overlap, in {times} of {report['steps']} steps: {what}{way_out}")
-    return "\n".join([*lines, report["verdict"], *filter(None, [report.get("int8")])])
+    return "\n".join([*lines, report["verdict"], *filter(None, (report.get("int8"), report.get("slow_ranks")))])

@@ -5,10 +5,12 @@ The JSON document::
     {"parameters": [{"name": "fc.weight", "numel": 1000, "itemsize_bytes": 4, "arena": "float32"}, ...],
      "compute": {"use_s": [...], "arrival_s": [...], "forward_s": 0.05, "backward_s": 0.1, "rest_s": 0.0},
      "link": {"latency_s": 1e-4, "per_leg_s": 3e-5, "s_per_byte": 8.5e-10},
-     "world_size": 2}
+     "world_size": 2,
+     "rank_compute_s": [0.15, 0.15]}
 
-``link`` is optional. ``world_size`` is the number of ranks with which the link was measured (2 if missing). The
-optional ``arena`` of a parameter names dtype and device; only parameters of the same arena travel together.
+``link`` and ``rank_compute_s``, forward and backward of each rank, are optional. ``world_size`` is the number of ranks
+with which the link was measured (2 if missing). The optional ``arena`` of a parameter names dtype and device; only
+parameters of the same arena travel together.
 """
 
 from __future__ import annotations
@@ -33,12 +35,14 @@ class ModelProfile:
         compute: compute times of a step, one entry per parameter in the order of ``specs``.
         link: the measured link, or None.
         world_size: number of ranks with which the link was measured.
+        rank_compute_s: length of forward and backward on each rank; empty if it is not known.
     """
 
     specs: tuple[GradientSpec, ...]
     compute: ComputeProfile
     link: LinkModel | None = None
     world_size: int = 2
+    rank_compute_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.specs) != len(self.compute.use_s):
@@ -54,6 +58,8 @@ class ModelProfile:
             "compute": self.compute.to_json(),
             "world_size": self.world_size,
         }
+        if self.rank_compute_s:
+            document["rank_compute_s"] = list(self.rank_compute_s)
         if self.link is not None:
             document["link"] = self.link.to_json()
         return document
@@ -74,6 +80,7 @@ class ModelProfile:
             compute=ComputeProfile.from_json(document["compute"]),
             link=LinkModel.from_json(document["link"]) if "link" in document else None,
             world_size=int(document.get("world_size", 2)),
+            rank_compute_s=tuple(map(float, document.get("rank_compute_s", ()))),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -138,6 +138,7 @@ class Planning:
         self.stage = Stage.OBSERVING
         self.link_model: LinkModel | None = None
         self.compute: ComputeProfile | None = None
+        self._rank_compute_s: tuple[float, ...] = ()
         self.planned: PlannedStep | None = None
         self.result: TuningResult | None = None
         self.profiler: ComputeProfiler | None = None
@@ -214,7 +215,9 @@ class Planning:
         """The measured profile, without codes, for the simulator; None until compute times have been measured."""
         if self.compute is None:
             return None
-        return ModelProfile(tuple(self.plain_specs), self.compute, self.link_model, self._link.world_size)
+        return ModelProfile(
+            tuple(self.plain_specs), self.compute, self.link_model, self._link.world_size, self._rank_compute_s
+        )
 
     def progress(self) -> str:
         """The state of planning in one line, for people."""
@@ -253,8 +256,11 @@ class Planning:
             "compute": self.profiler.profile().to_json(),
             "host_per_group_s": min(measured_s, _MOST_HOST_S) or HOST_PER_GROUP_S,
         }
-        of_rank_0 = self._exchange(mine)[0]
-        self.compute = ComputeProfile.from_json(of_rank_0["compute"])
+        of_ranks = self._exchange(mine)
+        of_rank_0 = of_ranks[0]
+        computes = [ComputeProfile.from_json(one["compute"]) for one in of_ranks]
+        self._rank_compute_s = tuple(one.forward_s + one.backward_s for one in computes)
+        self.compute = computes[0]
         self._host_per_group_s = of_rank_0["host_per_group_s"]
         self.profiler = None
         fixed_mb = self._options.fusion_mb

@@ -9,6 +9,8 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from accuracy_parts.settings import CaseSettings
 from accuracy_parts.tasks import TASKS, final_window, loss_of
 from accuracy_parts.wires import WIRES
 from bench_kit.launch import tell
+from ddp_crossover.balance.split import Speed, split
 
 TIMEOUT = timedelta(seconds=120)
 TEST_BATCH_SIZE = 128
@@ -49,20 +52,14 @@ def train(settings: CaseSettings, data: Data, seed: int) -> dict[str, Any]:
     start_s = time.perf_counter()
     for step in range(settings.steps):
         _tell_progress(settings, seed, step)
-        mine = batch(
-            data.train,
-            step,
-            seed,
-            batch_size=task.batch_size,
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-        )
+        mine = own_share(data.train, step, seed, batch_size=task.batch_size, speeds=WIRES[settings.wire].speeds)
         optimizer.zero_grad()
-        loss = loss_of(ddp(mine.inputs), mine.targets)
-        loss.backward()
+        with weighted(state, settings, len(mine.inputs)):
+            loss = loss_of(ddp(mine.inputs), mine.targets)
+            loss.backward()
         optimizer.step()
         schedule.step()
-        losses.append(loss.detach())
+        losses.append(loss.detach() * (len(mine.inputs) / task.batch_size))
     facts: dict[str, Any] = {}
     if state is not None:
         state.synchronize()
@@ -83,6 +80,27 @@ def train(settings: CaseSettings, data: Data, seed: int) -> dict[str, Any]:
     if state is not None:
         state.detach()
     return result
+
+
+def own_share(train: Samples, step: int, seed: int, *, batch_size: int, speeds: Sequence[int]) -> Samples:
+    """This rank's samples of a step. Whatever the shares, those of all ranks together are the same."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    of_ranks = [
+        batch(train, step, seed, batch_size=batch_size, rank=one, world_size=world_size)
+        for one in (range(world_size) if speeds else [rank])
+    ]
+    inputs, targets = (torch.cat(parts) for parts in zip(*of_ranks, strict=True))
+    if not speeds:
+        return Samples(inputs, targets)
+    of_speed = [Speed(0.0, 1.0 / speeds[one % len(speeds)]) for one in range(world_size)]
+    sizes = split(len(inputs), of_speed, [len(inputs)] * world_size)
+    low = sum(sizes[:rank])
+    return Samples(inputs[low : low + sizes[rank]], targets[low : low + sizes[rank]])
+
+
+def weighted(state: dx.DearState | None, settings: CaseSettings, count: int) -> AbstractContextManager[None]:
+    """The context in which a batch of this many samples has its weight."""
+    return state.batch(count) if state is not None and WIRES[settings.wire].speeds else nullcontext()
 
 
 def _attach(

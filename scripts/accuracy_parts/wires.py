@@ -1,4 +1,4 @@
-"""The wires that are compared: what `attach` is given for each of them."""
+"""The wires that are compared: what `attach` is given for each of them, and the shares of the batch that ranks get."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,11 +20,13 @@ class Wire:
         name: as on the command line.
         label: as in the picture.
         options: makes the options of `attach` beside those that all wires share; None trains plain DDP.
+        speeds: shares of the global batch that ranks get, in turn; empty: equal ones.
     """
 
     name: str
     label: str
     options: Callable[[], dict[str, Any]] | None
+    speeds: tuple[int, ...] = ()
 
 
 # Options are made on the ranks: a version of the package that lacks one of them fails at that wire only.
@@ -42,8 +44,9 @@ WIRES = {
             "top-k 1%, no error feedback",
             lambda: {"compress": dx.TopK(density=DENSITY), "error_feedback": False},
         ),
+        Wire("unequal", "shares of 3 to 1", lambda: {"weighted": True}, speeds=(3, 1)),
         Wire("int8-noef", "int8, no error feedback", lambda: {"wire_dtype": torch.int8, "error_feedback": False}),
     )
 }
-# Plain DDP has the bits of fp32 on two ranks, so it would add nothing.
-DEFAULT_WIRES = [name for name in WIRES if name != "ddp"]
+# Plain DDP has the bits of fp32 on two ranks, so it would add nothing; unequal shares are another question.
+DEFAULT_WIRES = [name for name in WIRES if name not in ("ddp", "unequal")]

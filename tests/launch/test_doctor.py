@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts_of_users import python, torchrun, write_script
+from scripts_of_users import TRAIN, python, torchrun, write_script
 
 from ddp_crossover.fusion import GradientSpec
-from ddp_crossover.launch.diagnosis import predict, verdict
+from ddp_crossover.launch.diagnosis import about_slow_ranks, predict, verdict
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.ddp_buckets import DEFAULT_BUCKET_MB
 from ddp_crossover.planning.model_profile import ModelProfile
@@ -57,6 +57,16 @@ def test_it_never_predicts_a_loss_because_the_tuner_would_keep_plain_all_reduces
     assert predict(_profile(1e-8), DEFAULT_BUCKET_MB, plain_s=0.1).gain == 0.0
 
 
+def test_a_slow_rank_is_named_with_what_balance_would_gain() -> None:
+    said = about_slow_ranks([0.2, 0.4, 0.2])
+    assert said is not None
+    assert said.startswith("Rank 1 is the slowest: it computes for 400 ms a step, the fastest for 200. With batches by")
+    assert said.endswith("compute for about 240 ms, so a step would take up to 160 ms less.")
+    assert about_slow_ranks([0.2, 0.21]) is None
+    assert about_slow_ranks([0.2]) is None
+    assert about_slow_ranks([0.0, 0.2]) is None
+
+
 def _report(*arguments: str) -> dict[str, Any]:
     done = torchrun(*DOCTOR, "--json", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -73,6 +83,15 @@ def test_a_script_is_measured_and_the_line_that_costs_overlap_is_named(tmp_path:
     assert report["prediction"]["compute_s"] > 0 and report["prediction"]["plain_s"] > 0
     line = 1 + script.read_text().splitlines().index(" " * 12 + clips)
     assert any(f"train_it.py:{line}" in what for what in report["obstacles"]), report["obstacles"]
+
+
+def test_a_rank_that_computes_slowly_is_named(tmp_path: Path) -> None:
+    slow = "    if dist.get_rank() == 1:\n        net.register_forward_pre_hook(lambda *_: __import__('time').sleep(0.05))\n"
+    text = TRAIN.replace("    optimizer = torch.optim", slow + "    optimizer = torch.optim")
+    report = _report(str(write_script(tmp_path, text)))
+    assert report["slow_ranks"].startswith("Rank 1 is the slowest"), report
+    fast_s, slow_s = report["rank_compute_s"]
+    assert slow_s > 0.05 > fast_s
 
 
 def test_without_a_script_known_models_are_predicted() -> None:
