@@ -126,13 +126,12 @@ def about_slow_ranks(rank_compute_s: Sequence[float]) -> str | None:
     balanced_s = len(rank_compute_s) / sum(1 / seconds for seconds in rank_compute_s)
     if slowest_s / balanced_s - 1 < _UNEQUAL:
         return None
-    others = [seconds for seconds in rank_compute_s if seconds < slowest_s]
+    slowest = list(rank_compute_s).index(slowest_s)
     return (
-        f"Rank {list(rank_compute_s).index(slowest_s)} is the slowest: it computes for {slowest_s * 1e3:.3g} ms a "
-        f"step, the fastest for {min(others) * 1e3:.3g}. With batches by speed (weighted=True, dx.BalancedSampler) "
-        "all would "
-        f"compute for about {balanced_s * 1e3:.3g} ms, so a step would take up to {(slowest_s - balanced_s) * "
-        "1e3:.3g} ms less."
+        f"Rank {slowest} is the slowest: it computes for {slowest_s * 1e3:.3g} ms a step, the fastest for "
+        f"{min(rank_compute_s) * 1e3:.3g}. With batches by speed (weighted=True, dx.BalancedSampler) all would "
+        f"compute for about {balanced_s * 1e3:.3g} ms, so a step would take up to "
+        f"{(slowest_s - balanced_s) * 1e3:.3g} ms less."
     )
 
 

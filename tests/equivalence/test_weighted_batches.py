@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import weighted_loops as loops
+from node_groups import INTERLEAVED, TWO_BY_TWO, Layout, on_nodes
 from weighted_loops import Weighted, train_both
 
 ANY_RANKS = [2, 3, 4]
@@ -59,3 +60,21 @@ OPTIONS = {
 @pytest.mark.parametrize("loop", [loops.plain, loops.clipped, loops.shared], ids=lambda one: one.__name__)
 def test_with_options(on_ranks, loop, options) -> None:
     on_ranks(train_both, 3, Weighted(loop, split="zeros", dear=options, ddp={"gradient_as_bucket_view": True}))
+
+
+def _train_on_nodes(layout: Layout, case: Weighted) -> None:
+    with on_nodes(layout):
+        train_both(case)
+
+
+@pytest.mark.parametrize("layout", [TWO_BY_TWO, INTERLEAVED], ids=["two_by_two", "interleaved"])
+@pytest.mark.parametrize("loop", [loops.empty_batches, loops.shared], ids=lambda one: one.__name__)
+def test_on_nodes(on_ranks, loop, layout) -> None:
+    on_ranks(_train_on_nodes, 4, layout, Weighted(loop, split="zeros", dear={"groups": "node"}))
+
+
+@pytest.mark.parametrize("wire_dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_a_rank_without_samples_adds_nothing_to_codes(on_ranks, wire_dtype) -> None:
+    dear = {"wire_dtype": wire_dtype, "tune": False}
+    case = Weighted(loops.empty_batches, dtype=torch.float32, split="zeros", dear=dear, tolerance=0.02)
+    on_ranks(train_both, 3, case)

@@ -86,7 +86,8 @@ def test_a_script_is_measured_and_the_line_that_costs_overlap_is_named(tmp_path:
 
 
 def test_a_rank_that_computes_slowly_is_named(tmp_path: Path) -> None:
-    slow = "    if dist.get_rank() == 1:\n        net.register_forward_pre_hook(lambda *_: __import__('time').sleep(0.05))\n"
+    hook = "net.register_forward_pre_hook(lambda *_: __import__('time').sleep(0.05))"
+    slow = f"    if dist.get_rank() == 1:\n        {hook}\n"
     text = TRAIN.replace("    optimizer = torch.optim", slow + "    optimizer = torch.optim")
     report = _report(str(write_script(tmp_path, text)))
     assert report["slow_ranks"].startswith("Rank 1 is the slowest"), report
