@@ -173,6 +173,7 @@ class RecordingPace(paced.Pace):
 
     def __init__(self, events: list[str]) -> None:
         self._events = events
+        self.factor = 1.0
 
     @property
     def forward_s(self) -> float:  # type: ignore[override]
