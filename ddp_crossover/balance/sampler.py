@@ -22,10 +22,11 @@ class Place(NamedTuple):
 
 
 class _Shares(NamedTuple):
-    """From which batch on ranks have which speeds."""
+    """From which batch on ranks have which speeds, and the sizes of batches that follow, by their total."""
 
     since: Place
     speeds: list[Speed]
+    sizes: dict[int, list[int]]
 
 
 class BalancedSampler(Sampler[list[int]]):
@@ -106,7 +107,7 @@ class BalancedSampler(Sampler[list[int]]):
                 f"a batch has up to {max(self._totals)} samples, and ranks take at most {self.most}: choose a smaller "
                 "global_batch, or a larger max_samples"
             )
-        self._shares = [_Shares(Place(0, 0), [_EQUAL] * self.world_size)]
+        self._shares = [_Shares(Place(0, 0), [_EQUAL] * self.world_size, {})]
         self._epoch = 0
         self._is_epoch_set = False
         self._start = 0
@@ -142,9 +143,8 @@ class BalancedSampler(Sampler[list[int]]):
             place = Place(epoch, batch)
             self.before_draw(place)
             self.drawn = place
-            low = batch * self.global_batch
             sizes = self.sizes(place)
-            low += sum(sizes[: self.rank])
+            low = batch * self.global_batch + sum(sizes[: self.rank])
             yield order[low : low + sizes[self.rank]]
 
     def _order(self, epoch: int) -> list[int]:
@@ -163,20 +163,20 @@ class BalancedSampler(Sampler[list[int]]):
 
     def sizes(self, place: Place | None = None) -> list[int]:
         """How many samples of a batch each rank gets; by default, of a whole one from now on."""
-        total = self.global_batch if place is None else self._totals[place.batch]
-        total = min(total, max(self._totals))
-        return split(total, self._speeds(place), self.most)
-
-    def _speeds(self, place: Place | None) -> list[Speed]:
         if place is None:
-            return self._shares[-1].speeds
-        return next((one.speeds for one in reversed(self._shares) if one.since <= place), self._shares[0].speeds)
+            total, shares = min(self.global_batch, max(self._totals)), self._shares[-1]
+        else:
+            total = self._totals[place.batch]
+            shares = next((one for one in reversed(self._shares) if one.since <= place), self._shares[0])
+        if total not in shares.sizes:
+            shares.sizes[total] = split(total, shares.speeds, self.most)
+        return shares.sizes[total]
 
     # What a balancer calls.
 
     def use(self, speeds: Sequence[Speed], since: Place) -> None:
         """Share all batches from ``since`` on by these speeds. All ranks must do so, before they draw that batch."""
-        self._shares = [*self._shares[-2:], _Shares(since, list(speeds))]
+        self._shares = [*self._shares[-2:], _Shares(since, list(speeds), {})]
 
     def count_trained(self) -> None:
         """Note that a batch has been trained on; it may have been drawn long before."""
@@ -199,7 +199,7 @@ class BalancedSampler(Sampler[list[int]]):
             "batch": batch,
             "seed": self._seed,
             "global_batch": self.global_batch,
-            "speeds": [list(speed) for speed in self._speeds(None)],
+            "speeds": [list(speed) for speed in self._shares[-1].speeds],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -221,7 +221,7 @@ class BalancedSampler(Sampler[list[int]]):
         if self._trained is not None:
             self._trained = self._start
         if len(state["speeds"]) == self.world_size:
-            self._shares = [_Shares(Place(0, 0), [Speed(*speed) for speed in state["speeds"]])]
+            self._shares = [_Shares(Place(0, 0), [Speed(*speed) for speed in state["speeds"]], {})]
 
 
 def _nothing(place: Place) -> None:

@@ -51,8 +51,11 @@ class BatchTimes:
         """Begin to measure batches of another size; all others are ignored from now on."""
         if samples == self._samples:
             return
-        self._slope = self._slope_to(samples)
-        self._old = (self._samples, self._median_s) if len(self._times_s) >= _LEAST_TIMES else None
+        old = None
+        if len(self._times_s) >= _LEAST_TIMES:
+            old = (self._samples, self._median_s)
+            self._slope = self._current_slope(old[1])
+        self._old = old
         self._samples = samples
         self._times_s.clear()
         self._to_skip = _WARMUP
@@ -87,10 +90,6 @@ class BatchTimes:
     @property
     def _median_s(self) -> float:
         return statistics.median(self._times_s)
-
-    def _slope_to(self, samples: int) -> float | None:
-        """What is known of the slope when the size changes."""
-        return self._current_slope(self._median_s) if len(self._times_s) >= _LEAST_TIMES else self._slope
 
     def _current_slope(self, median_s: float) -> float:
         """Seconds per sample: from two sizes, or as known before, or as if time went to samples only."""

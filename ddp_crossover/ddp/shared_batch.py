@@ -83,9 +83,8 @@ class _Written:
 
 
 class _Micro(NamedTuple):
-    """A micro-batch: its ticket, and its samples."""
+    """A micro-batch: the range of its samples."""
 
-    ticket: int
     low: int
     high: int
 
@@ -101,7 +100,6 @@ class SharedBatch:
         self,
         ddp: DistributedDataParallel,
         batches: WeightedBatches,
-        link: Link,
         data: Any,
         size: int,
         make_tickets: Callable[[int], _Tickets],
@@ -109,7 +107,6 @@ class SharedBatch:
         self.tickets: list[int] = []
         self._ddp = ddp
         self._batches = batches
-        self._link = link
         self._data = data
         self._size = size
         self._length = _length(data)
@@ -147,7 +144,7 @@ class SharedBatch:
             return None
         self.tickets.append(ticket)
         low = ticket * self._size
-        return _Micro(ticket, low, min(low + self._size, self._length))
+        return _Micro(low, min(low + self._size, self._length))
 
     def _samples(self, micro: _Micro) -> Any:
         return _part(self._data, micro.low, micro.high)
@@ -194,7 +191,7 @@ def make_shared_batch(
     def make(count: int) -> _Tickets:
         return _Counter(store, key, link, count) if tickets is None else _Written(tickets, link, count)
 
-    return SharedBatch(ddp, batches, link, data, size, make)
+    return SharedBatch(ddp, batches, data, size, make)
 
 
 def _length(data: Any) -> int:
