@@ -36,7 +36,13 @@ def network(args: argparse.Namespace) -> AbstractContextManager[RunRanks]:
     if args.no_lab:
         return over_loopback(args.hosts * args.ranks_per_host)
     return on_lab(
-        args.hosts, args.rate, args.burst, args.latency, ranks_per_host=args.ranks_per_host, slow_nic=args.slow_nic
+        args.hosts,
+        args.rate,
+        args.burst,
+        args.latency,
+        ranks_per_host=args.ranks_per_host,
+        slow_nic=args.slow_nic,
+        delay_ms=args.delay_ms,
     )
 
 
@@ -44,7 +50,8 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
     """Everything that the figures depend on."""
     hosts = f"{args.hosts} hosts of {args.ranks_per_host} ranks"
     slow = f", the last {args.slow_nic}" if args.slow_nic else ""
-    shaped = f"{hosts}, {args.rate} each way{slow}, burst {args.burst}, latency {args.latency}"
+    delay = f", {args.delay_ms:g} ms one way" if args.delay_ms else ""
+    shaped = f"{hosts}, {args.rate} each way{slow}{delay}, burst {args.burst}, latency {args.latency}"
     return record.configuration(
         args,
         network=f"loopback, {args.hosts * args.ranks_per_host} processes: NOT a measurement of a network"

@@ -6,7 +6,8 @@
 Builds the hosts, runs the command on each as torchrun would (RANK, WORLD_SIZE, MASTER_ADDR, ...),
 shows its output with the host in front, and removes everything. The exit code is that of the first host
 that failed, 124 after a timeout, 2 if the lab cannot be built.
-Two hosts share a virtual cable; more hang on a bridge. Each host's sending is shaped with tc tbf.
+Two hosts share a virtual cable; more hang on a bridge. Each host's sending is shaped with tc tbf; --delay-ms makes
+wires long.
 From Python:
 
     with Lab(hosts=2, rate="1gbit") as lab:
@@ -19,6 +20,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -77,12 +79,13 @@ class Lab:
     """`hosts` (2 to 8) hosts, joined by links on which each sends at `rate`; None leaves them unshaped.
 
     `rate`, `burst` and `latency` are written as for `tc` (tc-tbf(8)): "1gbit", "256kb", "20ms". With `slow_nic`, that
-    is the rate of the last host. Each host is pinned to one of the cores that this process may use, in turn. While the
-    lab is open, SIGTERM and SIGHUP raise SystemExit unless they had a handler, so that it is removed. After SIGKILL the
-    next lab on this machine removes it.
+    is the rate of the last host. With `delay_ms` each packet arrives that much later, so that a round trip takes twice
+    as long. Each host is pinned to one of the cores that this process may use, in turn. While the lab is open, SIGTERM
+    and SIGHUP raise SystemExit unless they had a handler, so that it is removed. After SIGKILL the next lab on this
+    machine removes it.
 
-    Raises ValueError for a wrong number of hosts; entering it raises LabError with the way out when it cannot
-    be built.
+    Raises ValueError for a wrong number of hosts or a negative delay; entering it raises LabError with the way out when
+    it cannot be built.
     """
 
     def __init__(
@@ -93,12 +96,17 @@ class Lab:
         burst: str = "256kb",
         latency: str = "20ms",
         slow_nic: str | None = None,
+        delay_ms: float | None = None,
     ) -> None:
         if not 2 <= hosts <= MAX_HOSTS:
             raise ValueError(f"hosts must be 2 to {MAX_HOSTS}, not {hosts}")
+        if delay_ms is not None and not delay_ms >= 0:
+            raise ValueError(f"delay_ms must be 0 or more, not {delay_ms:g}")
         self.hosts = hosts
         self._shaping = Shaping(rate, burst, latency)
         self._slow_nic = slow_nic
+        self._delay_ms = delay_ms
+        self._relay: subprocess.Popen[bytes] | None = None
         self._prefix = namespaces.new_prefix()
         self._namespaces = [f"{self._prefix}host{rank}" for rank in range(hosts)]
         self._signals = contextlib.ExitStack()
@@ -109,7 +117,7 @@ class Lab:
             if reason := why_no_lab():
                 raise LabError(reason)
             namespaces.remove(namespaces.leftovers())
-            links.connect(self._namespaces, switch=f"{self._prefix}switch")
+            self._relay = links.connect(self._namespaces, f"{self._prefix}switch", self._delay_ms)
             self._shape()
         except BaseException:
             self._close()
@@ -126,6 +134,8 @@ class Lab:
     def _close(self) -> None:
         with self._signals:
             namespaces.remove_all(self._prefix)
+            if self._relay is not None:
+                self._relay.wait()
 
     def reshape(self, rate: str | None, *, burst: str | None = None, latency: str | None = None) -> None:
         """Change the rate of every host, also while they run (from `on_line` or another thread); None: no limit.
@@ -240,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"[host {rank}] {line}", file=to, flush=True)
 
     try:
-        with Lab(args.hosts, rate=args.rate, burst=args.burst, latency=args.latency) as lab:
+        with Lab(args.hosts, rate=args.rate, burst=args.burst, latency=args.latency, delay_ms=args.delay_ms) as lab:
             results, exit_code = lab.run(args.command, timeout_s=args.timeout_s, on_line=show), 0
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -267,6 +277,9 @@ def _parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rate", default="1gbit", help="each host sends at most this fast; 'none': no limit (1gbit)")
     parser.add_argument("--burst", default="256kb", help="sent at once after a pause, see tc-tbf(8) (256kb)")
     parser.add_argument("--latency", default="20ms", help="longest wait in the queue before packets drop (20ms)")
+    parser.add_argument(
+        "--delay-ms", type=_delay_ms, metavar="MS", help="each packet arrives this much later (no delay)"
+    )
     parser.add_argument("--timeout-s", type=float, default=600.0, help="time limit for all hosts (600)")
     parser.add_argument("--json", action="store_true", help="results as JSON on stdout; the hosts' lines go to stderr")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what every host runs")
@@ -276,6 +289,12 @@ def _parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("give the command that every host runs after --")
     args.rate = None if args.rate == "none" else args.rate
     return args
+
+
+def _delay_ms(text: str) -> float:
+    if not 0 <= (number := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: give 0 or more milliseconds")
+    return number
 
 
 if __name__ == "__main__":

@@ -111,14 +111,18 @@ def on_lab(
     *,
     ranks_per_host: int = 1,
     slow_nic: str | None = None,
+    delay_ms: float | None = None,
     timeout_s: float = CASE_TIMEOUT_S,
 ) -> Iterator[RunRanks]:
     """Ranks on the hosts of a lab; `rate` may be "none", and `slow_nic` is that of the last host if it differs.
+    `delay_ms` is how much later each packet arrives; None: at once.
 
     Raises LabError where no lab can be built.
     """
     several = [] if ranks_per_host == 1 else ["-m", "bench_kit.host_ranks", str(ranks_per_host)]
-    with Lab(hosts, rate=None if rate == "none" else rate, burst=burst, latency=latency, slow_nic=slow_nic) as lab:
+    with Lab(
+        hosts, rate=None if rate == "none" else rate, burst=burst, latency=latency, slow_nic=slow_nic, delay_ms=delay_ms
+    ) as lab:
 
         def run_ranks(arguments: list[str], environment: dict[str, str], on_line: Callable[[str], None]) -> None:
             try:

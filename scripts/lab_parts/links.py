@@ -3,10 +3,14 @@
 Every interface is made inside of a namespace, so deleting the namespaces deletes all interfaces.
 """
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lab_parts import long_wire
 from lab_parts.namespaces import call
+from lab_parts.results import LabError
 
 INTERFACE = "eth0"
 # The same on every machine, and Linux's own default. With BBR, which some kernels prefer, a connection that has been
@@ -28,11 +32,19 @@ def address(rank: int) -> str:
     return f"10.0.0.{rank + 1}"
 
 
-def connect(hosts: Sequence[str], switch: str) -> None:
-    """Make the namespaces `hosts`: two joined by a cable, more by a bridge in the namespace `switch`."""
+def connect(hosts: Sequence[str], switch: str, delay_ms: float | None) -> subprocess.Popen[bytes] | None:
+    """Make the namespaces `hosts`: two joined by a cable, more by a bridge in the namespace `switch`.
+
+    With a delay, wires go to a process in that namespace, which hands packets on that much later. Returns it;
+    it ends with its namespace.
+    """
     for host in hosts:
         call("ip", "netns", "add", host)
-    if len(hosts) == 2:
+    relay = None
+    if delay_ms is not None:
+        call("ip", "netns", "add", switch)
+        relay = lay_long_wires(hosts, switch, delay_ms)
+    elif len(hosts) == 2:
         add_cable(hosts[0], INTERFACE, hosts[1], INTERFACE)
     else:
         call("ip", "netns", "add", switch)
@@ -47,6 +59,24 @@ def connect(hosts: Sequence[str], switch: str) -> None:
         local = ("10.0.0.0/24", "dev", INTERFACE, "proto", "kernel", "scope", "link", "src", address(rank))
         call("ip", "-n", host, "route", "replace", *local, "congctl", "lock", CONGESTION_CONTROL)
         call("ip", "-n", host, "link", "set", "lo", "up")
+    return relay
+
+
+def lay_long_wires(hosts: Sequence[str], switch: str, delay_ms: float) -> subprocess.Popen[bytes]:
+    """Start the process that relays packets, and give each host its end of a wire."""
+    command = ["ip", "netns", "exec", switch, sys.executable, "-S", long_wire.__file__, str(len(hosts)), str(delay_ms)]
+    # A Ctrl-C is for the lab, which removes the namespace.
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    with process.stdout, process.stderr:
+        if not process.stdout.readline():
+            said = process.stderr.read().decode(errors="replace").strip().splitlines()[-1:]
+            raise LabError(f"no long wires: {' '.join(said)}")
+    for rank, host in enumerate(hosts):
+        call("ip", "-n", switch, "link", "set", long_wire.interface(rank), "netns", host, "name", INTERFACE)
+    return process
 
 
 def add_cable(host: str, name: str, peer_host: str, peer_name: str) -> None:

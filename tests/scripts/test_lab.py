@@ -45,6 +45,33 @@ elif os.environ["RANK"] == "1":
     peer.sendall(bytes({size_bytes}))
     peer.close()
 """
+# Each rank other than 0 asks rank 0 for an answer a few times, and prints the shortest time that it took.
+ROUND_TRIPS = """
+import os, socket, time
+rank, hosts = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+if rank == 0:
+    server = socket.create_server(("", 5000))
+    for _ in range(hosts - 1):
+        peer = server.accept()[0]
+        while message := peer.recv(1):
+            peer.send(message)
+else:
+    for _ in range(500):
+        try:
+            peer = socket.create_connection((os.environ["MASTER_ADDR"], 5000))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+    peer.send(b"x")
+    peer.recv(1)  # rank 0 has taken the connection
+    times_s = []
+    for _ in range(5):
+        start = time.perf_counter()
+        peer.send(b"x")
+        peer.recv(1)
+        times_s.append(time.perf_counter() - start)
+    print(min(times_s))
+"""
 SIZE_BYTES = 4 << 20
 BURST_BYTES = 256 << 10
 # Says that it is there, then outlives everything: ignores SIGTERM, and so does a child in a session of its own.
@@ -97,6 +124,32 @@ def test_links_are_as_fast_as_asked_for(hosts: int) -> None:
     # Eight times as fast, and on an idle machine a hundred times; a busy one takes from both.
     assert slow_s / faster_s > 3
     assert slow_s / free_s > 6
+
+
+@pytest.mark.alone
+@needs_lab
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_packets_arrive_as_late_as_asked_for(hosts: int) -> None:
+    with Lab(hosts=hosts, rate="50mbit", delay_ms=20.0) as lab:
+        trips_s = [float(result.stdout) for result in lab.run(python(ROUND_TRIPS), timeout_s=60.0)[1:]]
+        slow_s = transfer_s(lab)
+        lab.reshape(rate="400mbit")
+        fast_s = transfer_s(lab)
+    with Lab(hosts=hosts, rate="50mbit") as lab:
+        near_s = [float(result.stdout) for result in lab.run(python(ROUND_TRIPS), timeout_s=60.0)[1:]]
+    assert all(0.04 <= trip_s < 0.06 for trip_s in trips_s)
+    assert max(near_s) < 0.01
+    # Bandwidth stays as it was, less what TCP needs to get going.
+    assert least_s(50e6) < slow_s < 2 * least_s(50e6)
+    assert fast_s < slow_s / 1.5
+
+
+@needs_lab
+def test_the_process_between_hosts_ends_with_the_lab() -> None:
+    with Lab(hosts=2, delay_ms=1.0) as lab:
+        relay = lab._relay
+        assert relay is not None and relay.poll() is None
+    assert relay.poll() is not None
 
 
 @needs_lab
@@ -377,6 +430,11 @@ def test_values_that_tc_does_not_know_are_named(settings: tuple[str, str]) -> No
 def test_a_wrong_number_of_hosts_is_refused(hosts: int) -> None:
     with pytest.raises(ValueError, match=f"hosts must be 2 to 8, not {hosts}"):
         Lab(hosts=hosts)
+
+
+def test_a_negative_delay_is_refused() -> None:
+    with pytest.raises(ValueError, match="delay_ms must be 0 or more, not -1"):
+        Lab(delay_ms=-1.0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other reasons come first elsewhere")
