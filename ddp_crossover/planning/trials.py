@@ -21,6 +21,9 @@ THRIFT = 0.005
 # Ratio of standard deviation to median absolute deviation for normal noise, and of the standard deviation of a median
 # to that of a mean (asymptotically, the median's variance is pi / 2 times the mean's). Rough, as samples are few.
 STD_PER_MAD = 1.4826
+# Where the second slowest of a trial's steps takes this many times as long as the second fastest, its median hangs on
+# chance: something makes steps slow by moments.
+SPREAD = 1.3
 STD_OF_MEDIAN = math.sqrt(math.pi / 2)
 
 
@@ -74,6 +77,12 @@ class Trial:
     @property
     def median_s(self) -> float:
         return median(self.steps_s)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether more than one step was far slower than others."""
+        in_order = sorted(self.steps_s)
+        return len(in_order) > 3 and in_order[-2] > SPREAD * in_order[1]
 
 
 class TrialLog:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ddp_crossover.fusion import MB, Schedule
 from ddp_crossover.planning.trials import Candidate, Trial, TrialLog
-from ddp_crossover.planning.tuner import TRIAL_STEPS, Tuner, TuningResult
+from ddp_crossover.planning.tuner import MAX_EXTENSIONS, TRIAL_STEPS, Tuner, TuningResult
 
 Curve = Callable[[float], float]
 LOW_OCTAVE, HIGH_OCTAVE = -2.0, 6.0
@@ -31,9 +31,15 @@ JUMPS: dict[str, Callable[[int], float]] = {
 
 
 class Machine:
-    """Gives step times: a curve over log2 of the size in MiB, plain all-reduce, noise, drift, a slow first step."""
+    """Gives step times: a curve over log2 of the size in MiB, plain all-reduce, noise, drift, a slow first step.
 
-    def __init__(self, curve: Curve, plain: float, noise: float = 0.0, drift: str = "steady", seed: int = 0) -> None:
+    With the probability `stalls`, a step takes more than twice as long.
+    """
+
+    def __init__(
+        self, curve: Curve, plain: float, noise: float = 0.0, drift: str = "steady", seed: int = 0, stalls: float = 0.0
+    ) -> None:
+        self.stalls = stalls
         self.curve, self.plain, self.noise = curve, plain, noise
         self.drift = {**DRIFTS, **JUMPS}[drift]
         self.random = random.Random(seed)
@@ -52,6 +58,7 @@ class Machine:
         while tuner.result is None:
             candidate = tuner.candidate
             noise = math.exp(self.noise * self.random.gauss(0, 1))
+            noise *= 2.3 if self.stalls and self.random.random() < self.stalls else 1.0
             switched_to = tuner.observe(self.true(candidate) * self.drift(len(ran)) * noise * (1.5 if fresh else 1.0))
             ran.append(candidate)
             fresh = switched_to is not None
@@ -128,8 +135,18 @@ def test_plain_all_reduce_wins_where_it_is_best_and_loses_where_it_is_not(drift)
             assert result.best.schedule == wanted, (seed, result.describe())
 
 
+def test_ranks_that_stall_now_and_then_do_not_mislead() -> None:
+    regrets = []
+    for seed, curve, start in cases(unimodal, 300):
+        plain = 1.15 * min(curve(octave / 8) for octave in range(-16, 49))
+        machine = Machine(curve, plain, noise=0.01, seed=seed, stalls=0.27)  # three ranks, each in a tenth of its steps
+        regrets.append(machine.regret(start))
+    # Without longer trials there are 13.
+    assert sum(regret > 0.08 for regret in regrets) <= 5, sorted(regrets)[-20:]
+
+
 @given(
-    times=st.lists(st.floats(1e-6, 1e4), min_size=72, max_size=72),
+    times=st.lists(st.floats(1e-6, 1e4), min_size=108, max_size=108),
     trials=st.integers(2, 12),
     start_mb=st.floats(0.01, 500),
     schedule=st.sampled_from(["auto", "allreduce"]),
@@ -143,7 +160,7 @@ def test_budgets_and_bounds_hold_and_equal_times_give_equal_decisions(times, tri
             tuner.observe(step_s)
             made.append(tuner.candidate)
             if tuner.result is not None:
-                assert used == tuner.result.steps <= trials * TRIAL_STEPS
+                assert used == tuner.result.steps <= (trials + MAX_EXTENSIONS) * TRIAL_STEPS
                 break
         assert tuner.result is not None
         assert 2 <= len(tuner.result.trials) <= trials
