@@ -466,7 +466,9 @@ class DearState:
         balancer = Balancer(sampler, self._link.exchange_numbers)
         batches.timer = BatchTimer(self.module, self._device, self._turns, balancer)
 
-    def share(self, batch: Any, size: int, *, tickets: Sequence[int] | None = None) -> SharedBatch:
+    def share(
+        self, batch: Any, size: int, *, first: int | None = None, tickets: Sequence[int] | None = None
+    ) -> SharedBatch:
         """With ``weighted=True``, let ranks take micro-batches of one batch as they get done with them.
 
         For ranks that are slow for moments; if a rank is always slower, see :class:`BalancedSampler`. Gradients add up
@@ -481,6 +483,9 @@ class DearState:
                 a list, for example of indices of samples, or a tuple or dict of these.
             size: number of samples of a micro-batch. With at least four micro-batches for each rank, the wait for the
                 slowest one is short.
+            first: the same of the first micro-batch of each rank; default: ``size``. A large one spares the fixed costs
+                of small ones, and gives gathers of gradients more to hide behind. Half of a rank's equal share costs
+                nothing as long as no rank is more than three times slower than the others.
             tickets: what this rank has taken in the run to be repeated.
 
         Returns:
@@ -510,6 +515,7 @@ class DearState:
             self._link,
             batch,
             size,
+            first=first,
             tickets=tickets,
             store=store,
             key=f"batch {number}",

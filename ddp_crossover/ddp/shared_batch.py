@@ -88,6 +88,34 @@ class _Micro(NamedTuple):
     low: int
     high: int
 
+    @property
+    def samples(self) -> int:
+        return self.high - self.low
+
+
+class Cut(NamedTuple):
+    """How a batch is cut into micro-batches: first one of `first` samples for each rank, then as many of `size`."""
+
+    length: int
+    size: int
+    first: int
+    world_size: int
+
+    @property
+    def tickets(self) -> int:
+        """Number of micro-batches."""
+        in_first = min(self.length, self.world_size * self.first)
+        return -(-in_first // self.first) - (in_first - self.length) // self.size
+
+    def micro(self, ticket: int) -> _Micro:
+        """The micro-batch of a ticket."""
+        after_first = ticket - self.world_size
+        if after_first < 0:
+            low, size = ticket * self.first, self.first
+        else:
+            low, size = self.world_size * self.first + after_first * self.size, self.size
+        return _Micro(low, min(low + size, self.length))
+
 
 class SharedBatch:
     """The micro-batches that this rank takes of a shared batch; iterate over it once.
@@ -101,20 +129,20 @@ class SharedBatch:
         ddp: DistributedDataParallel,
         batches: WeightedBatches,
         data: Any,
-        size: int,
+        cut: Cut,
         make_tickets: Callable[[int], _Tickets],
     ) -> None:
         self.tickets: list[int] = []
         self._ddp = ddp
         self._batches = batches
         self._data = data
-        self._size = size
-        self._length = _length(data)
-        if size < 1:
-            raise ValueError(f"share() takes the number of samples of a micro-batch, at least 1, got size={size}")
-        if not self._length:
+        self._cut = cut
+        for name in ("size", "first"):
+            if (count := getattr(cut, name)) < 1:
+                raise ValueError(f"share() takes numbers of samples of a micro-batch, at least 1, got {name}={count}")
+        if not cut.length:
             raise ValueError("share() got a batch without samples: leave out the step on all ranks")
-        self._source: _Tickets | None = make_tickets(-(-self._length // size))
+        self._source: _Tickets | None = make_tickets(cut.tickets)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield micro-batches, structured as the batch is. Gradients are reduced in the backward of the last one."""
@@ -124,17 +152,16 @@ class SharedBatch:
         self._refuse_gradients()
         micro = self._next(source)
         if micro is None:
-            with self._batches.batch(0, weight=0, total=self._length):
+            with self._batches.batch(0, weight=0, total=self._cut.length):
                 pass
             return
         while (following := self._next(source)) is not None:
-            with self._ddp.no_sync(), self._batches.batch(micro.high - micro.low, weight=0):
+            with self._ddp.no_sync(), self._batches.batch(micro.samples, weight=0):
                 yield self._samples(micro)
+            if following.samples != micro.samples:
+                self._scale_gradients(micro.samples / following.samples)
             micro = following
-        count = micro.high - micro.low
-        if count < self._size and len(self.tickets) > 1:
-            self._count_in(count)
-        with self._batches.batch(count, weight=count, total=self._length):
+        with self._batches.batch(micro.samples, weight=micro.samples, total=self._cut.length):
             yield self._samples(micro)
             self._batches.require_reduced()
 
@@ -143,8 +170,7 @@ class SharedBatch:
         if ticket is None:
             return None
         self.tickets.append(ticket)
-        low = ticket * self._size
-        return _Micro(low, min(low + self._size, self._length))
+        return self._cut.micro(ticket)
 
     def _samples(self, micro: _Micro) -> Any:
         return _part(self._data, micro.low, micro.high)
@@ -158,10 +184,10 @@ class SharedBatch:
                 )
 
     @torch.no_grad()
-    def _count_in(self, count: int) -> None:
-        """Have what is in ``.grad`` count as much as the gradient of a mean over ``count`` samples, which is added."""
+    def _scale_gradients(self, factor: float) -> None:
+        """Have a sample in ``.grad`` count as much as in the mean over another number of samples, which comes next."""
         gradients = [p.grad for p in self._ddp.module.parameters() if p.requires_grad and p.grad is not None]
-        torch._foreach_mul_(gradients, self._size / count)
+        torch._foreach_mul_(gradients, factor)
 
 
 def make_shared_batch(
@@ -171,6 +197,7 @@ def make_shared_batch(
     data: Any,
     size: int,
     *,
+    first: int | None,
     tickets: Sequence[int] | None,
     store: Store,
     key: str,
@@ -183,6 +210,7 @@ def make_shared_batch(
         link: tells ranks what they need of each other.
         data: see :meth:`DearState.share`.
         size: number of samples of a micro-batch.
+        first: the same of the first one of each rank; None: as of the others.
         tickets: what this rank has to take; None: what comes.
         store: keeps a counter.
         key: its name, which must be new.
@@ -191,7 +219,8 @@ def make_shared_batch(
     def make(count: int) -> _Tickets:
         return _Counter(store, key, link, count) if tickets is None else _Written(tickets, link, count)
 
-    return SharedBatch(ddp, batches, data, size, make)
+    cut = Cut(_length(data), size, size if first is None else first, link.world_size)
+    return SharedBatch(ddp, batches, data, cut, make)
 
 
 def _length(data: Any) -> int:

@@ -20,7 +20,7 @@ from bench_kit.training import Arm, Workload
 
 SAMPLES = 64
 """Samples of a rank's batch where all ranks have equally many. Compute takes time in proportion to samples."""
-MICRO_BATCH = 8
+MICRO_BATCH, FIRST_MICRO_BATCH = 8, 32
 BALANCED_STEPS = 70
 """Steps after which balance has settled: a few looks at the times, eight steps apart."""
 FORMS = "slow@FACTOR: the last rank is slower by it; stalls@PROBABILITY: a rank's step takes 3 times as long"
@@ -132,7 +132,7 @@ class SharedArm(SlowedArm):
 
     def _step(self, slower: float) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        for micro in self._state.share(range(SAMPLES * dist.get_world_size()), MICRO_BATCH):
+        for micro in self._state.share(range(SAMPLES * dist.get_world_size()), MICRO_BATCH, first=FIRST_MICRO_BATCH):
             self._pace.factor = slower * len(micro) / SAMPLES
             self._workload.loss(self._network).backward()
         self.optimizer.step()

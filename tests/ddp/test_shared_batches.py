@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
+from ddp_crossover.ddp.shared_batch import Cut
 from harness import run_faulty_ranks
 from weighted_loops import SAMPLES, STEPS, Weighted, WeightedRun, plain, samples_of
 
@@ -23,13 +26,13 @@ def _run() -> WeightedRun:
     return WeightedRun(Weighted(plain, dtype=torch.float32), on_ranks=True)
 
 
-def _train_shared(tickets: list[list[int]] | None, sleeps: bool) -> dict[str, Any]:
+def _train_shared(tickets: list[list[int]] | None, sleeps: bool, first: int | None) -> dict[str, Any]:
     run = _run()
     taken, seen = [], []
     for step in range(STEPS):
         x, y = samples_of(step, torch.float32)
         run.optimizer.zero_grad()
-        shared = run.state.share(list(range(SAMPLES)), size=1, tickets=None if tickets is None else tickets[step])
+        shared = run.state.share(list(range(SAMPLES)), size=1, first=first, tickets=tickets and tickets[step])
         for indices in shared:
             if sleeps:
                 time.sleep(0.004 * (1 + (run.rank + step) % 3))
@@ -42,23 +45,32 @@ def _train_shared(tickets: list[list[int]] | None, sleeps: bool) -> dict[str, An
     return {"tickets": taken, "seen": seen, "parameters": parameters}
 
 
-def _train_and_replay(sleeps: bool) -> dict[str, Any]:
-    first = _train_shared(None, sleeps)
-    second = _train_shared(first["tickets"], sleeps=False)
-    assert second["tickets"] == first["tickets"]
-    assert torch.equal(first["parameters"], second["parameters"])
-    return first
+def _train_and_replay(first: int | None) -> dict[str, Any]:
+    one = _train_shared(None, True, first)
+    other = _train_shared(one["tickets"], False, first)
+    assert other["tickets"] == one["tickets"]
+    assert torch.equal(one["parameters"], other["parameters"])
+    return one
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("first", [None, 2])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_each_sample_is_taken_once_and_a_replay_has_the_same_bits(on_ranks, world_size) -> None:
-    results = on_ranks(_train_and_replay, world_size, True)
+def test_each_sample_is_taken_once_and_a_replay_has_the_same_bits(on_ranks, world_size, first) -> None:
+    results = on_ranks(_train_and_replay, world_size, first)
     seen = sorted(sample for one in results for sample in one["seen"])
     assert seen == [(step, index) for step in range(STEPS) for index in range(SAMPLES)]
     assert all(torch.equal(one["parameters"], results[0]["parameters"]) for one in results)
     shares = {tuple(map(len, one["tickets"])) for one in results}
     assert len(shares) > 1, "a rank that sleeps for longer takes fewer"
+
+
+@given(length=st.integers(1, 200), size=st.integers(1, 30), first=st.integers(1, 60), world_size=st.integers(1, 8))
+def test_each_sample_is_in_one_micro_batch(length, size, first, world_size) -> None:
+    cut = Cut(length, size, first, world_size)
+    micros = [cut.micro(ticket) for ticket in range(cut.tickets)]
+    assert [sample for micro in micros for sample in range(micro.low, micro.high)] == list(range(length))
+    assert all(micro.samples == (first if ticket < world_size else size) for ticket, micro in enumerate(micros[:-1]))
 
 
 def _share_in_few_parts() -> list[int]:
@@ -100,6 +112,8 @@ def _refused(kind: str) -> str:
             run.state.share([], size=4)
         elif kind == "size":
             run.state.share(x, size=0)
+        elif kind == "first":
+            run.state.share(x, size=2, first=-1)
         elif kind == "backward":
             for _ in run.state.share(list(range(2)), size=1):
                 pass
@@ -121,6 +135,7 @@ def _refused(kind: str) -> str:
         ("type", r"TypeError: share\(\) takes a tensor, a list of samples.*pass the indices"),
         ("empty", r"ValueError: share\(\) got a batch without samples"),
         ("size", r"ValueError: .*size=0"),
+        ("first", r"ValueError: .*first=-1"),
         ("backward", r"RuntimeError: the last micro-batch of share\(\) has had no backward"),
     ],
 )
