@@ -122,6 +122,25 @@ def test_a_detached_model_can_be_forked(on_ranks) -> None:
     assert on_ranks(_forks_after_detach, 2) == [[], []]
 
 
+def _forks_beside_garbage() -> bool:
+    run = _trained_run(with_dear=True)
+    gc.disable()
+    try:
+        holder: dict[str, Any] = {"group": dist.new_group()}
+        holder["itself"] = holder
+        dist.barrier(holder["group"])
+        dist.destroy_process_group(holder["group"])
+        del holder
+        return Child(lambda: gc.collect() >= 0).result()
+    finally:
+        gc.enable()
+        run.detach()
+
+
+def test_a_forked_child_does_not_collect_what_needs_threads_of_its_parent(on_ranks) -> None:
+    assert on_ranks(_forks_beside_garbage, 2) == [True, True]
+
+
 def _zeroes_gradients_of_a_dropped_state() -> bool:
     run = _trained_run(with_dear=True)
     optimizer, link = run.optimizer, run.state._link

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import weakref
 from typing import Protocol
@@ -45,6 +46,9 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
+    # What is garbage now, such as the process group of a model that was attached earlier, would wait in its destructor
+    # for threads that the child does not have. Nothing that the parent has made is collected from now on.
+    gc.freeze()
     forget_threads()
     _watched.clear()
     while _forking:

@@ -5,7 +5,6 @@ Plain DDP trains as if nobody looked, and shows everybody the same. So must DeAR
 
 from __future__ import annotations
 
-import gc
 import os
 import select
 import signal
@@ -75,8 +74,6 @@ class Child:
     """A forked process that does `work` and hands the result over, or is killed after a while."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
-        # Else the child may collect groups of tests before this one, whose threads it does not have.
-        gc.collect()
         self._end, theirs = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
