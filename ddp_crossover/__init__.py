@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ddp_crossover import data as data
     from ddp_crossover import optim as optim
     from ddp_crossover.collectives.agreement import DisagreementError
     from ddp_crossover.collectives.leg import LegError
@@ -77,7 +78,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name == "__version__":
         value: object = import_module("importlib.metadata").version(__name__)
-    elif name in ("integrations", "optim"):
+    elif name in ("data", "integrations", "optim"):
         value = import_module(f"{__name__}.{name}")
     elif name in _MODULES:
         value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -21,6 +21,7 @@ COMMANDS = {
     "simulate": "ddp_crossover.planning.simulate",
     "timeline": "ddp_crossover.tracing.timeline",
     "lease": "ddp_crossover.lease.command",
+    "cache": "ddp_crossover.data.command",
 }
 
 

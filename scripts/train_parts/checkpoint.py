@@ -9,7 +9,7 @@ import torch
 # The options that decide the numbers. A checkpoint goes on only under the same ones, because a
 # resumed run promises the parameters of the run that never stopped. `--hook` is not among them.
 DECISIVE = (
-    "model", "image_size", "limit_samples", "optimizer", "lr", "weight_decay", "epochs",
+    "model", "image_size", "shrink", "limit_samples", "optimizer", "lr", "weight_decay", "epochs",
     "warmup_epochs", "batch_size", "accumulate", "clip_norm", "amp", "seed", "world_size",
 )  # fmt: skip
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+import ddp_crossover as dx
+
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -39,8 +41,13 @@ def load_digits(image_size: int) -> tuple[Dataset[Any], Dataset[Any], int]:
     )
 
 
-def load_image_folder(path: Path, image_size: int) -> tuple[Dataset[Any], Dataset[Any], int]:
-    """`path/train/<class>/*.jpg` and `path/val/<class>/*.jpg`: (train, val, number of classes)."""
+def load_image_folder(
+    path: Path, image_size: int, shrink: int | None = None, cache: Path | None = None
+) -> tuple[Dataset[Any], Dataset[Any], int]:
+    """`path/train/<class>/*.jpg` and `path/val/<class>/*.jpg`: (train, val, number of classes).
+
+    With `cache` decoded images are kept there, with what is the same in each epoch done to them.
+    """
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
 
@@ -51,17 +58,26 @@ def load_image_folder(path: Path, image_size: int) -> tuple[Dataset[Any], Datase
             f"train/<class>/<image> and val/<class>/<image>."
         )
     normalise = [transforms.ToTensor(), transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
+    shrunk = [transforms.Resize(shrink)] if shrink else []
     augment = [transforms.RandomResizedCrop(image_size), transforms.RandomHorizontalFlip()]
     centre = [transforms.Resize(round(image_size * 256 / 224)), transforms.CenterCrop(image_size)]
     try:
-        train = ImageFolder(path / "train", transforms.Compose(augment + normalise))
-        val = ImageFolder(path / "val", transforms.Compose(centre + normalise))
+        train, val = ImageFolder(path / "train"), ImageFolder(path / "val")
     except FileNotFoundError as error:  # a folder without classes, or a class without images
         raise ValueError(f"--data {path}: {error}") from error
     if train.classes != val.classes:
         odd = sorted(set(train.classes) ^ set(val.classes))
         raise ValueError(f"--data {path}: train/ and val/ differ in their classes: {odd[:5]}")
-    return train, val, len(train.classes)
+
+    def transformed(folder: ImageFolder, same_each_time: list[Any], each_time: list[Any]) -> Dataset[Any]:
+        if cache is None:
+            folder.transform = transforms.Compose(same_each_time + each_time)
+            return folder
+        cached, live = transforms.Compose(same_each_time), transforms.Compose(each_time)
+        return dx.data.CachedDataset(folder, cached=cached, live=live, dir=cache)
+
+    classes = len(train.classes)
+    return transformed(train, shrunk, augment + normalise), transformed(val, centre, normalise), classes
 
 
 def make_loaders(args: argparse.Namespace, pin_memory: bool) -> tuple[DataLoader[Any], DataLoader[Any], int]:
@@ -70,7 +86,7 @@ def make_loaders(args: argparse.Namespace, pin_memory: bool) -> tuple[DataLoader
     The training loader's sampler wants `set_epoch` before each epoch.
     """
     if args.data:
-        train, test, classes = load_image_folder(args.data, args.image_size)
+        train, test, classes = load_image_folder(args.data, args.image_size, args.shrink, args.cache)
     else:
         train, test, classes = load_digits(args.image_size)
     if args.limit_samples:

@@ -35,6 +35,8 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     add("--model", default="resnet18", help="a torchvision classifier (%(default)s)")
     add("--data", type=Path, help="folder with train/<class>/ and val/<class>/ (digits)")
     add("--image-size", type=int, help="pixels (32 for digits, 224 for --data)")
+    add("--shrink", type=int, metavar="PIXELS",
+        help="shorter side of training images before augmentation, which makes them small to keep (as they are)")
     add("--limit-samples", type=int, metavar="N", help="only N images of each set, for a quick try")
     add("--epochs", type=int, default=5, help="how many to train in all (%(default)s)")
     add("--batch-size", type=int, default=32, help="images per rank and forward pass (%(default)s)")
@@ -59,6 +61,8 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="gloo on cpu, nccl on cuda; auto: cuda with a GPU for each rank (%(default)s)")
     add("--workers", type=int, default=0, help="data loading processes per rank (%(default)s)")
+    add("--cache", type=Path, metavar="DIR",
+        help="on a local disk: keeps decoded images of --data for all ranks, workers and later runs")
     add("--checkpoint", type=Path, metavar="FILE",
         help="written after each epoch; all ranks must be able to read it")
     add("--resume", nargs="?", choices=("yes", "auto"), const="yes", default="no",
@@ -70,7 +74,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
 
 def _what_is_wrong(args: argparse.Namespace) -> str | None:
     """The first thing that is wrong with the arguments, or None."""
-    for name in ("image_size", "limit_samples", "epochs", "batch_size", "accumulate", "lr"):
+    for name in ("image_size", "shrink", "limit_samples", "epochs", "batch_size", "accumulate", "lr"):
         value = getattr(args, name)
         if value is not None and not value > 0:  # which NaN is not, either
             return f"{option(name)} must be greater than 0, not {value}"
@@ -78,6 +82,9 @@ def _what_is_wrong(args: argparse.Namespace) -> str | None:
         value = getattr(args, name)
         if not value >= 0:
             return f"{option(name)} must be 0 or more, not {value}"
+    for name in ("cache", "shrink"):
+        if getattr(args, name) and not args.data:
+            return f"{option(name)} is for the images of --data FOLDER; the digits are in memory"
     models = torchvision.models.list_models(module=torchvision.models)
     if args.model not in models:
         near = difflib.get_close_matches(args.model, models, n=5) or models

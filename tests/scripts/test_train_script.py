@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import train
+from pictures import make_folder
 from train_parts import checkpoint, data, options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,3 +189,21 @@ def test_a_checkpoint_of_another_run_or_a_damaged_one_is_refused(tmp_path: Path)
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match="cannot be read: it is damaged"):
         checkpoint.load(path, config)
+
+
+def test_a_cache_of_decoded_images_changes_no_bit(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        make_folder(tmp_path / "images" / part, 48)
+    images = ("--data", str(tmp_path / "images"), "--image-size", "32", "--shrink", "36", "--epochs", "2")
+    without = run(tmp_path / "without", *images)
+    for stem in ("filling", "full"):
+        cached = run(tmp_path / stem, *images, "--cache", str(tmp_path / "cache"))
+        assert all(torch.equal(cached.params[name], value) for name, value in without.params.items())
+    assert len(list((tmp_path / "cache").iterdir())) == 2  # of training and of test images
+
+
+def test_a_cache_is_for_images(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(SystemExit):
+        options.parse_args("", ["--cache", "somewhere"])
+    assert "--cache is for the images of --data FOLDER" in capsys.readouterr().err
