@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ddp_crossover import data as data
     from ddp_crossover import optim as optim
+    from ddp_crossover import relaxed as relaxed
     from ddp_crossover.collectives.agreement import DisagreementError
     from ddp_crossover.collectives.leg import LegError
     from ddp_crossover.comm_hook import DearState, attach, dear_hook
@@ -78,7 +79,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name == "__version__":
         value: object = import_module("importlib.metadata").version(__name__)
-    elif name in ("data", "integrations", "optim"):
+    elif name in ("data", "integrations", "optim", "relaxed"):
         value = import_module(f"{__name__}.{name}")
     elif name in _MODULES:
         value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

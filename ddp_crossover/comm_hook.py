@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -804,12 +804,47 @@ def dear_hook(state: DearState, bucket: GradBucket) -> torch.futures.Future[torc
     return state.reduce(bucket)
 
 
-def attach(ddp: DistributedDataParallel, optimizer: Optimizer | Sequence[Optimizer], **options: object) -> DearState:
+State = TypeVar("State", covariant=True)
+
+
+class SyncPolicy(Protocol[State]):
+    """What ``attach(sync=...)`` takes: another way to train than exactly, such as ``relaxed.LocalSGD``."""
+
+    def attach(self, ddp: DistributedDataParallel, optimizer: Optimizer | Sequence[Optimizer], **options: Any) -> State:
+        """Attach to a model, and return a state of its own kind."""
+
+
+@overload
+def attach(
+    ddp: DistributedDataParallel, optimizer: Optimizer | Sequence[Optimizer], *, sync: SyncPolicy[State], **options: Any
+) -> State: ...
+
+
+@overload
+def attach(ddp: DistributedDataParallel, optimizer: Optimizer | Sequence[Optimizer], **options: Any) -> DearState: ...
+
+
+def attach(
+    ddp: DistributedDataParallel,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    sync: SyncPolicy[Any] | None = None,
+    **options: Any,
+) -> Any:
     """Build a :class:`DearState` and register :func:`dear_hook`; ``options`` are keyword arguments of the state.
 
     With ``DDP_CROSSOVER=off`` in the environment the state is detached, and ``ddp`` trains as without us.
+
+    Args:
+        ddp: the model.
+        optimizer: its optimizer, or a list of all of them.
+        sync: a policy of :mod:`ddp_crossover.relaxed`, which changes the algorithm and returns a state of another kind.
+            Default: train exactly as DDP does.
+        options: see :class:`DearState`.
     """
-    state = DearState(ddp, optimizer, **options)  # type: ignore[arg-type]
+    if sync is not None:
+        return sync.attach(ddp, optimizer, **options)
+    state = DearState(ddp, optimizer, **options)
     if switched_off():
         state.detach()
     else:

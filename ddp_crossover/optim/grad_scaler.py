@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from ddp_crossover.optim import sharded_norms as shards
 from ddp_crossover.optim.deferred_updates import pipeline_of
 from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters
+from ddp_crossover.optim.overflow import agreed
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -32,7 +33,7 @@ class GradScaler(torch.amp.GradScaler):
         pipeline = pipeline_of(optimizer)
         gradients = shards.shared_gradients(pipeline, optimizer_parameters(optimizer))
         if pipeline is None or gradients is None:
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            return agreed(optimizer, super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16))
         slots = [*gradients.on_the_wire, *gradients.in_memory]
         if not allow_fp16 and any(slot.parameter.dtype is torch.float16 for slot in slots):
             raise ValueError("Attempting to unscale FP16 gradients: keep the parameters in fp32 and use torch.autocast")

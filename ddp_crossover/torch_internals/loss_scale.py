@@ -33,9 +33,13 @@ class LossScale:
         if is_watched:
             _watch()
 
+    def scaler(self) -> GradScaler | None:
+        """What has multiplied the loss of the backward under way, or None."""
+        return None if _current is None else _current()
+
     def now(self) -> float | Tensor:
         """By what the loss of the backward under way was multiplied, on the scaler's device; 1 if by nothing."""
-        scaler = None if _current is None else _current()
+        scaler = self.scaler()
         scale: Tensor | None = None if scaler is None else private(scaler, "_get_scale_async")()
         if scale is None:
             return 1.0

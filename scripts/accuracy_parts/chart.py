@@ -13,6 +13,8 @@ from accuracy_parts.wires import WIRES
 COLORS = {
     "ddp": "#CC79A7", "fp32": "#555555", "bf16": "#56B4E9", "int8": "#0072B2", "int8-noef": "#0072B2",
     "topk": "#D55E00", "topk-noef": "#D55E00", "topk+int8": "#009E73", "unequal": "#E69F00",
+    "local-8": "#0072B2", "local-32": "#56B4E9", "local-8-late": "#009E73", "local-8-int8": "#CC79A7",
+    "diloco-8": "#D55E00", "diloco-32": "#E69F00",
 }  # fmt: skip
 # Curves that coincide stay visible, because those that are drawn first are wider.
 WIDTHS = {"fp32": 5.0, "ddp": 3.6, "bf16": 2.8}

@@ -34,6 +34,8 @@ TEST_BATCH_SIZE = 128
 WARM_UP_SHARE = 0.05
 TELL_EVERY_STEPS = 10
 
+State = dx.DearState | dx.relaxed.RelaxedState
+
 
 def train(settings: CaseSettings, data: Data, seed: int) -> dict[str, Any]:
     """Train with one seed; returns its part of the record, the same on all ranks. Collective.
@@ -44,7 +46,8 @@ def train(settings: CaseSettings, data: Data, seed: int) -> dict[str, Any]:
     task = TASKS[settings.task]
     torch.manual_seed(seed)
     network = task.build()
-    ddp = DistributedDataParallel(network, gradient_as_bucket_view=True)
+    is_relaxed = WIRES[settings.wire].is_relaxed
+    ddp = DistributedDataParallel(network, gradient_as_bucket_view=True, broadcast_buffers=not is_relaxed)
     optimizer = task.make_optimizer(ddp.parameters())
     schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
     state, options = _attach(ddp, optimizer, settings)
@@ -61,7 +64,10 @@ def train(settings: CaseSettings, data: Data, seed: int) -> dict[str, Any]:
         schedule.step()
         losses.append(loss.detach() * (len(mine.inputs) / task.batch_size))
     facts: dict[str, Any] = {}
-    if state is not None:
+    if isinstance(state, dx.relaxed.RelaxedState):
+        state.consolidate()
+        facts = {"sent_bytes_per_step": state.stats().sent_bytes / settings.steps}
+    elif state is not None:
         state.synchronize()
         facts = pipeline_facts(state)
     train_s = time.perf_counter() - start_s
@@ -98,20 +104,21 @@ def own_share(train: Samples, step: int, seed: int, *, batch_size: int, speeds: 
     return Samples(inputs[low : low + sizes[rank]], targets[low : low + sizes[rank]])
 
 
-def weighted(state: dx.DearState | None, settings: CaseSettings, count: int) -> AbstractContextManager[None]:
+def weighted(state: State | None, settings: CaseSettings, count: int) -> AbstractContextManager[None]:
     """The context in which a batch of this many samples has its weight."""
-    return state.batch(count) if state is not None and WIRES[settings.wire].speeds else nullcontext()
+    return state.batch(count) if isinstance(state, dx.DearState) and WIRES[settings.wire].speeds else nullcontext()
 
 
 def _attach(
     ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, settings: CaseSettings
-) -> tuple[dx.DearState | None, dict[str, str]]:
+) -> tuple[State | None, dict[str, str]]:
     """The state, and all options as text. Plain DDP has neither."""
     make_options = WIRES[settings.wire].options
     if make_options is None:
         return None, {}
     # A plan that is fixed: the tuner would try plain all-reduces, which do not compress, on real steps.
-    options = {"tune": False, "fusion_mb": settings.fusion_mb} | make_options()
+    pipeline = {} if WIRES[settings.wire].is_relaxed else {"tune": False, "fusion_mb": settings.fusion_mb}
+    options = pipeline | make_options()
     return dx.attach(ddp, optimizer, **options), {name: str(value) for name, value in options.items()}
 
 

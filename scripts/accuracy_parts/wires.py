@@ -1,4 +1,7 @@
-"""The wires that are compared: what `attach` is given for each of them, and the shares of the batch that ranks get."""
+"""The wires that are compared: what `attach` is given for each of them, and the shares of the batch that ranks get.
+
+Ways to share parameters now and then, instead of gradients in each step, are compared in the same way.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +31,25 @@ class Wire:
     options: Callable[[], dict[str, Any]] | None
     speeds: tuple[int, ...] = ()
 
+    @property
+    def is_relaxed(self) -> bool:
+        """Whether ranks have parameters of their own for some steps."""
+        return self.name in _RELAXED
+
+
+_RELAXED: dict[str, tuple[str, Callable[[], dx.relaxed.LocalSGD]]] = {
+    "local-8": ("local SGD, 8 steps", lambda: dx.relaxed.LocalSGD(every=8)),
+    "local-32": ("local SGD, 32 steps", lambda: dx.relaxed.LocalSGD(every=32)),
+    "local-8-late": ("local SGD, 8 steps, 4 late", lambda: dx.relaxed.LocalSGD(every=8, delay=4)),
+    "local-8-int8": ("local SGD, 8 steps, int8", lambda: dx.relaxed.LocalSGD(every=8, wire_dtype=torch.int8)),
+    "diloco-8": ("DiLoCo, 8 steps", lambda: dx.relaxed.DiLoCo(every=8)),
+    "diloco-32": ("DiLoCo, 32 steps", lambda: dx.relaxed.DiLoCo(every=32)),
+}
+
+
+def _synced(make_policy: Callable[[], dx.relaxed.LocalSGD]) -> Callable[[], dict[str, Any]]:
+    return lambda: {"sync": make_policy()}
+
 
 # Options are made on the ranks: a version of the package that lacks one of them fails at that wire only.
 WIRES = {
@@ -46,7 +68,8 @@ WIRES = {
         ),
         Wire("unequal", "shares of 3 to 1", lambda: {"weighted": True}, speeds=(3, 1)),
         Wire("int8-noef", "int8, no error feedback", lambda: {"wire_dtype": torch.int8, "error_feedback": False}),
+        *(Wire(name, label, _synced(make)) for name, (label, make) in _RELAXED.items()),
     )
 }
-# Plain DDP has the bits of fp32 on two ranks, so it would add nothing; unequal shares are another question.
-DEFAULT_WIRES = [name for name in WIRES if name not in ("ddp", "unequal")]
+# Plain DDP has the bits of fp32 on two ranks, so it would add nothing; the others are another question.
+DEFAULT_WIRES = [name for name in WIRES if name not in ("ddp", "unequal", *_RELAXED)]

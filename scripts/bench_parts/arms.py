@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import ddp_crossover as dx
 from bench_kit.training import LEARNING_RATE, Arm, ArmRefused, Workload
+from bench_parts import relaxed
 from bench_parts.stragglers import ARMS as STRAGGLER_ARMS
 from bench_parts.stragglers import Straggler, make_slowed_arm
 
@@ -42,7 +43,10 @@ OURS: dict[str, dict[str, Any]] = {
     "balance": {"schedule": "auto", "weighted": True},
     "share": {"schedule": "auto", "weighted": True},
 }
-NOT_BY_DEFAULT = ("top-k", "top-k-int8", "auto-node", "int8-node", "top-k-node", "shard", "balance", "share")
+NOT_BY_DEFAULT = (
+    *("top-k", "top-k-int8", "auto-node", "int8-node", "top-k-node", "shard", "balance", "share"),
+    *relaxed.MEANING,
+)
 """Arms that need another network to be worth a look, or have a bench of their own."""
 
 MEANING = {
@@ -65,6 +69,7 @@ MEANING = {
     "shard": 'ddp_crossover, schedule="auto", shard_optimizer=True',
     "balance": "ddp_crossover, ranks get as many samples as they are fast; for --stragglers",
     "share": "ddp_crossover, ranks take micro-batches as they get done; for --stragglers",
+    **relaxed.MEANING,
 }
 
 
@@ -114,6 +119,8 @@ def make_arm(
         zero = ZeroRedundancyOptimizer(parameters, optimizer_class, parameters_as_bucket_view=True, lr=LEARNING_RATE)
         return Arm(workload, ddp, zero)
     optimizer = optimizer_class(ddp.parameters(), lr=LEARNING_RATE)
+    if relaxed.period(name.kind) is not None:
+        return relaxed.make_relaxed_arm(name.kind, workload, ddp, optimizer)
     state = _attached(ddp, optimizer, OURS[name.kind], fusion_mb) if name.kind in OURS else None
     if name.kind in _PEER_HOOKS:
         try:

@@ -1,0 +1,341 @@
+"""The state of a model whose ranks share their parameters now and then: local steps, snapshots, merges.
+
+All that ranks do together is counted by backward passes that DDP reduces, of which all ranks have equally many: whether
+a rank has skipped its ``optimizer.step()`` does not matter. What is due after a step is done at the beginning of the
+next training forward, when all of the step's updates are there. See [Note: delta merge].
+
+[Note: delta merge]
+shared: the parameters as all ranks had them after the last merge, kept by each rank.
+sent: this rank's parameters when it sent how far it had come from ``shared``. The mean of that arrives some steps
+    later. A merge moves ``shared`` by the mean, and this rank's parameters to ``shared`` plus what it has learned since
+    it sent: x <- shared + (x - sent). So the mean over ranks loses nothing that was learned while the mean was on the
+    way.
+"""
+# No `from __future__ import annotations` here: DDP checks the annotations of hooks, and expects types.
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddp_crossover.codecs.wire import Wire
+from ddp_crossover.collectives.make_link import make_link
+from ddp_crossover.comm_hook import DearState, attach
+from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers
+from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
+from ddp_crossover.optim.grad_scaler import GradScaler
+from ddp_crossover.optim.overflow import agree_on_overflow
+from ddp_crossover.options import switched_off
+from ddp_crossover.relaxed.exchange import MeanExchange
+from ddp_crossover.relaxed.policies import LocalSGD
+from ddp_crossover.torch_internals.ddp import (
+    GradBucket,
+    forget_comm_hooks,
+    managed_parameters,
+    process_group_timeout,
+    rebuild_buckets,
+)
+from ddp_crossover.torch_internals.loss_scale import LossScale
+
+
+class RelaxedStats(NamedTuple):
+    """Figures of relaxed training on this rank.
+
+    Attributes:
+        steps: backward passes that DDP would have reduced.
+        means: how often ranks have shared their parameters.
+        divergence: how far this rank's parameters were from the mean when it was last made, relative to its norm.
+        sent_bytes: what this rank has sent, without warm-up.
+    """
+
+    steps: int
+    means: int
+    divergence: float
+    sent_bytes: int
+
+
+class RelaxedState:
+    """What :func:`ddp_crossover.attach` returns with ``sync=``: one model whose ranks train alone between means.
+
+    Parameters differ between ranks. Call :meth:`consolidate` on all ranks before an evaluation or a checkpoint of the
+    model; a checkpoint to go on from needs each rank's own parameters, optimizer state and :meth:`state_dict`.
+
+    Args:
+        ddp: the model.
+        optimizer: its optimizer, or a list of all of them. Their state stays each rank's own.
+        policy: when to share what.
+        options: options of :class:`ddp_crossover.DearState` for the exact steps of the warm-up.
+
+    Raises:
+        ValueError: for a setup in which ranks would talk in local steps, or see gradients that are not theirs.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: Optimizer | Sequence[Optimizer],
+        policy: LocalSGD,
+        **options: Any,
+    ) -> None:
+        if options and not policy.warmup:
+            raise ValueError(f"{', '.join(options)}: options of the exact steps, of which warmup=0 has none")
+        ddp = unwrapped_model(ddp)
+        refuse_model(ddp)
+        _refuse_talk_in_local_steps(ddp)
+        optimizers = [unwrapped_optimizer(o) for o in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
+        refuse_optimizers(ddp, optimizers)
+        self.policy = policy
+        self._ddp = weakref.ref(ddp)  # DDP's reducer, which the garbage collector does not see into, holds this object
+        self._named = managed_parameters(ddp)
+        self._parameters = [parameter for _, parameter in self._named]
+        self._detached = switched_off()
+        # Exact steps at first, then local ones; both are counted.
+        self._warmup: DearState | None = None
+        self._is_plain = False  # the warm-up goes on as plain DDP
+        self._warmup_steps = self._steps = self._seen = self._means = 0
+        self._divergence = 0.0
+        self._shared: list[Tensor] = []
+        self._memories: list[list[Tensor]] = []
+        self._sent: list[Tensor] | None = None
+        self._due = 0
+        device = self._parameters[0].device
+        wire = Wire.of(policy.wire_dtype, device_type=device.type)
+        self._link = make_link(
+            ddp.process_group,
+            device,
+            process_group_timeout(ddp.process_group, device),
+            own_group=None,
+            sums_in_fp32=wire.cast_to is not None,
+        )
+        self._closing = weakref.finalize(self, self._link.shut_down)
+        self._exchange = MeanExchange(self._named, self._link, wire)
+        self._loss_scale = LossScale(is_watched=True)
+        if self._detached:
+            self._closing()
+            return
+        agree_on_overflow(optimizers, self._link)
+        if policy.warmup:
+            self._warmup = attach(ddp, optimizer, **options)
+        else:
+            self._begin_local_steps()
+        self._handle = ddp.register_forward_pre_hook(self._on_forward)
+
+    # What users call.
+
+    @property
+    def detached(self) -> bool:
+        """Whether :meth:`detach` was called."""
+        return self._detached
+
+    def stats(self) -> RelaxedStats:
+        """Figures of this rank."""
+        return RelaxedStats(self._warmup_steps + self._steps, self._means, self._divergence, self._link.sent_bytes)
+
+    @torch.no_grad()
+    def consolidate(self) -> None:
+        """Give all ranks the mean of their parameters, bit for bit the same, and rank 0's buffers. A collective.
+
+        Call it on all ranks after ``optimizer.step()``, before an evaluation or a checkpoint. It is one more mean, so
+        training goes on from it; the period of the policy does not change.
+        """
+        if self._detached:
+            return
+        if self._warmup is not None:
+            self._warmup.synchronize()
+            return
+        self._catch_up()
+        if self._sent is not None:
+            self._merge()
+        self._send()
+        self._merge()
+        for parameter, shared in zip(self._parameters, self._shared, strict=True):
+            parameter.copy_(shared)
+        for buffer in self._model.module.buffers():
+            dist.broadcast(buffer, group=self._model.process_group, group_src=0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of a checkpoint to go on from, beside its parameters and its optimizer's state.
+
+        It waits for what is under way, which all ranks have sent. No collective.
+        """
+        self._refuse_warmup("state_dict")
+        self._catch_up()
+        arrived = [mean.clone() for mean in self._exchange.finish()] if self._sent is not None else []
+        feedback = self._exchange.feedback
+        return {
+            "steps": self._steps,
+            "warmup_steps": self._warmup_steps,
+            "means": self._means,
+            "due": self._due,
+            "shared": [tensor.clone() for tensor in self._shared],
+            "memories": [[tensor.clone() for tensor in memories] for memories in self._memories],
+            "sent": None if self._sent is None else [tensor.clone() for tensor in self._sent],
+            "arrived": arrived,
+            "feedback": None if feedback is None else feedback.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was called; load this rank's parameters and optimizer state as well."""
+        if self._warmup is not None:
+            self._end_warmup()
+        self._steps = self._seen = state["steps"]
+        self._warmup_steps, self._means, self._due = state["warmup_steps"], state["means"], state["due"]
+        for own, saved in zip(self._shared, state["shared"], strict=True):
+            own.copy_(saved)
+        for own_memories, saved_memories in zip(self._memories, state["memories"], strict=True):
+            for own, saved in zip(own_memories, saved_memories, strict=True):
+                own.copy_(saved)
+        self._sent = None if state["sent"] is None else [tensor.clone() for tensor in state["sent"]]
+        if self._sent is not None:
+            self._exchange.bring(state["arrived"])
+        if self._exchange.feedback is not None:
+            self._exchange.feedback.load_state_dict(state["feedback"])
+
+    def detach(self) -> None:
+        """Give all ranks the mean, and leave DDP as it was before attach. A collective."""
+        if self._detached:
+            return
+        self.consolidate()
+        self._detached = True
+        self._handle.remove()
+        if self._warmup is not None:
+            self._warmup.detach()
+        else:
+            forget_comm_hooks(self._model)
+            rebuild_buckets(self._model)
+        self._closing()
+
+    @property
+    def _model(self) -> DistributedDataParallel:
+        ddp = self._ddp()
+        assert ddp is not None  # the model is running
+        return ddp
+
+    # From exact steps to local ones.
+
+    def _follow_warmup(self) -> None:
+        """Count exact steps, and end them. They go on without the pipeline where that has left DDP as it was."""
+        assert self._warmup is not None
+        if not self._is_plain:
+            done = self._warmup.stats().iterations
+            # If it has left in the last forward, after we looked, one step has passed it.
+            self._warmup_steps = done + (self._warmup.detached and done == self._warmup_steps)
+            if self._warmup.detached:
+                self._is_plain = True
+                self._model.register_comm_hook(self, relaxed_hook)
+        if self._warmup_steps >= self.policy.warmup:
+            self._end_warmup()
+
+    def _begin_local_steps(self) -> None:
+        if not self._is_plain:
+            self._model.register_comm_hook(self, relaxed_hook)
+        self._shared = [parameter.detach().clone() for parameter in self._parameters]
+        self._memories = [[torch.zeros_like(shared) for _ in range(self.policy.memories)] for shared in self._shared]
+
+    def _end_warmup(self) -> None:
+        assert self._warmup is not None
+        self._warmup.detach()
+        self._warmup = None
+        self._begin_local_steps()
+
+    def _refuse_warmup(self, name: str) -> None:
+        if self._warmup is not None:
+            raise RuntimeError(
+                f"{name}(): the first {self.policy.warmup} steps are exact, so there is nothing of one rank's own yet: "
+                "save the model and the optimizer as in plain DDP"
+            )
+
+    # Steps.
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Leave a bucket's gradients as they are, and count the backward pass; the implementation of the hook."""
+        if self._warmup is not None:
+            self._warmup_steps += bucket.is_last()
+            return allreduce_hook(self._model.process_group, bucket)
+        if bucket.is_last():
+            self._steps += 1
+            scaler = self._loss_scale.scaler()
+            if scaler is not None and not isinstance(scaler, GradScaler):
+                raise RuntimeError(
+                    "in local steps each rank has gradients of its own, and torch.amp.GradScaler would skip steps on "
+                    "some ranks only: use ddp_crossover.GradScaler, with which all ranks skip the same steps"
+                )
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def _on_forward(self, module: torch.nn.Module, inputs: object) -> None:
+        self._before_forward()
+
+    def _before_forward(self) -> None:
+        if not torch.is_grad_enabled() or self._detached:
+            return
+        if self._warmup is not None:
+            self._follow_warmup()
+        else:
+            self._catch_up()
+
+    @torch.no_grad()
+    def _catch_up(self) -> None:
+        """Do what is due after the last step."""
+        if self._seen == self._steps:
+            return
+        self._seen = self._steps
+        if self._sent is not None and self._steps >= self._due:
+            self._merge()
+        if self._steps % self.policy.every == 0:
+            self._send()
+            self._due = self._steps + self.policy.delay
+            if not self.policy.delay:
+                self._merge()
+
+    def _send(self) -> None:
+        self._sent = [parameter.detach().clone() for parameter in self._parameters]
+        self._exchange.start(sent - shared for sent, shared in zip(self._sent, self._shared, strict=True))
+
+    def _merge(self) -> None:
+        assert self._sent is not None
+        means = self._exchange.finish()
+        far = norm = 0.0
+        for parameter, sent, shared, mean, memories in zip(
+            self._parameters, self._sent, self._shared, means, self._memories, strict=True
+        ):
+            middle = shared + mean.to(shared.dtype)
+            far += float((sent - middle).square().sum())
+            norm += float(middle.square().sum())
+            self.policy.advance(shared, mean.to(shared.dtype), memories)
+            # Without steps in between x - sent is 0, and all ranks get the same bits.
+            parameter.copy_(shared + (parameter - sent))
+        self._divergence = (far / norm) ** 0.5 if norm else 0.0
+        self._sent = None
+        self._means += 1
+
+
+def relaxed_hook(state: RelaxedState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook of :class:`RelaxedState`."""
+    return state.reduce(bucket)
+
+
+def _refuse_talk_in_local_steps(ddp: DistributedDataParallel) -> None:
+    if ddp.broadcast_buffers and any(True for _ in ddp.module.buffers()):
+        raise ValueError(
+            "sync= trains ranks alone for some steps, and DDP broadcasts buffers, such as running statistics, in each "
+            "forward: build DistributedDataParallel(..., broadcast_buffers=False)"
+        )
+    if ddp.find_unused_parameters:
+        raise ValueError(
+            "sync= trains ranks alone for some steps, and with find_unused_parameters=True DDP asks all ranks in each "
+            "backward which parameters were used: build DistributedDataParallel without it"
+        )
+    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.module.modules()):
+        raise ValueError(
+            "sync= trains ranks alone for some steps, and SyncBatchNorm talks to all ranks in each forward: use "
+            "BatchNorm, or a normalization without statistics of a batch"
+        )
