@@ -838,7 +838,7 @@ def attach(
     Args:
         ddp: the model.
         optimizer: its optimizer, or a list of all of them.
-        sync: a policy of :mod:`ddp_crossover.relaxed`, which changes the algorithm and returns a state of another kind.
+        sync: a policy such as :class:`ddp_crossover.relaxed.LocalSGD`, which changes the algorithm and returns a state of another kind.
             Default: train exactly as DDP does.
         options: see :class:`DearState`.
     """

@@ -28,6 +28,8 @@ nitpicky = True
 _OTHERS = ("torch", "numpy", "lightning", "transformers", "accelerate", "collections", "os", "typing", "pathlib")
 nitpick_ignore_regex = [
     ("py:.*", rf"({'|'.join(_OTHERS)})\b.*"),
+    # What attach(sync=...) takes and returns, for type checkers.
+    ("py:.*", r"ddp_crossover\.comm_hook\.(State|SyncPolicy)$"),
     # Aliases of torch's classes, see ddp_crossover/device.py.
     ("py:.*", r"(gpu\.)?(Stream|Event|Moment)$"),
 ]
