@@ -71,7 +71,7 @@ from ddp_crossover.torch_internals.ddp import (
 )
 from ddp_crossover.torch_internals.dispatch import allow_foreach, settle_before_use
 from ddp_crossover.torch_internals.optimizers import has_hooks
-from ddp_crossover.torch_internals.store import store_of_job
+from ddp_crossover.torch_internals.store import Store, store_of_job
 from ddp_crossover.tracing.recording import recording
 from ddp_crossover.tracing.trace import Trace
 
@@ -288,6 +288,7 @@ class DearState:
         allow_foreach(PendingParameter)
         watch_forks(self)
         self._shared_batches = 0
+        self._store: Store | None = None
         if options.weighted and (warning := statistics_of_a_rank(ddp.module)) is not None and self._link.rank == 0:
             say(warning, logging.WARNING)
         self._detached = False
@@ -416,7 +417,8 @@ class DearState:
                 optimizer.step()
         """
         if self._detached:
-            require_equal(samples, self._reducer.model, self._device)
+            left_over = 0 if self._reducer.batches is None else self._reducer.batches.take_left_over()
+            require_equal(samples + left_over, self._reducer.model, self._device)
             yield
             return
         with self._weighted_batches("batch").batch(samples):
@@ -506,7 +508,11 @@ class DearState:
         """
         batches = self._weighted_batches("share")
         number, self._shared_batches = self._shared_batches, self._shared_batches + 1
-        store = store_of_job(f"ddp_crossover/{self._link.process_group.group_name}")
+        if self._store is None:
+            # A process group may serve several models, one after the other.
+            of_ranks = self._link.exchange_numbers(store_of_job("ddp_crossover").add("stores", self._link.rank == 0))
+            self._store = store_of_job(f"ddp_crossover/{self._link.process_group.group_name}/{of_ranks()[0]}")
+        store = self._store
         if self._link.rank == 0 and number > 1:
             store.delete_key(f"batch {number - 2}")  # all ranks have summed up gradients of the one after it
         return make_shared_batch(
@@ -838,8 +844,8 @@ def attach(
     Args:
         ddp: the model.
         optimizer: its optimizer, or a list of all of them.
-        sync: a policy such as :class:`ddp_crossover.relaxed.LocalSGD`, which changes the algorithm and returns a state of another kind.
-            Default: train exactly as DDP does.
+        sync: a policy such as :class:`ddp_crossover.relaxed.LocalSGD`, which changes the algorithm and returns a state
+            of another kind. Default: train exactly as DDP does.
         options: see :class:`DearState`.
     """
     if sync is not None:

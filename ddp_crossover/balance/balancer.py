@@ -46,6 +46,7 @@ class Balancer:
         self._waits: list[Callable[[], list[int]]] = []
         self._may_draw = Place(0, 0)
         sampler.before_draw = self._before_draw
+        sampler.follow_training()
         self._times.use_size(sampler.sizes()[sampler.rank])
 
     def batch_ended(self) -> None:

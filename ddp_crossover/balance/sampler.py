@@ -178,6 +178,11 @@ class BalancedSampler(Sampler[list[int]]):
         """Share all batches from ``since`` on by these speeds. All ranks must do so, before they draw that batch."""
         self._shares = [*self._shares[-2:], _Shares(since, list(speeds), {})]
 
+    def follow_training(self) -> None:
+        """From now on :meth:`state_dict` counts batches that were trained on, not those that were drawn."""
+        if self._trained is None:
+            self._trained = self._start if self.drawn.batch < self._start else self.drawn.batch + 1
+
     def count_trained(self) -> None:
         """Note that a batch has been trained on; it may have been drawn long before."""
         self._trained = (0 if self._trained is None else self._trained) + 1
@@ -191,7 +196,7 @@ class BalancedSampler(Sampler[list[int]]):
         when they are drawn, which a ``DataLoader`` with workers does ahead.
         """
         batch = self.drawn.batch + 1 if self._trained is None else self._trained
-        epoch = self.drawn.epoch
+        epoch = self.drawn.epoch if self.drawn.batch >= self._start else self._epoch
         if batch >= len(self._totals):
             epoch, batch = epoch + 1, 0
         return {

@@ -68,9 +68,14 @@ class BatchTimer:
         if self._watch is not None:
             self._end = self._watch.mark()
 
-    def batch_ended(self, samples: int) -> None:
-        """Hand times that are known to the balancer. Reads no time that the device has yet to come to."""
+    def batch_ended(self, samples: int, *, is_trained: bool) -> None:
+        """Hand times that are known to the balancer. Reads no time that the device has yet to come to.
+
+        Of micro-batches, only the one whose backward reduces gradients is trained on: all ranks have one in a step.
+        """
         watch, self._watch, self._turns.batch_times = self._watch, None, None
+        if not is_trained:
+            return
         if watch is not None and self._begin is not None and self._end is not None:
             self._ended.append((samples, watch, self._begin, self._end))
         while self._ended and self._is_over(self._ended[0][3]):

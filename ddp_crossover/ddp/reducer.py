@@ -171,6 +171,8 @@ class Reducer:
         """Apply pending updates, deliver pending gradients, and remove all hooks."""
         self._detached = True
         was_registered = self._is_registered()
+        if self.batches is not None and self._awaits_backward:
+            self.batches.end()
         try:
             if self.pipeline is not None:
                 self.pipeline.retire()
@@ -253,6 +255,8 @@ class Reducer:
             # The forward of this backward ran before detach(): all-reduce as DDP does without a hook.
             buffer = bucket.buffer().detach()
             scale_into(buffer, buffer, self._weights.own)
+            if bucket.is_last():
+                self._weights.set_counts([1] * len(self._weights.of_ranks))  # later batches have equal sizes
             return all_reduce_sum(buffer, self._process_group, stream=self._link.all_reduce_stream)
         if gpu.is_capturing(self._device):
             raise RuntimeError(

@@ -150,6 +150,16 @@ class SharedBatch:
             raise RuntimeError("this shared batch has been iterated over: call state.share() for each batch")
         source, self._source = self._source, None
         self._refuse_gradients()
+        try:
+            yield from self._micro_batches(source)
+        except GeneratorExit:
+            # The loop was left, by `break`: a step with gradients of this rank alone would part it from the others.
+            if not self._batches.has_reduced:
+                for parameter in self._ddp.module.parameters():
+                    parameter.grad = None
+            raise
+
+    def _micro_batches(self, source: _Tickets) -> Iterator[Any]:
         micro = self._next(source)
         if micro is None:
             with self._batches.batch(0, weight=0, total=self._cut.length):

@@ -68,6 +68,7 @@ class WeightedBatches:
         self._unreduced = 0
         self._total: int | None = None
         self._counts: Callable[[], list[int]] | None = None
+        self._kept: list[tuple[nn.Parameter, torch.Tensor | None]] | None = None
         self.timer: BatchTimer | None = None
         ddp.__dict__["no_sync"] = _NotingNoSync(ddp, self._note_no_sync)
 
@@ -100,7 +101,10 @@ class WeightedBatches:
         self._count, self._total = count, total
         self._has_reduced = False
         self._was_unsynced = not ddp.require_backward_grad_sync
+        if self._unreduced and all(parameter.grad is None for parameter in self._in_use_order()):
+            self._unreduced = 0  # what earlier batches have added was dropped
         before = self._unreduced
+        gradients_before = self._gradients() if self._was_unsynced else None
         self._unreduced = before + count if weight is None else weight
         if self.timer is not None:
             self.timer.batch_begins()
@@ -111,13 +115,26 @@ class WeightedBatches:
             if not self._has_reduced and self._counts is not None:
                 self._unreduced = before  # a forward without a backward: nothing of it is in the gradients
                 self._counts()
+            self._put_back()
+            if gradients_before is not None and not self._has_reduced and gradients_before == self._gradients():
+                self._unreduced = before
             if self.timer is not None:
-                self.timer.batch_ended(count)
+                self.timer.batch_ended(count, is_trained=self._has_reduced)
         except BaseException:
-            self._unreduced = before
+            if not self._has_reduced:
+                self._unreduced = before
             raise
         finally:
-            self._count = self._counts = None
+            self._count = self._counts = self._kept = None
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        """Undo what the backward of a micro-batch without samples has added to gradients."""
+        for parameter, gradient in self._kept or ():
+            if gradient is None or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.copy_(gradient)
 
     def _take_part(self, ddp: DistributedDataParallel) -> None:
         self._has_no_data = True
@@ -125,6 +142,21 @@ class WeightedBatches:
             take_part_without_data(ddp, self._in_use_order())
         finally:
             self._has_no_data = False
+
+    def _gradients(self) -> list[tuple[int, int] | None]:
+        """What changes when a backward adds to gradients."""
+        gradients = (parameter.grad for parameter in self._in_use_order())
+        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+
+    @property
+    def has_reduced(self) -> bool:
+        """Whether the last batch, or the one under way, has had its reduced backward."""
+        return self._has_reduced
+
+    def take_left_over(self) -> int:
+        """Number of samples whose gradients are in ``.grad`` and have not been reduced; from now on none."""
+        left_over, self._unreduced = self._unreduced, 0
+        return left_over
 
     def require_reduced(self) -> None:
         """Raise RuntimeError unless the batch under way has had its backward."""
@@ -142,6 +174,11 @@ class WeightedBatches:
             raise RuntimeError(_INSIDE)
         if not reduces:
             self._was_unsynced = True
+            if self._count == 0 and self._kept is None:  # what its backward adds counts for nothing
+                self._kept = [
+                    (parameter, None if parameter.grad is None else parameter.grad.clone())
+                    for parameter in self._in_use_order()
+                ]
         elif not self._has_reduced and self._counts is None:
             self._counts = self._link.exchange_numbers(self._unreduced)
 
@@ -171,6 +208,11 @@ class WeightedBatches:
         self._counts = None
         self._has_reduced = True
         self._unreduced = 0
+
+    def end(self) -> None:
+        """Set the weights of a backward whose forward has begun, while ranks can still tell each other."""
+        if self._counts is not None:
+            self.weigh()
 
     @property
     def is_settled(self) -> bool:

@@ -1,0 +1,269 @@
+"""Loops over weighted batches that are left, dropped, detached or resumed at odd moments: exact, or refused."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ddp_crossover as dx
+from weighted_loops import SAMPLES, Weighted, WeightedRun, plain, samples_of
+
+STEPS = 10
+mse = nn.functional.mse_loss
+
+
+class Ranks:
+    """Two ranks with 4 and 8 samples of each step, and the same training in one process."""
+
+    def __init__(self, **dear: Any) -> None:
+        self.run = WeightedRun(Weighted(plain, dear=dear), on_ranks=True)
+        self.alone = WeightedRun(Weighted(plain), on_ranks=False)
+        self.state, self.model, self.optimizer = self.run.state, self.run.model, self.run.optimizer
+
+    def step(
+        self, number: int, train: Callable[[torch.Tensor, torch.Tensor], None], sizes: tuple[int, int] = (4, 8)
+    ) -> None:
+        """`train(x, y)` goes forward and backward with this rank's samples."""
+        x, y = samples_of(number, torch.float64)
+        for optimizer in (self.optimizer, self.alone.optimizer):
+            optimizer.zero_grad()
+        mse(self.alone.model(x), y).backward()
+        low = 0 if self.run.rank == 0 else SAMPLES - sizes[1]
+        high = sizes[0] if self.run.rank == 0 else SAMPLES
+        train(x[low:high], y[low:high])
+        self.optimizer.step()
+        self.alone.optimizer.step()
+
+    def backward(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        with self.state.batch(len(x)):
+            mse(self.model(x), y).backward()
+
+    def check(self) -> None:
+        for ours, other in zip(self.run.net.parameters(), self.alone.net.parameters(), strict=True):
+            torch.testing.assert_close(ours.detach(), other.detach(), rtol=1e-12, atol=1e-12)
+
+
+def _micro_batch_is_dropped(how: str) -> None:
+    ranks = Ranks()
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        if ranks.run.rank == 1:
+            with ranks.model.no_sync(), ranks.state.batch(5):
+                loss = mse(ranks.model(x[:5]), y[:5])
+                if how == "zero_grad":
+                    loss.backward()
+            ranks.optimizer.zero_grad()
+        ranks.backward(x, y)
+
+    for number in range(STEPS):
+        ranks.step(number, train)
+    ranks.check()
+    ranks.state.detach()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("how", ["zero_grad", "no backward"])
+def test_samples_whose_gradients_were_dropped_do_not_count(on_ranks, how) -> None:
+    on_ranks(_micro_batch_is_dropped, 2, how)
+
+
+def _second_micro_batch_has_no_backward() -> None:
+    ranks = Ranks()
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        half = len(x) // 2
+        with ranks.model.no_sync(), ranks.state.batch(half):
+            (mse(ranks.model(x[:half]), y[:half]) / 2).backward()
+        with ranks.model.no_sync(), ranks.state.batch(3):
+            ranks.model(x[:3] * float("nan"))  # a loss that is not finite is skipped
+        with ranks.state.batch(half):
+            (mse(ranks.model(x[half:]), y[half:]) / 2).backward()
+
+    for number in range(STEPS):
+        ranks.step(number, train)
+    ranks.check()
+    ranks.state.detach()
+
+
+def test_a_micro_batch_without_a_backward_does_not_count(on_ranks) -> None:
+    on_ranks(_second_micro_batch_has_no_backward, 2)
+
+
+def _raise_after_the_backward() -> None:
+    ranks = Ranks()
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        first = 3 if ranks.run.rank == 0 else 1
+        with contextlib.suppress(KeyError):
+            with ranks.model.no_sync(), ranks.state.batch(first):
+                (mse(ranks.model(x[:first]), y[:first]) * first / len(x)).backward()
+            with ranks.state.batch(len(x) - first):
+                (mse(ranks.model(x[first:]), y[first:]) * (1 - first / len(x))).backward()
+                raise KeyError("metric")
+
+    for number in range(STEPS):
+        ranks.step(number, train)
+    ranks.check()
+    ranks.state.detach()
+
+
+def test_an_error_after_the_backward_changes_no_later_weight(on_ranks) -> None:
+    on_ranks(_raise_after_the_backward, 2)
+
+
+def _detach_before_the_backward(dear: dict[str, Any]) -> None:
+    ranks = Ranks(**dear)
+
+    def leave(x: torch.Tensor, y: torch.Tensor) -> None:
+        with ranks.state.batch(len(x)):
+            loss = mse(ranks.model(x), y)
+            ranks.state.detach()
+            loss.backward()
+
+    for number in range(STEPS):
+        ranks.step(number, ranks.backward)
+    ranks.step(STEPS, leave, sizes=(9, 3))
+    for number in range(STEPS + 1, STEPS + 3):
+        ranks.step(number, ranks.backward, sizes=(6, 6))
+    ranks.check()
+
+
+@pytest.mark.parametrize("dear", [{}, {"schedule": "allreduce"}], ids=["pipeline", "plain"])
+def test_a_batch_that_is_under_way_at_detach_keeps_its_weight_and_later_ones_are_equal(on_ranks, dear) -> None:
+    on_ranks(_detach_before_the_backward, 2, dear)
+
+
+def _detach_between_micro_batches() -> str:
+    ranks = Ranks()
+    x, y = samples_of(0, torch.float64)
+    first = 2 if ranks.run.rank == 0 else 6
+    with ranks.model.no_sync(), ranks.state.batch(first):
+        mse(ranks.model(x[:first]), y[:first]).backward()
+    ranks.state.detach()
+    try:
+        ranks.backward(x[:2], y[:2])
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_adds_up_to_unequal_sizes_after_detach_is_refused(on_ranks) -> None:
+    assert all("ranks have from 4 to 8 samples" in said for said in on_ranks(_detach_between_micro_batches, 2))
+
+
+def _empty_micro_batches() -> None:
+    ranks = Ranks()
+
+    def empty() -> None:
+        with ranks.model.no_sync(), ranks.state.batch(0):
+            (ranks.model(torch.ones_like(samples_of(0, torch.float64)[0])) * float("nan")).sum().backward()
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        half = len(x) // 2
+        empty()
+        with ranks.model.no_sync(), ranks.state.batch(half):
+            (mse(ranks.model(x[:half]), y[:half]) / 2).backward()
+        empty()
+        with ranks.state.batch(half):
+            (mse(ranks.model(x[half:]), y[half:]) / 2).backward()
+
+    for number in range(STEPS):
+        ranks.step(number, train)
+    ranks.check()
+    ranks.state.detach()
+
+
+def test_micro_batches_without_samples_count_for_nothing(on_ranks) -> None:
+    on_ranks(_empty_micro_batches, 2)
+
+
+def _share(ranks: Ranks, number: int, *, leave: bool = False) -> list[int]:
+    x, y = samples_of(number, torch.float64)
+    seen = []
+    ranks.optimizer.zero_grad()
+    for indices in ranks.state.share(list(range(SAMPLES)), size=1):
+        seen += indices
+        mse(ranks.model(x[indices]), y[indices]).backward()
+        if leave:
+            break
+    ranks.optimizer.step()
+    return seen
+
+
+def _leave_a_shared_batch() -> bool:
+    ranks = Ranks()
+    before = [parameter.detach().clone() for parameter in ranks.run.net.parameters()]
+    for number in range(3):
+        _share(ranks, number, leave=True)
+    same = all(map(torch.equal, before, ranks.run.net.parameters()))
+    seen = _share(ranks, 3)
+    counts = [0, 0]
+    dist.all_gather_object(counts, len(seen))
+    ranks.state.detach()
+    return same and sum(counts) == SAMPLES
+
+
+def test_a_shared_batch_that_is_left_by_all_is_no_step(on_ranks) -> None:
+    assert on_ranks(_leave_a_shared_batch, 2) == [True, True]
+
+
+def _share_with_several_states() -> list[int]:
+    group = dist.new_group()
+    counts = []
+    for _ in range(2):
+        ranks = Ranks(process_group=group)
+        for number in range(3):
+            of_ranks = [0, 0]
+            dist.all_gather_object(of_ranks, len(_share(ranks, number)))
+            counts.append(sum(of_ranks))
+        ranks.state.detach()
+    return counts
+
+
+def test_models_that_use_a_process_group_one_after_the_other_share_all_samples(on_ranks) -> None:
+    assert on_ranks(_share_with_several_states, 2) == [[SAMPLES] * 6] * 2
+
+
+def _places_in_the_epoch(workers: int) -> list[tuple[int, int]]:
+    import multiprocessing
+
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # else it has no workers
+    ranks = Ranks()
+    data = TensorDataset(torch.arange(96))
+    sampler = dx.BalancedSampler(data, SAMPLES)
+    ranks.state.balance(sampler)
+    sampler.set_epoch(1)
+    places = []
+
+    def place() -> None:
+        state = sampler.state_dict()
+        places.append((state["epoch"], state["batch"]))
+
+    place()
+    loader = iter(DataLoader(data, batch_sampler=sampler, num_workers=workers))
+    place()
+    for (indices,) in loader:
+        x, y = samples_of(len(places), torch.float64)
+        x, y, half = x[: len(indices)], y[: len(indices)], len(indices) // 2
+        ranks.optimizer.zero_grad()
+        with ranks.model.no_sync(), ranks.state.batch(half):
+            mse(ranks.model(x[:half]), y[:half]).backward()
+        with ranks.state.batch(len(x) - half):
+            mse(ranks.model(x[half:]), y[half:]).backward()
+        ranks.optimizer.step()
+        place()
+    ranks.state.detach()
+    return places
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_balanced_sampler_counts_steps_that_were_trained(on_ranks, workers) -> None:
+    expected = [(1, 0), *((1, batch) for batch in range(8)), (2, 0)]
+    assert on_ranks(_places_in_the_epoch, 2, workers) == [expected, expected]
