@@ -41,11 +41,16 @@ def draw(record: dict[str, Any], path: Path) -> None:
         _draw_panel(axes, task, cases_of(record, task))
     seeds = "1 seed" if config["seeds"] == 1 else f"mean of {config['seeds']} seeds, band: least to greatest"
     figure.suptitle(
-        f"Accuracy of compressed wires: {config['ranks']} ranks, {seeds}\nbeside each curve: test accuracy, test loss",
+        f"Accuracy of {_what(record)}: {config['ranks']} ranks, {seeds}\nbeside each curve: test accuracy, test loss",
         fontsize="medium",
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def _what(record: dict[str, Any]) -> str:
+    is_relaxed = any(WIRES[case["wire"]].is_relaxed for case in record["cases"])
+    return "relaxed synchronization" if is_relaxed else "compressed wires"
 
 
 def _draw_panel(axes: Any, task: str, cases: Sequence[dict[str, Any]]) -> None:
