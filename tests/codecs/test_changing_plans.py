@@ -88,7 +88,7 @@ def _tuner(options: dict[str, Any]) -> None:
     run = Training(Coded(options | {"fusion_mb": None}, ADAM))
     reference = run.reference()
     plans: list[Any] = []
-    for step in range(80):
+    for step in range(120):
         run.backward(step)
         plans.append(run.state.plan)
         run.optimizer.step()
