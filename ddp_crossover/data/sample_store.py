@@ -246,7 +246,7 @@ class SampleStore:
 
     def _say(self, line: _Line | None) -> None:
         if line is not None:
-            say(f"data cache {self.directory}: {line.text}", line.level)
+            say(f"data cache {self.directory.parent}, {self.directory.name[:12]}: {line.text}", line.level)
 
     def _open(self) -> Files:
         if self._files is None or self._files.pid != os.getpid():
