@@ -104,7 +104,8 @@ class WeightedBatches:
         if self._unreduced and all(parameter.grad is None for parameter in self._in_use_order()):
             self._unreduced = 0  # what earlier batches have added was dropped
         before = self._unreduced
-        gradients_before = self._gradients() if self._was_unsynced else None
+        # share() counts samples by itself.
+        gradients_before = self._gradients() if self._was_unsynced and weight is None else None
         self._unreduced = before + count if weight is None else weight
         if self.timer is not None:
             self.timer.batch_begins()

@@ -307,10 +307,11 @@ class RelaxedState:
         for parameter, sent, shared, mean, memories in zip(
             self._parameters, self._sent, self._shared, means, self._memories, strict=True
         ):
-            middle = shared + mean.to(shared.dtype)
+            mean = mean.to(shared.dtype)
+            middle = shared + mean
             far += float((sent - middle).square().sum())
             norm += float(middle.square().sum())
-            self.policy.advance(shared, mean.to(shared.dtype), memories)
+            self.policy.advance(shared, mean, memories)
             # Without steps in between x - sent is 0, and all ranks get the same bits.
             parameter.copy_(shared + (parameter - sent))
         self._divergence = (far / norm) ** 0.5 if norm else 0.0

@@ -45,6 +45,23 @@ class Ranks:
         with self.state.batch(len(x)):
             mse(self.model(x), y).backward()
 
+    def backward_by_halves(self, x: torch.Tensor, y: torch.Tensor, between: Callable[[], None] | None = None) -> None:
+        """The same in two micro-batches, of which the first is under ``no_sync()``."""
+        half = len(x) // 2
+        with self.model.no_sync(), self.state.batch(half):
+            (mse(self.model(x[:half]), y[:half]) / 2).backward()
+        if between is not None:
+            between()
+        with self.state.batch(half):
+            (mse(self.model(x[half:]), y[half:]) / 2).backward()
+
+    def train(self, train: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """All steps, after which the parameters must be those of one process."""
+        for number in range(STEPS):
+            self.step(number, train)
+        self.check()
+        self.state.detach()
+
     def check(self) -> None:
         for ours, other in zip(self.run.net.parameters(), self.alone.net.parameters(), strict=True):
             torch.testing.assert_close(ours.detach(), other.detach(), rtol=1e-12, atol=1e-12)
@@ -62,10 +79,7 @@ def _micro_batch_is_dropped(how: str) -> None:
             ranks.optimizer.zero_grad()
         ranks.backward(x, y)
 
-    for number in range(STEPS):
-        ranks.step(number, train)
-    ranks.check()
-    ranks.state.detach()
+    ranks.train(train)
 
 
 @pytest.mark.quick
@@ -78,18 +92,13 @@ def _second_micro_batch_has_no_backward() -> None:
     ranks = Ranks()
 
     def train(x: torch.Tensor, y: torch.Tensor) -> None:
-        half = len(x) // 2
-        with ranks.model.no_sync(), ranks.state.batch(half):
-            (mse(ranks.model(x[:half]), y[:half]) / 2).backward()
-        with ranks.model.no_sync(), ranks.state.batch(3):
-            ranks.model(x[:3] * float("nan"))  # a loss that is not finite is skipped
-        with ranks.state.batch(half):
-            (mse(ranks.model(x[half:]), y[half:]) / 2).backward()
+        def forward() -> None:
+            with ranks.model.no_sync(), ranks.state.batch(3):
+                ranks.model(x[:3] * float("nan"))  # a loss that is not finite is skipped
 
-    for number in range(STEPS):
-        ranks.step(number, train)
-    ranks.check()
-    ranks.state.detach()
+        ranks.backward_by_halves(x, y, forward)
+
+    ranks.train(train)
 
 
 def test_a_micro_batch_without_a_backward_does_not_count(on_ranks) -> None:
@@ -108,10 +117,7 @@ def _raise_after_the_backward() -> None:
                 (mse(ranks.model(x[first:]), y[first:]) * (1 - first / len(x))).backward()
                 raise KeyError("metric")
 
-    for number in range(STEPS):
-        ranks.step(number, train)
-    ranks.check()
-    ranks.state.detach()
+    ranks.train(train)
 
 
 def test_an_error_after_the_backward_changes_no_later_weight(on_ranks) -> None:
@@ -166,18 +172,10 @@ def _empty_micro_batches() -> None:
             (ranks.model(torch.ones_like(samples_of(0, torch.float64)[0])) * float("nan")).sum().backward()
 
     def train(x: torch.Tensor, y: torch.Tensor) -> None:
-        half = len(x) // 2
         empty()
-        with ranks.model.no_sync(), ranks.state.batch(half):
-            (mse(ranks.model(x[:half]), y[:half]) / 2).backward()
-        empty()
-        with ranks.state.batch(half):
-            (mse(ranks.model(x[half:]), y[half:]) / 2).backward()
+        ranks.backward_by_halves(x, y, empty)
 
-    for number in range(STEPS):
-        ranks.step(number, train)
-    ranks.check()
-    ranks.state.detach()
+    ranks.train(train)
 
 
 def test_micro_batches_without_samples_count_for_nothing(on_ranks) -> None:
