@@ -40,7 +40,13 @@ from ddp_crossover.ddp.same_setup import require_same_setup
 from ddp_crossover.ddp.shared_batch import SharedBatch, make_shared_batch
 from ddp_crossover.ddp.turn_points import TurnPoints
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
-from ddp_crossover.ddp.weighted_batches import WeightedBatches, batches_of_all, require_equal, statistics_of_a_rank
+from ddp_crossover.ddp.weighted_batches import (
+    WeightedBatches,
+    batches_of_all,
+    batches_of_equal_ranks,
+    require_equal,
+    statistics_of_a_rank,
+)
 from ddp_crossover.figures.stats import DearStats, FallbackLog
 from ddp_crossover.figures.summary import about, in_force, summary
 from ddp_crossover.fusion import MB, FusionPlan, Schedule
@@ -52,7 +58,7 @@ from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.log import say
 from ddp_crossover.optim import sharded_norms as shards
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
-from ddp_crossover.options import Options, switched_off
+from ddp_crossover.options import SWITCH, Options, switched_off
 from ddp_crossover.own_threads import is_own_thread
 from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.lazy_params import LazyParams
@@ -430,6 +436,8 @@ class DearState:
         Every rank must iterate to the end. Use it where ranks have different numbers of batches, for which DDP has
         ``join()``. Ranks tell each other one step ahead, so it takes one batch ahead of the loader.
 
+        On a state that is detached, it raises unless all ranks have as many batches: DDP would wait for the others.
+
         Args:
             loader: this rank's batches.
 
@@ -444,6 +452,8 @@ class DearState:
                         loss_fn(ddp(batch[0]), batch[1]).backward()
                 optimizer.step()
         """
+        if self._detached:
+            return batches_of_equal_ranks(loader, self._reducer.model, self._device)
         self._weighted_batches("batches")
         return batches_of_all(loader, self._link)
 
@@ -451,12 +461,15 @@ class DearState:
         """With ``weighted=True``, have ``sampler`` share batches by how fast ranks compute. Every rank must call it.
 
         It follows the times of :meth:`batch`, of batches whose sizes are the sampler's. Layers that wait for other
-        ranks in forward, such as SyncBatchNorm, hide which rank is slow.
+        ranks in forward, such as SyncBatchNorm, hide which rank is slow. With ``DDP_CROSSOVER=off`` in the environment
+        shares stay equal.
 
         Raises:
             RuntimeError: without ``weighted=True``; if it was called before.
             ValueError: if the sampler is for other ranks.
         """
+        if switched_off():
+            return
         batches = self._weighted_batches("balance")
         if (sampler.rank, sampler.world_size) != (self._link.rank, self._link.world_size):
             raise ValueError(
@@ -507,14 +520,14 @@ class DearState:
                 optimizer.step()
         """
         batches = self._weighted_batches("share")
-        number, self._shared_batches = self._shared_batches, self._shared_batches + 1
+        self._shared_batches += 1
         if self._store is None:
             # A process group may serve several models, one after the other.
             of_ranks = self._link.exchange_numbers(store_of_job("ddp_crossover").add("stores", self._link.rank == 0))
             self._store = store_of_job(f"ddp_crossover/{self._link.process_group.group_name}/{of_ranks()[0]}")
         store = self._store
-        if self._link.rank == 0 and number > 1:
-            store.delete_key(f"batch {number - 2}")  # all ranks have summed up gradients of the one after it
+        if self._link.rank == 0 and self._shared_batches > 2:
+            store.delete_key(f"batch {self._shared_batches - 2}")  # all have summed up gradients of the one after it
         return make_shared_batch(
             self._reducer.model,
             batches,
@@ -524,14 +537,13 @@ class DearState:
             first=first,
             tickets=tickets,
             store=store,
-            key=f"batch {number}",
+            number=self._shared_batches,
         )
 
     def _weighted_batches(self, name: str) -> WeightedBatches:
         if self._detached:
-            raise RuntimeError(
-                f"state.{name}() weights gradients, and this state is detached, so DDP averages over ranks"
-            )
+            why = f"{SWITCH}=off is set" if switched_off() else "this state is detached"
+            raise RuntimeError(f"state.{name}() weights gradients, and {why}, so DDP averages over ranks")
         if self._reducer.batches is None:
             raise RuntimeError(f"state.{name}() weights gradients by the number of samples: attach with weighted=True")
         return self._reducer.batches

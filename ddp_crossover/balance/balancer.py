@@ -47,12 +47,13 @@ class Balancer:
         self._may_draw = Place(0, 0)
         sampler.before_draw = self._before_draw
         sampler.follow_training()
-        self._times.use_size(sampler.sizes()[sampler.rank])
+        self._follow_sizes()
 
     def batch_ended(self) -> None:
         """Note that a batch has been trained on. Called on all ranks at the same batch."""
         self._sampler.count_trained()
         self._decide()
+        self._follow_sizes()
         self.is_settled = self.is_settled or self._was_right or self._looks >= _MOST_LOOKS
         self._batches += 1
         if self._batches % _EVERY == 0:
@@ -61,6 +62,10 @@ class Balancer:
     def add_time(self, samples: int, seconds: float) -> None:
         """Take over the compute time of an earlier batch of this rank."""
         self._times.add(samples, seconds)
+
+    def _follow_sizes(self) -> None:
+        """Time batches of the size that is in force, whoever has changed it: a decision, or a checkpoint."""
+        self._times.use_size(self._sampler.sizes()[self._sampler.rank])
 
     def _look(self) -> None:
         """Tell all ranks the speed of this one, and how far its sampler is."""
@@ -105,7 +110,6 @@ class Balancer:
         self._changes += 1
         epoch, batches = divmod(max(drawn), _EPOCH)
         sampler.use([one.speed for one in measured], Place(epoch, batches + _AHEAD))
-        self._times.use_size(change.sizes[sampler.rank])
         if sampler.rank == 0:
             say(
                 f"ranks get {', '.join(map(str, change.sizes))} samples of a batch instead of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
@@ -52,6 +53,7 @@ class BalancedSampler(Sampler[list[int]]):
         world_size: number of ranks; by default, that of the default process group.
 
     Raises:
+        TypeError: for numbers of samples that are not whole.
         ValueError: if a batch has fewer samples than there are ranks, or more than they take.
 
     Example::
@@ -80,26 +82,30 @@ class BalancedSampler(Sampler[list[int]]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        self.global_batch = global_batch
+        self.global_batch = _whole("global_batch", global_batch)
         self.world_size = dist.get_world_size() if world_size is None else world_size
         self.rank = dist.get_rank() if rank is None else rank
-        self._samples = dataset if isinstance(dataset, int) else len(dataset)
+        self._samples = len(dataset) if isinstance(dataset, Sized) else _whole("dataset", dataset)
         self._shuffle = shuffle
         self._drop_last = drop_last
         self._seed = seed
-        if isinstance(max_samples, int):
+        if max_samples is None:
+            max_samples = self._samples
+        if not isinstance(max_samples, Sequence):
             max_samples = [max_samples] * self.world_size
-        self.most = [self._samples] * self.world_size if max_samples is None else list(max_samples)
+        self.most = [_whole("max_samples", most) for most in max_samples]
         if len(self.most) != self.world_size:
             raise ValueError(
                 f"max_samples must be one number, or one for each of {self.world_size} ranks, got {self.most}"
             )
+        if min(self.most) < 1:
+            raise ValueError(f"max_samples must be at least 1, because each rank takes part, got {self.most}")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank={self.rank} is none of {self.world_size} ranks")
-        if global_batch < self.world_size or self._samples < self.world_size:
+        if self.global_batch < self.world_size or self._samples < self.world_size:
             raise ValueError(
-                f"each of {self.world_size} ranks needs a sample in every batch, got global_batch={global_batch} and "
-                f"{self._samples} samples"
+                f"each of {self.world_size} ranks needs a sample in every batch, got {self._samples} samples in "
+                f"batches of {self.global_batch}"
             )
         self._totals = self._totals_of_epoch()
         if max(self._totals) > sum(self.most):
@@ -202,9 +208,18 @@ class BalancedSampler(Sampler[list[int]]):
         return {
             "epoch": epoch,
             "batch": batch,
-            "seed": self._seed,
-            "global_batch": self.global_batch,
+            **self._order_of_samples(),
             "speeds": [list(speed) for speed in self._shares[-1].speeds],
+        }
+
+    def _order_of_samples(self) -> dict[str, int | bool]:
+        """What the samples of each batch depend on."""
+        return {
+            "seed": self._seed,
+            "samples": self._samples,
+            "global_batch": self.global_batch,
+            "shuffle": self._shuffle,
+            "drop_last": self._drop_last,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -213,20 +228,35 @@ class BalancedSampler(Sampler[list[int]]):
         Speeds of another number of ranks are dropped.
 
         Raises:
-            ValueError: if it was another order of samples.
+            ValueError: if it was another order of samples, or if what is left of the epoch is not enough for the ranks.
         """
-        for name, ours in (("seed", self._seed), ("global_batch", self.global_batch)):
-            if state[name] != ours:
+        for name, ours in self._order_of_samples().items():
+            if state.get(name, ours) != ours:
                 raise ValueError(
                     f"this state has {name}={state[name]}, and the sampler {name}={ours}: samples would be left out or "
                     "repeated, so build the sampler as in the run that has saved it"
                 )
+        # Another number of ranks may have had a last batch of its own, which is too small for these.
+        left = self._samples - state["batch"] * self.global_batch
+        if not self._drop_last and left > 0 and state["batch"] >= len(self._totals):
+            raise ValueError(
+                f"this state has {left} samples left of epoch {state['epoch']}, and each of {self.world_size} ranks "
+                f"needs one: go on with at most {left} ranks, or leave these samples out by loading the state with "
+                f"epoch={state['epoch'] + 1} and batch=0"
+            )
         self._epoch, self._start = state["epoch"], state["batch"]
         self.drawn = Place(self._epoch, self._start - 1)
         if self._trained is not None:
             self._trained = self._start
         if len(state["speeds"]) == self.world_size:
             self._shares = [_Shares(Place(0, 0), [Speed(*speed) for speed in state["speeds"]], {})]
+
+
+def _whole(name: str, number: Any) -> int:
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name} is a whole number of samples, got {number!r}") from None
 
 
 def _nothing(place: Place) -> None:

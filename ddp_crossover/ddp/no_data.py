@@ -29,6 +29,11 @@ class _ZeroGradients(nn.Module):
         return [parameter.sum() for parameter in self._of_model]
 
 
+def why_not_without_data(ddp: DistributedDataParallel) -> str | None:
+    """The setting of DDP for which each rank needs a forward of the model; None if there is none."""
+    return next((name for name in ("find_unused_parameters", "static_graph") if getattr(ddp, name)), None)
+
+
 def take_part_without_data(ddp: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:
     """Do what a step's forward and backward do with other ranks; the gradients of this rank are zeros.
 
@@ -39,12 +44,11 @@ def take_part_without_data(ddp: DistributedDataParallel, parameters: Sequence[nn
     Raises:
         RuntimeError: if DDP wants to see which parameters a real forward uses.
     """
-    for setting in ("find_unused_parameters", "static_graph"):
-        if getattr(ddp, setting):
-            raise RuntimeError(
-                f"batch(0) without a forward cannot tell DDP with {setting}=True which parameters the other ranks use: "
-                "run forward and backward with any sample in batch(0), whose gradients count for nothing"
-            )
+    if (setting := why_not_without_data(ddp)) is not None:
+        raise RuntimeError(
+            f"batch(0) without a forward cannot tell DDP with {setting}=True which parameters the other ranks use: "
+            "run forward and backward with any sample in batch(0), whose gradients count for nothing"
+        )
     model = ddp.module
     ddp.module = _ZeroGradients(parameters)
     try:

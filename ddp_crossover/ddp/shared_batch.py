@@ -7,6 +7,7 @@ store. One ticket is taken ahead, so that a rank knows its last micro-batch, in 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -15,7 +16,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.collectives.link import Link
+from ddp_crossover.ddp.no_data import why_not_without_data
 from ddp_crossover.ddp.weighted_batches import WeightedBatches
+from ddp_crossover.log import say
 from ddp_crossover.torch_internals.store import Store
 
 
@@ -130,6 +133,7 @@ class SharedBatch:
         batches: WeightedBatches,
         data: Any,
         cut: Cut,
+        number: int,
         make_tickets: Callable[[int], _Tickets],
     ) -> None:
         self.tickets: list[int] = []
@@ -137,11 +141,17 @@ class SharedBatch:
         self._batches = batches
         self._data = data
         self._cut = cut
+        self._of_step = {"total": cut.length, "share": number}
         for name in ("size", "first"):
             if (count := getattr(cut, name)) < 1:
                 raise ValueError(f"share() takes numbers of samples of a micro-batch, at least 1, got {name}={count}")
         if not cut.length:
             raise ValueError("share() got a batch without samples: leave out the step on all ranks")
+        if cut.tickets < cut.world_size and (setting := why_not_without_data(ddp)) is not None:
+            raise ValueError(
+                f"share() has {cut.tickets} micro-batches for {cut.world_size} ranks, and with {setting}=True DDP "
+                "needs a forward of each rank: choose a smaller size="
+            )
         self._source: _Tickets | None = make_tickets(cut.tickets)
 
     def __iter__(self) -> Iterator[Any]:
@@ -157,12 +167,17 @@ class SharedBatch:
             if not self._batches.has_reduced:
                 for parameter in self._ddp.module.parameters():
                     parameter.grad = None
+                say(
+                    "the loop over state.share() was left before the last micro-batch of this rank, so this step has "
+                    "no gradients: all ranks have to leave it, and the other samples of the batch are lost",
+                    logging.WARNING,
+                )
             raise
 
     def _micro_batches(self, source: _Tickets) -> Iterator[Any]:
         micro = self._next(source)
         if micro is None:
-            with self._batches.batch(0, weight=0, total=self._cut.length):
+            with self._batches.batch(0, weight=0, **self._of_step):
                 pass
             return
         while (following := self._next(source)) is not None:
@@ -171,7 +186,7 @@ class SharedBatch:
             if following.samples != micro.samples:
                 self._scale_gradients(micro.samples / following.samples)
             micro = following
-        with self._batches.batch(micro.samples, weight=micro.samples, total=self._cut.length):
+        with self._batches.batch(micro.samples, weight=micro.samples, **self._of_step):
             yield self._samples(micro)
             self._batches.require_reduced()
 
@@ -210,7 +225,7 @@ def make_shared_batch(
     first: int | None,
     tickets: Sequence[int] | None,
     store: Store,
-    key: str,
+    number: int,
 ) -> SharedBatch:
     """Share ``data``, which all ranks have.
 
@@ -223,14 +238,14 @@ def make_shared_batch(
         first: the same of the first one of each rank; None: as of the others.
         tickets: what this rank has to take; None: what comes.
         store: keeps a counter.
-        key: its name, which must be new.
+        number: how many shared batches there were, with this one.
     """
 
     def make(count: int) -> _Tickets:
-        return _Counter(store, key, link, count) if tickets is None else _Written(tickets, link, count)
+        return _Counter(store, f"batch {number}", link, count) if tickets is None else _Written(tickets, link, count)
 
     cut = Cut(_length(data), size, size if first is None else first, link.world_size)
-    return SharedBatch(ddp, batches, data, cut, make)
+    return SharedBatch(ddp, batches, data, cut, number, make)
 
 
 def _length(data: Any) -> int:

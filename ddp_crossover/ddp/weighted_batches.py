@@ -8,11 +8,12 @@ r, the gradient of the mean over all n samples is the sum of n_r / n * g_r.
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,13 +26,35 @@ from ddp_crossover.collectives.rank_weights import RankWeights
 from ddp_crossover.ddp.batch_timer import BatchTimer
 from ddp_crossover.ddp.no_data import take_part_without_data
 from ddp_crossover.gpu_sharing.turns import Turns
-from ddp_crossover.hooks import Hook
+from ddp_crossover.log import say
 
 _END = object()
 _INSIDE = (
     "this model is attached with weighted=True: put its forward and its backward into `with state.batch(n):`, with the "
     "number of samples (or tokens) over which the loss of this rank is a mean"
 )
+_NOT_REDUCED = (
+    "this state.batch() has ended with all of its forwards under no_sync(), so no gradient was reduced: if it is one "
+    "of several micro-batches of a step, enter no_sync() before state.batch(); if it is the whole step, leave the last "
+    "micro-batch that has samples out of no_sync()"
+)
+_WAY_OUT = "attach with weighted=True, without DDP_CROSSOVER=off, or give all ranks equal batches"
+# Numbers of samples are smaller than this; what ranks tell each other is one number.
+_SAMPLES = 2**40
+
+
+class _Told(NamedTuple):
+    """What this rank has told the others about the step that comes next.
+
+    Attributes:
+        share: number of the `share()` call, from 1; 0 for `batch()`.
+        samples: number of samples.
+        of_ranks: waits for what the others have told.
+    """
+
+    share: int
+    samples: int
+    of_ranks: Callable[[], list[int]]
 
 
 class WeightedBatches:
@@ -63,59 +86,65 @@ class WeightedBatches:
         self._in_use_order = in_use_order
         # Of the batch under way; None outside of one.
         self._count: int | None = None
+        self._share = 0
         self._has_reduced = self._was_unsynced = self._has_no_data = False
         # Samples whose gradients are in `.grad` and have not been reduced, as after `no_sync()`; with those under way.
         self._unreduced = 0
         self._total: int | None = None
-        self._counts: Callable[[], list[int]] | None = None
+        self._told: _Told | None = None
+        # The same, of a batch that has raised before its backward: it counts for the step that the others are in.
+        self._owed: _Told | None = None
+        self._has_warned = False
         self._kept: list[tuple[nn.Parameter, torch.Tensor | None]] | None = None
         self.timer: BatchTimer | None = None
-        ddp.__dict__["no_sync"] = _NotingNoSync(ddp, self._note_no_sync)
 
     def remove(self) -> None:
-        """Give the model its own ``no_sync`` back."""
+        """Remove the timer's hook on the model."""
         if self.timer is not None:
             self.timer.remove()
-        if (ddp := self._ddp()) is not None:
-            ddp.__dict__.pop("no_sync", None)
 
     # What users call.
 
     @contextlib.contextmanager
-    def batch(self, count: int, *, weight: int | None = None, total: int | None = None) -> Iterator[None]:
+    def batch(
+        self, count: int, *, weight: int | None = None, total: int | None = None, share: int = 0
+    ) -> Iterator[None]:
         """Context of the forward and backward of a batch of ``count`` samples on this rank.
 
         Args:
             count: number of samples.
             weight: with ``total``, the numerator of this rank's weight, if that is not the count.
             total: its denominator; by default, the sum over ranks.
+            share: number of the ``share()`` call, from 1, in which all ranks must be.
 
         Raises:
             TypeError, ValueError: unless ``count`` is a whole number from 0.
-            RuntimeError: in another batch.
+            RuntimeError: in another batch; if it ends without the reduced backward that other ranks wait for.
         """
         count = _checked(count)
         if self._count is not None:
             raise RuntimeError("state.batch() inside of state.batch(): one batch is the data of one optimizer step")
         ddp = self._model
-        self._count, self._total = count, total
-        self._has_reduced = False
-        self._was_unsynced = not ddp.require_backward_grad_sync
+        self._count, self._total, self._share = count, total, share
+        self._has_reduced = self._was_unsynced = False
+        is_unsynced = not ddp.require_backward_grad_sync
         if self._unreduced and all(parameter.grad is None for parameter in self._in_use_order()):
             self._unreduced = 0  # what earlier batches have added was dropped
         before = self._unreduced
         # share() counts samples by itself.
-        gradients_before = self._gradients() if self._was_unsynced and weight is None else None
+        gradients_before = self._gradients() if is_unsynced and weight is None else None
         self._unreduced = before + count if weight is None else weight
         if self.timer is not None:
             self.timer.batch_begins()
         try:
             yield
-            if not (count or self._has_reduced or self._was_unsynced):
+            if not (count or self._has_reduced or is_unsynced):
                 self._take_part(ddp)
-            if not self._has_reduced and self._counts is not None:
+            if not self._has_reduced and self._told is not None:
                 self._unreduced = before  # a forward without a backward: nothing of it is in the gradients
-                self._counts()
+                self._skip_step(self._told)
+            elif not self._has_reduced and self._was_unsynced and not is_unsynced:
+                raise RuntimeError(_NOT_REDUCED)
             self._put_back()
             if gradients_before is not None and not self._has_reduced and gradients_before == self._gradients():
                 self._unreduced = before
@@ -124,9 +153,21 @@ class WeightedBatches:
         except BaseException:
             if not self._has_reduced:
                 self._unreduced = before
+                self._owed = self._told or self._owed
             raise
         finally:
-            self._count = self._counts = self._kept = None
+            self._count = self._told = self._kept = None
+
+    def _skip_step(self, told: _Told) -> None:
+        """End a batch with a forward and no backward, which is right if no rank has one."""
+        told.of_ranks()
+        if not self._has_warned:
+            self._has_warned = True
+            say(
+                "a state.batch() has ended after a forward without a backward, which all ranks have to leave out "
+                "together: if the others go backward they wait for this rank, so multiply its loss by 0 instead",
+                logging.WARNING,
+            )
 
     @torch.no_grad()
     def _put_back(self) -> None:
@@ -180,14 +221,31 @@ class WeightedBatches:
                     (parameter, None if parameter.grad is None else parameter.grad.clone())
                     for parameter in self._in_use_order()
                 ]
-        elif not self._has_reduced and self._counts is None:
-            self._counts = self._link.exchange_numbers(self._unreduced)
+        elif not self._has_reduced and self._told is None:
+            self._tell()
+
+    def _tell(self) -> _Told:
+        """Tell the others this rank's number of samples in this step, unless they have been told."""
+        if self._owed is None:
+            of_ranks = self._link.exchange_numbers(self._share * _SAMPLES + self._unreduced)
+            self._told = _Told(self._share, self._unreduced, of_ranks)
+        elif self._owed[:2] == (self._share, self._unreduced):
+            self._told, self._owed = self._owed, None
+        else:
+            raise RuntimeError(
+                f"the last {'share()' if self._owed.share else 'batch()'} of this rank has raised between forward and "
+                f"backward, when the others knew of its {self._owed.samples} samples, and they wait for its gradients: "
+                "repeat it with as many samples, and multiply the loss by 0 to have none of them count; if all ranks "
+                "skip such a step, catch the error inside of state.batch()"
+            )
+        return self._told
 
     def weigh(self) -> None:
         """Wait for the counts of all ranks, and set the weights of the backward that begins.
 
         Raises:
-            RuntimeError: outside of a batch, or if gradients of no sample would be added to others.
+            RuntimeError: outside of a batch; if gradients of no sample would be added to others; on all ranks, if they
+                are in different steps.
             ValueError: if no rank has a sample.
         """
         if self._count is None:
@@ -199,20 +257,25 @@ class WeightedBatches:
                 "this batch has no sample, and its gradients would be added to those that earlier batches have left in "
                 ".grad: leave out forward and backward in state.batch(0)"
             )
-        if self._counts is None:  # a forward that does not go through DDP
-            self._counts = self._link.exchange_numbers(self._unreduced)
+        told = self._told or self._tell()  # a forward may not go through DDP
         since_s = time.perf_counter()
         with self._turns.released(), self._turns.gap("counts of samples"):
-            counts = self._counts()
+            numbers = told.of_ranks()
         self._link.clock.waited(since_s, "counts of samples")
+        shares, counts = zip(*(divmod(number, _SAMPLES) for number in numbers), strict=True)
+        if len(set(shares)) > 1:
+            raise RuntimeError(
+                "ranks are in different steps, because some have left the loop over state.share() before its end: "
+                "leave it on all ranks, or on none"
+            )
         self._weights.set_counts(counts, self._total)
-        self._counts = None
+        self._told = None
         self._has_reduced = True
         self._unreduced = 0
 
     def end(self) -> None:
         """Set the weights of a backward whose forward has begun, while ranks can still tell each other."""
-        if self._counts is not None:
+        if self._told is not None:
             self.weigh()
 
     @property
@@ -224,9 +287,6 @@ class WeightedBatches:
         """Note that gradients have been computed."""
         if self.timer is not None:
             self.timer.bucket_arrives()
-
-    def _note_no_sync(self) -> None:
-        self._was_unsynced = True
 
     @property
     def _model(self) -> DistributedDataParallel:
@@ -249,35 +309,45 @@ def batches_of_all(loader: Iterable[Any], link: Link) -> Iterator[Any]:
         yield None if batch_and_wait[0] is _END else batch_and_wait[0]
 
 
+def batches_of_equal_ranks(loader: Iterable[Any], ddp: DistributedDataParallel, device: torch.device) -> Iterator[Any]:
+    """The same with plain DDP, which cannot train with a rank that has no batch.
+
+    Raises:
+        RuntimeError: on all ranks, when some have a batch and others have none.
+    """
+    iterator = iter(loader)
+    while True:
+        batch = next(iterator, _END)
+        least, most = _least_and_most(int(batch is not _END), ddp, device)
+        if least != most:
+            raise RuntimeError(
+                "state.batches(): some ranks have no batch left, and the model is not attached, so DDP would wait for "
+                f"them: {_WAY_OUT}"
+            )
+        if not most:
+            return
+        yield batch
+
+
 def require_equal(count: int, ddp: DistributedDataParallel, device: torch.device) -> None:
     """Check that plain DDP, which weights ranks equally, is right for a batch of ``count`` samples.
 
     Raises:
         RuntimeError: on all ranks, if they have different counts.
     """
-    least_and_most = torch.tensor([-_checked(count), count], device=device)
-    dist.all_reduce(least_and_most, dist.ReduceOp.MAX, group=ddp.process_group)
-    least, most = (-least_and_most[0]).item(), least_and_most[1].item()
+    least, most = _least_and_most(_checked(count), ddp, device)
     if least != most:
         raise RuntimeError(
             f"ranks have from {least} to {most} samples in this batch, and the model is not attached, so DDP would "
-            "weight ranks equally: attach with weighted=True, without DDP_CROSSOVER=off, or give all ranks equal "
-            "batches"
+            f"weight ranks equally: {_WAY_OUT}"
         )
 
 
-class _NotingNoSync(Hook):
-    """Stands for a model's ``no_sync``, and tells when it is used."""
-
-    def __init__(self, ddp: DistributedDataParallel, note: Callable[[], None]) -> None:
-        self._ddp = weakref.ref(ddp)
-        self._note = note
-
-    def __call__(self) -> Any:
-        ddp = self._ddp()
-        assert ddp is not None  # the model is running
-        self._note()
-        return type(ddp).no_sync(ddp)
+def _least_and_most(number: int, ddp: DistributedDataParallel, device: torch.device) -> tuple[int, int]:
+    least_and_most = torch.tensor([-number, number], device=device)
+    dist.all_reduce(least_and_most, dist.ReduceOp.MAX, group=ddp.process_group)
+    least, most = least_and_most.tolist()
+    return -least, most
 
 
 def _checked(count: int) -> int:

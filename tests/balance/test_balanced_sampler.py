@@ -112,6 +112,9 @@ def test_speeds_of_another_number_of_ranks_are_dropped() -> None:
         ({"samples": 2}, "each of 3 ranks needs a sample"),
         ({"max_samples": 5}, r"up to 16 samples, and ranks take at most \[5, 5, 5\]"),
         ({"max_samples": [9, 9]}, "one number, or one for each of 3 ranks"),
+        ({"max_samples": [20, 0, 20]}, r"at least 1, because each rank takes part, got \[20, 0, 20\]"),
+        ({"max_samples": [20, 20, -4]}, "at least 1"),
+        ({"max_samples": 0}, "at least 1"),
     ],
 )
 def test_what_is_refused(options, message) -> None:
@@ -119,9 +122,58 @@ def test_what_is_refused(options, message) -> None:
         _samplers(**options)
 
 
-def test_a_state_of_another_order_is_refused() -> None:
+@pytest.mark.parametrize("options", [{"global_batch": 4.0}, {"samples": 50.0}, {"max_samples": [9, 9, 9.5]}])
+def test_numbers_that_are_not_whole_are_refused(options) -> None:
+    with pytest.raises(TypeError, match="is a whole number of samples, got"):
+        _samplers(**options)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"seed": 1}, "seed=1, and the sampler seed=0"),
+        ({"samples": 99}, "samples=99, and the sampler samples=100"),
+        ({"global_batch": 17}, "global_batch=17, and the sampler global_batch=16"),
+        ({"shuffle": False}, "shuffle=False, and the sampler shuffle=True"),
+        ({"drop_last": True}, "drop_last=True, and the sampler drop_last=False"),
+    ],
+)
+def test_a_state_of_another_order_is_refused(option, message) -> None:
     [one, *_] = _samplers()
-    with pytest.raises(ValueError, match="seed=1, and the sampler seed=0"):
-        one.load_state_dict(_samplers(seed=1)[0].state_dict())
+    with pytest.raises(ValueError, match=message):
+        one.load_state_dict(_samplers(**option)[0].state_dict())
+    state = one.state_dict()
+    del state["samples"], state["shuffle"], state["drop_last"]  # as written by an earlier version
+    one.load_state_dict(state)
+
+
+def _seen_with_a_change_of_ranks(samples: int, before: int, after: int, done: int) -> list[int]:
+    def samplers(ranks: int) -> list[BalancedSampler]:
+        return [BalancedSampler(samples, 16, rank=rank, world_size=ranks) for rank in range(ranks)]
+
+    seen: list[int] = []
+    old = samplers(before)
+    for one in old:
+        batches = iter(one)
+        for _ in range(done):
+            seen += next(batches)
+    for one in samplers(after):
+        one.load_state_dict(old[0].state_dict())
+        seen += itertools.chain(*one)
+    return sorted(seen)
+
+
+@pytest.mark.parametrize("done", range(1, 6))
+def test_an_epoch_that_other_ranks_have_begun_is_finished(done) -> None:
+    for samples, before, after in itertools.product((96, 98, 99), (2, 3, 5), (2, 3, 5)):
+        assert _seen_with_a_change_of_ranks(samples, before, after, done) == list(range(samples))
+
+
+def test_a_rest_that_is_too_small_for_other_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"2 samples left of epoch 0.*at most 2 ranks.*epoch=1 and batch=0"):
+        _seen_with_a_change_of_ranks(98, 2, 3, 6)
+
+
+def test_a_rank_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="rank=3 is none of 3"):
         BalancedSampler(100, 16, rank=3, world_size=3)

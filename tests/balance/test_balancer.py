@@ -158,6 +158,17 @@ def test_all_ranks_change_at_the_same_batch_however_far_they_draw_ahead(ahead) -
     assert ranks.changes
 
 
+def test_it_goes_on_with_the_speeds_of_a_checkpoint() -> None:
+    speeds = [Speed(0.0, 0.001), Speed(0.0, 0.002)]
+    (before := Ranks(speeds)).train(1)
+    ranks = Ranks([Speed(0.0, 0.002), Speed(0.0, 0.001)])  # another machine is slow now
+    for one in ranks.samplers:
+        one.load_state_dict(before.samplers[0].state_dict())
+    sizes = ranks.train(1)
+    assert sizes[0] == before.sizes[-1]
+    assert longest_s(sizes[-1], ranks.speeds) < 1.05 * _best_s(ranks.speeds)
+
+
 def test_it_says_that_other_shares_would_not_help(caplog) -> None:
     caplog.set_level("INFO", logger="ddp_crossover")
     Ranks([Speed(0.0, 0.01), Speed(0.0, 0.0101)]).train(2)

@@ -18,6 +18,7 @@ from ddp_crossover.collectives import late_peers
 from ddp_crossover.collectives.late_peers import LONG_S, Awaited, LatePeers
 from equivalence import SGD, Case, Run, snapshot, train_step
 from harness import run_ranks
+from heard import heard
 from models import DeepNet
 
 SCATTER, GATHER = "scatter leg of fusion group 3", "gather leg of fusion group 2"
@@ -70,16 +71,12 @@ def test_a_long_timeout_means_more_patience(caplog) -> None:
 @contextmanager
 def _soon() -> Iterator[list[str]]:
     """Waits are long after a second; yields what is logged."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("ddp_crossover")
-    logger.addHandler(handler)
-    try:
-        with mock.patch.object(late_peers, "LONG_S", 1.0), mock.patch.object(late_peers, "LONG_SHARE", 0.0):
-            yield lines
-    finally:
-        logger.removeHandler(handler)
+    with (
+        heard() as lines,
+        mock.patch.object(late_peers, "LONG_S", 1.0),
+        mock.patch.object(late_peers, "LONG_SHARE", 0.0),
+    ):
+        yield lines
 
 
 def _train_with_a_stop(stops: bool, schedule: str) -> tuple[list[str], dict]:

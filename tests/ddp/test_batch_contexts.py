@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import signal
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_crossover as dx
 from ddp_crossover.ddp.weighted_batches import statistics_of_a_rank
 from harness import run_faulty_ranks
+from heard import heard
 from models import DeepNet, OddNet
 from weighted_loops import STEPS, Weighted, WeightedRun, plain, samples_of, sgd
 
@@ -170,19 +170,34 @@ def test_batches_without_backward_do_not_count(on_ranks) -> None:
     on_ranks(_forwards_without_backward, 2)
 
 
-def _inner_no_sync() -> None:
-    """`no_sync()` inside of `batch(0)`: the rank must not take part by itself."""
+def _inner_no_sync() -> str:
+    run = _run()
+    x, y = samples_of(0, torch.float64)
+    try:
+        with run.state.batch(len(x)), run.model.no_sync():
+            run.loss(run.model(x), y).backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_batch_that_reduces_nothing_is_refused(on_ranks) -> None:
+    """Whether it is a step, or a micro-batch of one, is not known, and a rank without samples could not do the same."""
+    for said in on_ranks(_inner_no_sync, 2):
+        assert "enter no_sync() before state.batch()" in said
+
+
+def _rank_without_micro_batches() -> None:
     run, alone = _run(), WeightedRun(Weighted(plain), on_ranks=False)
     for step in range(STEPS):
         run.optimizer.zero_grad()
         x, y = samples_of(step, torch.float64)
-        count = len(x) if run.rank == 0 else 0
-        with run.state.batch(count), run.model.no_sync():
-            if count:
-                (run.loss(run.model(x), y) / 2).backward()
-        with run.state.batch(count):
-            if count:
-                (run.loss(run.model(x), y) / 2).backward()
+        half = len(x) // 2
+        with run.state.batch(len(x) if run.rank == step % 2 else 0):
+            for low, high in ((0, half), (half, len(x))):
+                with run.no_sync(is_last=high == len(x)):
+                    if run.rank == step % 2:
+                        (run.loss(run.model(x[low:high]), y[low:high]) / 2).backward()
         run.optimizer.step()
         alone.optimizer.zero_grad()
         alone.loss(alone.model(x), y).backward()
@@ -192,8 +207,8 @@ def _inner_no_sync() -> None:
     run.state.detach()
 
 
-def test_no_sync_inside_of_an_empty_batch(on_ranks) -> None:
-    on_ranks(_inner_no_sync, 2)
+def test_a_rank_without_samples_goes_through_the_loop_over_micro_batches(on_ranks) -> None:
+    on_ranks(_rank_without_micro_batches, 2)
 
 
 def _switched_off(equal: bool) -> str:
@@ -216,21 +231,50 @@ def test_the_switch_trains_plain_ddp_where_that_is_right(on_ranks) -> None:
         assert "without DDP_CROSSOVER=off, or give all ranks equal batches" in result
 
 
+def _loop_with_the_switch(what: str) -> str:
+    os.environ["DDP_CROSSOVER"] = "off"
+    try:
+        run = _run()
+        sampler = dx.BalancedSampler(24, 12)
+        run.state.balance(sampler)
+        if what == "share":
+            run.state.share(list(range(4)), size=2)
+        indices = list(sampler) if what == "equal" else list(sampler)[run.rank :]
+        for batch in run.state.batches(indices):
+            run.optimizer.zero_grad()
+            with run.state.batch(len(batch)):
+                x, y = samples_of(0, torch.float64)
+                run.loss(run.model(x[: len(batch)]), y[: len(batch)]).backward()
+            run.optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        del os.environ["DDP_CROSSOVER"]
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("equal", "trained"),
+        ("unequal", "some ranks have no batch left.*without DDP_CROSSOVER=off"),
+        ("share", "DDP_CROSSOVER=off is set"),
+    ],
+)
+def test_loops_over_weighted_batches_run_with_the_switch(on_ranks, what, message) -> None:
+    for said in on_ranks(_loop_with_the_switch, 2, what):
+        assert re.search(message, said), said
+
+
 class _Norms(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.BatchNorm1d(5))
 
 
 def _attach_with_batch_norm() -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ddp_crossover").addHandler(handler)
-    try:
+    with heard() as said:
         ddp = DistributedDataParallel(_Norms())
         dx.attach(ddp, sgd(ddp.parameters()), weighted=True).detach()
-    finally:
-        logging.getLogger("ddp_crossover").removeHandler(handler)
     assert statistics_of_a_rank(nn.SyncBatchNorm.convert_sync_batchnorm(_Norms())) is None
     return said
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddp_crossover as dx
+from harness import run_faulty_ranks
+from heard import heard
 from weighted_loops import SAMPLES, Weighted, WeightedRun, plain, samples_of
 
 STEPS = 10
@@ -182,6 +185,111 @@ def test_micro_batches_without_samples_count_for_nothing(on_ranks) -> None:
     on_ranks(_empty_micro_batches, 2)
 
 
+def _repeat_a_batch_that_has_raised(is_micro: bool) -> None:
+    ranks = Ranks()
+
+    def fail(x: torch.Tensor) -> None:
+        with ranks.state.batch(len(x)):
+            ranks.model(x * float("inf"))
+            raise KeyError("out of memory")
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        half = len(x) // 2
+        if not is_micro:
+            with contextlib.suppress(KeyError):
+                fail(x)
+            ranks.backward(x, y)
+            return
+
+        def between() -> None:
+            if ranks.run.rank == 1:
+                with contextlib.suppress(KeyError):
+                    fail(x[half:])
+
+        ranks.backward_by_halves(x, y, between)
+
+    def on_rank_1(x: torch.Tensor, y: torch.Tensor) -> None:
+        if ranks.run.rank == 1:
+            train(x, y)
+        else:
+            ranks.backward(x, y)
+
+    for number in range(STEPS):
+        ranks.step(number, train if number % 2 else on_rank_1)
+    ranks.check()
+    ranks.state.detach()
+
+
+@pytest.mark.parametrize("is_micro", [False, True], ids=["whole batch", "last micro-batch"])
+def test_a_rank_may_repeat_a_batch_that_has_raised_before_its_backward(on_ranks, is_micro) -> None:
+    on_ranks(_repeat_a_batch_that_has_raised, 2, is_micro)
+
+
+def _repeat_it_with_fewer_samples(count: int) -> str:
+    ranks = Ranks()
+    x, y = samples_of(0, torch.float64)
+    with contextlib.suppress(KeyError), ranks.state.batch(4):
+        ranks.model(x[:4])
+        raise KeyError("out of memory")
+    try:
+        if count:
+            ranks.backward(x[:count], y[:count])
+        else:
+            with ranks.state.batch(0):
+                pass
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        ranks.backward(x[:4], y[:4])
+        ranks.state.detach()
+    return "nothing"
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_another_number_of_samples_than_others_know_of_is_refused(on_ranks, count) -> None:
+    for said in on_ranks(_repeat_it_with_fewer_samples, 2, count):
+        assert "the others knew of its 4 samples" in said
+        assert "multiply the loss by 0" in said
+
+
+def _last_micro_batch_is_empty() -> str:
+    ranks = Ranks()
+    x, y = samples_of(0, torch.float64)
+    try:
+        with ranks.state.batch(4), ranks.model.no_sync():
+            mse(ranks.model(x[:4]), y[:4]).backward()
+            # A last micro-batch, outside of no_sync(), would be here, but nothing is left for it.
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_an_empty_last_micro_batch_is_refused(on_ranks) -> None:
+    for said in on_ranks(_last_micro_batch_is_empty, 2):
+        assert "leave the last micro-batch that has samples out of no_sync()" in said
+
+
+def _skip_a_backward() -> list[str]:
+    ranks = Ranks()
+
+    def skip(x: torch.Tensor, y: torch.Tensor) -> None:
+        with ranks.state.batch(len(x)):
+            ranks.model(x)
+
+    with heard() as said:
+        for number in (0, 1):
+            x, y = samples_of(number, torch.float64)
+            skip(x, y)
+        ranks.train(ranks.backward)
+    return [line for line in said if "a forward without a backward" in line]
+
+
+def test_a_skipped_backward_is_named_once(on_ranks) -> None:
+    for said in on_ranks(_skip_a_backward, 2):
+        assert len(said) == 1
+        assert "multiply its loss by 0 instead" in said[0]
+
+
 def _share(ranks: Ranks, number: int, *, leave: bool = False) -> list[int]:
     x, y = samples_of(number, torch.float64)
     seen = []
@@ -198,8 +306,10 @@ def _share(ranks: Ranks, number: int, *, leave: bool = False) -> list[int]:
 def _leave_a_shared_batch() -> bool:
     ranks = Ranks()
     before = [parameter.detach().clone() for parameter in ranks.run.net.parameters()]
-    for number in range(3):
-        _share(ranks, number, leave=True)
+    with heard() as said:
+        for number in range(3):
+            _share(ranks, number, leave=True)
+    assert sum("was left before the last micro-batch" in line for line in said) == 3, said
     same = all(map(torch.equal, before, ranks.run.net.parameters()))
     seen = _share(ranks, 3)
     counts = [0, 0]
@@ -210,6 +320,53 @@ def _leave_a_shared_batch() -> bool:
 
 def test_a_shared_batch_that_is_left_by_all_is_no_step(on_ranks) -> None:
     assert on_ranks(_leave_a_shared_batch, 2) == [True, True]
+
+
+def _one_rank_leaves_a_shared_batch(how: str) -> str:
+    ranks = Ranks()
+    x, _ = samples_of(0, torch.float64)
+    for number in range(3):
+        _share(ranks, number)
+    try:
+        if ranks.run.rank == 1:
+            ranks.optimizer.zero_grad()
+            with contextlib.suppress(KeyError):
+                for indices in ranks.state.share(list(range(SAMPLES)), size=SAMPLES // 2):
+                    if how == "after forward":
+                        ranks.model(x[indices])
+                    raise KeyError
+        for number in range(3, 5):
+            _share(ranks, number)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("how", ["before forward", "after forward"])
+def test_a_shared_batch_that_one_rank_leaves_is_refused(how) -> None:
+    first, second = run_faulty_ranks(_one_rank_leaves_a_shared_batch, 2, how, group_timeout_s=4.0)
+    why = {
+        "before forward": "some have left the loop over state.share() before its end",
+        "after forward": "the last share() of this rank has raised between forward and backward",
+    }[how]
+    assert why in second.result
+    assert re.search(f"peer|{re.escape(why)}", first.result or first.error)
+
+
+def _share_among_idle_ranks(ddp: dict[str, bool]) -> str:
+    run = WeightedRun(Weighted(plain, ddp=ddp), on_ranks=True)
+    try:
+        list(run.state.share(list(range(4)), size=3))
+    except ValueError as error:
+        return str(error)
+    finally:
+        run.state.detach()
+    return "nothing"
+
+
+def test_fewer_micro_batches_than_ranks_are_refused_where_ddp_needs_a_forward(on_ranks) -> None:
+    for said in on_ranks(_share_among_idle_ranks, 3, {"find_unused_parameters": True}):
+        assert "2 micro-batches for 3 ranks, and with find_unused_parameters=True" in said
 
 
 def _share_with_several_states() -> list[int]:

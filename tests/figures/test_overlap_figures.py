@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from ddp_crossover.figures.stats import StepLog
 from ddp_crossover.tracing.clock import CommClock, CommSums
 from equivalence import Case, Run
+from heard import heard
 from models import DeepNet
 
 
@@ -90,12 +90,7 @@ def _line_of(look: Callable[[Run], None]) -> int:
 
 def _train(name: str) -> tuple[dict[str, int], str, list[str]]:
     before_step, after_step, _ = LOOKS[name]
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("ddp_crossover")
-    logger.addHandler(handler)
-    try:
+    with heard() as records:
         run = Run(Case(model=DeepNet, strict=False), with_dear=True)
         for x, y in run.batches():
             run.optimizer.zero_grad()
@@ -104,8 +99,6 @@ def _train(name: str) -> tuple[dict[str, int], str, list[str]]:
             run.optimizer.step()
             after_step(run)
         run.detach()
-    finally:
-        logger.removeHandler(handler)
     stats = run.state.stats()
     return dict(stats.looks), str(stats), records
 

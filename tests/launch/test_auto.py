@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ddp_crossover as dx
 from harness import run_ranks
+from heard import heard
 from models import INPUTS, DeepNet
 
 OPTIONS = {"fusion_mb": 0.001}
@@ -197,15 +197,12 @@ def test_a_rank_without_batches_under_join_is_not_waited_for() -> None:
 
 
 def _one_rank_has_another_hook() -> tuple[str, list[str]]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ddp_crossover").addHandler(handler)
-    found, ddp = dx.auto(**OPTIONS), _network()
-    optimizer = (torch.optim.LBFGS if dist.get_rank() else SGD)(ddp.parameters(), lr=0.1)
-    x = torch.ones(2, INPUTS)
-    ddp(x).square().mean().backward()
-    optimizer.step(lambda: torch.zeros(()))
+    with heard() as said:
+        found, ddp = dx.auto(**OPTIONS), _network()
+        optimizer = (torch.optim.LBFGS if dist.get_rank() else SGD)(ddp.parameters(), lr=0.1)
+        x = torch.ones(2, INPUTS)
+        ddp(x).square().mean().backward()
+        optimizer.step(lambda: torch.zeros(()))
     return f"{len(found.states)} attached", said
 
 
