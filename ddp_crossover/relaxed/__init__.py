@@ -4,6 +4,7 @@ This changes the algorithm, and so the result. docs/relaxed.md begins with when 
 """
 
 from ddp_crossover.relaxed.policies import DiLoCo, LocalSGD
+from ddp_crossover.relaxed.rules import GradientChange
 from ddp_crossover.relaxed.state import RelaxedState
 
-__all__ = ["DiLoCo", "LocalSGD", "RelaxedState"]
+__all__ = ["DiLoCo", "GradientChange", "LocalSGD", "RelaxedState"]

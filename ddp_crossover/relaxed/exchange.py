@@ -82,6 +82,11 @@ class MeanExchange:
         is_coded = self._plan.gradients[group.pieces[0].parameter].is_coded
         return FusionBuffer((memory,), coding=self.feedback.coding(group) if self.feedback and is_coded else None)
 
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has sent."""
+        return self._link.sent_bytes
+
     @torch.no_grad()
     def start(self, tensors: Iterable[Tensor]) -> None:
         """Send this rank's tensors, one for each parameter, which may be overwritten. All ranks must call it."""

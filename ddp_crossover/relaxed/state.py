@@ -2,14 +2,7 @@
 
 All that ranks do together is counted by backward passes that DDP reduces, of which all ranks have equally many: whether
 a rank has skipped its ``optimizer.step()`` does not matter. What is due after a step is done at the beginning of the
-next training forward, when all of the step's updates are there. See [Note: delta merge].
-
-[Note: delta merge]
-shared: the parameters as all ranks had them after the last merge, kept by each rank.
-sent: this rank's parameters when it sent how far it had come from ``shared``. The mean of that arrives some steps
-    later. A merge moves ``shared`` by the mean, and this rank's parameters to ``shared`` plus what it has learned since
-    it sent: x <- shared + (x - sent). So the mean over ranks loses nothing that was learned while the mean was on the
-    way.
+next training forward, when all of the step's updates are there.
 """
 # No `from __future__ import annotations` here: DDP checks the annotations of hooks, and expects types.
 
@@ -24,21 +17,20 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_crossover.codecs.wire import Wire
-from ddp_crossover.collectives.make_link import make_link
 from ddp_crossover.comm_hook import DearState, attach
 from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
 from ddp_crossover.optim.grad_scaler import GradScaler
 from ddp_crossover.optim.overflow import agree_on_overflow
 from ddp_crossover.options import switched_off
-from ddp_crossover.relaxed.exchange import MeanExchange
+from ddp_crossover.relaxed.delta_merge import DeltaMerge
+from ddp_crossover.relaxed.partners import Partners
 from ddp_crossover.relaxed.policies import LocalSGD
+from ddp_crossover.relaxed.rules import make_rule
 from ddp_crossover.torch_internals.ddp import (
     GradBucket,
     forget_comm_hooks,
     managed_parameters,
-    process_group_timeout,
     rebuild_buckets,
 )
 from ddp_crossover.torch_internals.loss_scale import LossScale
@@ -51,7 +43,7 @@ class RelaxedStats(NamedTuple):
         steps: backward passes that DDP would have reduced.
         means: how often ranks have shared their parameters.
         divergence: how far this rank's parameters were from the mean when it was last made, relative to its norm.
-        sent_bytes: what this rank has sent, without warm-up.
+        sent_bytes: what this rank has sent for means.
     """
 
     steps: int
@@ -98,28 +90,17 @@ class RelaxedState:
         # Exact steps at first, then local ones; both are counted.
         self._warmup: DearState | None = None
         self._is_plain = False  # the warm-up goes on as plain DDP
-        self._warmup_steps = self._steps = self._seen = self._means = 0
-        self._divergence = 0.0
-        self._shared: list[Tensor] = []
-        self._memories: list[list[Tensor]] = []
-        self._sent: list[Tensor] | None = None
+        self._warmup_steps = self._steps = self._seen = 0
         self._due = 0
-        device = self._parameters[0].device
-        wire = Wire.of(policy.wire_dtype, device_type=device.type)
-        self._link = make_link(
-            ddp.process_group,
-            device,
-            process_group_timeout(ddp.process_group, device),
-            own_group=None,
-            sums_in_fp32=wire.cast_to is not None,
-        )
-        self._closing = weakref.finalize(self, self._link.shut_down)
-        self._exchange = MeanExchange(self._named, self._link, wire)
         self._loss_scale = LossScale(is_watched=True)
+        self._partners = Partners(ddp, self._named, policy)
+        self._closing = weakref.finalize(self, self._partners.close)
+        self._rule = make_rule(policy.every, self._partners.link.exchange_numbers)
+        self._merge = DeltaMerge(self._parameters, policy, self._partners.exchanges, self._partners.replicas)
         if self._detached:
             self._closing()
             return
-        agree_on_overflow(optimizers, self._link)
+        agree_on_overflow(optimizers, self._partners.link)
         if policy.warmup:
             self._warmup = attach(ddp, optimizer, **options)
         else:
@@ -135,7 +116,8 @@ class RelaxedState:
 
     def stats(self) -> RelaxedStats:
         """Figures of this rank."""
-        return RelaxedStats(self._warmup_steps + self._steps, self._means, self._divergence, self._link.sent_bytes)
+        merge = self._merge
+        return RelaxedStats(self._warmup_steps + self._steps, merge.means, merge.divergence, merge.sent_bytes)
 
     @torch.no_grad()
     def consolidate(self) -> None:
@@ -150,12 +132,7 @@ class RelaxedState:
             self._warmup.synchronize()
             return
         self._catch_up()
-        if self._sent is not None:
-            self._merge()
-        self._send()
-        self._merge()
-        for parameter, shared in zip(self._parameters, self._shared, strict=True):
-            parameter.copy_(shared)
+        self._merge.consolidate()
         for buffer in self._model.module.buffers():
             dist.broadcast(buffer, group=self._model.process_group, group_src=0)
 
@@ -166,37 +143,22 @@ class RelaxedState:
         """
         self._refuse_warmup("state_dict")
         self._catch_up()
-        arrived = [mean.clone() for mean in self._exchange.finish()] if self._sent is not None else []
-        feedback = self._exchange.feedback
         return {
             "steps": self._steps,
             "warmup_steps": self._warmup_steps,
-            "means": self._means,
             "due": self._due,
-            "shared": [tensor.clone() for tensor in self._shared],
-            "memories": [[tensor.clone() for tensor in memories] for memories in self._memories],
-            "sent": None if self._sent is None else [tensor.clone() for tensor in self._sent],
-            "arrived": arrived,
-            "feedback": None if feedback is None else feedback.state_dict(),
+            "rule": self._rule.state_dict(),
+            **self._merge.state_dict(),
         }
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` was called; load this rank's parameters and optimizer state as well."""
         if self._warmup is not None:
             self._end_warmup()
         self._steps = self._seen = state["steps"]
-        self._warmup_steps, self._means, self._due = state["warmup_steps"], state["means"], state["due"]
-        for own, saved in zip(self._shared, state["shared"], strict=True):
-            own.copy_(saved)
-        for own_memories, saved_memories in zip(self._memories, state["memories"], strict=True):
-            for own, saved in zip(own_memories, saved_memories, strict=True):
-                own.copy_(saved)
-        self._sent = None if state["sent"] is None else [tensor.clone() for tensor in state["sent"]]
-        if self._sent is not None:
-            self._exchange.bring(state["arrived"])
-        if self._exchange.feedback is not None:
-            self._exchange.feedback.load_state_dict(state["feedback"])
+        self._warmup_steps, self._due = state["warmup_steps"], state["due"]
+        self._rule.load_state_dict(state["rule"])
+        self._merge.load_state_dict(state)
 
     def detach(self) -> None:
         """Give all ranks the mean, and leave DDP as it was before attach. A collective."""
@@ -236,8 +198,7 @@ class RelaxedState:
     def _begin_local_steps(self) -> None:
         if not self._is_plain:
             self._model.register_comm_hook(self, relaxed_hook)
-        self._shared = [parameter.detach().clone() for parameter in self._parameters]
-        self._memories = [[torch.zeros_like(shared) for _ in range(self.policy.memories)] for shared in self._shared]
+        self._merge.begin()
 
     def _end_warmup(self) -> None:
         assert self._warmup is not None
@@ -267,6 +228,9 @@ class RelaxedState:
                     "in local steps each rank has gradients of its own, and torch.amp.GradScaler would skip steps on "
                     "some ranks only: use ddp_crossover.GradScaler, with which all ranks skip the same steps"
                 )
+        self._rule.note(bucket.buffer(), self._loss_scale.now())
+        if self._partners.node is not None:
+            return allreduce_hook(self._partners.node, bucket)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
@@ -282,41 +246,19 @@ class RelaxedState:
         else:
             self._catch_up()
 
-    @torch.no_grad()
     def _catch_up(self) -> None:
         """Do what is due after the last step."""
         if self._seen == self._steps:
             return
         self._seen = self._steps
-        if self._sent is not None and self._steps >= self._due:
-            self._merge()
-        if self._steps % self.policy.every == 0:
-            self._send()
+        is_due = self._rule.is_due(self._steps)
+        if self._merge.is_under_way and (is_due or self._steps >= self._due):
+            self._merge.merge()
+        if is_due:
+            self._merge.send()
             self._due = self._steps + self.policy.delay
             if not self.policy.delay:
-                self._merge()
-
-    def _send(self) -> None:
-        self._sent = [parameter.detach().clone() for parameter in self._parameters]
-        self._exchange.start(sent - shared for sent, shared in zip(self._sent, self._shared, strict=True))
-
-    def _merge(self) -> None:
-        assert self._sent is not None
-        means = self._exchange.finish()
-        far = norm = 0.0
-        for parameter, sent, shared, mean, memories in zip(
-            self._parameters, self._sent, self._shared, means, self._memories, strict=True
-        ):
-            mean = mean.to(shared.dtype)
-            middle = shared + mean
-            far += float((sent - middle).square().sum())
-            norm += float(middle.square().sum())
-            self.policy.advance(shared, mean, memories)
-            # Without steps in between x - sent is 0, and all ranks get the same bits.
-            parameter.copy_(shared + (parameter - sent))
-        self._divergence = (far / norm) ** 0.5 if norm else 0.0
-        self._sent = None
-        self._means += 1
+                self._merge.merge()
 
 
 def relaxed_hook(state: RelaxedState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

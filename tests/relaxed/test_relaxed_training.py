@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
-from ddp_crossover.relaxed import DiLoCo, LocalSGD, RelaxedState
+from ddp_crossover.relaxed import DiLoCo, GradientChange, LocalSGD, RelaxedState
 from relaxed_reference import adam, flat, net, samples, sgd, step_of, train_in_one_process
 
 STEPS = 13
@@ -104,14 +104,14 @@ def test_without_a_mean_each_rank_is_a_lone_run(on_ranks) -> None:
 
 def _mean_before_and_after_merges() -> list[tuple[Tensor, Tensor]]:
     with relaxed(LocalSGD(every=3, delay=2), adam) as one:
-        seen, merge = [], one.state._merge
+        seen, merge = [], one.state._merge.merge
 
         def watched() -> None:
             before = torch.stack(one.of_ranks(flat(one.ddp.module))).mean(dim=0)
             merge()
             seen.append((before, torch.stack(one.of_ranks(flat(one.ddp.module))).mean(dim=0)))
 
-        one.state._merge = watched
+        one.state._merge.merge = watched
         one.train(STEPS)
         return seen
 
@@ -177,11 +177,15 @@ def _stop_and_go_on(policy: LocalSGD, stop_at: int) -> bool:
         DiLoCo(every=4, delay=2),
         LocalSGD(every=4, delay=2, wire_dtype=torch.bfloat16),
         LocalSGD(every=4, delay=1, wire_dtype=torch.int8),
+        LocalSGD(every=4, delay=2, reduction="adasum"),
+        LocalSGD(every=2, delay=1, groups="pairs"),
+        LocalSGD(every=GradientChange(threshold=0.1, window=2), delay=2),
     ],
     ids=str,
 )
 def test_it_is_resumed_in_the_middle_of_a_period_bit_for_bit(on_ranks, policy, stop_at) -> None:
-    assert on_ranks(_stop_and_go_on, 2, policy, stop_at) == [True, True]
+    world_size = 4 if policy.is_partial else 2
+    assert all(on_ranks(_stop_and_go_on, world_size, policy, stop_at))
 
 
 def _warmed_up(dear: dict[str, Any]) -> list[Tensor]:
@@ -301,6 +305,10 @@ def test_what_would_talk_in_local_steps_is_refused(on_ranks, kind, named) -> Non
         ({"every": 2, "delay": 3}, "delay=3 steps are more than every=2"),
         ({"every": 2, "warmup": -1}, "warmup must be"),
         ({"every": 2, "wire_dtype": torch.int16}, "wire_dtype must be"),
+        ({"every": 2, "groups": "rows"}, "groups must be one of None, 'node', 'grid', 'pairs', got 'rows'"),
+        ({"every": 2, "groups": "grid", "wire_dtype": torch.int8}, "no point that all ranks share"),
+        ({"every": 2, "groups": "pairs", "merge": "daso"}, "no point that all ranks share"),
+        ({"every": 2, "reduction": "adasum", "groups": "node"}, "reduction='adasum' is that of all ranks"),
     ],
 )
 def test_wrong_numbers_are_refused(arguments, named) -> None:

@@ -1,0 +1,95 @@
+"""Which ranks share with each other: their process groups and links, and the exchanges on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch.distributed as dist
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_crossover.codecs.wire import Wire
+from ddp_crossover.collectives.link import Link, release
+from ddp_crossover.collectives.make_link import make_link
+from ddp_crossover.collectives.node_ranks import nodes_of
+from ddp_crossover.relaxed.adasum import AdasumExchange
+from ddp_crossover.relaxed.delta_merge import Exchange
+from ddp_crossover.relaxed.exchange import MeanExchange
+from ddp_crossover.relaxed.grid import lines, shape_of
+from ddp_crossover.relaxed.policies import LocalSGD
+from ddp_crossover.torch_internals.ddp import process_group_timeout
+
+
+class Partners:
+    """What this rank shares with others through. All ranks must build it.
+
+    Args:
+        ddp: the model.
+        named: names and parameters.
+        policy: says who shares with whom, and how.
+
+    Attributes:
+        link: connects all ranks.
+        exchanges: with whom this rank shares parameters, in turn.
+        node: the ranks that share gradients in each step; None if this rank has its own.
+        replicas: how many sets of parameters a mean is made of.
+
+    Raises:
+        ValueError: if the ranks make no such groups.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, named: Sequence[tuple[str, Parameter]], policy: LocalSGD) -> None:
+        self._of_ddp = ddp.process_group
+        self._device = named[0][1].device
+        self._timeout = process_group_timeout(self._of_ddp, self._device)
+        self._groups: list[dist.ProcessGroup] = []
+        self.node: dist.ProcessGroup | None = None
+        shape = shape_of(policy.groups, dist.get_world_size(self._of_ddp)) if policy.groups in ("grid", "pairs") else ()
+        wire = Wire.of(policy.wire_dtype, device_type=self._device.type)
+        self.link = make_link(
+            self._of_ddp, self._device, self._timeout, own_group=None, sums_in_fp32=wire.cast_to is not None
+        )
+        self._links = [self.link]
+        self.replicas = self.link.world_size
+        if policy.groups == "node":
+            self._join_nodes()
+        self.exchanges: list[Exchange]
+        if shape:
+            self._links += [self._link_of_line(of_dimension) for of_dimension in lines(shape)]
+            self.exchanges = [MeanExchange(named, link, wire) for link in self._links[1:]]
+        elif policy.reduction == "adasum":
+            everybody = self._group_of(range(self.link.world_size))
+            self.exchanges = [AdasumExchange([parameter for _, parameter in named], everybody)]
+        else:
+            self.exchanges = [MeanExchange(named, self.link, wire)]
+
+    def _join_nodes(self) -> None:
+        nodes = nodes_of(self.link.process_group, self._device)
+        self.link.use_nodes(nodes)
+        self.replicas //= len(nodes.local.ranks)
+        if nodes.are_several:
+            self.node = self._group_of(nodes.local.ranks)
+
+    def _link_of_line(self, of_dimension: Sequence[Sequence[int]]) -> Link:
+        group = self._group_of(next(line for line in of_dimension if self.link.rank in line))
+        return make_link(group, self._device, self._timeout, own_group=group)
+
+    def _group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A new process group of some of the model's ranks, which alone call this."""
+        group = dist.new_group(
+            ranks=[dist.get_global_rank(self._of_ddp, rank) for rank in ranks],
+            timeout=self._timeout,
+            backend=dist.get_backend(self._of_ddp),
+            use_local_synchronization=True,
+            group_desc="ddp_crossover means",
+        )
+        self._groups.append(cast(dist.ProcessGroup, group))
+        return self._groups[-1]
+
+    def close(self) -> None:
+        """Close links. May be called without the other ranks."""
+        for link in self._links:
+            link.shut_down()
+        for group in self._groups:
+            release(group)

@@ -1,0 +1,319 @@
+"""Ranks that share when gradients change, or with some ranks at a time, or by other sums: what must hold exactly."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from test_relaxed_training import relaxed
+from torch import Tensor, nn
+
+import ddp_crossover as dx
+from ddp_crossover.relaxed import DiLoCo, GradientChange, LocalSGD
+from ddp_crossover.relaxed.adasum import factors
+from ddp_crossover.relaxed.grid import lines, shape_of
+from node_groups import TWO_BY_TWO, TWO_NODES, Layout, on_nodes
+from relaxed_reference import adam, adasum, flat, net, samples, sgd, step_of, train_in_one_process
+
+STEPS = 13
+NO_LIMIT = 10**9
+
+
+def _train(policy: LocalSGD, optimizer: Any, layout: Layout | None = None, steps: int = STEPS) -> tuple[Tensor, int]:
+    with on_nodes(layout) if layout else contextlib.nullcontext(), relaxed(policy, optimizer) as one:
+        one.train(steps)
+        return one.parameters(), one.state.stats().means
+
+
+def _check(on_ranks: Any, world_size: int, policy: LocalSGD, optimizer: Any, layout: Layout | None = None) -> None:
+    due_after: list[int] = []
+    expected = train_in_one_process(policy, world_size, STEPS, optimizer, layout, due_after)
+    means = sum(1 for done in due_after if done + policy.delay <= STEPS or done != due_after[-1])
+    for ours, simple in zip(on_ranks(_train, world_size, policy, optimizer, layout), expected, strict=True):
+        torch.testing.assert_close(ours[0], simple, rtol=1e-12, atol=1e-12)
+        assert ours[1] == means
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adam], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    ("world_size", "policy"),
+    [
+        (4, LocalSGD(every=2, groups="grid")),
+        (4, LocalSGD(every=3, delay=2, groups="grid")),
+        (4, LocalSGD(every=1, groups="pairs")),
+        (2, LocalSGD(every=3, delay=1, groups="pairs")),
+        (2, LocalSGD(every=4, delay=2, merge="daso")),
+        (3, LocalSGD(every=4, delay=4, merge="daso")),
+        (2, LocalSGD(every=1, reduction="adasum")),
+        (3, LocalSGD(every=4, delay=2, reduction="adasum")),
+        (3, DiLoCo(every=4, reduction="adasum")),
+        (2, LocalSGD(every=GradientChange(threshold=0.15, window=3, at_most=4))),
+        (3, LocalSGD(every=GradientChange(threshold=0.2, window=2), delay=2)),
+        (2, DiLoCo(every=GradientChange(threshold=0.2, window=2))),
+    ],
+    ids=str,
+)
+def test_it_is_what_the_formulas_say(on_ranks, world_size, policy, optimizer) -> None:
+    _check(on_ranks, world_size, policy, optimizer)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "policy",
+    [
+        LocalSGD(every=3, groups="node"),
+        LocalSGD(every=4, delay=2, groups="node", merge="daso"),
+        DiLoCo(every=3, groups="node"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", [TWO_BY_TWO, TWO_NODES], ids=["2x2", "2x1"])
+def test_ranks_of_a_node_share_gradients_in_each_step(on_ranks, policy, layout) -> None:
+    _check(on_ranks, sum(map(len, layout)), policy, adam, layout)
+
+
+def _with_an_int8_wire(layout: Layout) -> list[Tensor]:
+    with on_nodes(layout), relaxed(LocalSGD(every=2, groups="node", wire_dtype=torch.int8), adam, torch.float32) as one:
+        one.train(5)
+        one.state.consolidate()
+        return one.of_ranks(flat(one.ddp.module))
+
+
+def test_means_across_nodes_may_be_coded(on_ranks) -> None:
+    for of_ranks in on_ranks(_with_an_int8_wire, 4, TWO_BY_TWO):
+        assert all(torch.equal(one, of_ranks[0]) for one in of_ranks)
+
+
+# Grids.
+
+
+def test_every_rank_is_in_one_line_of_each_dimension() -> None:
+    assert [shape_of("grid", n) for n in (4, 6, 8, 9, 12)] == [(2, 2), (2, 3), (2, 4), (3, 3), (3, 4)]
+    assert [shape_of("pairs", n) for n in (2, 4, 8)] == [(2,), (2, 2), (2, 2, 2)]
+    for shape in ((2, 3), (2, 2, 2), (4, 2)):
+        for of_dimension in lines(shape):
+            assert sorted(itertools.chain(*of_dimension)) == list(range(math.prod(shape)))
+
+
+@pytest.mark.parametrize(
+    ("groups", "world_size", "named"),
+    [
+        ("grid", 3, "3 is no product"),
+        ("grid", 2, "2 is no product"),
+        ("pairs", 6, "there are 6"),
+        ("pairs", 1, "are 1"),
+    ],
+)
+def test_ranks_that_make_no_grid_are_refused(groups, world_size, named) -> None:
+    with pytest.raises(ValueError, match=named):
+        shape_of(groups, world_size)
+
+
+def _means_of_a_grid(groups: str) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    with relaxed(LocalSGD(every=NO_LIMIT, groups=groups), adam) as one:
+        one.train(3)
+        before = torch.stack(one.of_ranks(flat(one.ddp.module))).mean(dim=0)
+        after_rounds = []
+        for _ in shape_of(groups, one.world_size):
+            one.state._merge.send()
+            one.state._merge.merge()
+            after_rounds.append(torch.stack(one.of_ranks(flat(one.ddp.module))).mean(dim=0))
+        return after_rounds, before, one.of_ranks(flat(one.ddp.module))
+
+
+@pytest.mark.parametrize(("groups", "world_size"), [("grid", 4), ("pairs", 4), ("pairs", 2)])
+def test_as_many_rounds_as_dimensions_make_the_mean_of_all(on_ranks, groups, world_size) -> None:
+    for after_rounds, before, of_ranks in on_ranks(_means_of_a_grid, world_size, groups):
+        assert all(torch.equal(one, of_ranks[0]) for one in of_ranks)
+        for mean in (*after_rounds, of_ranks[0]):
+            torch.testing.assert_close(mean, before, rtol=1e-12, atol=1e-12)
+
+
+def _consolidated(policy: LocalSGD) -> tuple[list[Tensor], Tensor]:
+    with relaxed(policy, adam) as one:
+        one.train(5)
+        before = torch.stack(one.of_ranks(flat(one.ddp.module))).mean(dim=0)
+        one.state.consolidate()
+        return one.of_ranks(flat(one.ddp.module)), before
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        LocalSGD(every=2, groups="grid"),
+        LocalSGD(every=4, delay=3, groups="pairs"),
+        LocalSGD(every=GradientChange(threshold=0.5, window=2), delay=3),
+        LocalSGD(every=4, delay=3, merge="daso"),
+        LocalSGD(every=4, delay=3, reduction="adasum"),
+    ],
+    ids=str,
+)
+def test_consolidated_ranks_have_the_same_bits(on_ranks, policy) -> None:
+    for of_ranks, before in on_ranks(_consolidated, 4, policy):
+        assert all(torch.equal(one, of_ranks[0]) for one in of_ranks)
+        if policy.merge == "delta" and policy.reduction == "mean":
+            torch.testing.assert_close(of_ranks[0], before, rtol=1e-12, atol=1e-12)
+
+
+# Gradients that change.
+
+
+def _train_plain() -> Tensor:
+    from torch.nn.parallel import DistributedDataParallel
+
+    ddp = DistributedDataParallel(net())
+    optimizer = sgd(ddp.parameters())
+    for step in range(STEPS):
+        step_of(ddp, optimizer, step, dist.get_rank())
+    return flat(ddp.module)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_threshold_of_0_is_plain_ddp_for_sgd(on_ranks, world_size) -> None:
+    policy = LocalSGD(every=GradientChange(threshold=0.0, window=2, at_most=NO_LIMIT))
+    plain = on_ranks(_train_plain, world_size)
+    for ours, means in on_ranks(_train, world_size, policy, sgd):
+        torch.testing.assert_close(ours, plain[0], rtol=1e-12, atol=1e-12)
+        assert means == STEPS
+
+
+def test_without_a_threshold_each_rank_is_a_lone_run_after_the_first_window(on_ranks) -> None:
+    policy = LocalSGD(every=GradientChange(threshold=math.inf, window=4, at_most=NO_LIMIT))
+    assert on_ranks(_alone_after_the_window, 2, policy) == [(True, 4)] * 2
+
+
+def _alone_after_the_window(policy: LocalSGD) -> tuple[bool, int]:
+    with relaxed(policy, adam) as one:
+        one.train(4)
+        one.parameters()  # merges the fourth mean
+        alone = net()
+        alone.load_state_dict(one.ddp.module.state_dict())
+        optimizer = adam(alone.parameters())
+        optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))
+        one.train(6)
+        for step in range(4, 10):
+            step_of(alone, optimizer, step, one.rank)
+        return torch.equal(one.parameters(), flat(alone)), one.state.stats().means
+
+
+def _decisions(change_at: int | None, scale: float, scaler: Any, factor: float = 30.0) -> list[int]:
+    """The steps after which this rank has shared; rank 1's loss is larger in one step."""
+    policy = LocalSGD(every=GradientChange(threshold=5.0, window=3, at_most=NO_LIMIT))
+    seen = []
+    with relaxed(policy, sgd, torch.float32) as one:
+        for step in range(12):
+            x, y = samples(step, one.rank, torch.float32)
+            one.optimizer.zero_grad()
+            loss = nn.functional.mse_loss(one.ddp(x), y) * scale
+            if step == change_at and one.rank == 1:
+                loss = loss * factor
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            for parameter in one.ddp.parameters():
+                parameter.grad.div_(scale)
+            if scaler is None:
+                one.optimizer.step()
+            else:
+                scaler.step(one.optimizer)
+                scaler.update()
+            before = one.state.stats().means
+            one.parameters()
+            if one.state.stats().means > before:
+                seen.append(step + 1)
+    return seen
+
+
+def test_all_ranks_share_one_step_after_gradients_have_changed_on_one(on_ranks) -> None:
+    assert on_ranks(_decisions, 2, None, 1.0, None) == [[1, 2, 3]] * 2
+    assert on_ranks(_decisions, 2, 7, 1.0, None) == [[1, 2, 3, 9]] * 2  # the step numbered 8 has changed
+
+
+def test_an_overflow_is_a_change_and_not_remembered(on_ranks) -> None:
+    assert on_ranks(_decisions_with_a_scaler, 2, math.inf) == [[1, 2, 3, 9]] * 2
+
+
+@pytest.mark.parametrize("scale", [2.0**-20, 2.0**20])
+def test_the_scale_of_gradients_does_not_matter(on_ranks, scale) -> None:
+    assert on_ranks(_decisions, 2, 7, scale, None) == [[1, 2, 3, 9]] * 2
+
+
+def _decisions_with_a_scaler(factor: float) -> list[int]:
+    return _decisions(7, 1.0, dx.GradScaler("cpu", init_scale=8.0, growth_interval=2), factor)
+
+
+def test_a_growing_loss_scale_is_no_change_of_gradients(on_ranks) -> None:
+    assert on_ranks(_decisions_with_a_scaler, 2, 30.0) == [[1, 2, 3, 9]] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"threshold": -1.0}, "threshold"),
+        ({"threshold": math.nan}, "threshold"),
+        ({"threshold": 1, "window": 0}, "window"),
+    ],
+)
+def test_wrong_numbers_are_refused(arguments, named) -> None:
+    with pytest.raises(ValueError, match=named):
+        GradientChange(**arguments)
+
+
+# Adasum.
+
+
+def _by_gram(vectors: Tensor) -> Tensor:
+    return factors(vectors @ vectors.T) @ vectors
+
+
+@pytest.mark.quick
+@given(st.sampled_from([1, 2, 3, 4, 5, 8]), st.integers(1, 40), st.integers(0, 10**6), st.floats(-1.0, 1.0))
+def test_the_tree_and_the_gram_matrix_agree(ranks, numel, seed, alike) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    vectors = torch.randn(ranks, numel, generator=generator, dtype=torch.float64)
+    vectors = vectors + 5 * alike * vectors[0]
+    torch.testing.assert_close(_by_gram(vectors), adasum(vectors), rtol=1e-12, atol=1e-11)
+
+
+def test_what_adasum_does_with_special_vectors() -> None:
+    one, other = torch.tensor([[3.0, 0.0], [0.0, 4.0]], dtype=torch.float64)
+    assert torch.equal(_by_gram(torch.stack([one, other])), one + other), "orthogonal ones are added"
+    assert torch.equal(_by_gram(torch.stack([one] * 4)), one), "parallel ones are averaged"
+    assert torch.equal(_by_gram(torch.stack([one, -one])), torch.zeros_like(one)), "opposite ones leave nothing"
+    assert torch.equal(_by_gram(torch.stack([0 * one, other])), other), "zeros do not count"
+    assert torch.equal(_by_gram(torch.stack([one, 2 * one, 3 * one])), 2.25 * one), "three of them, by their tree"
+    vectors = torch.randn(5, 7, dtype=torch.float64)
+    assert torch.equal(_by_gram(vectors * 2.0**40), _by_gram(vectors) * 2.0**40), "any scale is as good"
+
+
+def _moves(parts: int) -> Tensor:
+    """Adasum of vectors of ranks that are cut over slices, and of one rank with zeros."""
+    from ddp_crossover.relaxed.adasum import AdasumExchange
+
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((5, 3), (1,), (17,), ())]
+    if rank == 0:
+        tensors[2].zero_()
+    gathered = [[torch.empty_like(tensor) for _ in range(parts)] for tensor in tensors]
+    for tensor, of_ranks in zip(tensors, gathered, strict=True):
+        dist.all_gather(of_ranks, tensor)
+    exchange = AdasumExchange(tensors, dist.new_group())
+    exchange.start(iter(tensors))
+    for ours, of_ranks in zip(exchange.finish(), gathered, strict=True):
+        expected = adasum([one.flatten() for one in of_ranks]).view_as(ours)
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    return torch.cat([one.flatten() for one in exchange.finish()])
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_parameter_may_be_cut_over_slices(on_ranks, world_size) -> None:
+    results = on_ranks(_moves, world_size, world_size)
+    assert all(torch.equal(one, results[0]) for one in results)
