@@ -7,6 +7,7 @@ batches. Rank 0 writes the result.
 import hashlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ import ddp_crossover as dx
 from accuracy_parts.samples import Data, Samples, batch
 from accuracy_parts.settings import CaseSettings
 from accuracy_parts.tasks import TASKS, final_window, loss_of
-from accuracy_parts.wires import WIRES
+from accuracy_parts.wires import NODE_RANKS, WIRES, State
 from bench_kit.launch import tell
 from ddp_crossover.balance.split import Speed, split
 
@@ -33,8 +34,6 @@ TIMEOUT = timedelta(seconds=120)
 TEST_BATCH_SIZE = 128
 WARM_UP_SHARE = 0.05
 TELL_EVERY_STEPS = 10
-
-State = dx.DearState | dx.relaxed.RelaxedState
 
 
 def train(settings: CaseSettings, data: Data, seed: int) -> dict[str, Any]:
@@ -66,8 +65,9 @@ def train(settings: CaseSettings, data: Data, seed: int) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     if isinstance(state, dx.relaxed.RelaxedState):
         state.consolidate()
-        facts = {"sent_bytes_per_step": state.stats().sent_bytes / settings.steps}
-    elif state is not None:
+        stats = state.stats()
+        facts = {"sent_bytes_per_step": stats.sent_bytes / settings.steps, "means": stats.means}
+    elif isinstance(state, dx.DearState):
         state.synchronize()
         facts = pipeline_facts(state)
     train_s = time.perf_counter() - start_s
@@ -208,6 +208,7 @@ def main() -> None:
     """Run one rank."""
     settings, result_file = CaseSettings.read(Path(sys.argv[1])), Path(sys.argv[2])
     dist.init_process_group("gloo", timeout=TIMEOUT)
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // NODE_RANKS)
     data = TASKS[settings.task].load()
     runs = [train(settings, data, seed) for seed in range(settings.seeds)]
     if dist.get_rank() == 0:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 import ddp_crossover as dx
+from ddp_crossover.relaxed.late import Late, LateState
 
+State = dx.DearState | dx.relaxed.RelaxedState | LateState
 DENSITY = 0.01
 REFERENCE = "fp32"
 
@@ -33,21 +35,33 @@ class Wire:
 
     @property
     def is_relaxed(self) -> bool:
-        """Whether ranks have parameters of their own for some steps."""
+        """Whether training is another than exact, but for what the wire rounds."""
         return self.name in _RELAXED
 
 
-_RELAXED: dict[str, tuple[str, Callable[[], dx.relaxed.LocalSGD]]] = {
+NODE_RANKS = 2
+"""With `groups="node"`, so many ranks with consecutive numbers count as one node."""
+_CHANGE = dx.relaxed.GradientChange(threshold=0.05)
+_RELAXED: dict[str, tuple[str, Callable[[], Any]]] = {
     "local-8": ("local SGD, 8 steps", lambda: dx.relaxed.LocalSGD(every=8)),
     "local-32": ("local SGD, 32 steps", lambda: dx.relaxed.LocalSGD(every=32)),
     "local-8-late": ("local SGD, 8 steps, 4 late", lambda: dx.relaxed.LocalSGD(every=8, delay=4)),
     "local-8-int8": ("local SGD, 8 steps, int8", lambda: dx.relaxed.LocalSGD(every=8, wire_dtype=torch.int8)),
+    "local-8-warm": ("local SGD, 8 steps, 40 exact first", lambda: dx.relaxed.LocalSGD(every=8, warmup=40)),
+    "local-8-node": ("local SGD between nodes, 8 steps", lambda: dx.relaxed.LocalSGD(every=8, groups="node")),
+    "local-4-pairs": ("local SGD in pairs, 4 steps", lambda: dx.relaxed.LocalSGD(every=4, groups="pairs")),
+    "local-change": ("local SGD when gradients change", lambda: dx.relaxed.LocalSGD(every=_CHANGE)),
+    "daso-8-late": ("DASO's merge, 8 steps, 4 late", lambda: dx.relaxed.LocalSGD(every=8, delay=4, merge="daso")),
+    "adasum-1": ("Adasum, each step", lambda: dx.relaxed.LocalSGD(every=1, reduction="adasum")),
+    "adasum-8": ("Adasum, 8 steps", lambda: dx.relaxed.LocalSGD(every=8, reduction="adasum")),
+    "late-50": ("half of the gradients late", lambda: Late(fraction=0.5)),
+    "late-100": ("all gradients late", lambda: Late(fraction=1.0)),
     "diloco-8": ("DiLoCo, 8 steps", lambda: dx.relaxed.DiLoCo(every=8)),
     "diloco-32": ("DiLoCo, 32 steps", lambda: dx.relaxed.DiLoCo(every=32)),
 }
 
 
-def _synced(make_policy: Callable[[], dx.relaxed.LocalSGD]) -> Callable[[], dict[str, Any]]:
+def _synced(make_policy: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
     return lambda: {"sync": make_policy()}
 
 
