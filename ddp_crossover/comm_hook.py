@@ -44,6 +44,7 @@ from ddp_crossover.ddp.weighted_batches import (
     WeightedBatches,
     batches_of_all,
     batches_of_equal_ranks,
+    refuse_shared_statistics,
     require_equal,
     statistics_of_a_rank,
 )
@@ -214,6 +215,8 @@ class DearState:
         self._about = about(ddp, self._link.rank)
         require_same_setup(self._link, named, optimizers, options)
         refuse_momentum(self._link.world_size, options.compress, optimizers)
+        if options.weighted:
+            refuse_shared_statistics(ddp.module)
         if self._link.world_size == 1:  # one rank has nothing to share, and sends nothing
             options = dataclasses.replace(options, shard_optimizer=False, groups=None)
             wire = wire.plain
@@ -403,7 +406,7 @@ class DearState:
         them, as always. Enter ``no_sync()`` before ``batch()``.
 
         A rank without samples calls ``batch(0)``, and either does nothing in it, or runs a forward and backward with
-        any sample, whose gradients count for nothing, NaN included.
+        any sample, whose gradients count for nothing, NaN included. Under ``torch.no_grad()`` it does nothing.
 
         On a state that is detached, it raises unless all ranks have as many samples: DDP weights ranks equally.
 
@@ -460,9 +463,8 @@ class DearState:
     def balance(self, sampler: BalancedSampler) -> None:
         """With ``weighted=True``, have ``sampler`` share batches by how fast ranks compute. Every rank must call it.
 
-        It follows the times of :meth:`batch`, of batches whose sizes are the sampler's. Layers that wait for other
-        ranks in forward, such as SyncBatchNorm, hide which rank is slow. With ``DDP_CROSSOVER=off`` in the environment
-        shares stay equal.
+        It follows the times of :meth:`batch`, of batches whose sizes are the sampler's. A layer that waits for other
+        ranks in forward hides which rank is slow. With ``DDP_CROSSOVER=off`` in the environment shares stay equal.
 
         Raises:
             RuntimeError: without ``weighted=True``; if it was called before.
@@ -490,12 +492,15 @@ class DearState:
         under ``no_sync()`` and are reduced in the backward of each rank's last micro-batch. Each loss is a mean over
         its micro-batch; gradients are those of the mean over ``batch``. They must be None at the beginning.
 
+        A micro-batch without a backward counts as gradients of zero; the last one of a rank must have one.
+
         Which rank takes what, and so the last bits of the sums, depends on time. To repeat a run bit for bit, write
         down ``tickets`` of each step and rank, and give them to ``share()`` in the second run.
 
         Args:
             batch: the samples of all ranks, the same on all of them: a tensor with the samples in its first dimension,
-                a list, for example of indices of samples, or a tuple or dict of these.
+                a list, for example of indices of samples, or a tuple or dict of these. What a ``DataLoader`` makes is
+                often a list of tensors: pass ``tuple(batch)``.
             size: number of samples of a micro-batch. With at least four micro-batches for each rank, the wait for the
                 slowest one is short.
             first: the same of the first micro-batch of each rank; default: ``size``. A large one spares the fixed costs

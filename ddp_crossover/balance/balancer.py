@@ -45,13 +45,21 @@ class Balancer:
         self._was_right = self.is_settled = False
         self._waits: list[Callable[[], list[int]]] = []
         self._may_draw = Place(0, 0)
-        sampler.before_draw = self._before_draw
-        sampler.follow_training()
+        sampler.follow_training(self._before_draw, self._decide)
         self._follow_sizes()
 
-    def batch_ended(self) -> None:
-        """Note that a batch has been trained on. Called on all ranks at the same batch."""
-        self._sampler.count_trained()
+    def stop(self) -> None:
+        """Leave the sampler alone: shares stay as they are."""
+        self._waits = []
+        self._sampler.follow_draws()
+
+    def step_skipped(self, samples: int) -> None:
+        """Note that a step of so many samples on this rank was left out. Called on all ranks."""
+        self._sampler.count_trained(samples)
+
+    def batch_ended(self, samples: int) -> None:
+        """Note a step on so many samples of this rank. Called on all ranks at the same step."""
+        self._sampler.count_trained(samples)
         self._decide()
         self._follow_sizes()
         self.is_settled = self.is_settled or self._was_right or self._looks >= _MOST_LOOKS

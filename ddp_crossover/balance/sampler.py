@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -118,8 +120,10 @@ class BalancedSampler(Sampler[list[int]]):
         self._is_epoch_set = False
         self._start = 0
         self._trained: int | None = None
+        self._to_train: deque[int] = deque()  # sizes of batches that were drawn and not trained on
         self.drawn = Place(0, -1)
-        self.before_draw: Callable[[Place], None] = _nothing
+        self._before_draw: Callable[[Place], None] = _nothing
+        self._before_restart: Callable[[], None] = _nothing
 
     def _totals_of_epoch(self) -> list[int]:
         """How many samples each batch of an epoch has."""
@@ -144,12 +148,19 @@ class BalancedSampler(Sampler[list[int]]):
             self._epoch += 1  # the next one, if nobody says which
         if self._trained is not None:
             self._trained = start
+            self._to_train.clear()
+        if epoch < self.drawn.epoch:
+            # Epochs are counted anew. All ranks know the same decisions here, which go on to hold.
+            self._before_restart()
+            self._shares = [_Shares(Place(epoch, 0), self._shares[-1].speeds, {})]
         order = self._order(epoch)
         for batch in range(start, len(self._totals)):
             place = Place(epoch, batch)
-            self.before_draw(place)
+            self._before_draw(place)
             self.drawn = place
             sizes = self.sizes(place)
+            if self._trained is not None:
+                self._to_train.append(sizes[self.rank])
             low = batch * self.global_batch + sum(sizes[: self.rank])
             yield order[low : low + sizes[self.rank]]
 
@@ -184,22 +195,42 @@ class BalancedSampler(Sampler[list[int]]):
         """Share all batches from ``since`` on by these speeds. All ranks must do so, before they draw that batch."""
         self._shares = [*self._shares[-2:], _Shares(since, list(speeds), {})]
 
-    def follow_training(self) -> None:
-        """From now on :meth:`state_dict` counts batches that were trained on, not those that were drawn."""
+    def follow_training(self, before_draw: Callable[[Place], None], before_restart: Callable[[], None]) -> None:
+        """From now on :meth:`state_dict` counts batches that were trained on, not those that were drawn.
+
+        Args:
+            before_draw: called before a batch is drawn.
+            before_restart: called before an epoch with a lower number than the last one.
+        """
+        self._before_draw, self._before_restart = before_draw, before_restart
         if self._trained is None:
             self._trained = self._start if self.drawn.batch < self._start else self.drawn.batch + 1
 
-    def count_trained(self) -> None:
-        """Note that a batch has been trained on; it may have been drawn long before."""
-        self._trained = (0 if self._trained is None else self._trained) + 1
+    def follow_draws(self) -> None:
+        """From now on :meth:`state_dict` counts batches that are drawn, and nobody changes shares."""
+        self._before_draw = self._before_restart = _nothing
+        self._trained = None
+        self._to_train.clear()
+
+    def count_trained(self, samples: int) -> None:
+        """Note a step on so many samples, which may have been drawn long before.
+
+        They are one batch, unless they are exactly as many as the first few ones that were drawn: a step may add up
+        gradients of several.
+        """
+        batches = next((n for n, total in enumerate(accumulate(self._to_train), 1) if total == samples), 1)
+        for _ in range(min(batches, len(self._to_train))):
+            self._to_train.popleft()
+        self._trained = (0 if self._trained is None else self._trained) + batches
 
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
         """Where training is in the epoch, and the speeds of ranks; the same on all ranks.
 
-        Batches count as done when :meth:`DearState.batch` has ended, if ``state.balance(sampler)`` was called; else
-        when they are drawn, which a ``DataLoader`` with workers does ahead.
+        If ``state.balance(sampler)`` was called, batches count as done with the step that ends in
+        :meth:`DearState.batch`, one or several in a step; one that the loop skips before that is not seen. Else they
+        count when they are drawn, which a ``DataLoader`` with workers does ahead. Iterate once at a time.
         """
         batch = self.drawn.batch + 1 if self._trained is None else self._trained
         epoch = self.drawn.epoch if self.drawn.batch >= self._start else self._epoch
@@ -259,5 +290,5 @@ def _whole(name: str, number: Any) -> int:
         raise TypeError(f"{name} is a whole number of samples, got {number!r}") from None
 
 
-def _nothing(place: Place) -> None:
+def _nothing(*_: Place) -> None:
     pass

@@ -48,6 +48,7 @@ class BatchTimer:
         """Remove the hook on the model."""
         self._remove()
         self._turns.batch_times = None
+        self._balancer.stop()
 
     @property
     def is_settled(self) -> bool:
@@ -68,20 +69,26 @@ class BatchTimer:
         if self._watch is not None:
             self._end = self._watch.mark()
 
-    def batch_ended(self, samples: int, *, is_trained: bool) -> None:
+    def batch_ended(self, samples: int, trained: int | None) -> None:
         """Hand times that are known to the balancer. Reads no time that the device has yet to come to.
 
-        Of micro-batches, only the one whose backward reduces gradients is trained on: all ranks have one in a step.
+        Args:
+            samples: of the batch.
+            trained: of the step that it ends, with those of earlier micro-batches; None if it ends none.
         """
         watch, self._watch, self._turns.batch_times = self._watch, None, None
-        if not is_trained:
+        if trained is None:
             return
         if watch is not None and self._begin is not None and self._end is not None:
             self._ended.append((samples, watch, self._begin, self._end))
         while self._ended and self._is_over(self._ended[0][3]):
             samples, watch, begin, end = self._ended.popleft()
             self._balancer.add_time(samples, watch.seconds([begin, end], waits=False)[-1])
-        self._balancer.batch_ended()
+        self._balancer.batch_ended(trained)
+
+    def step_skipped(self, samples: int) -> None:
+        """Note that all ranks have left out the backward of a step, of so many samples on this rank."""
+        self._balancer.step_skipped(samples)
 
     def _is_over(self, end: Any) -> bool:
         at = end[0]

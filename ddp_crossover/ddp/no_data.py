@@ -6,7 +6,8 @@ Other ranks' DDP expects this rank's buckets, whatever is in them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,19 @@ class _ZeroGradients(nn.Module):
     """Stands for the model in one forward. Its backward brings every parameter a gradient of zeros.
 
     Args:
+        model: the model, whose buffers DDP broadcasts in a forward.
         parameters: the parameters, in the order in which the model's forward uses them.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
-        self._of_model = tuple(parameters)  # in a tuple, so that they are not parameters of this module, too
+        # In tuples, so that they do not belong to this module, too.
+        self._model = (model,)
+        self._of_model = tuple(parameters)
+
+    def named_buffers(self, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
+        """Those of the model."""
+        return self._model[0].named_buffers(*args, **options)
 
     def forward(self) -> list[Tensor]:
         """A number made of each parameter."""
@@ -50,7 +58,7 @@ def take_part_without_data(ddp: DistributedDataParallel, parameters: Sequence[nn
             "run forward and backward with any sample in batch(0), whose gradients count for nothing"
         )
     model = ddp.module
-    ddp.module = _ZeroGradients(parameters)
+    ddp.module = _ZeroGradients(model, parameters)
     try:
         with torch.enable_grad():
             numbers = ddp.forward()

@@ -159,6 +159,8 @@ class SharedBatch:
         if self._source is None:
             raise RuntimeError("this shared batch has been iterated over: call state.share() for each batch")
         source, self._source = self._source, None
+        if not self._ddp.require_backward_grad_sync:
+            raise RuntimeError("share() calls no_sync() by itself, for all but the last micro-batch: leave it out")
         self._refuse_gradients()
         try:
             yield from self._micro_batches(source)
@@ -205,7 +207,8 @@ class SharedBatch:
             if parameter.requires_grad and parameter.grad is not None:
                 raise RuntimeError(
                     f"share() adds up gradients of micro-batches in .grad, and {name} has one already: call "
-                    "optimizer.zero_grad() before it, with set_to_none=True"
+                    "optimizer.zero_grad() before it, with set_to_none=True; to add up several batches in a step, "
+                    "share one of all their samples"
                 )
 
     @torch.no_grad()
@@ -263,6 +266,11 @@ def _length(data: Any) -> int:
     if isinstance(data, tuple):
         return _same_length(list(data))
     if isinstance(data, Sequence) and not isinstance(data, str):
+        if any(isinstance(part, (Tensor, list)) for part in data):
+            raise TypeError(
+                "share() got a list of tensors or lists, which may be the columns of a batch, as a DataLoader makes "
+                "them, or its samples: pass tuple(batch) for columns; for samples, their indices"
+            )
         return len(data)
     raise TypeError(
         f"share() takes a tensor, a list of samples, or a tuple or dict of these, got {type(data).__name__}: pass the "

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.rank_weights import RankWeights
 from ddp_crossover.ddp.batch_timer import BatchTimer
-from ddp_crossover.ddp.no_data import take_part_without_data
+from ddp_crossover.ddp.no_data import take_part_without_data, why_not_without_data
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.log import say
 
@@ -32,6 +32,11 @@ _END = object()
 _INSIDE = (
     "this model is attached with weighted=True: put its forward and its backward into `with state.batch(n):`, with the "
     "number of samples (or tokens) over which the loss of this rank is a mean"
+)
+_IS_EVALUATION = (
+    "state.batch(0) without a forward takes part in a training step, and the model is in eval mode: put an evaluation "
+    "under torch.no_grad(), around state.batch(); to train in eval mode, run forward and backward with any sample in "
+    "state.batch(0), whose gradients count for nothing"
 )
 _NOT_REDUCED = (
     "this state.batch() has ended with all of its forwards under no_sync(), so no gradient was reduced: if it is one "
@@ -90,6 +95,9 @@ class WeightedBatches:
         self._has_reduced = self._was_unsynced = self._has_no_data = False
         # Samples whose gradients are in `.grad` and have not been reduced, as after `no_sync()`; with those under way.
         self._unreduced = 0
+        self._trained = 0  # samples of the last step
+        self._earlier = 0  # of the unreduced ones, the samples of earlier batches
+        self._left: list[tuple[int, int] | None] = []  # the gradients after the last of them
         self._total: int | None = None
         self._told: _Told | None = None
         # The same, of a batch that has raised before its backward: it counts for the step that the others are in.
@@ -124,43 +132,62 @@ class WeightedBatches:
         count = _checked(count)
         if self._count is not None:
             raise RuntimeError("state.batch() inside of state.batch(): one batch is the data of one optimizer step")
+        if not torch.is_grad_enabled():
+            yield  # an evaluation
+            return
         ddp = self._model
         self._count, self._total, self._share = count, total, share
         self._has_reduced = self._was_unsynced = False
         is_unsynced = not ddp.require_backward_grad_sync
-        if self._unreduced and all(parameter.grad is None for parameter in self._in_use_order()):
-            self._unreduced = 0  # what earlier batches have added was dropped
-        before = self._unreduced
+        self._earlier = self._unreduced
         # share() counts samples by itself.
-        gradients_before = self._gradients() if is_unsynced and weight is None else None
-        self._unreduced = before + count if weight is None else weight
+        is_followed = is_unsynced and weight is None
+        gradients_before = self._gradients() if is_followed else None
+        self._unreduced += count
+        if weight is not None:
+            self._earlier, self._unreduced = 0, weight
         if self.timer is not None:
             self.timer.batch_begins()
         try:
             yield
             if not (count or self._has_reduced or is_unsynced):
+                if not ddp.training:
+                    raise RuntimeError(_IS_EVALUATION)
                 self._take_part(ddp)
             if not self._has_reduced and self._told is not None:
-                self._unreduced = before  # a forward without a backward: nothing of it is in the gradients
+                self._unreduced = self._earlier  # a forward without a backward: nothing of it is in the gradients
                 self._skip_step(self._told)
             elif not self._has_reduced and self._was_unsynced and not is_unsynced:
                 raise RuntimeError(_NOT_REDUCED)
             self._put_back()
-            if gradients_before is not None and not self._has_reduced and gradients_before == self._gradients():
-                self._unreduced = before
             if self.timer is not None:
-                self.timer.batch_ended(count, is_trained=self._has_reduced)
+                self.timer.batch_ended(count, self._trained if self._has_reduced else None)
         except BaseException:
-            if not self._has_reduced:
-                self._unreduced = before
+            if not self._has_reduced and not is_followed:
+                self._unreduced = self._earlier
                 self._owed = self._told or self._owed
             raise
         finally:
+            if is_followed and not self._has_reduced:
+                self._left = self._gradients()
+                if self._left == gradients_before:
+                    self._unreduced = self._earlier  # no backward
             self._count = self._told = self._kept = None
+
+    def _forget_what_was_dropped(self) -> None:
+        """Count no samples of earlier batches whose gradients were set to None or to zeros since."""
+        if not self._earlier or self._left == self._gradients():
+            return
+        gradients = (parameter.grad for parameter in self._model.parameters())
+        if all(gradient is None or not gradient.any() for gradient in gradients):
+            self._unreduced -= self._earlier
+            self._earlier = 0
 
     def _skip_step(self, told: _Told) -> None:
         """End a batch with a forward and no backward, which is right if no rank has one."""
         told.of_ranks()
+        if self.timer is not None:
+            self.timer.step_skipped(told.samples)
         if not self._has_warned:
             self._has_warned = True
             say(
@@ -187,7 +214,7 @@ class WeightedBatches:
 
     def _gradients(self) -> list[tuple[int, int] | None]:
         """What changes when a backward adds to gradients."""
-        gradients = (parameter.grad for parameter in self._in_use_order())
+        gradients = (parameter.grad for parameter in self._model.parameters())
         return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
     @property
@@ -197,6 +224,8 @@ class WeightedBatches:
 
     def take_left_over(self) -> int:
         """Number of samples whose gradients are in ``.grad`` and have not been reduced; from now on none."""
+        self._earlier = self._unreduced
+        self._forget_what_was_dropped()
         left_over, self._unreduced = self._unreduced, 0
         return left_over
 
@@ -214,6 +243,8 @@ class WeightedBatches:
         """Send this rank's count, if the backward of this forward is going to reduce gradients."""
         if self._count is None:
             raise RuntimeError(_INSIDE)
+        if not self._has_reduced:
+            self._forget_what_was_dropped()
         if not reduces:
             self._was_unsynced = True
             if self._count == 0 and self._kept is None:  # what its backward adds counts for nothing
@@ -253,9 +284,14 @@ class WeightedBatches:
         if self._has_reduced:
             return  # the second backward of this batch
         if self._count == 0 and self._unreduced and not self._has_no_data:
+            way_out = (
+                "leave out forward and backward in state.batch(0)"
+                if why_not_without_data(self._model) is None
+                else "share samples so that no rank's last micro-batch is empty"
+            )
             raise RuntimeError(
                 "this batch has no sample, and its gradients would be added to those that earlier batches have left in "
-                ".grad: leave out forward and backward in state.batch(0)"
+                f".grad: {way_out}"
             )
         told = self._told or self._tell()  # a forward may not go through DDP
         since_s = time.perf_counter()
@@ -271,7 +307,7 @@ class WeightedBatches:
         self._weights.set_counts(counts, self._total)
         self._told = None
         self._has_reduced = True
-        self._unreduced = 0
+        self._trained, self._unreduced = told.samples, 0
 
     def end(self) -> None:
         """Set the weights of a backward whose forward has begun, while ranks can still tell each other."""
@@ -300,13 +336,30 @@ def batches_of_all(loader: Iterable[Any], link: Link) -> Iterator[Any]:
     iterator = iter(loader)
 
     def fetch() -> tuple[Any, Callable[[], list[int]]]:
-        batch = next(iterator, _END)
+        if link.is_closed:
+            raise RuntimeError(
+                "the model was detached in a loop over state.batches(), whose ranks tell each other through it: leave "
+                "the loop before state.detach()"
+            )
+        try:
+            batch = next(iterator, _END)
+        except Exception as error:
+            batch = _Failed(error)  # raised when its turn comes: the batch before it is trained on
         return batch, link.exchange_numbers(batch is not _END)
 
     ahead = fetch()
     while any((batch_and_wait := ahead)[1]()):
+        batch, _ = batch_and_wait
+        if isinstance(batch, _Failed):
+            raise batch.error
         ahead = fetch()  # ranks tell each other during the step whether there is another one
-        yield None if batch_and_wait[0] is _END else batch_and_wait[0]
+        yield None if batch is _END else batch
+
+
+class _Failed(NamedTuple):
+    """Stands for a batch that could not be loaded."""
+
+    error: Exception
 
 
 def batches_of_equal_ranks(loader: Iterable[Any], ddp: DistributedDataParallel, device: torch.device) -> Iterator[Any]:
@@ -374,5 +427,16 @@ def statistics_of_a_rank(model: nn.Module) -> str | None:
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
         f"{names[0]}{others} (BatchNorm) takes statistics of each rank's own batch, so its result depends on how "
-        "samples are shared among ranks; torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) weights them by count"
+        "samples are shared among ranks; that of GroupNorm and LayerNorm does not"
     )
+
+
+def refuse_shared_statistics(model: nn.Module) -> None:
+    """Raise ValueError for layers whose backward adds up losses of all ranks, before these are weighted."""
+    for name, module in model.named_modules():
+        if isinstance(module, SyncBatchNorm):
+            raise ValueError(
+                f"weighted=True weights each rank's gradients after its backward, and {name} (SyncBatchNorm) adds up "
+                "those of all ranks in backward, as if they weighed the same: use BatchNorm, GroupNorm or LayerNorm, "
+                "or leave out weighted=True and multiply each rank's mean loss by its samples * ranks / all samples"
+            )

@@ -88,13 +88,26 @@ def test_batches_that_were_drawn_but_not_trained_on_come_again() -> None:
     [one, *_] = _samplers()
     batches = list(_samplers()[0])
     iterator = iter(one)
-    drawn = [next(iterator) for _ in range(5)]
-    one.count_trained()
-    one.count_trained()
+    drawn = [next(iterator) for _ in range(2)]
+    one.follow_training(lambda place: None, lambda: None)
+    drawn += [next(iterator) for _ in range(3)]
+    one.count_trained(5)
+    one.count_trained(5)
     resumed = BalancedSampler(100, 16, rank=0, world_size=3)
     resumed.load_state_dict(one.state_dict())
-    assert list(resumed) == batches[2:]
+    assert list(resumed) == batches[4:]
     assert drawn == batches[:5]
+
+
+def test_a_step_may_train_on_several_batches() -> None:
+    [one, *_] = _samplers()
+    one.follow_training(lambda place: None, lambda: None)
+    sizes = [len(next(iterator)) for iterator in [iter(one)] for _ in range(6)]
+    for samples, trained in ((sizes[0] + sizes[1], 2), (1000, 3), (sizes[3], 4)):  # 1000: tokens
+        one.count_trained(samples)
+        assert one.state_dict()["batch"] == trained
+    one.follow_draws()
+    assert one.state_dict()["batch"] == 6, "nobody follows training any more"
 
 
 def test_speeds_of_another_number_of_ranks_are_dropped() -> None:

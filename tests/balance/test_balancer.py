@@ -62,7 +62,7 @@ class Ranks:
                 for rank, balancer in enumerate(self.balancers):
                     seconds = self.speeds[rank].seconds(len(batches[rank]))
                     balancer.add_time(len(batches[rank]), seconds * self.random.gauss(1.0, self.noise))
-                    balancer.batch_ended()
+                    balancer.batch_ended(len(batches[rank]))
                 for queue, loader in zip(drawn, loaders, strict=True):
                     if (following := next(loader, None)) is not None:
                         queue.append(following)
@@ -156,6 +156,17 @@ def test_all_ranks_change_at_the_same_batch_however_far_they_draw_ahead(ahead) -
     ranks = Ranks([Speed(0.0, 0.01), Speed(0.0, 0.02), Speed(0.0, 0.02)], ahead=ahead)
     assert all(sum(one) == GLOBAL_BATCH for one in ranks.train(5))
     assert ranks.changes
+
+
+def test_shares_hold_when_epochs_are_counted_anew() -> None:
+    ranks = Ranks([Speed(0.0, 0.001), Speed(0.0, 0.002)])
+    for epoch in (5, 6, 0, 1):
+        for one in ranks.samplers:
+            one.set_epoch(epoch)
+        ranks.train(1)
+    per_epoch = len(ranks.samplers[0])
+    assert ranks.sizes[2 * per_epoch] == ranks.sizes[2 * per_epoch - 1] != [64, 64]
+    assert longest_s(ranks.sizes[-1], ranks.speeds) < 1.05 * _best_s(ranks.speeds)
 
 
 def test_it_goes_on_with_the_speeds_of_a_checkpoint() -> None:
