@@ -7,6 +7,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from accuracy_parts.settings import CaseSettings
 from accuracy_parts.tasks import TASKS
 from bench_kit import record
 from bench_kit.display import Display
-from bench_kit.launch import CaseFailed, OnProgress, news_to, over_loopback, rank_environment
+from bench_kit.launch import CaseFailed, OnProgress, RunRanks, news_to, on_lab, over_loopback, rank_environment
+from lab import LabError
 
 RANK_MODULE = "accuracy_parts.rank"
 
@@ -26,7 +28,15 @@ RANK_MODULE = "accuracy_parts.rank"
 def make_cases(args: argparse.Namespace) -> list[CaseSettings]:
     """All wires on each task."""
     return [
-        CaseSettings(task, wire, args.ranks, args.seeds, args.steps or TASKS[task].steps, args.fusion_mb)
+        CaseSettings(
+            task,
+            wire,
+            args.ranks,
+            args.seeds,
+            args.steps or TASKS[task].steps,
+            None if args.rate else args.fusion_mb,
+            args.evaluate_every,
+        )
         for task in args.tasks
         for wire in args.wires
     ]
@@ -37,7 +47,7 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
     text = topics_text()
     return record.configuration(
         args,
-        network="loopback, fresh processes for each wire and task",
+        network=f"{_network(args)}, fresh processes for each wire and task",
         torch=torch.__version__,
         torchvision=_version("torchvision"),
         scikit_learn=_version("scikit-learn"),
@@ -49,6 +59,13 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
         text=f"pydoc_data.topics, {len(text)} bytes, SHA-256 {hashlib.sha256(text).hexdigest()[:12]}, "
         f"windows of {WINDOW_BYTES} bytes",
     )
+
+
+def _network(args: argparse.Namespace) -> str:
+    if not args.rate:
+        return "loopback"
+    later = f" and packets arrive {args.delay_ms:g} ms later" if args.delay_ms else ""
+    return f"hosts of one core that send at most {args.rate}{later}"
 
 
 def _version(package: str) -> str | None:
@@ -74,8 +91,9 @@ def run_all(args: argparse.Namespace, console: Console, on_result: Callable[[dic
                 "task": settings.task, "wire": settings.wire, "steps": settings.steps, "failed": None, "runs": [],
             }  # fmt: skip
             try:
-                case["runs"] = train(settings, display.update)
-            except CaseFailed as error:
+                with _network_of(args) as run_ranks:
+                    case["runs"] = train(settings, run_ranks, display.update)
+            except (CaseFailed, LabError) as error:
                 case["failed"] = str(error)
                 print(f"accuracy: {settings.name}: {error}", file=sys.stderr)
             result["cases"].append(case)
@@ -83,13 +101,17 @@ def run_all(args: argparse.Namespace, console: Console, on_result: Callable[[dic
     return result
 
 
-def train(settings: CaseSettings, on_progress: OnProgress) -> list[dict[str, Any]]:
+def _network_of(args: argparse.Namespace) -> AbstractContextManager[RunRanks]:
+    return on_lab(args.ranks, args.rate, delay_ms=args.delay_ms) if args.rate else over_loopback(args.ranks)
+
+
+def train(settings: CaseSettings, run_ranks: RunRanks, on_progress: OnProgress) -> list[dict[str, Any]]:
     """Train one case on fresh ranks; returns the runs, one for each seed.
 
     Raises:
         CaseFailed: when a rank ended with an error.
     """
-    with tempfile.TemporaryDirectory(prefix="accuracy-") as directory, over_loopback(settings.ranks) as run_ranks:
+    with tempfile.TemporaryDirectory(prefix="accuracy-") as directory:
         settings_file, result_file = Path(directory, "settings.json"), Path(directory, "result.json")
         settings.write(settings_file)
         command = ["-m", RANK_MODULE, str(settings_file), str(result_file)]

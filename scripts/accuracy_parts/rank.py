@@ -4,6 +4,7 @@ Trains one wire on one task, with one seed after the other. Every wire begins fr
 batches. Rank 0 writes the result.
 """
 
+import copy
 import hashlib
 import json
 import math
@@ -49,9 +50,10 @@ def train(settings: CaseSettings, data: Data, seed: int) -> dict[str, Any]:
     ddp = DistributedDataParallel(network, gradient_as_bucket_view=True, broadcast_buffers=not is_relaxed)
     optimizer = task.make_optimizer(ddp.parameters())
     schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
+    held_out = HeldOut(network, data.test, settings.ranks * task.batch_size)
     state, options = _attach(ddp, optimizer, settings)
     losses = []
-    start_s = time.perf_counter()
+    held_out.clock_starts()
     for step in range(settings.steps):
         _tell_progress(settings, seed, step)
         mine = own_share(data.train, step, seed, batch_size=task.batch_size, speeds=WIRES[settings.wire].speeds)
@@ -62,6 +64,8 @@ def train(settings: CaseSettings, data: Data, seed: int) -> dict[str, Any]:
         optimizer.step()
         schedule.step()
         losses.append(loss.detach() * (len(mine.inputs) / task.batch_size))
+        if settings.evaluate_every and (step + 1) % settings.evaluate_every == 0:
+            held_out.evaluate(step + 1, state)
     facts: dict[str, Any] = {}
     if isinstance(state, dx.relaxed.RelaxedState):
         state.consolidate()
@@ -70,7 +74,7 @@ def train(settings: CaseSettings, data: Data, seed: int) -> dict[str, Any]:
     elif isinstance(state, dx.DearState):
         state.synchronize()
         facts = pipeline_facts(state)
-    train_s = time.perf_counter() - start_s
+    train_s = held_out.clock_stops()
     digest = same_parameters_everywhere(network)
     curve = mean_over_ranks(torch.stack(losses).double())
     result = {
@@ -82,10 +86,57 @@ def train(settings: CaseSettings, data: Data, seed: int) -> dict[str, Any]:
         **test(network, data.test),
         **facts,
         "losses": [finite(loss) for loss in curve.tolist()],
+        "held_out": held_out.points,
     }
     if state is not None:
         state.detach()
     return result
+
+
+class HeldOut:
+    """Takes the loss on test data now and then, of the mean over ranks, without a change to what is trained.
+
+    Args:
+        network: what is trained.
+        samples: test data.
+        batch_size: samples of a step of all ranks.
+
+    Attributes:
+        points: for each evaluation, steps, samples and seconds of training before it, and the loss.
+    """
+
+    def __init__(self, network: nn.Module, samples: Samples, batch_size: int) -> None:
+        self._network = network
+        self._copy = copy.deepcopy(network)
+        self._samples = samples
+        self._batch_size = batch_size
+        self._before_s = self._since_s = 0.0
+        self.points: list[dict[str, float | None]] = []
+
+    def clock_starts(self) -> None:
+        """Count time of training from now on, on all ranks."""
+        dist.barrier()
+        self._since_s = time.perf_counter()
+
+    def clock_stops(self) -> float:
+        """Count no more; returns all seconds so far."""
+        self._before_s += time.perf_counter() - self._since_s
+        return self._before_s
+
+    @torch.no_grad()
+    def evaluate(self, steps: int, state: State | None) -> None:
+        """Add a point. Collective."""
+        if isinstance(state, dx.DearState):
+            state.synchronize()
+        train_s = self.clock_stops()
+        for own, trained in zip(self._copy.parameters(), self._network.parameters(), strict=True):
+            own.copy_(mean_over_ranks(trained.detach().clone()))
+        for own, trained in zip(self._copy.buffers(), self._network.buffers(), strict=True):
+            own.copy_(trained)
+        loss = test(self._copy, self._samples)["test_loss"]
+        samples = steps * self._batch_size
+        self.points.append({"steps": steps, "samples": samples, "train_s": train_s, "test_loss": loss})
+        self.clock_starts()
 
 
 def own_share(train: Samples, step: int, seed: int, *, batch_size: int, speeds: Sequence[int]) -> Samples:
@@ -116,8 +167,9 @@ def _attach(
     make_options = WIRES[settings.wire].options
     if make_options is None:
         return None, {}
-    # A plan that is fixed: the tuner would try plain all-reduces, which do not compress, on real steps.
-    pipeline = {} if WIRES[settings.wire].is_relaxed else {"tune": False, "fusion_mb": settings.fusion_mb}
+    # Where time does not count, a plan that is fixed: the tuner would try plain all-reduces, which do not compress.
+    is_tuned = settings.fusion_mb is None or WIRES[settings.wire].is_relaxed
+    pipeline = {} if is_tuned else {"tune": False, "fusion_mb": settings.fusion_mb}
     options = pipeline | make_options()
     return dx.attach(ddp, optimizer, **options), {name: str(value) for name, value in options.items()}
 
@@ -129,7 +181,7 @@ def pipeline_facts(state: dx.DearState) -> dict[str, Any]:
         RuntimeError: if no step was pipelined.
     """
     stats = state.stats()
-    if not stats.pipelined_iterations:
+    if not stats.pipelined_iterations and not state.detached:
         raise RuntimeError(
             f"no step was pipelined, so no gradient travelled as this wire says: give more --steps; fallbacks: "
             f"{dict(stats.fallbacks)}"

@@ -8,11 +8,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from accuracy_parts.summary import FIGURES, Spread, cases_of, spread, tasks_of
+from accuracy_parts.summary import FIGURES, Spread, cases_of, first_with, held_out, spread, tasks_of
 from accuracy_parts.tasks import FINAL_SHARE, TASKS
 from accuracy_parts.wires import REFERENCE
 
 WIDTH = 100
+LOSS_FACTORS = (1.2, 1.05)
 _PERCENT = {"test_accuracy"}
 
 
@@ -24,6 +25,8 @@ def print_tables(console: Console, record: dict[str, Any]) -> None:
         title = f"{TASKS[task].title}: {cases[0]['steps']} steps; ranks: {config['ranks']}, seeds: {config['seeds']}"
         console.print(f"\n[bold]{escape(title)}[/]", highlight=False, soft_wrap=True)
         console.print(_table(cases))
+        if any(map(held_out, cases)):
+            _print_held_out(console, cases)
     for case in record["cases"]:
         if case["failed"]:
             console.print(f"  {case['task']}, {case['wire']}: failed", markup=False, highlight=False)
@@ -31,6 +34,33 @@ def print_tables(console: Console, record: dict[str, Any]) -> None:
         f"  Mean over seeds, and below it the least and the greatest. to {REFERENCE}: the mean difference with the "
         f"same seed. train loss: mean over the last {FINAL_SHARE:.0%} of the steps. MB sent: by a rank in a "
         "pipelined step, without headers",
+        markup=False,
+        highlight=False,
+    )
+
+
+def _print_held_out(console: Console, cases: list[dict[str, Any]]) -> None:
+    """What each wire needs to come near the loss that the reference ends with."""
+    curves = {case["wire"]: held_out(case) for case in cases}
+    end = curves.get(REFERENCE, next(iter(curves.values())))[-1].test_loss
+    table = Table(box=box.SIMPLE, padding=(0, 1))
+    for heading in ("wire", "ms a step", "loss at the end"):
+        table.add_column(heading, justify="left" if heading == "wire" else "right", no_wrap=True)
+    losses = [factor * end for factor in LOSS_FACTORS]
+    for loss in losses:
+        table.add_column(f"s to {loss:.3f}", justify="right", no_wrap=True)
+        table.add_column("samples", justify="right", no_wrap=True)
+    for case in cases:
+        points, cells = curves[case["wire"]], []
+        for loss in losses:
+            found = first_with(points, loss)
+            cells += ["", ""] if found is None else [f"{found.train_s:.1f}", f"{found.samples:.0f}"]
+        step_ms = 1e3 * points[-1].train_s / case["steps"]
+        table.add_row(case["wire"], f"{step_ms:.0f}", f"{points[-1].test_loss:.3f}", *cells)
+    console.print(table)
+    console.print(
+        f"  Held-out loss of the mean over ranks. Losses are {' and '.join(f'{f:g}' for f in LOSS_FACTORS)} times that "
+        f"with which {REFERENCE if REFERENCE in curves else cases[0]['wire']} ends\n",
         markup=False,
         highlight=False,
     )

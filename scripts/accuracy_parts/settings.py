@@ -15,7 +15,8 @@ class CaseSettings:
         ranks: number of ranks.
         seeds: number of seeds, which are 0, 1, and so on.
         steps: steps of training with each seed.
-        fusion_mb: size of a fusion group in MiB.
+        fusion_mb: size of a fusion group in MiB; None has it tuned.
+        evaluate_every: steps from one evaluation on test data to the next; None: only at the end.
     """
 
     task: str
@@ -23,7 +24,8 @@ class CaseSettings:
     ranks: int
     seeds: int
     steps: int
-    fusion_mb: float
+    fusion_mb: float | None
+    evaluate_every: int | None = None
 
     @property
     def name(self) -> str:

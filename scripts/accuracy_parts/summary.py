@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -29,6 +30,29 @@ class Curve(NamedTuple):
     mean: list[float]
     low: list[float]
     high: list[float]
+
+
+class HeldOut(NamedTuple):
+    """Loss on test data in the middle of training, mean over seeds."""
+
+    samples: float
+    train_s: float
+    test_loss: float
+
+
+def held_out(case: dict[str, Any]) -> list[HeldOut]:
+    """The points of a case's curve; none if it was evaluated at the end only."""
+    of_seeds = zip(*(run.get("held_out", ()) for run in case["runs"]), strict=True)
+    return [HeldOut(*(fmean(_number(p[name]) for p in points) for name in HeldOut._fields)) for points in of_seeds]
+
+
+def first_with(points: Sequence[HeldOut], loss: float) -> HeldOut | None:
+    """Where a curve first has this loss, on the line between two points; None if it never has."""
+    for before, after in pairwise(points):
+        if after.test_loss <= loss < before.test_loss:
+            part = (before.test_loss - loss) / (before.test_loss - after.test_loss)
+            return HeldOut(*(low + part * (high - low) for low, high in zip(before, after, strict=True)))
+    return None
 
 
 def cases_of(record: dict[str, Any], task: str) -> list[dict[str, Any]]:

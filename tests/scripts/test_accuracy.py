@@ -68,15 +68,37 @@ def test_fp32_trains_digits_as_plain_ddp_does_and_bf16_almost(tmp_path: Path) ->
 
 
 def test_fp32_trains_text_as_plain_ddp_does(tmp_path: Path) -> None:
-    code, record, output = run("--wires ddp,fp32 --tasks text --seeds 1 --steps 12", tmp_path)
+    curves = tmp_path / "curves.png"
+    given = f"--wires ddp,fp32,local-8 --tasks text --seeds 1 --steps 12 --evaluate-every 4 --curves {curves}"
+    code, record, output = run(given, tmp_path)
     assert code == 0, output
-    check_same_bits(*(case["runs"][0] for case in record["cases"]))
+    ddp, fp32, local = (case["runs"][0] for case in record["cases"])
+    check_same_bits(ddp, fp32)
+    for one, other in zip(ddp["held_out"], fp32["held_out"], strict=True):
+        assert one | {"train_s": other["train_s"]} == other
+    assert [point["samples"] for point in local["held_out"]] == [128, 256, 384]
+    times = [0.0, *(point["train_s"] for point in local["held_out"]), local["train_s"]]
+    assert times == sorted(times)
+    assert fp32["held_out"][-1]["test_loss"] == pytest.approx(fp32["test_loss"], rel=1e-6)
+    assert curves.read_bytes().startswith(PNG) and "Held-out loss of the mean over ranks" in output
+
+
+def test_a_curve_has_a_loss_between_its_points() -> None:
+    runs = [
+        [{"samples": 10, "train_s": 1.0, "test_loss": 3.0}, {"samples": 20, "train_s": 3.0, "test_loss": loss}]
+        for loss in (1.0, 3.0)
+    ]
+    points = summary.held_out({"runs": [{"held_out": run} for run in runs]})
+    assert points == [(10, 1.0, 3.0), (20, 3.0, 2.0)]
+    assert summary.first_with(points, 2.5) == (15, 2.0, 2.5)
+    assert summary.first_with(points, 1.0) is None
+    assert summary.held_out(FP32) == []
 
 
 def test_a_wire_that_fails_is_named_and_the_others_train(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def train(settings: CaseSettings, _: object) -> list[dict[str, Any]]:
+    def train(settings: CaseSettings, *_: object) -> list[dict[str, Any]]:
         if settings.wire == "int8":
             raise CaseFailed("parameters differ between ranks")
         return FP32["runs"]
@@ -92,7 +114,8 @@ def test_a_wire_that_fails_is_named_and_the_others_train(
 
 
 def test_too_few_steps_for_the_pipeline_are_an_error() -> None:
-    state = SimpleNamespace(stats=lambda: SimpleNamespace(pipelined_iterations=0, fallbacks={"warm-up": 2}))
+    figures = SimpleNamespace(pipelined_iterations=0, fallbacks={"warm-up": 2})
+    state = SimpleNamespace(stats=lambda: figures, detached=False)
     with pytest.raises(RuntimeError, match="give more --steps"):
         rank.pipeline_facts(state)
 
@@ -170,6 +193,8 @@ def test_the_learning_rate_warms_up_and_ends_near_zero() -> None:
         ("--tasks words", "words: choose from digits, text"),
         ("--seeds 0", "--seeds"),
         ("--from-json missing.json", "missing.json: no such file"),
+        ("--delay-ms 20", "give --rate as well"),
+        ("--curves curves.png", "give both"),
         ("--from-json missing.json --steps 3", "--steps has no effect"),
     ],
 )
