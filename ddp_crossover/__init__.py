@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from ddp_crossover import data as data
     from ddp_crossover import optim as optim
     from ddp_crossover import relaxed as relaxed
+    from ddp_crossover.attaching import attach
     from ddp_crossover.collectives.agreement import DisagreementError
     from ddp_crossover.collectives.leg import LegError
-    from ddp_crossover.comm_hook import DearState, attach, dear_hook
+    from ddp_crossover.comm_hook import DearState, dear_hook
     from ddp_crossover.ddp_timer import DdpTimer
     from ddp_crossover.ema import Ema
     from ddp_crossover.figures.stats import DearStats, LeaseUse, StepStats
@@ -48,7 +49,7 @@ _MODULES = {
     "StepStats": "figures.stats",
     "TopK": "top_k",
     "Trace": "tracing.trace",
-    "attach": "comm_hook",
+    "attach": "attaching",
     "auto": "launch.auto",
     "dear_hook": "comm_hook",
 }

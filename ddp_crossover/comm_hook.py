@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar, overload
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ddp_crossover.balance.balancer import Balancer
 from ddp_crossover.balance.sampler import BalancedSampler
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.all_reduce import backend_for
@@ -31,23 +30,19 @@ from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.make_link import make_link
 from ddp_crossover.collectives.nccl_settings import refuse_unsafe_settings, why_streams_block
 from ddp_crossover.collectives.node_ranks import nodes_of
-from ddp_crossover.ddp.batch_timer import BatchTimer
 from ddp_crossover.ddp.early_arrival import Buckets
 from ddp_crossover.ddp.forks import watch_forks
 from ddp_crossover.ddp.reducer import Reducer
 from ddp_crossover.ddp.refusals import refuse_model, refuse_momentum, refuse_optimizers, why_plain_all_reduce
 from ddp_crossover.ddp.same_setup import require_same_setup
-from ddp_crossover.ddp.shared_batch import SharedBatch, make_shared_batch
+from ddp_crossover.ddp.shared_batch import SharedBatch
 from ddp_crossover.ddp.turn_points import TurnPoints
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
 from ddp_crossover.ddp.weighted_batches import (
-    WeightedBatches,
-    batches_of_all,
-    batches_of_equal_ranks,
     refuse_shared_statistics,
-    require_equal,
     statistics_of_a_rank,
 )
+from ddp_crossover.ddp.weighted_training import WeightedTraining
 from ddp_crossover.figures.stats import DearStats, FallbackLog
 from ddp_crossover.figures.summary import about, in_force, summary
 from ddp_crossover.fusion import MB, FusionPlan, Schedule
@@ -59,7 +54,7 @@ from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.log import say
 from ddp_crossover.optim import sharded_norms as shards
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
-from ddp_crossover.options import SWITCH, Options, switched_off
+from ddp_crossover.options import Options, switched_off
 from ddp_crossover.own_threads import is_own_thread
 from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.lazy_params import LazyParams
@@ -78,7 +73,6 @@ from ddp_crossover.torch_internals.ddp import (
 )
 from ddp_crossover.torch_internals.dispatch import allow_foreach, settle_before_use
 from ddp_crossover.torch_internals.optimizers import has_hooks
-from ddp_crossover.torch_internals.store import Store, store_of_job
 from ddp_crossover.tracing.recording import recording
 from ddp_crossover.tracing.trace import Trace
 
@@ -296,8 +290,7 @@ class DearState:
         settle_before_use(_settled)
         allow_foreach(PendingParameter)
         watch_forks(self)
-        self._shared_batches = 0
-        self._store: Store | None = None
+        self._weighted = WeightedTraining(self._reducer, self._link, self._turns, self._device)
         if options.weighted and (warning := statistics_of_a_rank(ddp.module)) is not None and self._link.rank == 0:
             say(warning, logging.WARNING)
         self._detached = False
@@ -394,8 +387,7 @@ class DearState:
 
     # Batches of different sizes.
 
-    @contextlib.contextmanager
-    def batch(self, samples: int) -> Iterator[None]:
+    def batch(self, samples: int) -> contextlib.AbstractContextManager[None]:
         """With ``weighted=True``, the context of forward and backward of a batch of ``samples`` samples on this rank.
 
         The loss of each rank is a mean over its samples; gradients are those of the mean over the samples of all ranks.
@@ -425,13 +417,7 @@ class DearState:
                     loss_fn(ddp(x), y).backward()
                 optimizer.step()
         """
-        if self._detached:
-            left_over = 0 if self._reducer.batches is None else self._reducer.batches.take_left_over()
-            require_equal(samples + left_over, self._reducer.model, self._device)
-            yield
-            return
-        with self._weighted_batches("batch").batch(samples):
-            yield
+        return self._weighted.batch(samples)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """With ``weighted=True``, yield the batches of ``loader``, then None while other ranks still have some.
@@ -455,10 +441,7 @@ class DearState:
                         loss_fn(ddp(batch[0]), batch[1]).backward()
                 optimizer.step()
         """
-        if self._detached:
-            return batches_of_equal_ranks(loader, self._reducer.model, self._device)
-        self._weighted_batches("batches")
-        return batches_of_all(loader, self._link)
+        return self._weighted.batches(loader)
 
     def balance(self, sampler: BalancedSampler) -> None:
         """With ``weighted=True``, have ``sampler`` share batches by how fast ranks compute. Every rank must call it.
@@ -470,18 +453,7 @@ class DearState:
             RuntimeError: without ``weighted=True``; if it was called before.
             ValueError: if the sampler is for other ranks.
         """
-        if switched_off():
-            return
-        batches = self._weighted_batches("balance")
-        if (sampler.rank, sampler.world_size) != (self._link.rank, self._link.world_size):
-            raise ValueError(
-                f"the sampler is that of rank {sampler.rank} of {sampler.world_size}, and the model has rank "
-                f"{self._link.rank} of {self._link.world_size}: give the sampler rank= and world_size="
-            )
-        if batches.timer is not None:
-            raise RuntimeError("state.balance() was called before: one sampler is balanced for a model")
-        balancer = Balancer(sampler, self._link.exchange_numbers)
-        batches.timer = BatchTimer(self.module, self._device, self._turns, balancer)
+        self._weighted.balance(sampler)
 
     def share(
         self, batch: Any, size: int, *, first: int | None = None, tickets: Sequence[int] | None = None
@@ -524,34 +496,7 @@ class DearState:
                     loss_fn(ddp(x), y).backward()
                 optimizer.step()
         """
-        batches = self._weighted_batches("share")
-        self._shared_batches += 1
-        if self._store is None:
-            # A process group may serve several models, one after the other.
-            of_ranks = self._link.exchange_numbers(store_of_job("ddp_crossover").add("stores", self._link.rank == 0))
-            self._store = store_of_job(f"ddp_crossover/{self._link.process_group.group_name}/{of_ranks()[0]}")
-        store = self._store
-        if self._link.rank == 0 and self._shared_batches > 2:
-            store.delete_key(f"batch {self._shared_batches - 2}")  # all have summed up gradients of the one after it
-        return make_shared_batch(
-            self._reducer.model,
-            batches,
-            self._link,
-            batch,
-            size,
-            first=first,
-            tickets=tickets,
-            store=store,
-            number=self._shared_batches,
-        )
-
-    def _weighted_batches(self, name: str) -> WeightedBatches:
-        if self._detached:
-            why = f"{SWITCH}=off is set" if switched_off() else "this state is detached"
-            raise RuntimeError(f"state.{name}() weights gradients, and {why}, so DDP averages over ranks")
-        if self._reducer.batches is None:
-            raise RuntimeError(f"state.{name}() weights gradients by the number of samples: attach with weighted=True")
-        return self._reducer.batches
+        return self._weighted.share(batch, size, first=first, tickets=tickets)
 
     def state_dict(self) -> dict[str, Any]:
         """What codes of gradients have left out on this rank, for a checkpoint; next to nothing without codes.
@@ -825,51 +770,3 @@ def dear_hook(state: DearState, bucket: GradBucket) -> torch.futures.Future[torc
             "Trainer(callbacks=[ddp_crossover.integrations.lightning.DearCallback()])"
         )
     return state.reduce(bucket)
-
-
-State = TypeVar("State", covariant=True)
-
-
-class SyncPolicy(Protocol[State]):
-    """What ``attach(sync=...)`` takes: another way to train than exactly, such as ``relaxed.LocalSGD``."""
-
-    def attach(self, ddp: DistributedDataParallel, optimizer: Optimizer | Sequence[Optimizer], **options: Any) -> State:
-        """Attach to a model, and return a state of its own kind."""
-
-
-@overload
-def attach(
-    ddp: DistributedDataParallel, optimizer: Optimizer | Sequence[Optimizer], *, sync: SyncPolicy[State], **options: Any
-) -> State: ...
-
-
-@overload
-def attach(ddp: DistributedDataParallel, optimizer: Optimizer | Sequence[Optimizer], **options: Any) -> DearState: ...
-
-
-def attach(
-    ddp: DistributedDataParallel,
-    optimizer: Optimizer | Sequence[Optimizer],
-    *,
-    sync: SyncPolicy[Any] | None = None,
-    **options: Any,
-) -> Any:
-    """Build a :class:`DearState` and register :func:`dear_hook`; ``options`` are keyword arguments of the state.
-
-    With ``DDP_CROSSOVER=off`` in the environment the state is detached, and ``ddp`` trains as without us.
-
-    Args:
-        ddp: the model.
-        optimizer: its optimizer, or a list of all of them.
-        sync: a policy such as :class:`ddp_crossover.relaxed.LocalSGD`, which changes the algorithm and returns a state
-            of another kind. Default: train exactly as DDP does.
-        options: see :class:`DearState`.
-    """
-    if sync is not None:
-        return sync.attach(ddp, optimizer, **options)
-    state = DearState(ddp, optimizer, **options)
-    if switched_off():
-        state.detach()
-    else:
-        unwrapped_model(ddp).register_comm_hook(state, dear_hook)
-    return state

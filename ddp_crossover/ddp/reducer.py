@@ -77,6 +77,7 @@ class Reducer:
 
     Attributes:
         batches: the batches of this model, if they are weighted; else None.
+        is_detached: whether DDP trains as it was before attach.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class Reducer:
         self._last_bucket = -1
         self._seen_forward = False
         self._awaits_backward = False
-        self._detached = False
+        self.is_detached = False
 
     @property
     def model(self) -> DistributedDataParallel:
@@ -169,7 +170,7 @@ class Reducer:
 
     def detach(self) -> None:
         """Apply pending updates, deliver pending gradients, and remove all hooks."""
-        self._detached = True
+        self.is_detached = True
         was_registered = self._is_registered()
         if self.batches is not None and self._awaits_backward:
             self.batches.end()
@@ -215,7 +216,7 @@ class Reducer:
     def end_iteration_of_codes(self) -> Feedback | None:
         """End the iteration, so that what its codes have left out is known; None if nothing is coded."""
         if self.feedback is not None and self.pipeline is not None:
-            if self._in_backward and not self._detached:
+            if self._in_backward and not self.is_detached:
                 raise RuntimeError(
                     "what codes of gradients leave out is not known in the middle of a backward, or after one that has "
                     "raised: call state.detach() first, on all ranks"
@@ -225,7 +226,7 @@ class Reducer:
 
     def become_plain(self) -> None:
         """Remove all hooks; nothing is deferred from now on."""
-        self._detached = True
+        self.is_detached = True
         for part in (self._updates, self._watch, self._guard, self._compiled):
             part.remove()
         if (ddp := self._ddp()) is not None:
@@ -247,7 +248,7 @@ class Reducer:
             RuntimeError: if the hook runs after ``detach()`` while still registered, or in a CUDA graph capture; if
                 the memory layout of a parameter has changed; if DDP's parameters are not those seen at attach.
         """
-        if self._detached:
+        if self.is_detached:
             if self._is_registered():
                 raise RuntimeError(
                     "this DearState was detached and cannot be used again: attach(ddp, optimizer) makes a new one"

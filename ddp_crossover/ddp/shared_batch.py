@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -123,6 +123,17 @@ class Cut(NamedTuple):
 class SharedBatch:
     """The micro-batches that this rank takes of a shared batch; iterate over it once.
 
+    Args:
+        ddp: the model.
+        batches: weights the gradients of micro-batches.
+        link: tells ranks what they need of each other.
+        data: what is shared; see :meth:`DearState.share`.
+        size: number of samples of a micro-batch.
+        first: the same of the first one of each rank; None: as of the others.
+        tickets: what this rank has to take; None: what comes.
+        store: keeps a counter.
+        number: how many shared batches there were, with this one.
+
     Attributes:
         tickets: those that this rank has taken so far, to be written down and replayed.
     """
@@ -131,11 +142,16 @@ class SharedBatch:
         self,
         ddp: DistributedDataParallel,
         batches: WeightedBatches,
+        link: Link,
         data: Any,
-        cut: Cut,
+        size: int,
+        *,
+        first: int | None,
+        tickets: Sequence[int] | None,
+        store: Store,
         number: int,
-        make_tickets: Callable[[int], _Tickets],
     ) -> None:
+        cut = Cut(_length(data), size, size if first is None else first, link.world_size)
         self.tickets: list[int] = []
         self._ddp = ddp
         self._batches = batches
@@ -152,7 +168,11 @@ class SharedBatch:
                 f"share() has {cut.tickets} micro-batches for {cut.world_size} ranks, and with {setting}=True DDP "
                 "needs a forward of each rank: choose a smaller size="
             )
-        self._source: _Tickets | None = make_tickets(cut.tickets)
+        self._source: _Tickets | None = (
+            _Counter(store, f"batch {number}", link, cut.tickets)
+            if tickets is None
+            else _Written(tickets, link, cut.tickets)
+        )
 
     def __iter__(self) -> Iterator[Any]:
         """Yield micro-batches, structured as the batch is. Gradients are reduced in the backward of the last one."""
@@ -216,39 +236,6 @@ class SharedBatch:
         """Have a sample in ``.grad`` count as much as in the mean over another number of samples, which comes next."""
         gradients = [p.grad for p in self._ddp.module.parameters() if p.requires_grad and p.grad is not None]
         torch._foreach_mul_(gradients, factor)
-
-
-def make_shared_batch(
-    ddp: DistributedDataParallel,
-    batches: WeightedBatches,
-    link: Link,
-    data: Any,
-    size: int,
-    *,
-    first: int | None,
-    tickets: Sequence[int] | None,
-    store: Store,
-    number: int,
-) -> SharedBatch:
-    """Share ``data``, which all ranks have.
-
-    Args:
-        ddp: the model.
-        batches: weights the gradients of micro-batches.
-        link: tells ranks what they need of each other.
-        data: see :meth:`DearState.share`.
-        size: number of samples of a micro-batch.
-        first: the same of the first one of each rank; None: as of the others.
-        tickets: what this rank has to take; None: what comes.
-        store: keeps a counter.
-        number: how many shared batches there were, with this one.
-    """
-
-    def make(count: int) -> _Tickets:
-        return _Counter(store, f"batch {number}", link, count) if tickets is None else _Written(tickets, link, count)
-
-    cut = Cut(_length(data), size, size if first is None else first, link.world_size)
-    return SharedBatch(ddp, batches, data, cut, number, make)
 
 
 def _length(data: Any) -> int:

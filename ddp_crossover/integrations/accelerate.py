@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ddp_crossover.attaching import attach as attach_to_ddp
 from ddp_crossover.comm_hook import DearState
-from ddp_crossover.comm_hook import attach as attach_to_ddp
 from ddp_crossover.ddp.unwrapping import unwrapped_model
 
 logger = logging.getLogger("ddp_crossover")

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_crossover.comm_hook import DearState, attach
+from ddp_crossover.attaching import attach
+from ddp_crossover.comm_hook import DearState
 from ddp_crossover.ddp.unwrapping import unwrapped_model
 
 # One framework under two names. Both may be installed, and a callback must be of the one whose Trainer is used.

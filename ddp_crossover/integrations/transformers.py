@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_crossover.comm_hook import DearState, attach
+from ddp_crossover.attaching import attach
+from ddp_crossover.comm_hook import DearState
 from ddp_crossover.ddp.live_objects import live_objects
 
 TrainerCallback: Any = import_module("transformers").TrainerCallback

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddp_crossover.attaching import attach
 from ddp_crossover.collectives.agreement import DisagreementError, all_gather_json
-from ddp_crossover.comm_hook import DearState, attach
+from ddp_crossover.comm_hook import DearState
 from ddp_crossover.ddp.live_objects import live_objects
 from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers
 from ddp_crossover.ddp.refused_methods import JOIN_ADVICE, copy_as_plain

@@ -17,7 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_crossover.comm_hook import DearState, attach
+from ddp_crossover.attaching import attach
+from ddp_crossover.comm_hook import DearState
 from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
 from ddp_crossover.optim.grad_scaler import GradScaler
