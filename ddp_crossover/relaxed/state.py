@@ -78,6 +78,15 @@ class RelaxedState:
     ) -> None:
         if options and not policy.warmup:
             raise ValueError(f"{', '.join(options)}: options of the exact steps, of which warmup=0 has none")
+        if options.get("weighted"):
+            raise ValueError(
+                "sync= takes the mean of what ranks have learned, with equal weights: leave out weighted=, and give "
+                "all ranks batches of one size"
+            )
+        if options.get("lease") is not None:
+            raise ValueError(
+                "sync= holds no lease in local steps: leave out lease=, and call lease.instrument(model, optimizer)"
+            )
         ddp = unwrapped_model(ddp)
         refuse_model(ddp)
         _refuse_talk_in_local_steps(ddp)

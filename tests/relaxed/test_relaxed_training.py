@@ -282,9 +282,9 @@ def test_the_stock_scaler_is_refused(on_ranks) -> None:
 def _refused(kind: str) -> str:
     module: nn.Module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) if kind == "buffers" else nn.Linear(2, 2)
     ddp = DistributedDataParallel(module, find_unused_parameters=kind == "unused")
-    dear = {"schedule": "dear"} if kind == "options" else {}
+    dear = {"options": {"schedule": "dear"}, "weighted": {"weighted": True}}.get(kind, {})
     try:
-        dx.attach(ddp, sgd(ddp.parameters()), sync=LocalSGD(every=2), **dear)
+        dx.attach(ddp, sgd(ddp.parameters()), sync=LocalSGD(every=2, warmup=int(kind == "weighted")), **dear)
     except ValueError as error:
         return str(error)
     return "nothing"
@@ -292,7 +292,12 @@ def _refused(kind: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "named"),
-    [("buffers", "broadcast_buffers=False"), ("unused", "find_unused_parameters"), ("options", "warmup=0")],
+    [
+        ("buffers", "broadcast_buffers=False"),
+        ("unused", "find_unused_parameters"),
+        ("options", "warmup=0"),
+        ("weighted", "leave out weighted="),
+    ],
 )
 def test_what_would_talk_in_local_steps_is_refused(on_ranks, kind, named) -> None:
     assert all(named in said for said in on_ranks(_refused, 2, kind))
