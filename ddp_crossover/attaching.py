@@ -50,6 +50,8 @@ def attach(
             of another kind. Default: train exactly as DDP does.
         options: see :class:`DearState`.
     """
+    if isinstance(sync, type):
+        raise TypeError(f"sync= takes a policy, not its class: attach(..., sync={sync.__name__}(...))")
     if sync is not None:
         return sync.attach(ddp, optimizer, **options)
     state = DearState(ddp, optimizer, **options)

@@ -295,6 +295,7 @@ class DearState:
             say(warning, logging.WARNING)
         self._detached = False
         self._left_because: str | None = None
+        self._after_leaving: Callable[[], object] = lambda: None
 
     # What users call.
 
@@ -586,6 +587,10 @@ class DearState:
         """Call ``function(optimizer, pending)`` at the end of each ``step()``, with the parameters that are pending."""
         return self._updates.after_update.add_at_steps(function)
 
+    def after_leaving(self, function: Callable[[], object]) -> None:
+        """Call ``function()`` when DDP is left as it was because nothing can be gained, before the next forward."""
+        self._after_leaving = function
+
     def stats(self) -> DearStats:
         """Return the figures of this rank since attach."""
         sums = self._link.clock.sums()
@@ -684,6 +689,7 @@ class DearState:
         self._left_because = f"DDP trains as it was before attach: {why}"
         self._fallbacks.note(self._left_because, is_said=self._planning.settled)  # then the planner has said it
         self.detach()
+        self._after_leaving()
 
     def _model_is_dropped(self) -> None:
         """Detach when the DDP object is collected: its network may stay in use, or be wrapped again."""

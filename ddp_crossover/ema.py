@@ -229,6 +229,6 @@ def _state_of(attached: object) -> DearState:
     if isinstance(attached, DearState):
         return attached
     raise TypeError(
-        "dx.Ema follows a model that is attached: pass what attach(ddp, optimizer) returned, "
-        f"not {type(attached).__name__}"
+        "dx.Ema follows a model that is attached: pass what attach(ddp, optimizer) returned, without sync=, with which "
+        f"ranks have parameters of their own; got {type(attached).__name__}"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,18 +11,32 @@ from torch.optim import Optimizer
 
 from ddp_crossover.collectives.link import Link
 
-_links: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Link]] = weakref.WeakKeyDictionary()
+_links: weakref.WeakKeyDictionary[Optimizer, tuple[weakref.ref[Link], Callable[[], int]]] = weakref.WeakKeyDictionary()
 
 
-def agree_on_overflow(optimizers: Sequence[Optimizer], link: Link) -> None:
-    """From now on :func:`agreed` asks all ranks of this link."""
+def agree_on_overflow(optimizers: Sequence[Optimizer], link: Link, steps: Callable[[], int]) -> None:
+    """From now on :func:`agreed` asks all ranks of this link, which must have made as many ``steps()``."""
     for optimizer in optimizers:
-        _links[optimizer] = weakref.ref(link)
+        _links[optimizer] = weakref.ref(link), steps
 
 
 def agreed(optimizer: Optimizer, found_inf: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-    """What `found_inf` is if ranks agree: 1 where any rank has found an overflow. A collective if ranks have to."""
-    link = _links[optimizer]() if optimizer in _links else None
+    """What `found_inf` is if ranks agree: 1 where any rank has found an overflow. A collective if ranks have to.
+
+    Raises:
+        RuntimeError: on all ranks, if they are in different steps.
+    """
+    link_of, steps = _links.get(optimizer, (lambda: None, lambda: 0))
+    link = link_of()
     if link is None or link.is_closed:
         return found_inf
-    return {device: link.all_gather_small(found).amax(dim=0) for device, found in found_inf.items()}
+    together = {}
+    for device, found in found_inf.items():
+        rows = link.all_gather_small(torch.stack([found.flatten()[0], found.new_tensor(steps())]))
+        if (rows[:, 1] != rows[0, 1]).any():
+            raise RuntimeError(
+                "ranks unscale gradients of different steps, because some have left out scaler.step() in one: call it "
+                "on all ranks in each step; it skips the step by itself on all of them if one has an overflow"
+            )
+        together[device] = rows[:, 0].amax().view_as(found)
+    return together

@@ -73,7 +73,9 @@ class DeltaMerge:
         self._sent: list[Tensor] | None = None
 
     def begin(self) -> None:
-        """Take the parameters for those that all ranks share."""
+        """Take the parameters for those that all ranks share, the first time."""
+        if self._shared:
+            return
         self._shared = [parameter.detach().clone() for parameter in self._parameters]
         self._memories = [[torch.zeros_like(shared) for _ in range(self._policy.memories)] for shared in self._shared]
 
@@ -119,17 +121,21 @@ class DeltaMerge:
 
     @torch.no_grad()
     def consolidate(self) -> None:
-        """Give all ranks the mean, bit for bit the same. A collective of all ranks."""
+        """Give all ranks the mean, bit for bit the same. A collective of all ranks.
+
+        What they share stays where it is, so the next merge moves it by the same mean as without this.
+        """
         if self._sent is not None:
             self.merge()
         for _ in self._exchanges:  # once along each dimension of a grid, beginning with any, is the mean of all
             self.send()
-            self.merge()
-        for parameter, shared in zip(self._parameters, self._shared, strict=True):
-            if self._is_partial:
+            for parameter, shared, mean in zip(self._parameters, self._shared, self._exchange.finish(), strict=True):
+                parameter.copy_(shared + mean.to(shared.dtype))
+            self._sent = None
+            self.means += 1
+        if self._is_partial:  # differences from it shall not grow for ever
+            for parameter, shared in zip(self._parameters, self._shared, strict=True):
                 shared.copy_(parameter)
-            else:
-                parameter.copy_(shared)
 
     @property
     def _is_partial(self) -> bool:
@@ -139,6 +145,7 @@ class DeltaMerge:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part. Waits for what is under way, which all ranks have sent; no collective."""
+        self.begin()
         arrived = [mean.clone() for mean in self._exchange.finish()] if self._sent is not None else []
         feedback = self._exchange.feedback
         return {
@@ -153,6 +160,9 @@ class DeltaMerge:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` has returned on the same rank."""
+        if self._sent is not None:
+            self._exchange.finish()
+        self.begin()
         self.means = state["means"]
         for own, saved in zip(self._shared, state["shared"], strict=True):
             own.copy_(saved)

@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddp_crossover.collectives.agreement import require_equal
 from ddp_crossover.ddp.refusals import refuse_model
 from ddp_crossover.ddp.unwrapping import unwrapped_model
 from ddp_crossover.options import switched_off
-from ddp_crossover.torch_internals.ddp import GradBucket, forget_comm_hooks
+from ddp_crossover.relaxed.refusals import refuse_unused
+from ddp_crossover.torch_internals.ddp import GradBucket, forget_comm_hooks, rebuild_buckets
 from ddp_crossover.torch_internals.loss_scale import LossScale
 
 # DDP orders its buckets anew after the first step.
@@ -65,11 +67,14 @@ class LateState:
 
     Attributes:
         late: numbers of DDP's buckets whose gradients are late.
+        detached: whether DDP trains as it was before attach.
     """
 
     def __init__(self, ddp: DistributedDataParallel, policy: Late) -> None:
         ddp = unwrapped_model(ddp)
         refuse_model(ddp)
+        refuse_unused(ddp)
+        require_equal("policy", {"sync": str(policy)}, ddp.process_group, next(ddp.parameters()).device)
         self.policy = policy
         self.late: set[int] = set()
         self._ddp = weakref.ref(ddp)
@@ -78,16 +83,21 @@ class LateState:
         self._steps = 0
         self._pending: dict[int, tuple[dist.Work, Tensor]] = {}
         self._importance: list[tuple[float, int, int]] = []  # of a bucket, with its bytes and its number
-        if not switched_off():
+        self.detached = switched_off()
+        if not self.detached:
             ddp.register_comm_hook(self, late_hook)
 
     def detach(self) -> None:
         """Leave DDP as it was. Late gradients that have not come are lost: those of one step."""
+        if self.detached:
+            return
+        self.detached = True
         for work, _ in self._pending.values():
             work.wait()
         self._pending.clear()
         if (ddp := self._ddp()) is not None:
             forget_comm_hooks(ddp)
+            rebuild_buckets(ddp)
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Send a bucket's gradients; deliver them, or those of the step before."""

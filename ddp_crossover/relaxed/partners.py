@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.codecs.wire import Wire
+from ddp_crossover.collectives.agreement import require_equal
 from ddp_crossover.collectives.link import Link, release
 from ddp_crossover.collectives.make_link import make_link
 from ddp_crossover.collectives.node_ranks import nodes_of
@@ -37,11 +38,13 @@ class Partners:
 
     Raises:
         ValueError: if the ranks make no such groups.
+        DisagreementError: if ranks have different policies.
     """
 
     def __init__(self, ddp: DistributedDataParallel, named: Sequence[tuple[str, Parameter]], policy: LocalSGD) -> None:
         self._of_ddp = ddp.process_group
         self._device = named[0][1].device
+        require_equal("policy", {"sync": str(policy)}, self._of_ddp, self._device)
         self._timeout = process_group_timeout(self._of_ddp, self._device)
         self._groups: list[dist.ProcessGroup] = []
         self.node: dist.ProcessGroup | None = None

@@ -89,6 +89,15 @@ class LocalSGD:
             raise ValueError(f"wire_dtype must be {' or '.join(WIRE_DTYPES)}, got {self.wire_dtype!r}")
 
     @property
+    def kind(self) -> str:
+        """What must be the same in the run that loads a checkpoint."""
+        rule = "steps" if isinstance(self.every, int) else type(self.every).__name__
+        return (
+            f"{type(self).__name__}(every={rule}, groups={self.groups!r}, reduction={self.reduction!r}, "
+            f"wire_dtype={self.wire_dtype})"
+        )
+
+    @property
     def is_partial(self) -> bool:
         """Whether a mean is that of some ranks only."""
         return self.groups in ("grid", "pairs")

@@ -127,9 +127,9 @@ class _Change:
         answer = None if self._answer is None else self._answer()
         if answer is not None:
             self._answer = lambda: answer
-        return {"average": self._average, "since": self._since, "answer": answer}
+        return {"square": float(self._square), "average": self._average, "since": self._since, "answer": answer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._average, self._since = state["average"], state["since"]
+        self._square, self._average, self._since = state["square"], state["average"], state["since"]
         answer = state["answer"]
         self._answer = None if answer is None else lambda: answer

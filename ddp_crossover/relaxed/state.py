@@ -20,13 +20,16 @@ from torch.optim import Optimizer
 from ddp_crossover.attaching import attach
 from ddp_crossover.comm_hook import DearState
 from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers
+from ddp_crossover.ddp.refused_methods import allow_methods, refuse_methods
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
 from ddp_crossover.optim.grad_scaler import GradScaler
 from ddp_crossover.optim.overflow import agree_on_overflow
+from ddp_crossover.optim.same_state import take_state_of_rank_0
 from ddp_crossover.options import switched_off
 from ddp_crossover.relaxed.delta_merge import DeltaMerge
 from ddp_crossover.relaxed.partners import Partners
 from ddp_crossover.relaxed.policies import LocalSGD
+from ddp_crossover.relaxed.refusals import refuse_options, refuse_talk_in_local_steps
 from ddp_crossover.relaxed.rules import make_rule
 from ddp_crossover.torch_internals.ddp import (
     GradBucket,
@@ -76,23 +79,14 @@ class RelaxedState:
         policy: LocalSGD,
         **options: Any,
     ) -> None:
-        if options and not policy.warmup:
-            raise ValueError(f"{', '.join(options)}: options of the exact steps, of which warmup=0 has none")
-        if options.get("weighted"):
-            raise ValueError(
-                "sync= takes the mean of what ranks have learned, with equal weights: leave out weighted=, and give "
-                "all ranks batches of one size"
-            )
-        if options.get("lease") is not None:
-            raise ValueError(
-                "sync= holds no lease in local steps: leave out lease=, and call lease.instrument(model, optimizer)"
-            )
+        refuse_options(options, has_warmup=policy.warmup > 0)
         ddp = unwrapped_model(ddp)
         refuse_model(ddp)
-        _refuse_talk_in_local_steps(ddp)
         optimizers = [unwrapped_optimizer(o) for o in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
         refuse_optimizers(ddp, optimizers)
+        refuse_talk_in_local_steps(ddp, optimizers)
         self.policy = policy
+        self._optimizers = optimizers
         self._ddp = weakref.ref(ddp)  # DDP's reducer, which the garbage collector does not see into, holds this object
         self._named = managed_parameters(ddp)
         self._parameters = [parameter for _, parameter in self._named]
@@ -100,7 +94,7 @@ class RelaxedState:
         # Exact steps at first, then local ones; both are counted.
         self._warmup: DearState | None = None
         self._is_plain = False  # the warm-up goes on as plain DDP
-        self._warmup_steps = self._steps = self._seen = 0
+        self._loaded_steps = self._warmup_steps = self._steps = self._seen = 0
         self._due = 0
         self._loss_scale = LossScale(is_watched=True)
         self._partners = Partners(ddp, self._named, policy)
@@ -110,9 +104,10 @@ class RelaxedState:
         if self._detached:
             self._closing()
             return
-        agree_on_overflow(optimizers, self._partners.link)
+        agree_on_overflow(optimizers, self._partners.link, self._steps_done)
         if policy.warmup:
             self._warmup = attach(ddp, optimizer, **options)
+            self._warmup.after_leaving(self._go_on_plainly)
         else:
             self._begin_local_steps()
         self._handle = ddp.register_forward_pre_hook(self._on_forward)
@@ -127,59 +122,91 @@ class RelaxedState:
     def stats(self) -> RelaxedStats:
         """Figures of this rank."""
         merge = self._merge
-        return RelaxedStats(self._warmup_steps + self._steps, merge.means, merge.divergence, merge.sent_bytes)
+        return RelaxedStats(self._steps_done(), merge.means, merge.divergence, merge.sent_bytes)
 
     @torch.no_grad()
     def consolidate(self) -> None:
         """Give all ranks the mean of their parameters, bit for bit the same, and rank 0's buffers. A collective.
 
-        Call it on all ranks after ``optimizer.step()``, before an evaluation or a checkpoint. It is one more mean, so
-        training goes on from it; the period of the policy does not change.
+        Call it on all ranks after ``optimizer.step()``, before an evaluation or a checkpoint. Training goes on from
+        the mean; the period of the policy does not change, and an outer optimizer does nothing.
         """
-        if self._detached:
-            return
         if self._warmup is not None:
             self._warmup.synchronize()
-            return
-        self._catch_up()
-        self._merge.consolidate()
+        elif not self._detached:
+            self._catch_up()
+            self._merge.consolidate()
         for buffer in self._model.module.buffers():
             dist.broadcast(buffer, group=self._model.process_group, group_src=0)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of a checkpoint to go on from, beside its parameters and its optimizer's state.
 
-        It waits for what is under way, which all ranks have sent. No collective.
+        It waits for what is under way, which all ranks have sent. No collective, and nothing changes.
         """
-        self._refuse_warmup("state_dict")
-        self._catch_up()
-        return {
+        state: dict[str, Any] = {"policy": None if self._detached else self.policy.kind}
+        if self._warmup is not None:
+            self._follow_warmup()
+        state["warmup_steps"] = self._warmup_steps
+        if self._warmup is not None:
+            return state | {"exact": self._warmup.state_dict()}
+        if self._detached:
+            return state
+        return state | {
             "steps": self._steps,
-            "warmup_steps": self._warmup_steps,
+            "seen": self._seen,
             "due": self._due,
             "rule": self._rule.state_dict(),
-            **self._merge.state_dict(),
+            "merge": self._merge.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was called; load this rank's parameters and optimizer state as well."""
+        """Go on where :meth:`state_dict` was called; load this rank's parameters and optimizer state as well.
+
+        A state that was saved with ``DDP_CROSSOVER=off`` begins anew; with the switch, nothing is loaded.
+
+        Raises:
+            ValueError: for the state of another kind of policy.
+        """
+        if self._detached or state["policy"] is None:
+            return
+        if state["policy"] != self.policy.kind:
+            raise ValueError(
+                f"this state was saved with {state['policy']}, and the policy is {self.policy.kind}: attach with the "
+                "policy of the run that has saved it, or load the mean of all ranks and leave out this state"
+            )
+        if "exact" in state:
+            if self._warmup is None:
+                raise ValueError("this state was saved in the warm-up, and this run is past its own: load it at first")
+            self._loaded_steps = state["warmup_steps"] - self._warmup.stats().iterations
+            self._warmup.load_state_dict(state["exact"])
+            return
         if self._warmup is not None:
             self._end_warmup()
-        self._steps = self._seen = state["steps"]
         self._warmup_steps, self._due = state["warmup_steps"], state["due"]
+        self._steps, self._seen = state["steps"], state["seen"]
         self._rule.load_state_dict(state["rule"])
-        self._merge.load_state_dict(state)
+        self._merge.load_state_dict(state["merge"])
 
     def detach(self) -> None:
-        """Give all ranks the mean, and leave DDP as it was before attach. A collective."""
+        """Give all ranks the mean, and rank 0's optimizer state, and leave DDP as it was before attach. A collective.
+
+        Call it after ``optimizer.step()``: gradients that a backward has left are each rank's own.
+
+        Raises:
+            RuntimeError: on all ranks, if some have optimizer state that others lack; parameters are the mean then.
+        """
         if self._detached:
             return
         self.consolidate()
+        if self._warmup is None:
+            take_state_of_rank_0(self._optimizers, self._model.process_group, self._parameters[0].device)
         self._detached = True
         self._handle.remove()
         if self._warmup is not None:
             self._warmup.detach()
         else:
+            allow_methods(self._model)
             forget_comm_hooks(self._model)
             rebuild_buckets(self._model)
         self._closing()
@@ -193,35 +220,34 @@ class RelaxedState:
     # From exact steps to local ones.
 
     def _follow_warmup(self) -> None:
-        """Count exact steps, and end them. They go on without the pipeline where that has left DDP as it was."""
+        """Count exact steps. Those without the pipeline are counted by our own hook."""
         assert self._warmup is not None
         if not self._is_plain:
-            done = self._warmup.stats().iterations
-            # If it has left in the last forward, after we looked, one step has passed it.
-            self._warmup_steps = done + (self._warmup.detached and done == self._warmup_steps)
-            if self._warmup.detached:
-                self._is_plain = True
-                self._model.register_comm_hook(self, relaxed_hook)
-        if self._warmup_steps >= self.policy.warmup:
-            self._end_warmup()
+            self._warmup_steps = self._loaded_steps + self._warmup.stats().iterations
+
+    def _steps_done(self) -> int:
+        if self._warmup is not None:
+            self._follow_warmup()
+        return self._warmup_steps + self._steps
+
+    def _go_on_plainly(self) -> None:
+        """Count exact steps, now that the pipeline has left DDP as it was."""
+        if self._warmup is not None:
+            self._follow_warmup()
+            self._is_plain = True
+            self._model.register_comm_hook(self, relaxed_hook)
 
     def _begin_local_steps(self) -> None:
         if not self._is_plain:
             self._model.register_comm_hook(self, relaxed_hook)
-        self._merge.begin()
+        refuse_methods(self._model)
 
     def _end_warmup(self) -> None:
         assert self._warmup is not None
         self._warmup.detach()
         self._warmup = None
         self._begin_local_steps()
-
-    def _refuse_warmup(self, name: str) -> None:
-        if self._warmup is not None:
-            raise RuntimeError(
-                f"{name}(): the first {self.policy.warmup} steps are exact, so there is nothing of one rank's own yet: "
-                "save the model and the optimizer as in plain DDP"
-            )
+        self._merge.begin()
 
     # Steps.
 
@@ -253,11 +279,14 @@ class RelaxedState:
             return
         if self._warmup is not None:
             self._follow_warmup()
+            if self._warmup_steps >= self.policy.warmup:
+                self._end_warmup()
         else:
             self._catch_up()
 
     def _catch_up(self) -> None:
         """Do what is due after the last step."""
+        self._merge.begin()
         if self._seen == self._steps:
             return
         self._seen = self._steps
@@ -274,21 +303,3 @@ class RelaxedState:
 def relaxed_hook(state: RelaxedState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook of :class:`RelaxedState`."""
     return state.reduce(bucket)
-
-
-def _refuse_talk_in_local_steps(ddp: DistributedDataParallel) -> None:
-    if ddp.broadcast_buffers and any(True for _ in ddp.module.buffers()):
-        raise ValueError(
-            "sync= trains ranks alone for some steps, and DDP broadcasts buffers, such as running statistics, in each "
-            "forward: build DistributedDataParallel(..., broadcast_buffers=False)"
-        )
-    if ddp.find_unused_parameters:
-        raise ValueError(
-            "sync= trains ranks alone for some steps, and with find_unused_parameters=True DDP asks all ranks in each "
-            "backward which parameters were used: build DistributedDataParallel without it"
-        )
-    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.module.modules()):
-        raise ValueError(
-            "sync= trains ranks alone for some steps, and SyncBatchNorm talks to all ranks in each forward: use "
-            "BatchNorm, or a normalization without statistics of a batch"
-        )

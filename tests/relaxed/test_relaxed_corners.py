@@ -1,0 +1,406 @@
+"""Relaxed training in loops that save, load, detach, skip and evaluate at odd moments: right, or refused."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_relaxed_training import Rank, relaxed
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_crossover as dx
+from ddp_crossover.relaxed import DiLoCo, GradientChange, LocalSGD
+from ddp_crossover.relaxed.late import Late
+from relaxed_reference import adam, flat, net, samples, sgd, step_of, train_in_one_process
+
+STEPS = 13
+POLICIES = [
+    LocalSGD(every=4),
+    LocalSGD(every=4, delay=2),
+    DiLoCo(every=4),
+    LocalSGD(every=GradientChange(threshold=0.1, window=2)),
+]
+
+
+def _save_the_state_last(policy: LocalSGD, stop_at: int) -> bool:
+    with relaxed(policy, adam, torch.float32) as one:
+        one.train(STEPS)
+        expected = one.parameters()
+    with relaxed(policy, adam, torch.float32) as first:
+        first.train(stop_at)
+        saved = copy.deepcopy((first.ddp.module.state_dict(), first.optimizer.state_dict()))
+        own = copy.deepcopy(first.state.state_dict())
+        first.train(STEPS - stop_at)
+        assert torch.equal(first.parameters(), expected), "saving changes nothing"
+    with relaxed(policy, adam, torch.float32) as again:
+        again.ddp.module.load_state_dict(saved[0])
+        again.optimizer.load_state_dict(saved[1])
+        again.state.load_state_dict(own)
+        again.done = stop_at
+        again.train(STEPS - stop_at)
+        return torch.equal(again.parameters(), expected)
+
+
+@pytest.mark.parametrize("stop_at", [4, 6, 8])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_a_checkpoint_may_be_saved_in_any_order(on_ranks, policy, stop_at) -> None:
+    assert on_ranks(_save_the_state_last, 2, policy, stop_at) == [True, True]
+
+
+def _save_on_one_rank() -> bool:
+    with relaxed(LocalSGD(every=2), adam) as one:
+        one.train(2)
+        if one.rank == 0:
+            one.state.state_dict()
+        dist.barrier()
+        one.train(2)
+    return True
+
+
+def test_saving_is_no_collective(on_ranks) -> None:
+    assert on_ranks(_save_on_one_rank, 2) == [True, True]
+
+
+def _roll_back() -> bool:
+    with relaxed(LocalSGD(every=4, delay=2), adam) as one:
+        one.train(3)
+        saved = copy.deepcopy((one.ddp.module.state_dict(), one.optimizer.state_dict(), one.state.state_dict()))
+        ends = []
+        for _ in range(2):
+            one.ddp.module.load_state_dict(saved[0])
+            one.optimizer.load_state_dict(copy.deepcopy(saved[1]))
+            one.state.load_state_dict(saved[2])
+            one.done = 3
+            one.train(2)  # a mean is under way
+            ends.append(one.parameters())
+        return torch.equal(*ends)
+
+
+def test_a_run_may_go_back_while_a_mean_is_under_way(on_ranks) -> None:
+    assert on_ranks(_roll_back, 2) == [True, True]
+
+
+def _load_into(other: LocalSGD) -> str:
+    with relaxed(LocalSGD(every=4)) as one:
+        saved = one.state.state_dict()
+    with relaxed(other) as one:
+        try:
+            one.state.load_state_dict(saved)
+        except ValueError as error:
+            return str(error)
+    return "loaded"
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (LocalSGD(every=8, delay=2), "loaded"),
+        (DiLoCo(every=4), "attach with the policy of the run"),
+        (LocalSGD(every=GradientChange(threshold=1.0)), "attach with the policy of the run"),
+        (LocalSGD(every=4, wire_dtype=torch.int8), "attach with the policy of the run"),
+    ],
+    ids=str,
+)
+def test_the_state_of_another_kind_of_policy_is_refused(on_ranks, other, said) -> None:
+    assert all(said in result for result in on_ranks(_load_into, 2, other))
+
+
+def _save_and_load_with_the_switch() -> bool:
+    with relaxed(LocalSGD(every=2)) as one:
+        one.train(3)
+        saved = one.state.state_dict()
+    os.environ["DDP_CROSSOVER"] = "off"
+    try:
+        off = Rank(LocalSGD(every=2))
+        off.state.load_state_dict(saved)
+        saved_off = off.state.state_dict()
+    finally:
+        del os.environ["DDP_CROSSOVER"]
+    with relaxed(LocalSGD(every=2)) as one:
+        one.state.load_state_dict(saved_off)
+        one.train(3)
+    return True
+
+
+def test_checkpoints_pass_the_switch(on_ranks) -> None:
+    assert on_ranks(_save_and_load_with_the_switch, 2) == [True, True]
+
+
+def _resume_in_the_warmup() -> bool:
+    policy = LocalSGD(every=3, warmup=8)
+    with relaxed(policy, sgd) as one:
+        one.train(STEPS)
+        expected = one.parameters()
+    with relaxed(policy, sgd) as first:
+        first.train(5)
+        own = first.state.state_dict()
+        saved = copy.deepcopy((first.ddp.module.state_dict(), first.optimizer.state_dict()))
+    with relaxed(policy, sgd) as again:
+        again.ddp.module.load_state_dict(saved[0])
+        again.optimizer.load_state_dict(saved[1])
+        again.state.load_state_dict(own)
+        again.done = 5
+        again.train(STEPS - 5)
+        assert again.state.stats().steps == STEPS
+        return torch.equal(again.parameters(), expected)
+
+
+def test_a_warm_up_is_resumed(on_ranks) -> None:
+    assert on_ranks(_resume_in_the_warmup, 2) == [True, True]
+
+
+def _load_weights_after_attach(policy: LocalSGD) -> Tensor:
+    with relaxed(policy, sgd) as one:
+        other = net()
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.add_(1.0)
+        one.ddp.module.load_state_dict(other.state_dict())
+        before = flat(one.ddp.module)
+        for group in one.optimizer.param_groups:
+            group["lr"] = 0.0
+        one.train(5)
+        return one.parameters() - before
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_weights_that_are_loaded_after_attach_are_where_ranks_begin(on_ranks, policy) -> None:
+    for moved in on_ranks(_load_weights_after_attach, 2, policy):
+        torch.testing.assert_close(moved, torch.zeros_like(moved), rtol=0, atol=1e-12)
+
+
+def _evaluate_often(policy: LocalSGD, consolidates: bool) -> Tensor:
+    with relaxed(policy, sgd) as one:
+        for _ in range(STEPS):
+            one.train(1)
+            if consolidates and one.done % 4 == 0:
+                one.state.consolidate()
+                seen = flat(one.ddp.module)
+                one.state.consolidate()
+                torch.testing.assert_close(flat(one.ddp.module), seen, rtol=1e-12, atol=1e-12)
+        return one.parameters()
+
+
+@pytest.mark.parametrize("policy", [LocalSGD(every=4), DiLoCo(every=4), DiLoCo(every=4, delay=1)], ids=str)
+def test_to_consolidate_where_a_mean_is_made_changes_no_training(on_ranks, policy) -> None:
+    """At other moments ranks go on from the mean, so they do learn other things."""
+    often, never = (on_ranks(_evaluate_often, 3, policy, consolidates) for consolidates in (True, False))
+    if policy.delay:
+        return  # the mean is merged earlier; that it is the same twice is checked above
+    torch.testing.assert_close(often, never, rtol=1e-12, atol=1e-12)
+
+
+def _go_on_as_plain_ddp(optimizer: Any) -> list[Tensor]:
+    one = Rank(LocalSGD(every=4), optimizer)
+    one.train(6)
+    one.state.detach()
+    one.train(6)
+    return one.of_ranks(flat(one.ddp.module))
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adam], ids=lambda one: one.__name__)
+def test_after_detach_ranks_train_as_one(on_ranks, optimizer) -> None:
+    for of_ranks in on_ranks(_go_on_as_plain_ddp, 3, optimizer):
+        assert all(torch.equal(one, of_ranks[0]) for one in of_ranks)
+
+
+def _detach_before_a_step_of_one() -> str:
+    one = Rank(LocalSGD(every=4), adam)
+    if one.rank:
+        one.train(1)
+    else:
+        one.ddp(samples(0, 0)[0]).sum().backward()
+    try:
+        one.state.detach()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_optimizer_state_that_a_rank_lacks_is_named(on_ranks) -> None:
+    assert all("call optimizer.step() on all ranks" in said for said in on_ranks(_detach_before_a_step_of_one, 2))
+
+
+def _different_policies(policies: list[Any]) -> str:
+    ddp = DistributedDataParallel(net())
+    try:
+        dx.attach(ddp, sgd(ddp.parameters()), sync=policies[dist.get_rank()])
+    except dx.DisagreementError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [
+        [LocalSGD(every=4), DiLoCo(every=4)],
+        [LocalSGD(every=4), LocalSGD(every=2)],
+        [LocalSGD(every=4, wire_dtype=torch.bfloat16), LocalSGD(every=4, wire_dtype=torch.float16)],
+        [Late(fraction=0.0), Late(fraction=0.5)],
+    ],
+    ids=str,
+)
+def test_ranks_with_different_policies_are_refused(on_ranks, policies) -> None:
+    assert all(
+        "rank 1 differs from rank 0 in its policy" in said for said in on_ranks(_different_policies, 2, policies)
+    )
+
+
+def _skip_steps_of_a_scaler() -> str:
+    with relaxed(LocalSGD(every=1000), dtype=torch.float32) as one:
+        scaler = dx.GradScaler("cpu", init_scale=4.0)
+        try:
+            for step in range(6):
+                x, y = samples(step, one.rank, torch.float32)
+                one.optimizer.zero_grad()
+                scaler.scale(nn.functional.mse_loss(one.ddp(x), y)).backward()
+                if step != 2 + 2 * one.rank:
+                    scaler.step(one.optimizer)
+                    scaler.update()
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            one.state._closing()
+            one.state._detached = True
+    return "nothing"
+
+
+def test_ranks_that_skip_different_steps_of_a_scaler_are_named(on_ranks) -> None:
+    for said in on_ranks(_skip_steps_of_a_scaler, 2):
+        assert "call it on all ranks in each step" in said
+
+
+def _warm_up_with_odd_forwards(kind: str) -> int:
+    """Rank 0 goes forward more often, and so do all under no_sync(); only reduced backward passes count."""
+    with relaxed(LocalSGD(every=1000, warmup=70), sgd) as one:
+        for step in range(100):
+            x, y = samples(step, one.rank)
+            if kind == "rank 0" and one.rank == 0:
+                one.ddp.module(x).sum()
+                one.ddp(x).sum()
+            one.optimizer.zero_grad()
+            if kind == "no_sync":
+                for _ in range(3):
+                    with one.ddp.no_sync():
+                        nn.functional.mse_loss(one.ddp(x), y).backward()
+            nn.functional.mse_loss(one.ddp(x), y).backward()
+            one.optimizer.step()
+            of_ranks = one.of_ranks(flat(one.ddp.module))
+            if not all(torch.equal(other, of_ranks[0]) for other in of_ranks):
+                return step
+    return 100
+
+
+@pytest.mark.parametrize("kind", ["plain", "rank 0", "no_sync"])
+def test_a_warm_up_that_the_tuner_has_left_is_as_long(on_ranks, kind) -> None:
+    assert on_ranks(_warm_up_with_odd_forwards, 2, kind) == [70, 70]
+
+
+class _Normalized(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(7, 4), nn.BatchNorm1d(4))
+
+
+def _buffers_in_the_warm_up(is_off: bool) -> list[Tensor]:
+    with pytest.MonkeyPatch.context() as patch:
+        if is_off:
+            patch.setenv("DDP_CROSSOVER", "off")
+        ddp = DistributedDataParallel(_Normalized(), broadcast_buffers=False)
+        optimizer = sgd(ddp.parameters())
+        state = dx.attach(ddp, optimizer, sync=LocalSGD(every=2, warmup=9))
+        ddp(torch.randn(4, 7)).sum().backward()
+        optimizer.step()
+        state.consolidate()
+        mean = ddp.module[1].running_mean
+        gathered = [torch.empty_like(mean) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, mean)
+        state.detach()
+    return gathered
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+def test_buffers_are_those_of_rank_0_whenever_ranks_consolidate(on_ranks, is_off) -> None:
+    for of_ranks in on_ranks(_buffers_in_the_warm_up, 2, is_off):
+        assert torch.equal(*of_ranks)
+
+
+def _refused(kind: str) -> str:
+    ddp = DistributedDataParallel(net())
+    optimizer: Any = sgd(ddp.parameters())
+    try:
+        if kind == "zero":
+            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+            dx.attach(ddp, optimizer, sync=LocalSGD(every=2))
+        elif kind == "class":
+            dx.attach(ddp, optimizer, sync=LocalSGD)  # type: ignore[arg-type]
+        else:
+            state = dx.attach(ddp, optimizer, sync=LocalSGD(every=2))
+            if kind == "join":
+                with ddp.join():
+                    pass
+            elif kind == "ema":
+                dx.Ema(state, decay=0.9)  # type: ignore[arg-type]
+            elif kind == "copy":
+                copy.deepcopy(ddp)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("zero", "use the optimizer that it wraps"),
+        ("class", "sync=LocalSGD(...)"),
+        ("join", "join() shadows only plain all-reduces"),
+        ("ema", "without sync="),
+        ("copy", "copy ddp.module instead"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(on_ranks, kind, named) -> None:
+    assert all(named in said for said in on_ranks(_refused, 2, kind))
+
+
+def _late_then_plain() -> bool:
+    ddp, other = (DistributedDataParallel(net(), bucket_cap_mb=1e-3) for _ in range(2))
+    optimizer = sgd(ddp.parameters())
+    state = dx.attach(ddp, optimizer, sync=Late(fraction=1.0))
+    for step in range(6):
+        step_of(ddp, optimizer, step, dist.get_rank())
+    state.detach()
+    other.module.load_state_dict(ddp.module.state_dict())
+    for model in (ddp, other):
+        model.zero_grad()
+        x, y = samples(7, dist.get_rank())
+        nn.functional.mse_loss(model(x), y).backward()
+    dx.attach(ddp, optimizer).detach()
+    return all(torch.equal(p.grad, q.grad) for p, q in zip(ddp.parameters(), other.parameters(), strict=True))
+
+
+def test_late_gradients_end_with_detach(on_ranks) -> None:
+    assert on_ranks(_late_then_plain, 2) == [True, True]
+
+
+def _late_with_unused_parameters() -> str:
+    ddp = DistributedDataParallel(net(), find_unused_parameters=True)
+    try:
+        dx.attach(ddp, sgd(ddp.parameters()), sync=Late(fraction=0.5))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_late_gradients_of_unused_parameters_are_refused(on_ranks) -> None:
+    assert all("find_unused_parameters" in said for said in on_ranks(_late_with_unused_parameters, 2))
+
+
+def test_the_reference_makes_a_mean_at_the_end_of_a_period() -> None:
+    """What the tests above compare with is not a constant."""
+    one, other = (train_in_one_process(LocalSGD(every=every), 2, 4) for every in (4, 5))
+    assert torch.equal(one[0], one[1]) and not torch.equal(other[0], other[1])
