@@ -1,10 +1,10 @@
 """Training with less synchronization than DDP's: ``dx.attach(ddp, optimizer, sync=dx.relaxed.LocalSGD(every=8))``.
 
-This changes the algorithm, and so the result. docs/relaxed.md begins with when not to use it.
+This changes the algorithm, and so the result. docs/relaxed.md begins with when not to use it. ``GradientChange`` in
+``rules`` and ``Late`` in ``late`` were tried, and lose; they are not public.
 """
 
 from ddp_crossover.relaxed.policies import DiLoCo, LocalSGD
-from ddp_crossover.relaxed.rules import GradientChange
 from ddp_crossover.relaxed.state import RelaxedState
 
-__all__ = ["DiLoCo", "GradientChange", "LocalSGD", "RelaxedState"]
+__all__ = ["DiLoCo", "LocalSGD", "RelaxedState"]

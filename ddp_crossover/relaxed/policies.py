@@ -38,7 +38,7 @@ class LocalSGD:
     rank has learned meanwhile: x <- mean + (x - x_sent), as in CoCoD-SGD and Overlap-Local-SGD.
 
     Args:
-        every: steps between two means, or a :class:`GradientChange`.
+        every: steps between two means, or a ``rules.GradientChange``, which is no better than a number.
         warmup: exact steps at the beginning, with the pipeline, under the options of :func:`ddp_crossover.attach`.
         delay: so many steps later the mean is merged, and until then it travels under compute. At most ``every``.
         wire_dtype: ``torch.bfloat16`` or ``torch.float16`` to send differences in 16 bits, ``torch.int8`` for 8-bit

@@ -11,6 +11,7 @@ import torch
 
 import ddp_crossover as dx
 from ddp_crossover.relaxed.late import Late, LateState
+from ddp_crossover.relaxed.rules import GradientChange
 
 State = dx.DearState | dx.relaxed.RelaxedState | LateState
 DENSITY = 0.01
@@ -41,7 +42,7 @@ class Wire:
 
 NODE_RANKS = 2
 """With `groups="node"`, so many ranks with consecutive numbers count as one node."""
-_CHANGE = dx.relaxed.GradientChange(threshold=0.05)
+_CHANGE = GradientChange(threshold=0.05)
 _RELAXED: dict[str, tuple[str, Callable[[], Any]]] = {
     "local-8": ("local SGD, 8 steps", lambda: dx.relaxed.LocalSGD(every=8)),
     "local-32": ("local SGD, 32 steps", lambda: dx.relaxed.LocalSGD(every=32)),

@@ -15,6 +15,7 @@ from bench_kit.options import (
     positive_numbers,
 )
 from bench_kit.paced import GROWTH
+from bench_parts import relaxed
 from bench_parts.arms import DEFAULT_BUCKET_MB, MEANING, NOT_BY_DEFAULT, OPTIMIZERS, ArmName
 from bench_parts.real import MODELS
 from bench_parts.settings import CaseSettings
@@ -60,6 +61,9 @@ def parse_cases(parser: argparse.ArgumentParser, arguments: list[str] | None, de
     add_results(parser, plot=True)
     args = parse(parser, arguments, QUICK)
     args.arms = _written_out(args.arms, args.buckets, defaults.swept)
+    for arm in args.arms:
+        if (every := relaxed.period(arm)) is not None and args.steps_per_round % every:
+            parser.error(f"{arm} shares every {every} steps: give --steps-per-round as a multiple of that")
     try:
         for case in make_cases(args):
             make_workload(case)

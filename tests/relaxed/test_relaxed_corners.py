@@ -15,8 +15,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
-from ddp_crossover.relaxed import DiLoCo, GradientChange, LocalSGD
+from ddp_crossover.relaxed import DiLoCo, LocalSGD
 from ddp_crossover.relaxed.late import Late
+from ddp_crossover.relaxed.rules import GradientChange
 from relaxed_reference import adam, flat, net, samples, sgd, step_of, train_in_one_process
 
 STEPS = 13

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
-from ddp_crossover.relaxed import DiLoCo, GradientChange, LocalSGD, RelaxedState
+from ddp_crossover.relaxed import DiLoCo, LocalSGD, RelaxedState
+from ddp_crossover.relaxed.rules import GradientChange
 from relaxed_reference import adam, flat, net, samples, sgd, step_of, train_in_one_process
 
 STEPS = 13

@@ -17,9 +17,10 @@ from test_relaxed_training import relaxed
 from torch import Tensor, nn
 
 import ddp_crossover as dx
-from ddp_crossover.relaxed import DiLoCo, GradientChange, LocalSGD
+from ddp_crossover.relaxed import DiLoCo, LocalSGD
 from ddp_crossover.relaxed.adasum import factors
 from ddp_crossover.relaxed.grid import lines, shape_of
+from ddp_crossover.relaxed.rules import GradientChange
 from node_groups import TWO_BY_TWO, TWO_NODES, Layout, on_nodes
 from relaxed_reference import adam, adasum, flat, net, samples, sgd, step_of, train_in_one_process
 

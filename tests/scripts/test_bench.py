@@ -35,7 +35,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     directory = tmp_path_factory.mktemp("bench")
     json_file, plot_file = directory / "new" / "bench.json", directory / "new" / "bench.png"
     small = "--parameters 400000 --blocks 2 --weights-per-block 2 --ratios 0.05 --rounds 2 --steps-per-round 1"
-    arms = "--arms noop,ddp,dear,allreduce,fsdp2 --buckets 25,1"
+    arms = "--arms noop,ddp,dear,allreduce,fsdp2,local-1,post-local-1 --buckets 25,1"
     job = subprocess.Popen(
         [sys.executable, str(ROOT / "scripts" / "bench.py"), "--no-lab", *small.split(), *arms.split(),
          "--json", str(json_file), "--plot", str(plot_file)],
@@ -55,7 +55,8 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 def test_every_arm_is_measured_in_every_round(tiny_run: tuple[dict[str, Any], str, bytes]) -> None:
     record, _, _ = tiny_run
     (case,) = record["cases"]
-    assert [arm["arm"] for arm in case["arms"]] == ["noop", "ddp@25", "ddp@1", "dear", "allreduce", "fsdp2"]
+    arms = ["noop", "ddp@25", "ddp@1", "dear", "allreduce", "fsdp2", "local-1", "post-local-1"]
+    assert [arm["arm"] for arm in case["arms"]] == arms
     for arm in case["arms"]:
         assert arm["refused"] is None
         assert len(arm["rounds_s"]) == 2 and all(seconds > 0 for seconds in arm["rounds_s"])
@@ -258,6 +259,7 @@ def test_one_case_for_each_profile_and_ratio() -> None:
         ("--tokens 33 --workloads transformer", "--tokens 33"),
         ("--parameters 1000", "1000 parameters"),
         ("--rounds 0", "--rounds"),
+        ("--arms local-8 --steps-per-round 12", "local-8 shares every 8 steps"),
     ],
 )
 def test_bad_input_is_refused_by_name(given: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:

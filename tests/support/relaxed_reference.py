@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ddp_crossover as dx
+from ddp_crossover.relaxed.rules import GradientChange
 from models import INPUTS, OUTPUTS, DeepNet
 
 BATCH = 4
@@ -70,7 +71,7 @@ def _adasum_of_two(one: Tensor, other: Tensor) -> Tensor:
 class _Change:
     """The decisions of `GradientChange`, from the gradients of all ranks."""
 
-    def __init__(self, rule: dx.relaxed.GradientChange, world_size: int) -> None:
+    def __init__(self, rule: GradientChange, world_size: int) -> None:
         self.rule = rule
         self.averages: list[float | None] = [None] * world_size
         self.flag = True
