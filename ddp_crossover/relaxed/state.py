@@ -179,6 +179,7 @@ class RelaxedState:
             if self._warmup is None:
                 raise ValueError("this state was saved in the warm-up, and this run is past its own: load it at first")
             self._loaded_steps = state["warmup_steps"] - self._warmup.stats().iterations
+            self._warmup_steps = state["warmup_steps"]
             self._warmup.load_state_dict(state["exact"])
             return
         if self._warmup is not None:
@@ -205,7 +206,7 @@ class RelaxedState:
         self._handle.remove()
         if self._warmup is not None:
             self._warmup.detach()
-        else:
+        if self._warmup is None or self._is_plain:
             allow_methods(self._model)
             forget_comm_hooks(self._model)
             rebuild_buckets(self._model)

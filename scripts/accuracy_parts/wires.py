@@ -46,6 +46,7 @@ _CHANGE = GradientChange(threshold=0.05)
 _RELAXED: dict[str, tuple[str, Callable[[], Any]]] = {
     "local-8": ("local SGD, 8 steps", lambda: dx.relaxed.LocalSGD(every=8)),
     "local-32": ("local SGD, 32 steps", lambda: dx.relaxed.LocalSGD(every=32)),
+    "local-8-late-1": ("local SGD, 8 steps, 1 late", lambda: dx.relaxed.LocalSGD(every=8, delay=1)),
     "local-8-late": ("local SGD, 8 steps, 4 late", lambda: dx.relaxed.LocalSGD(every=8, delay=4)),
     "local-8-int8": ("local SGD, 8 steps, int8", lambda: dx.relaxed.LocalSGD(every=8, wire_dtype=torch.int8)),
     "local-8-warm": ("local SGD, 8 steps, 40 exact first", lambda: dx.relaxed.LocalSGD(every=8, warmup=40)),

@@ -303,6 +303,22 @@ def test_a_warm_up_that_the_tuner_has_left_is_as_long(on_ranks, kind) -> None:
     assert on_ranks(_warm_up_with_odd_forwards, 2, kind) == [70, 70]
 
 
+def _detach_when_the_tuner_has_left() -> tuple[bool, bool]:
+    one = Rank(LocalSGD(every=2, warmup=1000), sgd)
+    one.train(90)
+    has_left = one.state._is_plain
+    one.state.detach()
+    state = dx.attach(one.ddp, one.optimizer)
+    one.train(3)
+    state.detach()
+    of_ranks = one.of_ranks(flat(one.ddp.module))
+    return has_left, torch.equal(*of_ranks)
+
+
+def test_detach_in_a_warm_up_that_the_tuner_has_left_removes_the_hook(on_ranks) -> None:
+    assert on_ranks(_detach_when_the_tuner_has_left, 2) == [(True, True)] * 2
+
+
 class _Normalized(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(7, 4), nn.BatchNorm1d(4))

@@ -21,6 +21,7 @@ from accuracy_parts import chart, measure, options, rank, report, samples, summa
 from accuracy_parts.settings import CaseSettings
 from accuracy_parts.wires import DEFAULT_WIRES, WIRES
 from bench_kit.launch import CaseFailed
+from lab import why_no_lab
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 240
@@ -81,6 +82,17 @@ def test_fp32_trains_text_as_plain_ddp_does(tmp_path: Path) -> None:
     assert times == sorted(times)
     assert fp32["held_out"][-1]["test_loss"] == pytest.approx(fp32["test_loss"], rel=1e-6)
     assert curves.read_bytes().startswith(PNG) and "Held-out loss of the mean over ranks" in output
+
+
+@pytest.mark.skipif(why_no_lab() is not None, reason="needs the rights to build a lab")
+def test_held_out_loss_over_time_on_hosts_of_a_lab(tmp_path: Path) -> None:
+    given = "--wires fp32,local-8 --tasks digits --seeds 1 --steps 8 --rate 200mbit --delay-ms 5 --evaluate-every 4"
+    code, record, output = run(given, tmp_path)
+    assert code == 0, output
+    assert "send at most 200mbit and packets arrive 5 ms later" in record["configuration"]["network"]
+    for case in record["cases"]:
+        first, last = case["runs"][0]["held_out"]
+        assert 0 < first["train_s"] < last["train_s"] and last["steps"] == 8
 
 
 def test_a_curve_has_a_loss_between_its_points() -> None:
