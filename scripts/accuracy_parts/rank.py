@@ -129,8 +129,9 @@ class HeldOut:
         if isinstance(state, dx.DearState):
             state.synchronize()
         train_s = self.clock_stops()
-        for own, trained in zip(self._copy.parameters(), self._network.parameters(), strict=True):
-            own.copy_(mean_over_ranks(trained.detach().clone()))
+        # In one piece: on a link with a long delay, one all-reduce for each parameter would take most of the time.
+        mean = mean_over_ranks(nn.utils.parameters_to_vector(self._network.parameters()))
+        nn.utils.vector_to_parameters(mean, self._copy.parameters())
         for own, trained in zip(self._copy.buffers(), self._network.buffers(), strict=True):
             own.copy_(trained)
         loss = test(self._copy, self._samples)["test_loss"]
