@@ -13,7 +13,8 @@ from accuracy_parts.wires import WIRES
 COLORS = {
     "ddp": "#CC79A7", "fp32": "#555555", "bf16": "#56B4E9", "int8": "#0072B2", "int8-noef": "#0072B2",
     "topk": "#D55E00", "topk-noef": "#D55E00", "topk+int8": "#009E73", "unequal": "#E69F00",
-    "local-8": "#0072B2", "local-32": "#56B4E9", "local-8-late": "#009E73", "local-8-late-1": "#009E73", "local-8-int8": "#CC79A7",
+    "local-8": "#0072B2", "local-32": "#56B4E9", "local-8-late": "#009E73", "local-8-late-1": "#009E73",
+    "local-8-int8": "#CC79A7",
     "local-8-warm": "#0072B2", "local-8-node": "#56B4E9", "local-4-pairs": "#009E73", "local-change": "#CC79A7",
     "daso-8-late": "#009E73", "adasum-1": "#E69F00", "adasum-8": "#E69F00", "late-50": "#777777", "late-100": "#777777",
     "diloco-8": "#D55E00", "diloco-32": "#D55E00",

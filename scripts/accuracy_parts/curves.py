@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from accuracy_parts.chart import COLORS
 from accuracy_parts.summary import cases_of, held_out, tasks_of
 from accuracy_parts.tasks import TASKS
 from accuracy_parts.wires import WIRES
 
 PANEL_INCHES = (7.0, 5.0)
+# Okabe and Ito's colours, which colour-blind readers can tell apart, in the order of the cases.
+COLORS = ["#CC79A7", "#555555", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"]
 AXES = {"train_s": "seconds of training", "samples": "samples of all ranks"}
 
 
@@ -29,20 +30,20 @@ def draw(record: dict[str, Any], path: Path) -> None:
     for row, task in zip(figure.subplots(len(tasks), 2, squeeze=False, sharey="row"), tasks, strict=True):
         for axes, (over, label) in zip(row, AXES.items(), strict=True):
             axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0)))
+            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0)))
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axes.yaxis.set_minor_locator(LogLocator(subs=()))
             axes.set_xlabel(label)
             axes.grid(alpha=0.25, which="both", linewidth=0.6)
             axes.spines[["top", "right"]].set_visible(False)
-            for case in cases_of(record, task):
+            for number, case in enumerate(cases_of(record, task)):
                 points = held_out(case)
                 x, y = [getattr(point, over) for point in points], [point.test_loss for point in points]
-                style = "--" if "late" in case["wire"] or case["wire"] == "ddp" else "-"
-                axes.plot(x, y, style, color=COLORS[case["wire"]], linewidth=1.5, label=WIRES[case["wire"]].label)
+                color, style = COLORS[number % len(COLORS)], "--" if number >= len(COLORS) else "-"
+                axes.plot(x, y, style, color=color, linewidth=1.5, label=WIRES[case["wire"]].label)
         row[0].set_ylabel("held-out loss in nats")
         row[0].set_title(TASKS[task].title, loc="left", fontsize="medium")
-        row[0].legend(fontsize="small", frameon=False)
+        row[1].legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     network = config["network"].partition(", fresh")[0]
     seeds = "1 seed" if config["seeds"] == 1 else f"mean of {config['seeds']} seeds"
     figure.suptitle(f"{config['ranks']} ranks: {network}; {seeds}", fontsize="medium")
