@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from ddp_crossover.data.about import FORMAT_VERSION, write_about
@@ -37,6 +38,10 @@ class CachedDataset(Dataset[Any]):
     filled, too. What cannot be stored or read is made anew each time, and one line says why: a full disk, a damaged
     file, a sample of another kind, or a data set or ``cached`` that draws from the global random numbers.
 
+    The digest is that of the data set as it is when this object is built: do not change it afterwards. It covers no
+    environment variables, and draws from other sources than the global generators are not noticed: put them into
+    ``live``.
+
     Args:
         dataset: the data set, without random transforms of its own.
         cached: deterministic transform of what is stored, such as ``Resize(256)``; None: samples as they are.
@@ -46,7 +51,7 @@ class CachedDataset(Dataset[Any]):
         max_gb: most that the stored samples may take, in 10^9 bytes. Once it is reached no more are stored and none is
             dropped: an epoch needs each sample once, so none is worth more than another. None: no limit but the disk.
         version: a text that stands for ``dataset`` and ``cached``, instead of a digest of their settings, their code
-            and the files they name. Give another one whenever the samples change.
+            and the files they name. Give another one whenever the samples change, and to each data set of a class.
 
     Raises:
         TypeError: if ``dataset`` has no length or no items by number.
@@ -127,6 +132,8 @@ class CachedDataset(Dataset[Any]):
             data = encode(sample)
         except NotStorable as error:
             return sample, f"it holds {error}"
+        except (RuntimeError, ValueError, TypeError) as error:
+            return sample, f"it cannot be stored: {error}"
         return decode(bytearray(data)), data
 
     def _do_without(self, error: StoreRefused) -> None:
@@ -145,14 +152,15 @@ def _transformed(transform: Transform | None, sample: Any) -> Any:
 
 def _key(dataset: Any, cached: Transform | None, version: str | None, length: int) -> str:
     """Name of the cache of these samples."""
-    common = [FORMAT_VERSION, length, decoder_versions()]
+    common = [FORMAT_VERSION, length, decoder_versions(), str(torch.get_default_dtype())]
     if version is not None:
-        return fingerprint(common, "version", version)
+        kinds = [f"{type(one).__module__}.{type(one).__qualname__}" for one in (dataset, cached)]
+        return fingerprint(common, "version", version, kinds)
     parts = []
     for name, value in (("dataset", dataset), ("cached", cached)):
         try:
             parts.append(fingerprint(value))
-        except NoFingerprint as error:
+        except (NoFingerprint, RuntimeError, ValueError, TypeError) as error:
             raise ValueError(
                 f"{name}= holds {error}, so it cannot be told when its samples change: give version=, a text that you "
                 "change whenever they do"

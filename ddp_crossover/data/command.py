@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the verb in ``args`` and return the exit status."""
     if not args.directory.is_dir():
         raise ValueError(f"{args.directory} is no directory: give what CachedDataset was given as dir")
-    caches = sorted(path.parent for path in args.directory.glob(f"*/{INDEX}"))
+    caches = sorted(path.parent for path in args.directory.glob(f"*/{INDEX}") if _is_cache(path.parent))
     if args.verb == "clear":
         return _clear(_chosen(caches, args.keys))
     rows = [_describe(cache, check=args.check) for cache in caches]
@@ -45,8 +47,15 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(row["damaged"] for row in rows) else 0
 
 
+def _is_cache(directory: Path) -> bool:
+    """Whether a directory is one of ours: others may have files of these names as well."""
+    return re.fullmatch("[0-9a-f]{64}", directory.name) is not None and (directory / SAMPLES).is_file()
+
+
 def _chosen(caches: list[Path], keys: list[str]) -> list[Path]:
     for key in keys:
+        if not key:
+            raise ValueError("an empty key: give the first characters of one, or none to remove all caches")
         if not any(cache.name.startswith(key) for cache in caches):
             raise ValueError(f"no cache with key {key}: see `cache info`")
     return [cache for cache in caches if not keys or cache.name.startswith(tuple(keys))]
@@ -87,7 +96,8 @@ def _clear(caches: list[Path]) -> int:
         freed_bytes = (cache / SAMPLES).stat().st_size
         for path in [cache / INDEX, cache / SAMPLES, *cache.glob(f"{ABOUT}*")]:
             path.unlink(missing_ok=True)
-        os.rmdir(cache)
+        with contextlib.suppress(OSError):  # something else is in it
+            os.rmdir(cache)
         print(f"removed {cache} ({short(freed_bytes / 1e9)} GB)")
     if not caches:
         print("nothing to remove")

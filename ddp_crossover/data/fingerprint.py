@@ -12,11 +12,15 @@ import dis
 import enum
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import inspect
 import json
 import logging
+import mmap
 import os
+import random
+import re
 import site
 import sys
 import sysconfig
@@ -35,6 +39,9 @@ _MANY_FILES = 256
 _LONGEST_NAME = 256
 
 
+_SIMPLE: tuple[Any, ...] = (tuple, list, dict, str, int, float)
+
+
 class NoFingerprint(Exception):
     """Something has no digest; the message names it."""
 
@@ -48,7 +55,7 @@ def fingerprint(*values: Any) -> str:
 
 
 class _Writer:
-    """Writes values as JSON, whose encoder does the long lists, and asks for each value that JSON does not have."""
+    """Writes values as JSON that differs wherever values do: `(0, 1)` from `[0, 1]`, `{1: 2}` from `{"1": 2}`."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -56,39 +63,49 @@ class _Writer:
         self._written: dict[int, tuple[int, Any]] = {}
 
     def text(self, value: Any) -> str:
-        self._find_paths(value)
-        before = dict(self._written)
-        try:
-            return json.dumps(value, default=self._describe)
-        except TypeError:  # a key that is no text
-            self._written = before  # what has been written is thrown away
-            return json.dumps(_with_text_keys(value, self), default=self._describe)
+        return json.dumps(self._plain(value))
 
-    def _find_paths(self, value: Any) -> None:
-        """Note the texts in nested lists and dicts that may be paths of files."""
-        waiting = [value]
-        while waiting:
-            one = waiting.pop()
-            if isinstance(one, str):
-                if os.sep in one or (len(one) < _LONGEST_NAME and os.path.splitext(one)[1]):
-                    self.paths.append(one)
-            elif isinstance(one, (list, tuple)):
-                waiting.extend(one)
-            elif isinstance(one, dict):
-                waiting.extend(one.values())
+    def _plain(self, value: Any) -> Any:
+        """The value in lists, texts and numbers. Notes the texts that may be paths of files."""
+        kind = type(value)
+        if kind is str:
+            self._note_path(value)
+            return value
+        if value is None or kind in (bool, int, float):
+            return value
+        if kind is list:
+            return [self._plain(one) for one in value]
+        if kind is tuple:
+            return {"tuple": [self._plain(one) for one in value]}
+        if kind is dict:
+            return {"dict": [[self._plain(key), self._plain(one)] for key, one in value.items()]}
+        return self._describe(value)
+
+    def _note_path(self, text: str) -> None:
+        if os.sep in text or (len(text) < _LONGEST_NAME and os.path.splitext(text)[1]):
+            self.paths.append(text)
 
     def _describe(self, value: Any) -> Any:
         if id(value) in self._written:
             return {"again": self._written[id(value)][0]}
         self._written[id(value)] = (len(self._written), value)
-        return [type(value).__qualname__, hashlib.sha256(self.text(self._parts(value)).encode()).hexdigest()]
+        parts = self.text(self._parts(value))
+        return {type(value).__qualname__: hashlib.sha256(parts.encode(errors="surrogatepass")).hexdigest()}
 
     def _parts(self, value: Any) -> Any:
         """What a value is made of, in terms that are known already or simpler ones."""
         if isinstance(value, PurePath):
             return str(value)
         if isinstance(value, (bytes, bytearray, memoryview)):
+            if isinstance(value, bytes) and len(value) < _LONGEST_NAME:
+                self._note_path(os.fsdecode(value))
             return hashlib.sha256(value).hexdigest()
+        if isinstance(value, re.Pattern):
+            return [value.pattern, value.flags]
+        if isinstance(value, random.Random):
+            if value is random.random.__self__:  # type: ignore[attr-defined]  # draws from it are found when made
+                return "random"
+            raise NoFingerprint(_class_of(value))
         if isinstance(value, (set, frozenset)):
             return sorted(self.text(item) for item in value)
         if (
@@ -97,21 +114,32 @@ class _Writer:
             or isinstance(value, (range, slice, complex, np.dtype, torch.dtype, torch.device, torch.Size))
         ):
             return repr(value)
-        if isinstance(value, np.memmap):
-            return [str(value.filename), value.offset, value.dtype.str, list(value.shape)]
+        if isinstance(value, np.memmap) and (mapping := _mapping(value)) is not None:
+            begin = np.frombuffer(mapping, np.uint8).ctypes.data  # a slice has its parent's offset
+            place = [value.offset, value.ctypes.data - begin, list(value.shape), list(value.strides)]
+            return [str(value.filename), value.dtype.str, place]
         if isinstance(value, np.ufunc):
-            return ["numpy", np.__version__, value.__name__]
+            name = str(getattr(value, "__name__", None))
+            if getattr(np, name, None) is not value:
+                raise NoFingerprint(f"numpy.frompyfunc's {name}")
+            return ["numpy", np.__version__, name]
         if isinstance(value, logging.Logger):
             return value.name
+        if isinstance(value, np.ma.MaskedArray):
+            return [np.asarray(value.data), np.ma.getmaskarray(value), value.fill_value]
         if isinstance(value, (np.ndarray, np.generic)):
-            return self._array(np.asarray(value))
+            return [*self._array(np.asarray(value)), *_of_subclass(value, np.ndarray)]
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided:
                 raise NoFingerprint(f"a tensor of layout {value.layout}")
-            flat = value.detach().cpu().contiguous().reshape(-1)
-            return [str(value.dtype), list(value.shape), self._array(flat.view(torch.uint8).numpy())]
+            plain = value.detach().as_subclass(torch.Tensor)
+            flat = plain.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+            data = hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest() if flat.numel() else ""
+            return [str(value.dtype), list(value.shape), data, *_of_subclass(value, torch.Tensor)]
         if isinstance(value, types.ModuleType):
-            return _name_and_version(value.__name__)
+            if _is_installed(value.__name__):
+                return _name_and_version(value.__name__)
+            raise NoFingerprint(f"the module {value.__name__} as an object")
         if isinstance(value, type):
             return self._class(value)
         if isinstance(value, functools.partial):
@@ -130,12 +158,18 @@ class _Writer:
             return [*_name_and_version(value.__module__ or "builtins"), value.__qualname__]
         if isinstance(value, enum.Enum):
             return [type(value), value.name]
+        for kind in _SIMPLE:
+            if isinstance(value, kind) and type(value) is not kind:
+                return [type(value), kind(value), getattr(value, "__dict__", {})]
         return self._object(value)
 
-    def _array(self, array: np.ndarray) -> Any:
+    def _array(self, array: np.ndarray) -> list[Any]:
         if array.dtype.hasobject:
             return [list(array.shape), array.tolist()]
-        return [array.dtype.str, list(array.shape), hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()]
+        if array.dtype.kind in "US":
+            for text in array.ravel().tolist():
+                self._note_path(os.fsdecode(text))
+        return [array.dtype.str, list(array.shape), hashlib.sha256(array.tobytes()).hexdigest()]
 
     def _object(self, value: Any) -> Any:
         """An object of a Python class: its class and its attributes."""
@@ -152,22 +186,61 @@ class _Writer:
         return [kind.__qualname__, list(kind.__bases__), members]
 
     def _function(self, function: types.FunctionType) -> Any:
-        if _is_installed(function.__module__):
-            return [*_name_and_version(function.__module__), function.__qualname__]
         code = function.__code__
-        named = {name: function.__globals__[name] for name in sorted(_globals(code)) if name in function.__globals__}
+        closure: dict[str, Any] = {}
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # not set yet
-                named[name] = cell.cell_contents
-        return [_code(code), function.__defaults__, function.__kwdefaults__, named]
+                closure[name] = cell.cell_contents
+        settings = [function.__defaults__, function.__kwdefaults__, closure, function.__dict__]
+        # `functools.wraps` copies the name of another function's module.
+        module = function.__globals__.get("__name__", function.__module__)
+        if _is_installed(module):
+            return [*_name_and_version(module), code.co_qualname, settings]
+        names = _names(code)
+        used = {name: function.__globals__[name] for name in sorted(_globals(code)) if name in function.__globals__}
+        used |= {name: imported for name in sorted(_imports(code)) if (imported := _module(name)) is not None}
+        for name, value in used.items():
+            if isinstance(value, types.ModuleType) and not _is_installed(value.__name__):
+                used[name] = _used_of(value, names, set())
+        return [_code(code), settings, used]
 
 
-def _with_text_keys(value: Any, writer: _Writer) -> Any:
-    if isinstance(value, dict):
-        return [[writer.text(key), _with_text_keys(item, writer)] for key, item in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [_with_text_keys(item, writer) for item in value]
-    return value
+def _used_of(module: types.ModuleType, names: set[str], seen: set[str]) -> dict[str, Any]:
+    """What code with these names may use of a module of the user's, and of modules in it."""
+    seen.add(module.__name__)
+    used: dict[str, Any] = {}
+    for name in sorted(names & vars(module).keys()):
+        value = vars(module)[name]
+        if not isinstance(value, types.ModuleType) or _is_installed(value.__name__):
+            used[name] = value
+        elif value.__name__ not in seen:
+            used[name] = _used_of(value, names, seen)
+    return used
+
+
+def _module(name: str) -> types.ModuleType | None:
+    """A module that a function imports when it runs; None for what is installed, or is not there."""
+    if _is_installed(name):
+        return None
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(name)
+    return None
+
+
+def _mapping(array: np.ndarray) -> mmap.mmap | None:
+    """The mapped file that an array looks into."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return base if isinstance(base, mmap.mmap) else None
+
+
+def _of_subclass(value: Any, base: type) -> list[Any]:
+    """What a subclass of tensors or arrays adds."""
+    kind = type(value)
+    if kind is base or kind.__module__.partition(".")[0] in ("torch", "numpy"):
+        return []
+    return [kind, getattr(value, "__dict__", {})]
 
 
 def _code(code: types.CodeType) -> list[Any]:
@@ -183,10 +256,24 @@ def _globals(code: types.CodeType) -> set[str]:
     return own.union(*(_globals(one) for one in inner))
 
 
+def _imports(code: types.CodeType) -> set[str]:
+    """Names of the modules that code imports when it runs."""
+    own = {step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME" and step.argval}
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return own.union(*(_imports(one) for one in inner))
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """All names in code, those of attributes among them."""
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return set(code.co_names).union(*(_names(one) for one in inner))
+
+
 def _is_own(name: str, member: Any) -> bool:
     """Whether a member of a class is the user's: Python's own ones, with two underscores, are if they are functions."""
     is_special = (name.startswith("__") and name.endswith("__")) or name == "_abc_impl"
-    return not is_special or isinstance(member, (types.FunctionType, staticmethod, classmethod))
+    wrappers = (functools._lru_cache_wrapper, functools.partial)
+    return not is_special or isinstance(member, (types.FunctionType, staticmethod, classmethod, *wrappers))
 
 
 def _unwrapped(member: Any) -> Any:
@@ -199,12 +286,17 @@ def _unwrapped(member: Any) -> Any:
         return member.func
     if inspect.ismemberdescriptor(member) or inspect.isgetsetdescriptor(member):
         return None
+    if type(member).__name__ == "_tuplegetter":  # a field of a NamedTuple, whose names are in `_fields`
+        return None
     return member
 
 
 def _slots(kind: type) -> Iterable[str]:
     slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else slots
+    names = (slots,) if isinstance(slots, str) else slots
+    is_private = [name.startswith("__") and not name.endswith("__") for name in names]
+    prefix = f"_{kind.__name__.lstrip('_')}"
+    return [f"{prefix}{name}" if private else name for name, private in zip(names, is_private, strict=True)]
 
 
 def _is_native(kind: type) -> bool:
@@ -216,13 +308,13 @@ def _is_native(kind: type) -> bool:
 def _is_installed(module: str | None) -> bool:
     """Whether a module is part of Python or lies where packages are installed: a version then stands for its code."""
     top = (module or "").partition(".")[0]
-    if top in sys.stdlib_module_names and top != "__main__":
-        return True
     of_modules = (getattr(sys.modules.get(name), "__file__", None) for name in (module or "", top))
     file = next(filter(None, of_modules), None)
     if file is None:
-        return False
+        return top in sys.stdlib_module_names and top != "__main__"
     places = {
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
         sysconfig.get_path("purelib"),
         sysconfig.get_path("platlib"),
         *site.getsitepackages(),

@@ -14,15 +14,20 @@ class RandomNumbers:
 
     def __init__(self) -> None:
         self._python = random.getstate()
-        self._numpy: Any = np.random.get_state(legacy=True)
+        self._numpy = _numpy_state()
         self._torch = torch.get_rng_state()
 
     def have_been_drawn(self) -> bool:
         """Whether any of the generators has moved on since."""
-        now: Any = np.random.get_state(legacy=True)
         return not (
             random.getstate() == self._python
-            and now[2:] == self._numpy[2:]
-            and bool((now[1] == self._numpy[1]).all())
+            and _numpy_state() == self._numpy
             and torch.equal(torch.get_rng_state(), self._torch)
         )
+
+
+def _numpy_state() -> Any:
+    """In values that can be compared; the user may have set another bit generator."""
+    state: Any = np.random.get_state(legacy=False)
+    of_generator = state["state"].items()
+    return state | {"state": {n: one.tobytes() if isinstance(one, np.ndarray) else one for n, one in of_generator}}

@@ -11,7 +11,7 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,10 @@ def decode(data: bytearray) -> Any:
     return reader.build(json.loads(data[_LENGTH.size : start]))
 
 
+def _inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
 def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
@@ -73,9 +77,18 @@ def _tensor(tensor: torch.Tensor, buffers: list[memoryview | bytes]) -> list[Any
         raise NotStorable(f"a {tensor.layout} tensor on {tensor.device}, not a dense one on the CPU")
     if tensor.requires_grad:
         raise NotStorable("a tensor that requires grad")
-    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    order = _order(tensor.shape, tensor.stride())
+    dense = tensor.resolve_conj().resolve_neg().permute(order)
+    if not dense.is_contiguous():
+        raise NotStorable("a tensor that is a view with gaps (tensor.contiguous() makes one that can be stored)")
+    flat = dense.reshape(-1)
     buffers.append(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
-    return ["tensor", str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+    return ["tensor", str(tensor.dtype).removeprefix("torch."), list(dense.shape), order]
+
+
+def _order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The dimensions as they follow in memory. Sums over samples of another layout have other last bits."""
+    return sorted(range(len(shape)), key=lambda place: (-strides[place], place) if shape[place] > 1 else (0, place))
 
 
 def _ndarray(array: np.ndarray, buffers: list[memoryview | bytes]) -> list[Any]:
@@ -85,8 +98,12 @@ def _ndarray(array: np.ndarray, buffers: list[memoryview | bytes]) -> list[Any]:
 def _array(array: np.ndarray, buffers: list[memoryview | bytes]) -> list[Any]:
     if array.dtype.kind not in "biufcSU":
         raise NotStorable(f"an array of dtype {array.dtype}")
-    buffers.append(array.tobytes())
-    return [array.dtype.str, list(array.shape)]
+    order = _order(array.shape, array.strides)
+    dense = array.transpose(order)
+    if not dense.flags.c_contiguous:
+        raise NotStorable("an array that is a view with gaps, or backwards (array.copy() makes one that can be stored)")
+    buffers.append(dense.tobytes())
+    return [array.dtype.str, list(dense.shape), order]
 
 
 def _is_image(value: Any) -> bool:
@@ -152,20 +169,20 @@ class _Reader:
         self._offset = start + length
         return memoryview(self._data)[start : self._offset]
 
-    def _tensor(self, name: str, shape: list[int]) -> torch.Tensor:
+    def _tensor(self, name: str, shape: list[int], order: list[int]) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, name)
         count = math.prod(shape)
         buffer = self._take(count * dtype.itemsize)
-        if not count:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(buffer, dtype=dtype, count=count).view(shape)
+        flat = torch.frombuffer(buffer, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
+        return flat.view(shape).permute(_inverse(order))
 
-    def _array(self, dtype_text: str, shape: list[int]) -> np.ndarray:
+    def _array(self, dtype_text: str, shape: list[int], order: list[int]) -> np.ndarray:
         dtype = np.dtype(dtype_text)
-        return np.frombuffer(self._take(math.prod(shape) * dtype.itemsize), dtype).reshape(shape)
+        flat = np.frombuffer(self._take(math.prod(shape) * dtype.itemsize), dtype)
+        return flat.reshape(shape).transpose(_inverse(order))
 
-    def _number(self, dtype_text: str, shape: list[int]) -> Any:
-        return self._array(dtype_text, shape)[()]
+    def _number(self, dtype_text: str, shape: list[int], order: list[int]) -> Any:
+        return self._array(dtype_text, shape, order)[()]
 
     def _image(self, mode: str, size: list[int]) -> Any:
         from PIL import Image

@@ -15,6 +15,7 @@ import contextlib
 import enum
 import fcntl
 import logging
+import math
 import os
 import stat
 import struct
@@ -74,6 +75,7 @@ class Record(NamedTuple):
 
 _HEADER = struct.Struct(f"<QQd{len(Notice)}d")
 HEADER_BYTES = 64
+_MOST = 2**60
 
 
 class Header(NamedTuple):
@@ -99,6 +101,8 @@ class Header(NamedTuple):
         if len(packed) < _HEADER.size:
             return cls(0, 0, 0.0, (0.0,) * len(Notice))
         stored, stored_bytes, first_s, *said_s = _HEADER.unpack_from(packed)
+        if max(stored, stored_bytes) > _MOST or not all(map(math.isfinite, (first_s, *said_s))):
+            return cls(0, 0, 0.0, (0.0,) * len(Notice))  # damaged
         return cls(stored, stored_bytes, first_s, tuple(said_s))
 
 
@@ -135,9 +139,13 @@ class Files:
 
     def _try_lock(self) -> bool:
         for _ in range(_LOCK_ATTEMPTS):
-            with contextlib.suppress(BlockingIOError):
+            try:
                 fcntl.flock(self.index, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
+            except BlockingIOError:
+                pass
+            except OSError as error:  # some network file systems have no locks
+                raise StoreRefused(f"files cannot be locked there: {error}") from error
             time.sleep(_LOCK_PAUSE_S)
         return False
 
@@ -160,7 +168,7 @@ class SampleStore:
     """The stored samples of one data set. May be pickled and forked; each process opens the files for itself.
 
     Args:
-        directory: made for this user alone, with all above it, if it is missing.
+        directory: made for this user alone, if it is missing.
         count: number of samples of the data set.
         limit_bytes: samples that would take more than this together are not stored.
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import random
+import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -42,6 +44,48 @@ class Slotted:
         self.by = by
 
 
+class PrivatelySlotted:
+    __slots__ = ("__by",)
+
+    def __init__(self, by: float) -> None:
+        self.__by = by
+
+
+class By(NamedTuple):
+    by: float
+
+    def __call__(self, x: float) -> float:
+        return x * self.by
+
+
+class Plus(NamedTuple):
+    by: float
+
+    def __call__(self, x: float) -> float:
+        return x + self.by
+
+
+class Rows(list):  # type: ignore[type-arg]
+    def __getitem__(self, index: Any) -> Any:
+        return 2 * super().__getitem__(index)
+
+
+def _with_attribute(value: int) -> Any:
+    def function(x: int) -> int:
+        return x * function.by  # type: ignore[attr-defined]
+
+    function.by = value  # type: ignore[attr-defined]
+    return function
+
+
+def _wrapping(by: int) -> Any:
+    @functools.wraps(transforms.functional.hflip)
+    def function(x: int) -> int:
+        return x * by
+
+    return function
+
+
 def pairs() -> list[tuple[str, Any, Any]]:
     zeros, ones = torch.zeros(4, 2), torch.ones(4, 2)
     return [
@@ -69,6 +113,17 @@ def pairs() -> list[tuple[str, Any, Any]]:
         ("bytes", b"a", b"b"),
         ("bound methods", Scale(1.0).__call__, Scale(2.0).__call__),
         ("arrays of objects", np.array([None, "a"]), np.array([None, "b"])),
+        ("tuples and lists", Scale((0, 1)), Scale([0, 1])),  # type: ignore[arg-type]
+        ("types of keys", Scale({1: 2}), Scale({"1": 2})),  # type: ignore[arg-type]
+        ("named tuples", By(2.0), Plus(2.0)),
+        ("subclasses of lists", Rows([1]), [1]),
+        ("private slots", PrivatelySlotted(1.0), PrivatelySlotted(2.0)),
+        ("attributes of functions", _with_attribute(1), _with_attribute(2)),
+        ("wrapped functions", _wrapping(2), _wrapping(3)),
+        ("masks", np.ma.array([1, 2], mask=[0, 1]), np.ma.array([1, 2], mask=[0, 0])),
+        ("times", np.array(["2020-01-01"], "M8[D]"), np.array(["2020-01-02"], "M8[D]")),
+        ("conjugates", torch.ones(1, dtype=torch.cfloat) * 1j, (torch.ones(1, dtype=torch.cfloat) * 1j).conj()),
+        ("patterns", re.compile("a"), re.compile("a", re.IGNORECASE)),
     ]
 
 
@@ -163,12 +218,63 @@ def test_a_users_script_counts_with_what_its_code_does_and_names(tmp_path: Path)
         (lambda: Scale(sys.stdout.buffer), "_io"),
         (lambda: Scale(iter([1])), "iterator"),
         (lambda: torch.zeros(2, 2).to_sparse(), "sparse"),
+        (lambda: Scale(random.Random(1)), "random.Random"),  # type: ignore[arg-type]
+        (lambda: np.frompyfunc(abs, 1, 1), "frompyfunc"),
     ],
-    ids=["generator of numpy", "generator of torch", "file", "iterator", "sparse"],
+    ids=["generator of numpy", "generator of torch", "file", "iterator", "sparse", "generator of Python", "frompyfunc"],
 )
 def test_what_keeps_its_state_elsewhere_has_none_and_is_named(make, named) -> None:
     with pytest.raises(NoFingerprint, match=named):
         fingerprint([1, {"a": make()}])
+
+
+def test_slices_of_a_mapped_file_differ(tmp_path: Path) -> None:
+    np.save(tmp_path / "array.npy", np.arange(20))
+    mapped = np.load(tmp_path / "array.npy", mmap_mode="r")
+    slices = [mapped, mapped[:10], mapped[10:], mapped[::2], mapped[1::2]]
+    assert len({fingerprint(one) for one in slices}) == len(slices)
+    assert fingerprint(mapped[10:]) == fingerprint(np.load(tmp_path / "array.npy", mmap_mode="r")[10:])
+
+
+@pytest.mark.parametrize("keep", [np.array, dict.fromkeys, lambda paths: [path.encode() for path in paths]])
+def test_files_count_wherever_their_names_are_kept(tmp_path: Path, keep) -> None:
+    file = tmp_path / "image.png"
+    file.write_bytes(b"1")
+    before = fingerprint(keep([str(file)]))
+    file.write_bytes(b"12")
+    assert fingerprint(keep([str(file)])) != before
+
+
+MODULES = """
+import helpers, sys
+from ddp_crossover.data.fingerprint import fingerprint
+
+class Data:
+    def __getitem__(self, index):
+        {code}
+
+helpers.config.SIZE = int(sys.argv[1])
+print(fingerprint(Data()))
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["return helpers.decode(index)", "from helpers import decode; return decode(index)", "return helpers.config.SIZE"],
+)
+def test_what_code_uses_of_own_modules_counts(tmp_path: Path, code) -> None:
+    def digest(body: str = "return config.SIZE * x", size: int = 1) -> str:
+        (tmp_path / "config.py").write_text("SIZE = 0\n")
+        (tmp_path / "helpers.py").write_text(f"import config\n\ndef decode(x):\n    {body}\n")
+        (tmp_path / "script.py").write_text(MODULES.format(code=code))
+        command = [sys.executable, "-B", tmp_path / "script.py", str(size)]
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+    before = digest()
+    assert digest() == before
+    assert digest(size=2) != before
+    assert (digest("return config.SIZE + x") == before) is ("decode" not in code)
 
 
 def test_what_refers_to_itself_has_one() -> None:
