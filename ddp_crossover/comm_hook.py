@@ -30,6 +30,7 @@ from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.make_link import make_link
 from ddp_crossover.collectives.nccl_settings import refuse_unsafe_settings, why_streams_block
 from ddp_crossover.collectives.node_ranks import nodes_of
+from ddp_crossover.ddp.batch_statistics import refuse_shared_statistics, statistics_of_a_rank
 from ddp_crossover.ddp.early_arrival import Buckets
 from ddp_crossover.ddp.forks import watch_forks
 from ddp_crossover.ddp.reducer import Reducer
@@ -38,10 +39,6 @@ from ddp_crossover.ddp.same_setup import require_same_setup
 from ddp_crossover.ddp.shared_batch import SharedBatch
 from ddp_crossover.ddp.turn_points import TurnPoints
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
-from ddp_crossover.ddp.weighted_batches import (
-    refuse_shared_statistics,
-    statistics_of_a_rank,
-)
 from ddp_crossover.ddp.weighted_training import WeightedTraining
 from ddp_crossover.figures.stats import DearStats, FallbackLog
 from ddp_crossover.figures.summary import about, in_force, summary

@@ -251,22 +251,30 @@ def _code(code: types.CodeType) -> list[Any]:
 
 def _globals(code: types.CodeType) -> set[str]:
     """Names of the global functions, classes, modules and constants that code uses."""
-    own = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return own.union(*(_globals(one) for one in inner))
+    return _loaded(code, "LOAD_GLOBAL", "LOAD_NAME")
 
 
 def _imports(code: types.CodeType) -> set[str]:
     """Names of the modules that code imports when it runs."""
-    own = {step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME" and step.argval}
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return own.union(*(_imports(one) for one in inner))
+    return _loaded(code, "IMPORT_NAME")
+
+
+def _loaded(code: types.CodeType, *instructions: str) -> set[str]:
+    steps = (step for one in _codes(code) for step in dis.get_instructions(one))
+    return {step.argval for step in steps if step.opname in instructions and step.argval}
 
 
 def _names(code: types.CodeType) -> set[str]:
     """All names in code, those of attributes among them."""
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return set(code.co_names).union(*(_names(one) for one in inner))
+    return {name for one in _codes(code) for name in one.co_names}
+
+
+def _codes(code: types.CodeType) -> Iterable[types.CodeType]:
+    """A function's code and that of functions inside of it."""
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _codes(const)
 
 
 def _is_own(name: str, member: Any) -> bool:

@@ -12,13 +12,11 @@ import logging
 import operator
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.collectives.link import Link
@@ -28,7 +26,6 @@ from ddp_crossover.ddp.no_data import take_part_without_data, why_not_without_da
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.log import say
 
-_END = object()
 _INSIDE = (
     "this model is attached with weighted=True: put its forward and its backward into `with state.batch(n):`, with the "
     "number of samples (or tokens) over which the loss of this rank is a mean"
@@ -43,7 +40,6 @@ _NOT_REDUCED = (
     "of several micro-batches of a step, enter no_sync() before state.batch(); if it is the whole step, leave the last "
     "micro-batch that has samples out of no_sync()"
 )
-_WAY_OUT = "attach with weighted=True, without DDP_CROSSOVER=off, or give all ranks equal batches"
 # Numbers of samples are smaller than this; what ranks tell each other is one number.
 _SAMPLES = 2**40
 
@@ -129,7 +125,7 @@ class WeightedBatches:
             TypeError, ValueError: unless ``count`` is a whole number from 0.
             RuntimeError: in another batch; if it ends without the reduced backward that other ranks wait for.
         """
-        count = _checked(count)
+        count = checked_count(count)
         if self._count is not None:
             raise RuntimeError("state.batch() inside of state.batch(): one batch is the data of one optimizer step")
         if not torch.is_grad_enabled():
@@ -331,79 +327,8 @@ class WeightedBatches:
         return ddp
 
 
-def batches_of_all(loader: Iterable[Any], link: Link) -> Iterator[Any]:
-    """Yield the batches of ``loader``, then None until no rank has any; see :meth:`DearState.batches`."""
-    iterator = iter(loader)
-
-    def fetch() -> tuple[Any, Callable[[], list[int]]]:
-        if link.is_closed:
-            raise RuntimeError(
-                "the model was detached in a loop over state.batches(), whose ranks tell each other through it: leave "
-                "the loop before state.detach()"
-            )
-        try:
-            batch = next(iterator, _END)
-        except Exception as error:
-            batch = _Failed(error)  # raised when its turn comes: the batch before it is trained on
-        return batch, link.exchange_numbers(batch is not _END)
-
-    ahead = fetch()
-    while any((batch_and_wait := ahead)[1]()):
-        batch, _ = batch_and_wait
-        if isinstance(batch, _Failed):
-            raise batch.error
-        ahead = fetch()  # ranks tell each other during the step whether there is another one
-        yield None if batch is _END else batch
-
-
-class _Failed(NamedTuple):
-    """Stands for a batch that could not be loaded."""
-
-    error: Exception
-
-
-def batches_of_equal_ranks(loader: Iterable[Any], ddp: DistributedDataParallel, device: torch.device) -> Iterator[Any]:
-    """The same with plain DDP, which cannot train with a rank that has no batch.
-
-    Raises:
-        RuntimeError: on all ranks, when some have a batch and others have none.
-    """
-    iterator = iter(loader)
-    while True:
-        batch = next(iterator, _END)
-        least, most = _least_and_most(int(batch is not _END), ddp, device)
-        if least != most:
-            raise RuntimeError(
-                "state.batches(): some ranks have no batch left, and the model is not attached, so DDP would wait for "
-                f"them: {_WAY_OUT}"
-            )
-        if not most:
-            return
-        yield batch
-
-
-def require_equal(count: int, ddp: DistributedDataParallel, device: torch.device) -> None:
-    """Check that plain DDP, which weights ranks equally, is right for a batch of ``count`` samples.
-
-    Raises:
-        RuntimeError: on all ranks, if they have different counts.
-    """
-    least, most = _least_and_most(_checked(count), ddp, device)
-    if least != most:
-        raise RuntimeError(
-            f"ranks have from {least} to {most} samples in this batch, and the model is not attached, so DDP would "
-            f"weight ranks equally: {_WAY_OUT}"
-        )
-
-
-def _least_and_most(number: int, ddp: DistributedDataParallel, device: torch.device) -> tuple[int, int]:
-    least_and_most = torch.tensor([-number, number], device=device)
-    dist.all_reduce(least_and_most, dist.ReduceOp.MAX, group=ddp.process_group)
-    least, most = least_and_most.tolist()
-    return -least, most
-
-
-def _checked(count: int) -> int:
+def checked_count(count: int) -> int:
+    """The number of samples, if it is one. Raises TypeError or ValueError."""
     try:
         count = operator.index(count)
     except TypeError:
@@ -413,30 +338,3 @@ def _checked(count: int) -> int:
     if count < 0:
         raise ValueError(f"state.batch() takes the number of samples of this rank's batch, 0 or more, got {count}")
     return count
-
-
-def statistics_of_a_rank(model: nn.Module) -> str | None:
-    """A warning about layers whose statistics are those of one rank's own batch; None if there are none."""
-    names = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm) and module.track_running_stats
-    ]
-    if not names:
-        return None
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return (
-        f"{names[0]}{others} (BatchNorm) takes statistics of each rank's own batch, so its result depends on how "
-        "samples are shared among ranks; that of GroupNorm and LayerNorm does not"
-    )
-
-
-def refuse_shared_statistics(model: nn.Module) -> None:
-    """Raise ValueError for layers whose backward adds up losses of all ranks, before these are weighted."""
-    for name, module in model.named_modules():
-        if isinstance(module, SyncBatchNorm):
-            raise ValueError(
-                f"weighted=True weights each rank's gradients after its backward, and {name} (SyncBatchNorm) adds up "
-                "those of all ranks in backward, as if they weighed the same: use BatchNorm, GroupNorm or LayerNorm, "
-                "or leave out weighted=True and multiply each rank's mean loss by its samples * ranks / all samples"
-            )

@@ -15,9 +15,11 @@ from ddp_crossover.balance.balancer import Balancer
 from ddp_crossover.balance.sampler import BalancedSampler
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.ddp.batch_timer import BatchTimer
+from ddp_crossover.ddp.equal_batches import batches_of_equal_ranks, require_equal
+from ddp_crossover.ddp.loader_ends import batches_of_all
 from ddp_crossover.ddp.reducer import Reducer
 from ddp_crossover.ddp.shared_batch import SharedBatch
-from ddp_crossover.ddp.weighted_batches import WeightedBatches, batches_of_all, batches_of_equal_ranks, require_equal
+from ddp_crossover.ddp.weighted_batches import WeightedBatches
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.options import SWITCH, switched_off
 from ddp_crossover.torch_internals.store import Store, store_of_job

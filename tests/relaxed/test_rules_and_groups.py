@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from test_relaxed_training import relaxed
+from test_relaxed_training import STEPS, _train_plain, relaxed
 from torch import Tensor, nn
 
 import ddp_crossover as dx
@@ -24,7 +24,6 @@ from ddp_crossover.relaxed.rules import GradientChange
 from node_groups import TWO_BY_TWO, TWO_NODES, Layout, on_nodes
 from relaxed_reference import adam, adasum, flat, net, samples, sgd, step_of, train_in_one_process
 
-STEPS = 13
 NO_LIMIT = 10**9
 
 
@@ -165,16 +164,6 @@ def test_consolidated_ranks_have_the_same_bits(on_ranks, policy) -> None:
 
 
 # Gradients that change.
-
-
-def _train_plain() -> Tensor:
-    from torch.nn.parallel import DistributedDataParallel
-
-    ddp = DistributedDataParallel(net())
-    optimizer = sgd(ddp.parameters())
-    for step in range(STEPS):
-        step_of(ddp, optimizer, step, dist.get_rank())
-    return flat(ddp.module)
 
 
 @pytest.mark.quick
