@@ -71,7 +71,7 @@ class CaseSettings:
     batch: int | None = None
     limit_s: float = 200.0
     timeline: str = ""
-    warm_up_limit: int = 120
+    warm_up_limit: int = 200
 
     @property
     def name(self) -> str:

@@ -11,6 +11,8 @@ from gpu_check_parts.training import Recipe
 
 ADAMW = {"lr": 0.01}
 SGD = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
+SHARDED_NORMS = {"norms": "sharded"}
+SHARDED = {"shard_optimizer": True}
 # Groups of one large matrix each.
 WIDE = {"model": "wide", "fusion_mb": 4.0, "steps": 8}
 
@@ -95,6 +97,8 @@ def no_host_sync_cases(device: str) -> Iterator[Case]:
         "stock clipping": Recipe("AdamW", ADAMW, clip="stock"),
         "own clipping": Recipe("AdamW", ADAMW, clip="own"),
         "own GradScaler, fused": Recipe("AdamW", ADAMW | {"fused": True}, scaler="own", autocast="float16"),
+        "stock clipping, norms of shards": Recipe("AdamW", ADAMW, clip="stock", attached=SHARDED_NORMS),
+        "weighted batches": Recipe("AdamW", ADAMW, attached={"weighted": True}),
     }
     for name, recipe in steady.items():
         # Few groups: the driver itself blocks the host once about a thousand kernels are waiting.
@@ -148,6 +152,12 @@ def two_rank_cases(device: str, launch: Launch, group: str) -> Iterator[Case]:
         "fp16, own GradScaler, a skipped step": Recipe(
             "AdamW", ADAMW, scaler="own", poisoned_step=9, autocast="float16"
         ),
+        "norms of shards, stock clipping": Recipe("SGD", SGD, clip="stock", attached=SHARDED_NORMS),
+        "sharded optimizer": Recipe("AdamW", ADAMW, attached=SHARDED),
+        "sharded optimizer, norms of shards, stock clipping": Recipe(
+            "SGD", SGD, clip="stock", attached=SHARDED | SHARDED_NORMS
+        ),
+        "weighted batches": Recipe("AdamW", ADAMW, attached={"weighted": True}),
     }
     for name, recipe in recipes.items():
         yield Case(group, name, checks.equivalence, (recipe,), launch, alone=True)

@@ -43,6 +43,7 @@ class Recipe:
         wire_dtype: DeAR's ``wire_dtype``; empty for none. Plain DDP then gets a hook that does the same.
         schedule: DeAR's ``schedule``.
         compiled: backend of ``torch.compile`` for the network; empty to run it as it is.
+        attached: further options of ``attach``.
     """
 
     optimizer: str = "SGD"
@@ -62,16 +63,27 @@ class Recipe:
     wire_dtype: str = ""
     schedule: str = "auto"
     compiled: str = ""
+    attached: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def reads_gradients(self) -> bool:
         """Stock clipping and the stock scaler look at gradients, so no update can be deferred."""
-        return "stock" in (self.clip, self.scaler)
+        return "stock" in (self.clip, self.scaler) and not self.norms_of_shards
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the state is told how many samples a batch has."""
+        return bool(self.attached.get("weighted"))
+
+    @property
+    def norms_of_shards(self) -> bool:
+        """Whether stock functions, too, take norms from shards."""
+        return self.attached.get("norms") == "sharded"
 
     @property
     def exact(self) -> bool:
-        """Our own clipping adds up the norm in another order than the stock function."""
-        return self.clip != "own"
+        """Norms of shards are added up in another order than those of the stock function."""
+        return self.clip != "own" and not (self.clip and self.norms_of_shards)
 
 
 def cast_hook(wire_dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -115,6 +127,7 @@ class Job:
                 strict=recipe.strict,
                 wire_dtype=wire_dtype,
                 schedule=recipe.schedule,
+                **recipe.attached,
             )
             scaler_class = dx.GradScaler if recipe.scaler == "own" else scaler_class
         elif wire_dtype is not None:
@@ -133,7 +146,7 @@ class Job:
         recipe = self.recipe
         for place, (x, y) in enumerate(batches):
             last = place == len(batches) - 1
-            with nullcontext() if last else self.ddp.no_sync():
+            with self._counted(len(x)), nullcontext() if last else self.ddp.no_sync():
                 with self._autocast():
                     output = self.ddp(x.to(getattr(torch, recipe.dtype)))
                     loss = nn.functional.mse_loss(output.float(), y) * (poison / len(batches))
@@ -151,6 +164,9 @@ class Job:
         if not self.recipe.autocast:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=getattr(torch, self.recipe.autocast))
+
+    def _counted(self, samples: int) -> Any:
+        return self.state.batch(samples) if self.state is not None and self.recipe.weighted else nullcontext()
 
     def _clip(self) -> Tensor:
         if self.recipe.clip == "own" and self.state is not None:

@@ -17,8 +17,8 @@ from gpu_check_parts.runner import Runner
 from gpu_check_parts.training import Recipe
 
 GROUP = "tuner"
-# At most 68 steps are tuned, see `DearState`, and some come before.
-SETTLED_AFTER = 100
+# At most 104 steps are tuned, see `DearState`, and some come before.
+SETTLED_AFTER = 200
 STEPS_AFTER = 8
 LIMIT_S = 90.0
 # Enough steps for all trials.
