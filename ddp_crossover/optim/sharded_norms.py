@@ -10,7 +10,6 @@ The result does not depend on what other ranks have read, so ranks need not agre
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 from zlib import crc32
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ddp_crossover.dear import Pipeline
-from ddp_crossover.parameters.flat import flat_of
+from ddp_crossover.parameters.flat import flat_of, table_of
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.slots import GroupInFlight, Slot
 from ddp_crossover.torch_internals.gradient_calls import require_on_device
@@ -119,32 +118,28 @@ def norms(pipeline: Pipeline, gradients: Gradients, norm_type: float) -> dict[Sl
     pipeline.before_exchange()
     pipeline.order.join()
     device, dtype = pipeline.device, _accumulation_dtype(pipeline)
-    rows: list[int] = []
-    columns: list[int] = []
-    pieces: list[Tensor] = []
     # A group of another arena may be between those with the pieces of a gradient.
-    found: Counter[int] = Counter()
-    for slot, _, piece in _own_pieces(pipeline, gradients, merge=False):
-        columns.append(found[slot.index])
-        rows.append(slot.index)
-        pieces.append(piece)
-        found[slot.index] += 1
-    own = torch.zeros(len(pipeline.slots), max(columns, default=0) + 1, dtype=dtype, device=device)
+    of_slots: list[list[Tensor]] = [[] for _ in pipeline.slots]
+    pieces = [(slot, piece) for slot, _, piece in _own_pieces(pipeline, gradients, merge=False)]
     if pieces:
-        of_pieces = [norm.to(device) for norm in torch._foreach_norm(pieces, norm_type, dtype)]
-        own[rows, columns] = torch.stack(of_pieces)
-    own = torch.linalg.vector_norm(own, norm_type, dim=1)
+        of_pieces = torch._foreach_norm([piece for _, piece in pieces], norm_type, dtype)
+        for (slot, _), norm in zip(pieces, of_pieces, strict=True):
+            of_slots[slot.index].append(norm.to(device))
+    nothing = torch.zeros((), dtype=dtype, device=device)
+    own = torch.linalg.vector_norm(table_of(of_slots, nothing), norm_type, dim=1)
+    each = own.unbind()
     by_factors: dict[tuple[int, ...], list[Slot]] = {}
     for slot in gradients.on_the_wire:
         by_factors.setdefault(tuple(map(id, slot.scales)), []).append(slot)
     for alike in by_factors.values():
         for factor in alike[0].scales:
-            own[[slot.index for slot in alike]] *= factor.abs()
+            torch._foreach_mul_([each[slot.index] for slot in alike], factor.abs())
     # Norms of all slots travel, whichever are asked for, so that different calls of two ranks meet and are found out.
     slots = sorted([*gradients.on_the_wire, *gradients.in_memory], key=lambda slot: slot.index)
     call = crc32(repr((pipeline.iteration, norm_type, [slot.index for slot in slots])).encode())
+    call_id = torch.full((1,), call % _EXACT_IN_FP32, dtype=dtype, device=device)
     with pipeline.waiting("norms"), pipeline.turns.released():
-        of_ranks = pipeline.link.all_gather_small(torch.cat((own.new_tensor([call % _EXACT_IN_FP32]), own)))
+        of_ranks = pipeline.link.all_gather_small(torch.cat((call_id, own)))
     require_on_device((of_ranks[:, 0] == of_ranks[0, 0]).all(), f"ranks took different norms. {EVERY_RANK}")
     total = torch.linalg.vector_norm(of_ranks[:, 1:], norm_type, dim=0).unbind()
     return {slot: total[slot.index] for slot in slots}

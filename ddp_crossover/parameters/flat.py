@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,3 +18,14 @@ def flat_of(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
 def shaped(flat: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
     """The reverse: a view of contiguous elements, with this shape and dense stride."""
     return flat.as_strided(shape, stride, flat.storage_offset())
+
+
+def table_of(rows: Sequence[Sequence[Tensor]], filler: Tensor) -> Tensor:
+    """Tensors of the filler's shape, dtype and device as one of shape ``(rows, longest row, *shape)``.
+
+    Short rows are filled up. Nothing is indexed: the host would wait while the indices are copied to a GPU.
+    """
+    width = max(1, *map(len, rows)) if rows else 1
+    cells = [cell for row in rows for cell in (*row, *[filler] * (width - len(row)))]
+    table = torch.stack(cells) if cells else filler.new_empty(0, *filler.shape)
+    return table.view(len(rows), width, *filler.shape)

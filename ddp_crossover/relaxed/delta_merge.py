@@ -56,7 +56,6 @@ class DeltaMerge:
 
     Attributes:
         means: how often this rank has merged.
-        divergence: how far its parameters were from the last mean, relative to its norm.
     """
 
     def __init__(
@@ -67,7 +66,9 @@ class DeltaMerge:
         self._exchanges = exchanges
         self._ranks = ranks
         self.means = 0
-        self.divergence = 0.0
+        # Sums of squares of each parameter. Who wants to know the divergence waits for them, and no merge does.
+        self._far: list[Tensor] = []
+        self._norm: list[Tensor] = []
         self._shared: list[Tensor] = []
         self._memories: list[list[Tensor]] = []
         self._sent: list[Tensor] | None = None
@@ -103,21 +104,28 @@ class DeltaMerge:
     def merge(self) -> None:
         """Wait for the mean, and move this rank's parameters."""
         assert self._sent is not None
-        far = norm = 0.0
+        far: list[Tensor] = []
+        norm: list[Tensor] = []
         for parameter, sent, shared, mean, memories in zip(
             self._parameters, self._sent, self._shared, self._exchange.finish(), self._memories, strict=True
         ):
             mean = mean.to(shared.dtype)
             base = shared + mean
-            far += float((sent - base).square().sum())
-            norm += float(base.square().sum())
+            far.append((sent - base).square().sum())
+            norm.append(base.square().sum())
             if not self._is_partial:
                 self._policy.advance(shared, mean, memories)
                 base = shared
             parameter.copy_(self._policy.merged(parameter, sent, base, self._ranks))
-        self.divergence = (far / norm) ** 0.5 if norm else 0.0
+        self._far, self._norm = far, norm
         self._sent = None
         self.means += 1
+
+    @property
+    def divergence(self) -> float:
+        """How far its parameters were from the last mean, relative to its norm. Waits for the device."""
+        far, norm = (sum(map(float, squares)) for squares in (self._far, self._norm))
+        return float((far / norm) ** 0.5) if norm else 0.0
 
     @torch.no_grad()
     def consolidate(self) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ddp_crossover.collectives.link import Link
+from ddp_crossover.parameters.flat import table_of
 
 
 def sums_over_ranks(
@@ -31,17 +32,15 @@ def sums_over_ranks(
     Returns:
         For each shard the sums of its layer, of the same shape.
     """
-    place = {layer: row for row, layer in enumerate(layers)}
-    rows = [place[layer_of[id(shard)]] for shard in shards]
-    counts = (
-        [rows[:index].count(row) for index, row in enumerate(rows)] if len(rows) > len(set(rows)) else [0] * len(rows)
-    )
+    of_layers: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    for shard, of_shard in zip(shards, sums.to(device).unbind(), strict=True):
+        of_layers[layer_of[id(shard)]].append(of_shard)
+    nothing = torch.zeros(sums.shape[1], dtype=torch.float64, device=device)
     # One column per shard of a layer, and a sum over columns: adding into one place has no fixed order on CUDA.
-    table = torch.zeros(len(layers), max(counts, default=0) + 1, sums.shape[1], dtype=torch.float64, device=device)
-    if rows:
-        table[rows, counts] = sums.to(device)
+    table = table_of([*of_layers.values()], nothing)
     of_ranks = link.all_gather_small(table.sum(dim=1))
     total = of_ranks[0].clone()
     for of_rank in of_ranks[1:]:
         total += of_rank
-    return total[rows]
+    of_layer = dict(zip(layers, total.unbind(), strict=True))
+    return torch.stack([of_layer[layer_of[id(shard)]] for shard in shards]) if shards else total[:0]

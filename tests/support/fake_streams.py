@@ -33,6 +33,14 @@ from virtual_time import HostClock, Hosts, Instant
 # They make another tensor of the same memory, and neither read nor write it.
 _ALIASING = ("aten::slice", "aten::detach", "aten::as_strided", "aten::narrow", "aten::alias", "aten::t")
 
+# What blocks the host on a GPU. Numbers of Python that become a tensor of any kind, as indices in a list do, are copied
+# to the device from memory that is not pinned. Where Python writes one number, a kernel gets it as an argument.
+_BLOCKING = {
+    "aten::_local_scalar_dense": "item",
+    "aten::lift_fresh": "numbers of Python",
+    "aten::nonzero": "nonzero",
+}
+
 
 class FakeStream:
     """A stream: the vector clock of what it is ordered behind, and when it has done all that is queued."""
@@ -186,9 +194,9 @@ class Gpu(TorchDispatchMode):
         """A collective on the current stream: it begins when all ranks have got to it."""
         ready = Instant(self.current.done, not_before_s=self.hosts.now_s)
         assert ready.s is not None
-        latest_s = torch.tensor([ready.s], dtype=torch.float64)
         ranks = dist.get_world_size(group)
         with _not_seen():
+            latest_s = torch.tensor([ready.s], dtype=torch.float64)
             _all_reduce(latest_s, dist.ReduceOp.MAX, group)
             begin_s = latest_s.item()
         takes_s = self._wire.per_leg_s + buffer.nbytes * (ranks - 1) / ranks * self._wire.s_per_byte
@@ -228,8 +236,11 @@ class Gpu(TorchDispatchMode):
         name = func._schema.name
         if self._launch_s:
             self.hosts.spend(self._launch_s)
-        if name == "aten::_local_scalar_dense":
-            self.host_waits["item"] += 1
+        way = _BLOCKING.get(name)
+        if name == "aten::index" and any(each is not None and each.dtype is torch.bool for each in args[1]):
+            way = "nonzero"
+        if way is not None:
+            self.host_waits[way] += 1
             self.hosts.sleep_until(self.current.done)
         if not (name.startswith("c10d") or "view" in name or name in _ALIASING):
             named = {argument.name: argument for argument in func._schema.arguments}
@@ -268,7 +279,7 @@ def fake_gpu(
     gpu = Gpu(wire, launch_s)
     reduce_scatter, all_gather, all_reduce = nccl_link._reduce_scatter, nccl_link._all_gather, dist.all_reduce
     backend = FakeStream()
-    make_pipeline = dear.Pipeline.__init__
+    make_pipeline, of_hosts = dear.Pipeline.__init__, nccl_link.NcclLink.exchange_numbers
 
     def scatter(shard: torch.Tensor, buffer: torch.Tensor, **options: Any) -> Any:
         gpu.access(buffer, writes=False, what="reduce_scatter")
@@ -325,6 +336,17 @@ def fake_gpu(
         for arena in pipeline._arenas.values():
             gpu.watch(arena)
 
+    def exchange_numbers(link: nccl_link.NcclLink, value: int) -> Any:
+        """Hosts talk to each other, and no device takes part."""
+        with _not_seen():
+            wait = of_hosts(link, value)
+
+        def unseen() -> Any:
+            with _not_seen():
+                return wait()
+
+        return unseen
+
     def keep(tensor: torch.Tensor, stream: FakeStream) -> None:
         gpu.recorded.add((tensor.untyped_storage().data_ptr(), stream))
 
@@ -347,6 +369,7 @@ def fake_gpu(
         (make_link, "GlooLink", nccl_link.NcclLink),
         (nccl_link, "_reduce_scatter", scatter),
         (nccl_link, "_all_gather", gather),
+        (nccl_link.NcclLink, "exchange_numbers", exchange_numbers),
         (nccl_codes, "_all_to_all", to_all),
         (dist, "all_reduce", reduce),
         (ddp_timer, "stream_for_all_reduces", lambda *of: FakeStream()),
