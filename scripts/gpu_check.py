@@ -3,7 +3,7 @@
     python scripts/gpu_check.py --list                       # the parts, what each tells, how long each may take
     python scripts/gpu_check.py --part smoke --json gpu.json
     python scripts/gpu_check.py --json gpu.json              # all parts, one after the other
-    python scripts/gpu_check.py --only "own clipping"        # cases whose check or name contains this
+    python scripts/gpu_check.py --only "own clipping"        # cases whose line contains this
     python scripts/gpu_check.py --device cpu                 # no GPU needed: rehearses what can run without one
 
 Each part ends in the time that --list shows. The file is written after each case, so a run that is cut short has lost
@@ -42,7 +42,12 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help="run only this part; may be given several times (all)",
     )
-    add("--only", default="", metavar="TEXT", help="only cases whose check or name contains this (all)")
+    add(
+        "--only",
+        action="append",
+        metavar="TEXT",
+        help="only cases whose line, as `check: name`, contains this; may be given several times (all)",
+    )
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses without a GPU (%(default)s)")
     add("--jobs", type=int, default=3, metavar="N", help="cases side by side, where that is safe (%(default)s)")
     add("--budget-s", type=float, metavar="S", help="seconds for each part, if less than it has anyway")

@@ -1,11 +1,13 @@
 """The checks themselves. Each runs on every rank, raises at the first thing that is wrong, and returns figures."""
 
+import gc
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from bench_kit.ranks import Skipped
 from gpu_check_parts import disturbances
@@ -84,8 +86,44 @@ def missing_wait_is_noticed(device: torch.device, recipe: Recipe, missing: str) 
     return {"noticed": f"{len(paths)} values differ, as they must"}
 
 
+def codes_train_alike(device: torch.device, recipe: Recipe) -> dict[str, Any]:
+    """Codes leave something out, so nothing is that of plain DDP; but it is finite, and the same on all ranks."""
+    _deterministic()
+    expected, _ = _train(recipe, device, with_dear=False)
+    seen, stats = _train(recipe, device, with_dear=True)
+    largest, paths = difference(seen, expected)
+    assert paths, "nothing differs from plain DDP, so nothing was coded"
+    infinite = [path for path, value in seen.items() if isinstance(value, Tensor) and not value.isfinite().all()]
+    assert not infinite, f"not finite: {_some(infinite)}"
+    assert not stats.fallbacks, f"fell back: {stats.fallbacks}"
+    assert stats.deferred_steps > 0, "no update was deferred"
+    return {
+        "largest_difference": largest,
+        "pipelined": f"{stats.pipelined_iterations}/{stats.iterations}",
+        "digest": digest(seen),
+    }
+
+
+def dropped_model(device: torch.device, recipe: Recipe) -> dict[str, Any]:
+    """Models that are dropped, by each rank at another time, keep no rank from training the next one."""
+    _deterministic()
+    first: Job | None = Job(recipe, device, dist.get_rank(), with_dear=True)
+    assert first is not None
+    first.train()
+    if dist.get_rank() == 0:
+        del first
+        gc.collect()
+    found = equivalence(device, recipe)
+    first = None
+    gc.collect()
+    return found
+
+
 def no_host_sync(device: torch.device, recipe: Recipe) -> dict[str, Any]:
-    """The host blocks nowhere in a steady step: no synchronizing call, and a busy device does not hold it up."""
+    """The host blocks nowhere in a steady step: no synchronizing call, and a busy device does not hold it up.
+
+    The second only where the device is this rank's own.
+    """
     _need_cuda(device)
     if blocked := _what_blocks_the_host(recipe, device, with_dear=False):
         raise Skipped(f"plain DDP itself synchronizes here, so this recipe tells nothing: {blocked}")
@@ -101,7 +139,8 @@ def _what_blocks_the_host(recipe: Recipe, device: torch.device, *, with_dear: bo
         for _ in range(WARM_STEPS):
             job.step(batches)
         torch.cuda.synchronize(device)
-        return _synchronizing_call(job, batches) or _waiting_for_busy_device(job, batches)
+        shared = dist.get_world_size() > 1
+        return _synchronizing_call(job, batches) or ("" if shared else _waiting_for_busy_device(job, batches))
     finally:
         job.close()
 

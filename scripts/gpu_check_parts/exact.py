@@ -32,7 +32,7 @@ def run_two_ranks(runner: Runner) -> None:
     """Two ranks over gloo, then over NCCL where that is possible."""
     device = runner.device
     runner.run_all(two_rank_cases(device, two_ranks_over_gloo(device), "two ranks, gloo"))
-    two_ranks.run_over_nccl(runner, lambda launch: two_rank_cases(device, launch, "two ranks, NCCL"))
+    two_ranks.run_over_nccl(runner, lambda launch: over_nccl_cases(device, launch))
 
 
 def core_recipes(device: str) -> Iterator[tuple[str, Recipe]]:
@@ -117,6 +117,7 @@ def stream_cases(device: str) -> Iterator[Case]:
         "late legs, stock clipping": Recipe(options=SGD, clip="stock", **WIDE),
         "late legs, own clipping": Recipe(options=SGD, clip="own", **WIDE),
         "late legs, branches on two streams": Recipe(options=SGD, model="branches", fusion_mb=1.0, steps=8),
+        "late legs, parameters shared by two streams": Recipe(options=SGD, model="shared", fusion_mb=1.0, steps=8),
         "late legs, accumulation": Recipe(options=SGD, accumulate=2, **WIDE),
     }
     for name, recipe in recipes.items():
@@ -163,3 +164,29 @@ def two_rank_cases(device: str, launch: Launch, group: str) -> Iterator[Case]:
         yield Case(group, name, checks.equivalence, (recipe,), launch, alone=True)
     late = checks.on(Recipe("AdamW", {"lr": 0.001}, **WIDE), device)
     yield Case(group, "late gradients, late legs", checks.equivalence_with_late_legs, (late,), launch, alone=True)
+    yield Case(group, "a dropped model", checks.dropped_model, (Recipe(options=SGD),), launch, alone=True)
+
+
+def over_nccl_cases(device: str, launch: Launch) -> Iterator[Case]:
+    """The same, what only NCCL has, and that the host waits for nothing there."""
+    group = "two ranks, NCCL"
+    yield from two_rank_cases(device, launch, group)
+    int8 = Recipe("AdamW", ADAMW, wire_dtype="int8")
+    yield Case(group, "int8 on the wire", checks.codes_train_alike, (int8,), launch, alone=True)
+    steady = {
+        "AdamW": Recipe("AdamW", ADAMW),
+        "own clipping": Recipe("AdamW", ADAMW, clip="own"),
+        "norms of shards, stock clipping": Recipe("AdamW", ADAMW, clip="stock", attached=SHARDED_NORMS),
+        "sharded optimizer": Recipe("AdamW", ADAMW, attached=SHARDED),
+        "sharded optimizer, norms of shards, stock clipping": Recipe(
+            "AdamW", ADAMW, clip="stock", attached=SHARDED | SHARDED_NORMS
+        ),
+        "sharded optimizer, bf16 on the wire": Recipe("AdamW", ADAMW, wire_dtype="bfloat16", attached=SHARDED),
+        "sharded LARS": Recipe("LARS", {"lr": 0.1}, attached=SHARDED),
+        "sharded LAMB": Recipe("LAMB", {"lr": 0.01}, attached=SHARDED),
+        "int8 on the wire": int8,
+        "weighted batches": Recipe("AdamW", ADAMW, attached={"weighted": True}),
+    }
+    for name, recipe in steady.items():
+        few_groups = replace(recipe, fusion_mb=0.05)
+        yield Case("no host sync, NCCL", name, checks.no_host_sync, (few_groups,), launch, alone=True, needs_cuda=True)

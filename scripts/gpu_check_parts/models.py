@@ -83,6 +83,31 @@ class BranchNet(nn.Module):
         return LateGradient.apply(z + y)
 
 
+class SharedNet(nn.Module):
+    """Both streams use the same parameters, the side stream without having waited for the other's use of them."""
+
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(INPUTS, width), nn.Linear(width, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "cuda":
+            return LateGradient.apply(self._branch(x) + self._branch(2 * x))
+        here, side = torch.cuda.current_stream(x.device), torch.cuda.Stream(x.device)
+        twice = 2 * x
+        side.wait_stream(here)  # and not again
+        y = self._branch(x)
+        with torch.cuda.stream(side):
+            z = self._branch(twice)
+        here.wait_stream(side)
+        for tensor, stream in ((twice, side), (z, here)):
+            tensor.record_stream(stream)
+        return LateGradient.apply(y + z)
+
+    def _branch(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layer(x)))
+
+
 class LateGradient(torch.autograd.Function):
     """Identity, in front of whose gradient the device sleeps."""
 
@@ -106,6 +131,7 @@ MODELS = {
     "odd": OddNet,
     "conv": ConvNet,
     "branches": BranchNet,
+    "shared": SharedNet,
     "wide": lambda: WideNet(1024),
     "narrow": lambda: WideNet(48),
 }

@@ -64,7 +64,13 @@ class Runner:
 
     def wants(self, case: Case) -> bool:
         """Whether `--only` selects this case."""
-        return self._args.only.lower() in f"{case.group} {case.name}".lower()
+        name = f"{case.group}: {case.name}".lower()
+        return not self._args.only or any(text.lower() in name for text in self._args.only)
+
+    @property
+    def left_s(self) -> float:
+        """What is left of the time of the part."""
+        return self._part_ends_s - time.monotonic()
 
     def run_all(self, cases: Iterable[Case]) -> None:
         """Run these cases of the present part."""
@@ -97,7 +103,7 @@ class Runner:
         """Run a case if that is possible, and judge its outcome."""
         if case.needs_cuda and self.device == "cpu":
             return _skipped("needs a GPU")
-        left_s = self._part_ends_s - time.monotonic()
+        left_s = self.left_s
         if left_s < LEAST_S:
             return Outcome("not run", [], f"the time of the part {self._part} was used up", 0.0)
         limit_s = min(case.limit_s or self._args.timeout_s, left_s)
@@ -110,6 +116,8 @@ class Runner:
 
         began_s = time.monotonic()
         outcome = run_check(case.check, case.arguments, case.launch, limit_s, keep)
+        with self._lock:
+            self._under_way.pop(id(case), None)
         digests = {figures["digest"] for figures in outcome.figures if "digest" in figures}
         if outcome.result == "ok" and len(digests) > 1:
             return outcome._replace(result="FAIL", detail="ranks ended with different parameters")
@@ -132,7 +140,6 @@ class Runner:
 
     def _finish(self, row: Row) -> None:
         with self._lock:
-            self._under_way.pop(id(row.case), None)
             self.rows.append(row)
         self.write()
 

@@ -26,7 +26,7 @@ class Recipe:
     """What a training job does.
 
     Attributes:
-        optimizer: name of a class in ``torch.optim``.
+        optimizer: name of a class in ``torch.optim``, or of one of ours.
         options: its keyword arguments.
         model: a name in ``MODELS``.
         dtype: of the parameters.
@@ -40,7 +40,7 @@ class Recipe:
         set_to_none: argument of ``zero_grad``.
         steps: optimizer steps.
         fusion_mb: size of a fusion group; None to let DeAR find it.
-        wire_dtype: DeAR's ``wire_dtype``; empty for none. Plain DDP then gets a hook that does the same.
+        wire_dtype: DeAR's ``wire_dtype``; empty for none. Plain DDP then gets a hook that does the same, but for codes.
         schedule: DeAR's ``schedule``.
         compiled: backend of ``torch.compile`` for the network; empty to run it as it is.
         attached: further options of ``attach``.
@@ -86,6 +86,14 @@ class Recipe:
         return self.clip != "own" and not (self.clip and self.norms_of_shards)
 
 
+def _optimizer_class(name: str) -> Any:
+    if hasattr(torch.optim, name):
+        return getattr(torch.optim, name)
+    import ddp_crossover as dx  # here, so that plain DDP runs without it
+
+    return getattr(dx.optim, name)
+
+
 def cast_hook(wire_dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Does what ``wire_dtype`` does, on one and two ranks, where a sum has only one order."""
     sent = torch.mul(bucket.buffer(), 1.0 / dist.get_world_size()).to(wire_dtype)
@@ -112,7 +120,7 @@ class Job:
             # Where DDP splits a compiled graph, no bucket may be smaller than its first one, which has 1 MiB.
             bucket_cap_mb=None if recipe.compiled else BUCKET_MB,
         )
-        self.optimizer = getattr(torch.optim, recipe.optimizer)(self.ddp.parameters(), **recipe.options)
+        self.optimizer = _optimizer_class(recipe.optimizer)(self.ddp.parameters(), **recipe.options)
         self.parameters = list(self.ddp.parameters())
         self.state: Any = None
         scaler_class = torch.amp.GradScaler
@@ -130,7 +138,7 @@ class Job:
                 **recipe.attached,
             )
             scaler_class = dx.GradScaler if recipe.scaler == "own" else scaler_class
-        elif wire_dtype is not None:
+        elif wire_dtype is not None and wire_dtype.is_floating_point:
             self.ddp.register_comm_hook(wire_dtype, cast_hook)
         enabled = bool(recipe.scaler)
         self.scaler = scaler_class(device.type, init_scale=INITIAL_LOSS_SCALE, enabled=enabled)
