@@ -76,6 +76,11 @@ class Recipe:
         return bool(self.attached.get("weighted"))
 
     @property
+    def sharded(self) -> bool:
+        """Whether each rank keeps its share of the optimizer's state."""
+        return bool(self.attached.get("shard_optimizer"))
+
+    @property
     def norms_of_shards(self) -> bool:
         """Whether stock functions, too, take norms from shards."""
         return self.attached.get("norms") == "sharded"
@@ -193,6 +198,8 @@ class Job:
                 seen[f"loss scale after step {index}"] = self.scaler.get_scale()
         # No synchronize(): state dicts must be right without.
         seen["model"] = self.ddp.module.state_dict()
+        if self.state is not None and recipe.sharded:
+            self.state.consolidate()  # each rank has some of it only
         seen["optimizer"] = self.optimizer.state_dict()
         return _leaves(seen)
 
