@@ -363,7 +363,7 @@ class Pipeline:
             for group in groups:
                 due = [s for s in group.slots if s in self.updates and all(map(self._is_ready_for_update, s.groups))]
                 if due:
-                    outside_of_modes(functools.partial(self._apply, due), self.link.current_stream())
+                    outside_of_modes(functools.partial(self._apply, due))
 
     def _complete_for_update(self, group: GroupInFlight) -> None:
         self.complete(group)

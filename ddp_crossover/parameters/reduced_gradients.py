@@ -195,7 +195,7 @@ class ReducedGradients:
                 return memory
             if not self._may_fill(memory):
                 memory = torch.empty_like(memory)
-        outside_of_modes(functools.partial(self._copy_out, slot, memory), self._link.current_stream())
+        outside_of_modes(functools.partial(self._copy_out, slot, memory))
         return memory
 
     def _zero(self, slot: Slot, memory: Tensor) -> bool:

@@ -136,7 +136,7 @@ class ShardedPipeline(Pipeline):
         if ready:
             group = min(ready, key=lambda group: self._urgency[group.spec.index])
             self._launched.remove(group)
-            outside_of_modes(functools.partial(self._update_early, group), self.link.current_stream())
+            outside_of_modes(functools.partial(self._update_early, group))
             self._latest_early = group.gather
 
     def _update_early(self, group: GroupInFlight) -> None:

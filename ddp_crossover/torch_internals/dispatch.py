@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from ddp_crossover import device as gpu
 from ddp_crossover.torch_internals.private import private
 
 
@@ -34,38 +33,55 @@ def allow_foreach(tensor_class: type[torch.Tensor]) -> None:
             supported.append(tensor_class)
 
 
-def outside_of_modes(job: Callable[[], None], stream: gpu.Stream | None) -> None:
+def outside_of_modes(job: Callable[[], None]) -> None:
     """Run ``job`` out of sight of the caller's modes, functorch transforms and ``torch.jit.trace``.
 
-    All of these belong to a thread, so if any is active, ``job`` runs on a new thread, which takes 0.1 ms. Exceptions
-    of ``job`` are raised here.
-
-    Args:
-        job: the function to run.
-        stream: the CUDA stream to run it on if a new thread is needed, or None.
+    All of these belong to this thread, and are taken off it meanwhile. Another thread would have none of them, but it
+    could not take the locks that the caller holds, and ``job`` may call functions of users, which need them. The
+    default device stays, because factories that an optimizer calls follow it.
     """
-    depth_of_modes = private(torch._C, "_len_torch_dispatch_stack")() + private(torch._C, "_len_torch_function_stack")()
+    default = getattr(private(torch, "_GLOBAL_DEVICE_CONTEXT"), "device_context", None)
+    depth = private(torch._C, "_len_torch_function_stack")()
+    is_usual = depth == 0 if default is None else depth == 1 and _function_mode(0) is default
+    is_dispatched = private(torch._C, "_len_torch_dispatch_stack")() > 0
     is_in_transform = private(torch._C._functorch, "peek_interpreter_stack")() is not None
-    if not (depth_of_modes or is_in_transform or is_traced()):
+    if is_usual and not (is_dispatched or is_in_transform or is_traced()):
         job()
         return
-    errors: list[BaseException] = []
+    with contextlib.ExitStack() as taken_off:
+        if not is_usual:
+            taken_off.enter_context(_only_function_mode(default))
+        if is_dispatched:
+            dispatch = importlib.import_module("torch.utils._python_dispatch")
+            taken_off.enter_context(private(dispatch, "_disable_current_modes")())
+        if is_in_transform:
+            functorch = importlib.import_module("torch._functorch.pyfunctorch")
+            taken_off.enter_context(private(functorch, "temporarily_clear_interpreter_stack")())
+        if is_traced():
+            set_trace = private(torch._C, "_set_tracing_state")
+            taken_off.callback(set_trace, private(torch._C, "_get_tracing_state")())
+            set_trace(None)
+        job()
 
-    def run() -> None:
-        try:
-            with gpu.on_stream(stream):  # does nothing for None
-                job()
-        except BaseException as error:
-            errors.append(error)
 
-    thread = threading.Thread(target=run, name="ddp_crossover-outside-of-modes", daemon=True)
-    thread.start()
+def _function_mode(place: int) -> Any:
+    return private(torch._C, "_get_function_stack_at")(place)
+
+
+@contextlib.contextmanager
+def _only_function_mode(mode: Any) -> Iterator[None]:
+    """Context in which ``mode`` is this thread's only function mode; None for no mode at all."""
+    push, pop = private(torch.overrides, "_push_mode"), private(torch.overrides, "_pop_mode")
+    before = [pop() for _ in range(private(torch._C, "_len_torch_function_stack")())]
+    if mode is not None:
+        push(mode)
     try:
-        thread.join()
+        yield
     finally:
-        thread.join()  # after Ctrl-C, too: the job must not be left half done
-    if errors:
-        raise errors[0]
+        if mode is not None:
+            pop()
+        for each in reversed(before):
+            push(each)
 
 
 def is_traced() -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -14,9 +15,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradient_loops as loops
-from equivalence import SGD, Case, Run, check_case, run_arm, snapshot, train_step
+from equivalence import SGD, Case, Run, check_case, optimizer, run_arm, snapshot, train_step
 from models import OUTPUTS, DeepNet, OddNet
 
 FALLBACKS = {"pipelined": {}, "allreduce": {"schedule": "allreduce"}}
@@ -67,6 +70,85 @@ def test_weights_are_constrained_on_other_numbers_of_ranks(on_ranks, world_size)
 
 def test_weights_are_constrained_in_steps_that_are_not_deferred(on_ranks) -> None:
     check_case(Case(clamp_clipped, optimizer=SGD, pipelined=False), on_ranks)
+
+
+class SeenFunctions(TorchFunctionMode):
+    """Every call of torch goes through Python."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class SeenOperators(TorchDispatchMode):
+    """Every operator does, and those of an update would be one too many."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "clamp" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+class DefaultDevice(AbstractContextManager[None]):
+    """What `torch.set_default_device` leaves active for good."""
+
+    def __enter__(self) -> None:
+        torch.set_default_device("cpu")
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_default_device(None)
+
+
+def clamp_beside(run: Run, mode: Callable[[], AbstractContextManager[Any]]) -> Iterator[Any]:
+    """Forwards, which apply the updates, run inside of a mode; each clamp uses parameters that are being updated."""
+    run.attach()
+    if run.state is not None:
+        run.state.after_update(clamp)
+    for x, y in run.batches():
+        run.optimizer.zero_grad()
+        with mode():
+            loss = run.loss(run.model(x), y)
+        loss.backward()
+        run.optimizer.step()
+        if run.state is None:
+            with torch.no_grad():
+                clamp(list(run.model.parameters()))
+        yield loss
+
+
+MODES = [SeenFunctions, SeenOperators, DefaultDevice, partial(torch.device, "cpu")]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["function", "dispatch", "default_device", "device"])
+def test_weights_are_constrained_beside_modes(on_ranks, mode) -> None:
+    check_case(Case(partial(clamp_beside, mode=mode), model=DeepNet, optimizer=SGD), on_ranks)
+
+
+def see_default_device(sets: bool) -> str:
+    run = Run(Case(model=DeepNet, optimizer=optimizer(torch.optim.Adam, lr=1e-3)), with_dear=True)
+    run.attach()
+    batches = list(run.batches())
+    seen: Counter[str] = Counter()
+    run.state.after_update(lambda _: seen.update([torch.get_default_device().type]))
+    torch.set_default_device("meta" if sets else None)
+    try:
+        for x, y in batches:
+            run.optimizer.zero_grad()
+            with SeenFunctions() if sets else torch.device("meta"):
+                loss = run.loss(run.model(x), y)
+            loss.backward()
+            run.optimizer.step()
+        run.state.synchronize()
+    finally:
+        torch.set_default_device(None)
+    assert run.state.stats().deferred_steps > 6
+    run.detach()
+    [only] = seen
+    return only
+
+
+@pytest.mark.parametrize(("sets", "device"), [(False, "cpu"), (True, "meta")], ids=["context", "set_default_device"])
+def test_updates_know_the_default_device_of_step(on_ranks, sets, device) -> None:
+    """Not that of a context in which a forward has applied them."""
+    assert on_ranks(see_default_device, 1, sets) == [device]
 
 
 class PartlyUsedNet(OddNet):

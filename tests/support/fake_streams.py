@@ -376,7 +376,7 @@ def fake_gpu(
         (ddp_timer.DdpTimer, "reduce", waited_for(ddp_timer.DdpTimer.reduce)),
         (reducer.Reducer, "reduce", waited_for(reducer.Reducer.reduce)),
         (dear.Pipeline, "__init__", watched_pipeline),
-        (dear, "outside_of_modes", lambda job, stream: job()),  # this mode is to see updates
+        (dear, "outside_of_modes", lambda job: job()),  # this mode is to see updates
     ]
     with ExitStack() as stack:
         for owner, name, replacement in replacements:
