@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.figures.stats import FallbackLog
+from ddp_crossover.optim.lazy_state import make_state_lazy
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, StandIn
 from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
@@ -63,8 +64,10 @@ class StepCall:
         """Decide which parameters this call updates now; returns whether there are any.
 
         Called at the last moment before the optimizer reads the gradients, because a closure may have run a backward,
-        which may have changed the pipeline.
+        which may have changed the pipeline, or loaded another state.
         """
+        make_state_lazy(self.optimizer)
+        self.stand_in.optimizer.state = self.stand_in.original.state
         groups: list[list[Tensor]] = [group["params"] for group in self.stand_in.original.param_groups]
         if pipeline is not None and pipeline.phase is Phase.REDUCED:
             self.pipeline = pipeline

@@ -62,14 +62,14 @@ class ShardStates:
 
     # A whole state, as users know it.
 
-    def adopt(self, number: int) -> None:
-        """Take over the state of an optimizer that holds a whole one, by slicing it.
+    def adopt(self, number: int) -> bool:
+        """Take over the state of an optimizer that holds a whole one, by slicing it; returns whether it did.
 
         It holds one after it was resumed from a checkpoint, before or after attach, and after :meth:`consolidate`.
         """
         optimizer = self._optimizers[number]
         if isinstance(optimizer.state, ShardedState):
-            return
+            return False
         for each in self.mine:
             one = self._table.parameters[each.parameter]
             if one.optimizer == number:
@@ -79,6 +79,7 @@ class ShardStates:
         ours = {one.parameter for one in self._table.parameters}
         self._others[number] = {key: state for key, state in dict.items(optimizer.state) if key not in ours}
         optimizer.state = ShardedState()
+        return True
 
     def _sliced(self, value: Any, each: Range) -> Any:
         one = self._table.parameters[each.parameter]

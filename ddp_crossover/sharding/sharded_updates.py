@@ -62,11 +62,16 @@ _IN_VAIN = (
 
 
 class _Call(NamedTuple):
-    """A call of ``step()``: the optimizer's settings, and the param group of each parameter to update."""
+    """A call of ``step()``: the optimizer's settings, and the param group of each parameter to update.
+
+    Attributes:
+        has_other_state: whether the optimizer's state was read, or another was loaded, since the last step.
+    """
 
     stand_in: StandIn
     snapshot: OptimizerSnapshot
     group_of: dict[int, int]
+    has_other_state: bool
 
     @property
     def grad_scale(self) -> Tensor | None:
@@ -129,6 +134,8 @@ class ShardedUpdates(DeferredUpdates):
         self._link = link
         self._device = params.all[0].memory.device
         self._call: _Call | None = None
+        self._steps_whole = False
+        self._is_spread = False  # on all ranks, while one of them may have the whole state
         self._settings: dict[Optimizer, list[Any]] = {optimizer: settings_of(optimizer) for optimizer in optimizers}
         self._layouts_seen = -1
         self._early: EarlyUpdates | None = None
@@ -167,7 +174,8 @@ class ShardedUpdates(DeferredUpdates):
         if self._early is None or not pipeline.chooses_gathers:
             return False
         [optimizer] = self._numbers
-        is_shared = isinstance(optimizer.state, ShardedState) and self._layouts_seen == pipeline.layouts
+        is_shared = self._is_spread and isinstance(optimizer.state, ShardedState)
+        is_shared = is_shared and self._layouts_seen == pipeline.layouts
         return self._early.begin(pipeline.iteration, is_possible=is_shared and self.enabled)
 
     def _update_early(self, group: GroupInFlight, updates: list[ToUpdate]) -> None:
@@ -181,6 +189,7 @@ class ShardedUpdates(DeferredUpdates):
         self.flush()
         ranks = list(ranks)
         self.states.consolidate(ranks)
+        self._is_spread = False
         if len(ranks) == self._link.world_size:
             self._whole_since = dict.fromkeys(self._numbers.values(), self._link.iteration)
 
@@ -200,7 +209,10 @@ class ShardedUpdates(DeferredUpdates):
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._call = None  # left over if the last step raised
         self._runner.refuse_to_go_on()
-        if self._is_whole(optimizer):
+        user_closure = closure_of(args, kwargs)
+        # Not with a closure, which may run a backward, load another state, or consolidate this one.
+        self._steps_whole = user_closure is None and self._is_whole(optimizer)
+        if self._steps_whole:
             self.flush()
             return None
         reason = self._separable.why_not(optimizer, test_again=True) or why_call_waits(args, kwargs)
@@ -209,14 +221,14 @@ class ShardedUpdates(DeferredUpdates):
             raise RuntimeError(f"{type(optimizer).__name__}.step() cannot update shards, because {reason}")
         if self.pipeline is not None:
             self._finish_last_step(optimizer, self.pipeline)
-        self.states.adopt(self._numbers[optimizer])
-        user_closure = closure_of(args, kwargs)
         stand_in = StandIn(args[0], is_ours)
         stand_in.optimizer.state = defaultdict(dict)
 
         def closure() -> Any:
             # As in DeferredUpdates: the last moment before the optimizer reads gradients.
             loss = user_closure() if user_closure is not None else None
+            has_other_state = self.states.adopt(self._numbers[optimizer])
+            self._is_spread = True
             groups = stand_in.original.param_groups
             group_of = {
                 self._index_of(parameter, optimizer): index
@@ -226,7 +238,7 @@ class ShardedUpdates(DeferredUpdates):
             }
             stand_in.take([[] for _ in groups])
             snapshot = OptimizerSnapshot(optimizer, state=self.states.of_ranges)
-            self._call = _Call(stand_in, snapshot, group_of)
+            self._call = _Call(stand_in, snapshot, group_of, has_other_state)
             return loss
 
         return (stand_in.optimizer,), {"closure": closure}
@@ -262,7 +274,7 @@ class ShardedUpdates(DeferredUpdates):
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call, self._call = self._call, None
-        if call is None and self._is_whole(optimizer):
+        if self._steps_whole:
             self._tell_of_step(optimizer, [])
             return
         if call is None:
@@ -313,7 +325,7 @@ class ShardedUpdates(DeferredUpdates):
     def _is_usual(self, call: _Call, pipeline: ShardedPipeline, slots: Sequence[Slot]) -> bool:
         """Whether all of this step could have been made in backward, with reduced gradients as they are."""
         trained = sum(one.optimizer is not None for one in self._table.parameters)
-        if self._early is None or call.grad_scale is not None or len(slots) < trained:
+        if self._early is None or call.grad_scale is not None or len(slots) < trained or call.has_other_state:
             return False
         if not all(pipeline.gradients.is_pending(slot) and not slot.scales for slot in slots):
             return False

@@ -49,6 +49,7 @@ LOOPS = {
     "sometimes_no_step": Case(loops.sometimes_no_step),
     "two_steps_per_backward": Case(loops.two_steps_per_backward, pipelined=False),
     "backward_inside_closure": Case(loops.backward_inside_closure, pipelined=False),
+    "state_moves_around_closures": Case(loops.state_moves_around_closures, pipelined=False),
     "several_forwards_per_step": Case(forward_loops.several_forwards_per_step),
     "evaluate_between_steps": Case(forward_loops.evaluate_between_steps),
     "evaluate_before_step": Case(forward_loops.evaluate_before_step),

@@ -48,6 +48,7 @@ LOOPS = {
     "scheduler": (loops.scheduler_made_after_attach, True),
     "edit_hyperparameters_after_step": (loops.edit_hyperparameters_after_step, True),
     "closure": (loops.backward_inside_closure, True),
+    "state_moves_around_closures": (loops.state_moves_around_closures, False),
     "sometimes_no_step": (loops.sometimes_no_step, True),
     "two_steps_per_backward": (loops.two_steps_per_backward, False),
     "add_a_param_group": (loops.add_a_param_group, False),

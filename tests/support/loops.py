@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -80,6 +81,19 @@ def accumulate_with_no_sync(run: Run) -> Iterator[Any]:
         if last:
             run.optimizer.step()
             run.optimizer.zero_grad()
+        yield loss
+
+
+def accumulate_once_the_graph_is_known(run: Run) -> Iterator[Any]:
+    """A static graph is learned in the first backward, which must communicate; later ones need not."""
+    for index, (x, y) in enumerate(run.batches(per_step=3)):
+        last = index % 3 == 2
+        with nullcontext() if last or index < 3 else run.model.no_sync():
+            loss = run.loss(run.model(x), y) / 3
+            loss.backward()
+        if last:
+            run.optimizer.step()
+            run.optimizer.zero_grad(set_to_none=index % 2 == 0)
         yield loss
 
 
@@ -193,6 +207,32 @@ def backward_inside_closure(run: Run) -> Iterator[Any]:
             loss.backward()
             return loss
 
+        yield run.optimizer.step(closure)
+
+
+def state_moves_around_closures(run: Run) -> Iterator[Any]:
+    """A closure runs forward and backward; the optimizer's state is saved or loaded before it, and inside of it."""
+    saved: dict[str, Any] = {}
+    for index, (x, y) in enumerate(run.batches()):
+
+        def closure(index: int = index, x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            run.optimizer.zero_grad()
+            loss = run.loss(run.model(x), y)
+            loss.backward()
+            if index == 9:
+                torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+            if index in (9, 12):
+                run.optimizer.load_state_dict(copy.deepcopy(saved))
+            if index == 11:
+                run.consolidate()
+            return loss
+
+        if index in (5, 6):
+            saved.update(copy.deepcopy(run.optimizer_state()))
+        if index == 7:
+            run.optimizer.load_state_dict(copy.deepcopy(saved))
+        if index == 13 and run.state is not None:
+            run.state.consolidate(to=0)  # the others go on with what they have
         yield run.optimizer.step(closure)
 
 
