@@ -319,6 +319,7 @@ class Reducer:
         if not self._in_backward or not (self._layouts.complete or self._may_skip_buckets()):
             return
         self._in_backward = False
+        self._guard.end_backward()
         self._layouts.end_backward()
         self.iterations += 1
         if self._planning.profiler is not None:
@@ -476,11 +477,11 @@ class Reducer:
             self._planning.profiler.forward_ends()
         if returned and self._use_order.end_forward() and self.pipeline is not None:
             self.pipeline.set_use_order(self._use_order.ranks())
-        self._guard.end_forward()
+        before_backward = functools.partial(call_before_backward, output)
+        self._guard.end_forward(before_backward)
         # DDP prepares no backward for a forward that raised, perhaps because of Ctrl-C in a wait for a peer.
         if returned and self.pipeline is not None:
-            watch = functools.partial(call_before_backward, output) if reduces else None
-            self.pipeline.end_forward(watch)
+            self.pipeline.end_forward(before_backward if reduces else None)
 
     def _timing(self, note_use: Callable[[LazyParam], None]) -> Callable[[LazyParam], None]:
         profiler = self._planning.profiler

@@ -19,6 +19,7 @@ so that they do not touch the parameters themselves.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -295,7 +296,8 @@ def _overlap(left: LazyParam, right: LazyParam) -> bool:
 class StaleReadGuard:
     """Detects parameters that get a gradient although no forward has touched them.
 
-    Such a parameter was read by code that bypasses ``__torch_function__``, maybe before its update.
+    Such a parameter was read by code that bypasses ``__torch_function__``, maybe before its update. Gradients that come
+    from other graphs than that of DDP's last forward tell nothing about this forward.
 
     Args:
         params: the parameters.
@@ -307,16 +309,33 @@ class StaleReadGuard:
         self._on_stale_read = on_stale_read
         self._touched_in_backward: set[LazyParam] = set()
         self._handles: list[RemovableHandle] = []
+        self._forwards = 0
+        self._is_reached = False
+        self._suspects: list[LazyParam] = []
 
-    def end_forward(self) -> None:
-        """Hook the gradients of parameters that are untouched, and that were readable because they were not covered."""
+    def end_forward(self, call_before_backward: Callable[[Callable[[], None]], bool]) -> None:
+        """Hook the gradients of parameters that are untouched, and that were readable because they were not covered.
+
+        Args:
+            call_before_backward: calls a function when a backward comes to what this forward has returned, or returns
+                False if it cannot.
+        """
         self.remove()
         self._touched_in_backward.clear()
+        self._suspects.clear()
         self._handles = [
             lazy.parameter.register_hook(_Gradient(lazy, self))
             for lazy in self._params.armed()
             if lazy.parameter.requires_grad and not lazy.was_covered
         ]
+        self._forwards += 1
+        if self._handles:
+            self._is_reached = not call_before_backward(functools.partial(self._reach, self._forwards))
+
+    def _reach(self, forward: int) -> None:
+        if forward == self._forwards:
+            self._is_reached = True
+            self._suspects.clear()
 
     def note_touch(self, lazy: LazyParam) -> None:
         """Note a touch outside of forward. In backward it comes too late to explain the parameter's gradient."""
@@ -326,7 +345,17 @@ class StaleReadGuard:
     def gradient_arrives(self, lazy: LazyParam) -> None:
         """Report a parameter that was not touched before backward; a penalty in the loss may have touched it."""
         if is_armed(lazy.parameter) or lazy in self._touched_in_backward:
-            self._on_stale_read(lazy)
+            if self._is_reached:
+                self._on_stale_read(lazy)
+            else:
+                self._suspects.append(lazy)
+
+    def end_backward(self) -> None:
+        """Note that DDP has reduced what comes from the last forward, of which it may have got another output."""
+        self.remove()
+        if not self._is_reached:
+            for lazy in self._suspects:
+                self._on_stale_read(lazy)
 
     def remove(self) -> None:
         """Remove the gradient hooks."""

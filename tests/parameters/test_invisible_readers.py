@@ -38,7 +38,7 @@ from invisible_models import (
     padding,
 )
 from matrix import in_both_modes
-from models import DeepNet, MatrixNet
+from models import OUTPUTS, DeepNet, MatrixNet
 from optimizers import MUON
 from stale_loops import LIMIT
 
@@ -204,3 +204,40 @@ def test_parameters_of_a_subclass_stay_what_they_are(on_ranks, of_all, strict) -
     case = Case(_subclass_parameters, model=model, strict=strict, pipelined=False)
     check_case(case, on_ranks)
     check_case(replace(case, loop=plain_loop), on_ranks)
+
+
+class ShiftedNet(DeepNet):
+    """Adds its last parameter to the output only if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.nn.Parameter(torch.zeros(OUTPUTS))
+
+    def forward(self, x: torch.Tensor, shifts: bool = True) -> torch.Tensor:
+        return super().forward(x) + self.shift if shifts else super().forward(x)
+
+
+def _differentiate_other_graphs(run: Run) -> Iterator[Any]:
+    """Of a parameter that DDP's last forward has left out, gradients come from an earlier graph and past DDP."""
+    parameters = list(run.model.parameters())
+    earlier = torch.zeros(())
+    for index, (x, y) in enumerate(run.batches()):
+        if index % 3 == 0:
+            past_ddp = torch.autograd.grad(run.model.module(x).square().sum(), parameters)
+            yield snapshot(past_ddp)
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(x, index % 3 == 0), y)
+        if index % 3 == 1:
+            yield snapshot(torch.autograd.grad(earlier, run.model.module.shift))
+        loss.backward(retain_graph=index % 3 == 0)
+        run.optimizer.step()
+        earlier = loss
+        assert run.state is None or not any("bypasses" in reason for reason in run.state.stats().fallbacks)
+        yield loss
+
+
+def test_gradients_of_other_graphs_tell_nothing_about_a_forward(on_ranks) -> None:
+    """Neither before the first plan nor later; graphs that live on keep the updates of other parameters at home."""
+    ddp = {"find_unused_parameters": True}
+    case = Case(_differentiate_other_graphs, ShiftedNet, SGD, ddp=ddp, strict=False, pipelined=False)
+    check_case(case, on_ranks)
