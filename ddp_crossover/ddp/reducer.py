@@ -449,6 +449,8 @@ class Reducer:
         A plan is chosen in a backward, when DDP's buckets are in use. All ranks have chosen the same, and each follows
         at its next forward, so they have the same buckets when the next gradients are reduced.
         """
+        if self._awaits_backward:
+            return False  # of an earlier forward, which is known to the C++ reducer that DDP has now
         why = self._planning.progress() if self._leaves else self._planning.why_not_at_all()
         if why is not None:
             self._on_leave(why)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -104,10 +105,10 @@ def rebuild_buckets(ddp: DistributedDataParallel, cap_bytes: int | None = None) 
     finally:
         vars(ddp).update(before)
     if ddp.static_graph:
-        # The new reducer learns the graph in its own first iteration, even if DDP has had one before.
-        ddp._static_graph_delay_allreduce_enqueued = False
         ddp.reducer._set_static_graph()
         ddp.logger._set_static_graph()  # type: ignore[union-attr]
+        if private(ddp, "_static_graph_delay_allreduce_enqueued"):  # DDP has learned the graph before
+            vars(ddp)["_pre_forward"] = _LearnsGraphAnew(ddp, cap_bytes)
 
 
 def rebuild_under_hook(ddp: DistributedDataParallel, cap_bytes: int | None) -> None:
@@ -117,6 +118,40 @@ def rebuild_under_hook(ddp: DistributedDataParallel, cap_bytes: int | None) -> N
     forget_comm_hooks(ddp)
     for hook, state in hooks:
         ddp.register_comm_hook(state, hook)
+
+
+class _LearnsGraphAnew:
+    """In place of DDP's ``_pre_forward`` until a new reducer may learn a static graph, which its predecessor knew.
+
+    A reducer learns the graph in the first backward of its life, and has to reduce in that one: a script that begins
+    with ``no_sync()`` fails. One that comes to it later does not, so until the next forward that reduces no backward is
+    announced as the first one. Those in between have been counted, and only another reducer has not counted them.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, cap_bytes: int | None) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._cap_bytes = cap_bytes
+        self._has_counted = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        ddp = self._ddp()
+        assert ddp is not None  # the model is running
+        torch.compiler.disable(self._forward_begins)(ddp)
+        return private(type(ddp), "_pre_forward")(ddp, *args, **kwargs)
+
+    def _forward_begins(self, ddp: DistributedDataParallel) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if not ddp.require_backward_grad_sync:
+            self._has_counted = True
+            return
+        del ddp._pre_forward
+        ddp._static_graph_delay_allreduce_enqueued = False
+        if self._has_counted:
+            rebuild_under_hook(ddp, self._cap_bytes)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._ddp(), "_pre_forward")  # copies and pickles have DDP's own
 
 
 def is_updated_in_backward(parameter: torch.nn.Parameter) -> bool:

@@ -72,6 +72,8 @@ def _tuned(run: Run, loop: Any, is_left_alone: bool) -> Iterator[Any]:
         (plain_loop, 3, {}),
         (loops.accumulate_with_no_sync, 2, {}),
         (loops.accumulate_with_no_sync, 2, BUCKET_VIEWS),
+        (loops.accumulate_once_the_graph_is_known, 2, {"static_graph": True}),
+        (loops.accumulate_once_the_graph_is_known, 2, {"static_graph": True} | BUCKET_VIEWS),
         (loops.zero_grad_keeping_memory, 2, BUCKET_VIEWS),
         (gradient_loops.clip_norm, 2, {}),
     ],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -133,6 +135,28 @@ def _attach_after_some_steps(run: Run) -> Iterator[Any]:
         yield loss
 
 
+def _accumulate_and_attach_anew(run: Run) -> Iterator[Any]:
+    """Of a static graph that DDP has learned it forgets nothing: not by attach, not by detach, nor between the two."""
+    run.attach()
+    for index in range(run.case.steps):
+        if index in (7, 13, 27):
+            run.detach()
+        if index in (7, 19):
+            run.attach()
+        x, y = run.batch(index)
+        with run.model.no_sync() if index > 2 and index % 3 != 2 else nullcontext():
+            loss = run.loss(run.model(x), y)
+            loss.backward()
+        if index == 28:
+            with torch.no_grad():
+                run.model(x)
+            copy.deepcopy(run.model)
+        if index % 3 == 2:
+            run.optimizer.step()
+            run.optimizer.zero_grad(set_to_none=index % 2 == 0)
+        yield loss
+
+
 LARGE = Case(
     model=LargeNet, optimizer=optimizer(torch.optim.SGD, lr=0.01, momentum=0.9), steps=12, dear={"fusion_mb": 0.6}
 )
@@ -146,6 +170,12 @@ CASES = {
     "after_some_steps_bucket_view": replace(LARGE, loop=_attach_after_some_steps, ddp=BUCKET_VIEWS, steps=20),
     "after_some_steps_static_graph": replace(
         LARGE, loop=_attach_after_some_steps, ddp={"static_graph": True}, steps=20
+    ),
+    "attached_anew_static_graph": replace(
+        LARGE, loop=_accumulate_and_attach_anew, ddp={"static_graph": True}, steps=36, pipelined=False
+    ),
+    "attached_anew_static_graph_bucket_view": replace(
+        LARGE, loop=_accumulate_and_attach_anew, ddp={"static_graph": True, **BUCKET_VIEWS}, steps=36, pipelined=False
     ),
     "bucket_cap_mb_list": replace(LARGE, ddp={"bucket_cap_mb_list": [0.5, 2.0]}),
 }
