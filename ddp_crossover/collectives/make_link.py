@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.nccl_link import NcclLink
 from ddp_crossover.collectives.socket_backlog import SocketBacklog, connected_tcp_sockets
 from ddp_crossover.collectives.staged_gloo_link import StagedGlooLink
+from ddp_crossover.torch_internals.groups import new_group
 
 
 def make_link(
@@ -53,9 +53,10 @@ def make_link(
         )
     before = connected_tcp_sockets()
     of_ddp = process_group
-    process_group = own_group if own_group is not None else _new_group("legs", ranks, backend, timeout)
+    process_group = own_group or new_group(ranks, backend=backend, timeout=timeout, purpose="legs")
     if link is NcclLink:
-        made: Link = NcclLink(process_group, device, _new_group("norms", ranks, backend, timeout), timeout)
+        small_group = new_group(ranks, backend=backend, timeout=timeout, purpose="norms")
+        made: Link = NcclLink(process_group, device, small_group, timeout)
     else:
         # New sockets are those of the new group. The sockets of a given `own_group` are unknown, and on macOS
         # all are; the backlog is then empty, and gather legs are posted as soon as they are ready.
@@ -65,15 +66,3 @@ def make_link(
     if made.all_reduce_stream is None:
         made.all_reduce_stream = stream_for_all_reduces(of_ddp, device)
     return made
-
-
-def _new_group(purpose: str, ranks: list[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    group = dist.new_group(
-        ranks=ranks,
-        timeout=timeout,
-        backend=backend,
-        # For a subgroup: ranks outside of it do not have the model, so they do not call new_group().
-        use_local_synchronization=len(ranks) < dist.get_world_size(),
-        group_desc=f"ddp_crossover {purpose}",
-    )
-    return cast(dist.ProcessGroup, group)  # never NON_GROUP_MEMBER: only members call this

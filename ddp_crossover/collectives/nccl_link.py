@@ -20,6 +20,7 @@ from ddp_crossover.collectives.link import Link, release
 from ddp_crossover.collectives.nccl_codes import CodedLegs
 from ddp_crossover.collectives.nodes import Nodes
 from ddp_crossover.collectives.stream_order import CudaStreams
+from ddp_crossover.torch_internals.groups import new_group
 from ddp_crossover.torch_internals.profiling import named_range
 
 # torch 2.13 renamed both functions; the old names warn from then on.
@@ -190,14 +191,8 @@ class NcclLink(Link):
     def exchange_numbers(self, value: int) -> Callable[[], list[int]]:
         # Over gloo, between the hosts: the device may be steps behind, and the answer decides what it gets next.
         if self._host_group is None:
-            made = dist.new_group(
-                ranks=dist.get_process_group_ranks(self.process_group),
-                backend="gloo",
-                timeout=self._timeout,
-                use_local_synchronization=self.world_size < dist.get_world_size(),
-                group_desc="ddp_crossover decisions",
-            )
-            self._host_group = cast(dist.ProcessGroup, made)
+            ranks = dist.get_process_group_ranks(self.process_group)
+            self._host_group = new_group(ranks, backend="gloo", timeout=self._timeout, purpose="decisions")
         rows = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         exchange = dist.all_gather(rows, torch.tensor([value]), group=self._host_group, async_op=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch.distributed as dist
 from torch.nn import Parameter
@@ -20,6 +19,7 @@ from ddp_crossover.relaxed.exchange import MeanExchange
 from ddp_crossover.relaxed.grid import lines, shape_of
 from ddp_crossover.relaxed.policies import LocalSGD
 from ddp_crossover.torch_internals.ddp import process_group_timeout
+from ddp_crossover.torch_internals.groups import new_group
 
 
 class Partners:
@@ -80,15 +80,11 @@ class Partners:
 
     def _group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """A new process group of some of the model's ranks, which alone call this."""
-        group = dist.new_group(
-            ranks=[dist.get_global_rank(self._of_ddp, rank) for rank in ranks],
-            timeout=self._timeout,
-            backend=dist.get_backend(self._of_ddp),
-            use_local_synchronization=True,
-            group_desc="ddp_crossover means",
-        )
-        self._groups.append(cast(dist.ProcessGroup, group))
-        return self._groups[-1]
+        of_world = [dist.get_global_rank(self._of_ddp, rank) for rank in ranks]
+        backend = dist.get_backend(self._of_ddp)
+        group = new_group(of_world, backend=backend, timeout=self._timeout, purpose="means")
+        self._groups.append(group)
+        return group
 
     def close(self) -> None:
         """Close links. May be called without the other ranks."""
