@@ -291,6 +291,7 @@ class DearState:
         if options.weighted and (warning := statistics_of_a_rank(ddp.module)) is not None and self._link.rank == 0:
             say(warning, logging.WARNING)
         self._detached = False
+        self._is_in_child = False
         self._left_because: str | None = None
         self._after_leaving: Callable[[], object] = lambda: None
 
@@ -666,9 +667,15 @@ class DearState:
         their whole state back.
         """
         self.consolidate()
-        self._detach()
+        try:
+            self._detach()
+        finally:
+            if not self._is_in_child:
+                # Also if this rank's model was dropped before, as other ranks may not have found theirs yet.
+                self._link.close()
 
     def _detach(self) -> None:
+        """Detach, without the other ranks."""
         if self._detached:
             return
         self._detached = True
@@ -678,7 +685,7 @@ class DearState:
             if self._turn_points is not None:
                 self._turn_points.remove()
             self._turns.release()
-            self._link.close()
+            self._link.shut_down()
         self._when_model_is_dropped.detach()  # it keeps this state alive, and a model may be attached many times
 
     def _leave(self, why: str) -> None:
@@ -717,6 +724,7 @@ class DearState:
         self._params.lock.release()
         for finalizer in self._finalizers:
             finalizer.detach()
+        self._is_in_child = True
         if self._detached:
             return
         self._reducer.finish_gradients_in_child()

@@ -89,25 +89,28 @@ class PeerLink(Link):
         self._context.scratch.clear()
 
     def shut_down(self) -> None:
-        if not is_own_thread():  # else DearState closes the link from another thread: a thread cannot join itself
-            self.close()
-
-    def close(self) -> None:
-        """Wait for open legs (up to the group's timeout), join the threads, release the process group.
+        """Wait for open legs (up to the group's timeout), and join the threads.
 
         Open legs are completed because ranks still wait for each other's slices, even if backward failed on all ranks.
         """
-        if self.is_closed:
-            return
+        if is_own_thread():
+            return  # DearState ends the link from another thread: a thread cannot join itself
         context = self._context
         try:
-            while context.open_legs and context.failures.first is None and not context.wait_was_interrupted:
+            while not self.is_closed and self._awaits_legs(context):
                 time.sleep(_CLOSE_POLL_S)
         finally:
-            self._close_now()
+            if not self.is_closed:
+                self._end_now()
+            super().shut_down()
 
-    def _close_now(self) -> None:
-        """Close without waiting for legs: those that are still open fail."""
+    @staticmethod
+    def _awaits_legs(context: GlooCommContext) -> bool:
+        """Whether there are open legs, which may still succeed."""
+        return bool(context.open_legs) and context.failures.first is None and not context.wait_was_interrupted
+
+    def _end_now(self) -> None:
+        """End without waiting for legs: those that are still open fail."""
         context = self._context
         self.is_closed = context.failures.is_closed = True
         if context.failures.first is not None or context.open_legs:
@@ -120,7 +123,6 @@ class PeerLink(Link):
             leg.finish(context.failures.first or context.failures.record("rest of the legs", _given_up()))
         context.scratch.clear()
         context.messages.close()
-        super().close()
 
 
 def _given_up() -> RuntimeError:
@@ -179,6 +181,6 @@ class GlooLink(PeerLink):
         GlooGatherLeg(self._context, scatter, urgency=group, paced=False, on_done=complete).start()
         return future
 
-    def _close_now(self) -> None:
-        super()._close_now()
+    def _end_now(self) -> None:
+        super()._end_now()
         self.early_receives.legs.clear()

@@ -23,6 +23,7 @@ from ddp_crossover.collectives.nodes import Nodes
 from ddp_crossover.collectives.pace import Pace
 from ddp_crossover.collectives.staging_queue import StagingQueue
 from ddp_crossover.collectives.stream_order import CudaStreams
+from ddp_crossover.torch_internals.groups import destroy, give_up
 from ddp_crossover.tracing.clock import CommClock
 
 
@@ -41,7 +42,7 @@ class Link(ABC):
 
     Attributes:
         process_group: the process group, used by the link only.
-        owns_process_group: whether closing the link destroys the process group.
+        owned_groups: process groups that end with the link, see :func:`new_group`.
         rank: this process' rank in the group.
         world_size: number of ranks in the group.
         iteration: number of the training iteration to which legs that are started now belong.
@@ -64,7 +65,6 @@ class Link(ABC):
         streams: the CUDA streams of the legs; None on CPU, where work is done in the order of the calls.
     """
 
-    owns_process_group: bool = False
     adds_in_rank_order: bool = False
     codes_on_host: bool = True
     takes_parts: bool = False
@@ -80,6 +80,7 @@ class Link(ABC):
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.process_group = process_group
+        self.owned_groups: list[dist.ProcessGroup] = []
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         self.nodes = Nodes.flat(self.rank, self.world_size)
@@ -213,18 +214,27 @@ class Link(ABC):
     # The end.
 
     def shut_down(self) -> None:
-        """Close the link at the end of the program, or when the model is garbage-collected."""
-        self.close()
+        """End what runs on this rank. At any time, without the other ranks: garbage collection, the end of the program.
+
+        The process groups stay, since to destroy one is a collective on NCCL; the next attach on all ranks does it.
+        """
+        self.is_closed = True
+        for group in self.owned_groups:
+            give_up(group, self._waits_for_use())
+
+    def _waits_for_use(self) -> Callable[[], None]:
+        """A function that waits for legs under way, and does not refer to the link."""
+        return _nothing
 
     def close(self) -> None:
-        """Release the process group, after the legs under way have ended."""
-        if self.owns_process_group:
-            self.owns_process_group = False
-            release(self.process_group)
-        del self.process_group  # dropping the last reference closes its sockets
+        """End the link, after the legs under way have ended, and destroy its process groups. All ranks must call it."""
+        try:
+            self.shut_down()
+        finally:
+            destroy([group.group_name for group in self.owned_groups])
+            self.owned_groups.clear()
+            vars(self).pop("process_group", None)  # dropping the last reference closes its sockets
 
 
-def release(process_group: dist.ProcessGroup) -> None:
-    """Destroy a process group, unless the user's ``destroy_process_group()`` has already destroyed it."""
-    with contextlib.suppress(ValueError):
-        dist.destroy_process_group(process_group)
+def _nothing() -> None:
+    pass

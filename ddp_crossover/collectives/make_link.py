@@ -7,13 +7,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ddp_crossover.collectives.agreement import all_gather_json
 from ddp_crossover.collectives.all_reduce import backend_for, stream_for_all_reduces
 from ddp_crossover.collectives.gloo_link import GlooLink
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.nccl_link import NcclLink
 from ddp_crossover.collectives.socket_backlog import SocketBacklog, connected_tcp_sockets
 from ddp_crossover.collectives.staged_gloo_link import StagedGlooLink
-from ddp_crossover.torch_internals.groups import new_group
+from ddp_crossover.torch_internals.groups import destroy, given_up, new_group
 
 
 def make_link(
@@ -51,6 +52,9 @@ def make_link(
             f"process_group has the ranks {others}, but the model is replicated over {ranks}: "
             "make it over the same ranks, or leave it out"
         )
+    all_given_up = [set(names) for names in all_gather_json(given_up(ranks), process_group, device)]
+    # Here, because all ranks attach; and only those that all have given up: each has a garbage collector of its own.
+    destroy(sorted(set.intersection(*all_given_up)))
     before = connected_tcp_sockets()
     of_ddp = process_group
     process_group = own_group or new_group(ranks, backend=backend, timeout=timeout, purpose="legs")
@@ -62,7 +66,8 @@ def make_link(
         # all are; the backlog is then empty, and gather legs are posted as soon as they are ready.
         backlog = SocketBacklog(connected_tcp_sockets() - before)
         made = link(process_group, device, backlog, sums_in_fp32=sums_in_fp32)
-    made.owns_process_group = own_group is None
+    if own_group is None:
+        made.owned_groups.append(process_group)
     if made.all_reduce_stream is None:
         made.all_reduce_stream = stream_for_all_reduces(of_ddp, device)
     return made

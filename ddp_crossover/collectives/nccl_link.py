@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from ddp_crossover.collectives.all_reduce import all_reduce_sum
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.leg import HostWait, Leg, ScatterLeg, slice_bounds
 from ddp_crossover.collectives.leg_watch import LegWatch
-from ddp_crossover.collectives.link import Link, release
+from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.nccl_codes import CodedLegs
 from ddp_crossover.collectives.nodes import Nodes
 from ddp_crossover.collectives.stream_order import CudaStreams
@@ -105,6 +106,7 @@ class NcclLink(Link):
         super().__init__(process_group)
         self.watch = LegWatch(self.rank, timeout.total_seconds())
         self._small_group = small_group
+        self.owned_groups.append(small_group)
         self._host_group: dist.ProcessGroup | None = None
         self._timeout = timeout
         self._device = device
@@ -193,6 +195,7 @@ class NcclLink(Link):
         if self._host_group is None:
             ranks = dist.get_process_group_ranks(self.process_group)
             self._host_group = new_group(ranks, backend="gloo", timeout=self._timeout, purpose="decisions")
+            self.owned_groups.append(self._host_group)
         rows = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         exchange = dist.all_gather(rows, torch.tensor([value]), group=self._host_group, async_op=True)
 
@@ -227,26 +230,17 @@ class NcclLink(Link):
             self.all_gather_small(torch.zeros(1, device=self._device))
 
     def shut_down(self) -> None:
-        """Destroy no process group: that is a collective operation on NCCL.
-
-        Garbage collection and process exit happen at any time, possibly on this rank only or because of an exception.
-        The user's ``destroy_process_group()``, or the end of the process, destroys the groups.
-        """
         self.watch.close()
+        super().shut_down()
 
-    def close(self) -> None:
-        """Destroy the link's process groups. A collective: all ranks must call it."""
-        if self.is_closed:
-            return
-        self.is_closed = True
-        self.watch.close()
+    def _waits_for_use(self) -> Callable[[], None]:
         # Let legs under way finish: destroying their process group would abort them.
-        self._stream.synchronize()
-        self._small_stream.synchronize()
-        release(self._small_group)
-        if self._host_group is not None:
-            release(self._host_group)
-        super().close()
+        return functools.partial(_wait_for, (self._stream, self._small_stream))
 
     def _count(self, buffer: Tensor) -> None:
         self.meter.sent_bytes += buffer.nbytes * (self.world_size - 1) // self.world_size
+
+
+def _wait_for(streams: Iterable[gpu.Stream]) -> None:
+    for stream in streams:
+        stream.synchronize()

@@ -11,13 +11,16 @@ from torch.optim import Optimizer
 
 from ddp_crossover.collectives.link import Link
 
-_links: weakref.WeakKeyDictionary[Optimizer, tuple[weakref.ref[Link], Callable[[], int]]] = weakref.WeakKeyDictionary()
+# Nothing here keeps the object alive to which `steps` belongs: it has the optimizer, which would then never be dropped.
+_links: weakref.WeakKeyDictionary[Optimizer, tuple[weakref.ref[Link], weakref.WeakMethod[Callable[[], int]]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def agree_on_overflow(optimizers: Sequence[Optimizer], link: Link, steps: Callable[[], int]) -> None:
-    """From now on :func:`agreed` asks all ranks of this link, which must have made as many ``steps()``."""
+    """From now on :func:`agreed` asks all ranks of this link, which must have made as many ``steps()``, a method."""
     for optimizer in optimizers:
-        _links[optimizer] = weakref.ref(link), steps
+        _links[optimizer] = weakref.ref(link), weakref.WeakMethod(steps)
 
 
 def agreed(optimizer: Optimizer, found_inf: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
@@ -26,9 +29,9 @@ def agreed(optimizer: Optimizer, found_inf: dict[torch.device, Tensor]) -> dict[
     Raises:
         RuntimeError: on all ranks, if they are in different steps.
     """
-    link_of, steps = _links.get(optimizer, (lambda: None, lambda: 0))
-    link = link_of()
-    if link is None or link.is_closed:
+    link_of, steps_of = _links.get(optimizer, (lambda: None, lambda: None))
+    link, steps = link_of(), steps_of()
+    if link is None or link.is_closed or steps is None:
         return found_inf
     together = {}
     for device, found in found_inf.items():

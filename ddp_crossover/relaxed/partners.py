@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.agreement import require_equal
-from ddp_crossover.collectives.link import Link, release
+from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.make_link import make_link
 from ddp_crossover.collectives.node_ranks import nodes_of
 from ddp_crossover.relaxed.adasum import AdasumExchange
@@ -19,7 +19,7 @@ from ddp_crossover.relaxed.exchange import MeanExchange
 from ddp_crossover.relaxed.grid import lines, shape_of
 from ddp_crossover.relaxed.policies import LocalSGD
 from ddp_crossover.torch_internals.ddp import process_group_timeout
-from ddp_crossover.torch_internals.groups import new_group
+from ddp_crossover.torch_internals.groups import destroy, give_up, new_group
 
 
 class Partners:
@@ -86,9 +86,21 @@ class Partners:
         self._groups.append(group)
         return group
 
-    def close(self) -> None:
-        """Close links. May be called without the other ranks."""
+    def shut_down(self) -> None:
+        """End what runs on this rank, at any time, without the other ranks."""
         for link in self._links:
             link.shut_down()
         for group in self._groups:
-            release(group)
+            give_up(group, _nothing)  # torch waits for its own operations
+
+    def close(self) -> None:
+        """End links, and destroy all process groups. All ranks must call it."""
+        self.shut_down()
+        for link in self._links:
+            link.close()
+        destroy([group.group_name for group in self._groups])
+        self._groups.clear()
+
+
+def _nothing() -> None:
+    pass

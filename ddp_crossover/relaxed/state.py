@@ -98,11 +98,11 @@ class RelaxedState:
         self._due = 0
         self._loss_scale = LossScale(is_watched=True)
         self._partners = Partners(ddp, self._named, policy)
-        self._closing = weakref.finalize(self, self._partners.close)
+        self._when_dropped = weakref.finalize(self, self._partners.shut_down)
         self._rule = make_rule(policy.every, self._partners.link.exchange_numbers)
         self._merge = DeltaMerge(self._parameters, policy, self._partners.exchanges, self._partners.replicas)
         if self._detached:
-            self._closing()
+            self._when_dropped()
             return
         agree_on_overflow(optimizers, self._partners.link, self._steps_done)
         if policy.warmup:
@@ -210,7 +210,8 @@ class RelaxedState:
             allow_methods(self._model)
             forget_comm_hooks(self._model)
             rebuild_buckets(self._model)
-        self._closing()
+        self._when_dropped.detach()
+        self._partners.close()
 
     @property
     def _model(self) -> DistributedDataParallel:

@@ -404,7 +404,7 @@ class ShardedPipeline(Pipeline):
         is_spread = any(group.state in _SPREAD for group in self.groups)
         if is_spread and self.phase is Phase.REDUCED and not self.link.is_closed:
             self.decide(wants_gradients=False, is_early_right=False)  # if there was no step()
-        for group in self.groups:
+        for group in self.groups if not self.link.is_closed else ():
             self._gather(group)
         super()._end_legs()
 

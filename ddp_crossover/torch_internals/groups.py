@@ -1,10 +1,15 @@
-"""Process groups that are made by their members alone, and leave nothing in torch's globals that other ranks lack."""
+"""Process groups that are made by their members alone, and leave nothing in torch's globals that other ranks lack.
+
+To destroy a group is a collective on NCCL. So a rank that is done with one by itself, because its garbage collector
+has found a model or the program ends, only gives it up; it is destroyed at a place that all members come to.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -13,9 +18,32 @@ from torch.distributed import distributed_c10d
 
 from ddp_crossover.torch_internals.private import private
 
-# How many groups were made of the same ranks, per default process group. Their members agree on it, because all of them
-# make the same groups in the same order; a process that has begun anew has a new default group, as its peers do.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+
+class _Groups:
+    """The groups that this process has made beside one default group, by name.
+
+    Attributes:
+        made: how many were made of the same ranks. Their members agree on it, because all of them make the same groups
+            in the same order; a process that has begun anew has a new default group, as its peers do.
+        alive: those that were not destroyed.
+        given_up: functions that wait until nobody on this rank uses the group, and the group.
+    """
+
+    def __init__(self) -> None:
+        self.made: Counter[tuple[int, ...]] = Counter()
+        self.alive: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
+        self.given_up: dict[str, tuple[Callable[[], None], dist.ProcessGroup]] = {}
+
+
+_groups_of: weakref.WeakKeyDictionary[dist.ProcessGroup, _Groups] = weakref.WeakKeyDictionary()
+
+
+def _groups() -> _Groups:
+    return _groups_of.setdefault(_default_group(), _Groups())
+
+
+def _default_group() -> Any:
+    return private(distributed_c10d, "_get_default_group")()
 
 
 def new_group(ranks: Sequence[int], *, backend: str, timeout: timedelta, purpose: str) -> dist.ProcessGroup:
@@ -34,11 +62,10 @@ def new_group(ranks: Sequence[int], *, backend: str, timeout: timedelta, purpose
         timeout: its time-out.
         purpose: its description in torch's logs.
     """
-    default: Any = private(distributed_c10d, "_get_default_group")()
+    default, groups = _default_group(), _groups()
     has_all_ranks = len(ranks) == dist.get_world_size()
-    made = _made.setdefault(default, Counter())
-    made[tuple(ranks)] += 1
-    name = f"ddp_crossover {'_'.join(map(str, ranks))} {made[tuple(ranks)]}"
+    groups.made[tuple(ranks)] += 1
+    name = f"ddp_crossover {'_'.join(map(str, ranks))} {groups.made[tuple(ranks)]}"
     name_of_torch, bound_to = private(distributed_c10d, "_process_group_name"), private(default, "bound_device_id")
     setattr(distributed_c10d, "_process_group_name", lambda ranks, use_hashed_name: name)  # noqa: B010
     if not has_all_ranks:
@@ -55,4 +82,35 @@ def new_group(ranks: Sequence[int], *, backend: str, timeout: timedelta, purpose
     finally:
         default.bound_device_id = bound_to
         setattr(distributed_c10d, "_process_group_name", name_of_torch)  # noqa: B010
-    return cast(dist.ProcessGroup, group)  # never NON_GROUP_MEMBER: only members call this
+    made = cast(dist.ProcessGroup, group)  # never NON_GROUP_MEMBER: only members call this
+    groups.alive[name] = made
+    return made
+
+
+def give_up(group: dist.ProcessGroup, wait_for_use: Callable[[], None]) -> None:
+    """Note that this rank is done with a group of :func:`new_group`, which :func:`destroy` may destroy. At any time.
+
+    Args:
+        group: the group; if it was destroyed already, this does nothing.
+        wait_for_use: waits until nothing on this rank uses it any more.
+    """
+    if dist.is_initialized() and _groups().alive.get(group.group_name) is group:
+        _groups().given_up[group.group_name] = wait_for_use, group
+
+
+def given_up(ranks: Sequence[int]) -> list[str]:
+    """Names of the groups of these ranks that this rank has given up."""
+    groups = _groups().given_up
+    return sorted(name for name, (_, group) in groups.items() if dist.get_process_group_ranks(group) == list(ranks))
+
+
+def destroy(names: Iterable[str]) -> None:
+    """Destroy groups that were given up, one after the other. A collective on NCCL: all members must call it."""
+    for name in names:
+        if not dist.is_initialized() or (one := _groups().given_up.pop(name, None)) is None:
+            continue  # the user's `destroy_process_group()` has destroyed it
+        wait_for_use, group = one
+        wait_for_use()
+        _groups().alive.pop(name, None)
+        with contextlib.suppress(ValueError):  # the same
+            dist.destroy_process_group(group)

@@ -139,11 +139,6 @@ class CpuLink(Link):
     def exchange_numbers(self, value: int) -> Callable[[], list[int]]:
         return lambda: [value] * self.world_size
 
-    def close(self) -> None:
-        if not self.is_closed:
-            self.is_closed = True
-            super().close()
-
     def _send(self, leg: _CpuLeg, seconds: float, sums: Tensor) -> _CpuLeg:
         def arrive() -> None:
             self._wire.add_twins(sums)
