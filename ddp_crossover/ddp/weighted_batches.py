@@ -25,6 +25,7 @@ from ddp_crossover.ddp.batch_timer import BatchTimer
 from ddp_crossover.ddp.no_data import take_part_without_data, why_not_without_data
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.log import say
+from ddp_crossover.torch_internals.loss_scale import begin_scalers_without_loss
 
 _INSIDE = (
     "this model is attached with weighted=True: put its forward and its backward into `with state.batch(n):`, with the "
@@ -202,6 +203,7 @@ class WeightedBatches:
                 parameter.grad.copy_(gradient)
 
     def _take_part(self, ddp: DistributedDataParallel) -> None:
+        begin_scalers_without_loss()
         self._has_no_data = True
         try:
             take_part_without_data(ddp, self._in_use_order())

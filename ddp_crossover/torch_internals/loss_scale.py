@@ -46,6 +46,25 @@ class LossScale:
         return float(scale) if scale.is_cpu else scale.clone()  # the host does not wait for another device
 
 
+def begin_scalers_without_loss() -> None:
+    """From now on a scaler that has not scaled a loss yet begins with its first scale, where torch's raises.
+
+    A rank without data has no loss, and all ranks unscale the same gradients.
+    """
+    check = private(GradScaler, "_check_scale_growth_tracker")
+    if getattr(check, "begins_without_loss", False):
+        return
+
+    @functools.wraps(check)
+    def begun(scaler: GradScaler, function_name: str) -> Any:
+        if scaler._scale is None:
+            private(scaler, "_lazy_init_scale_growth_tracker")(torch.device(private(scaler, "_device")))
+        return check(scaler, function_name)
+
+    begun.begins_without_loss = True  # type: ignore[attr-defined]
+    GradScaler._check_scale_growth_tracker = begun  # type: ignore[method-assign, assignment]
+
+
 def _watch() -> None:
     global _is_watching
     if _is_watching:

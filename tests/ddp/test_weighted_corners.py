@@ -267,3 +267,37 @@ def _places(kind: str) -> list[Any]:
 )
 def test_a_balanced_sampler_knows_what_was_trained_on(on_ranks, kind, places) -> None:
     assert on_ranks(_places, 2, kind) == [places, places]
+
+
+def _scales_without_data(of: str, norms: str, clips: bool) -> list[Any]:
+    torch.manual_seed(0)
+    net = DeepNet()
+    ddp = DistributedDataParallel(net)
+    optimizer = sgd(net.parameters())
+    state = dx.attach(ddp, optimizer, weighted=True, norms=norms, fusion_mb=1e-4)
+    scaler = {"own": dx.GradScaler, "stock": torch.amp.GradScaler}[of]("cpu", init_scale=2.0**10, growth_interval=2)
+    rank, scales = torch.distributed.get_rank(), []
+    for step in range(8):
+        samples = 0 if step < 2 and rank == 0 else 3
+        optimizer.zero_grad()
+        with state.batch(samples):
+            if samples:
+                x = torch.randn(samples, INPUTS, generator=torch.Generator().manual_seed(10 * step + rank))
+                loss = ddp(x).square().mean() * (float("inf") if step in (1, 4) and rank == 1 else 1.0)
+                scaler.scale(loss).backward()
+        if clips:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return [scales, *(parameter.tolist() for parameter in net.parameters())]
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("norms", ["exact", "sharded"])
+@pytest.mark.parametrize("of", ["own", "stock"])
+def test_a_rank_without_samples_at_first_scales_losses_as_the_others_do(on_ranks, of, norms, clips) -> None:
+    one, other = on_ranks(_scales_without_data, 2, of, norms, clips)
+    assert one == other
+    assert one[0] == [1024.0, 512.0, 512.0, 1024.0, 512.0, 512.0, 1024.0, 1024.0]
