@@ -69,6 +69,7 @@ class ShardedPipeline(Pipeline):
         self._latest_early: Leg | None = None
         self.layouts = 0
         self._decided_in = -1
+        self._is_early_wrong = False  # known to all ranks in this iteration
         super().__init__(*args, **kwargs)
         self.gradients.is_lost = lambda slot: any(group.state in _SPREAD for group in slot.groups)
         self._gathers_early = False
@@ -120,6 +121,7 @@ class ShardedPipeline(Pipeline):
         super().begin_backward()
         self._launched.clear()
         self._latest_early = None
+        self._is_early_wrong = False
         self.is_early = self.begins_backward()
 
     def _launch(self, group: GroupInFlight) -> None:
@@ -287,7 +289,8 @@ class ShardedPipeline(Pipeline):
         """Learn whether any rank reads gradients before the first ``step()`` of this iteration; then gather them.
 
         A rank may read them alone, as a logger on rank 0 does, or because its garbage collector has not freed a view of
-        a gradient yet. It then waits until the others get to their ``step()``, where they hear of it.
+        a gradient yet. It then waits until the others get to where they ask, too: in :meth:`before_exchange`, any
+        number of times, and in their ``step()``. Once some rank has read gradients, all have them, and nobody asks.
 
         Args:
             wants_gradients: whether this rank reads them.
@@ -299,17 +302,24 @@ class ShardedPipeline(Pipeline):
         return self.ask(wants_gradients=wants_gradients, is_early_right=is_early_right)()
 
     def before_exchange(self) -> None:
-        if self.phase is Phase.REDUCED:
-            # A rank that reads a gradient first waits for the others to hear of it, before it gets here.
-            self.decide(wants_gradients=False, is_early_right=False)
+        if self.phase is Phase.REDUCED and self._decided_in != self.iteration:
+            # A rank that reads a gradient first waits for the others to hear of it, before it gets here. It may also
+            # read one afterwards, so `step()` asks again.
+            self._hear(self._tell(wants_gradients=False, is_early_right=False))
+            self._is_early_wrong = True
 
     def ask(self, *, wants_gradients: bool, is_early_right: bool) -> Callable[[], bool]:
         """Begin :meth:`decide`; returns a function that waits for the other ranks and ends it."""
         if self._decided_in == self.iteration:
             return _never
         self._decided_in = self.iteration
-        answer = 4 * self.iteration + 2 * wants_gradients + (not is_early_right)
-        return functools.partial(self._hear, self.link.exchange_numbers(answer))
+        is_early_right = is_early_right and not self._is_early_wrong
+        return functools.partial(
+            self._hear, self._tell(wants_gradients=wants_gradients, is_early_right=is_early_right)
+        )
+
+    def _tell(self, *, wants_gradients: bool, is_early_right: bool) -> Callable[[], list[int]]:
+        return self.link.exchange_numbers(4 * self.iteration + 2 * wants_gradients + (not is_early_right))
 
     def _hear(self, wait: Callable[[], list[int]]) -> bool:
         with self.waiting("gradients"), self.turns.released():
@@ -317,6 +327,7 @@ class ShardedPipeline(Pipeline):
         if {answer // 4 for answer in answers} != {self.iteration}:
             raise RuntimeError(f"ranks are in different iterations. {EVERY_RANK}")
         if any(answer & 2 for answer in answers):
+            self._decided_in = self.iteration
             self._gather_gradients()
         return not any(answer & 3 for answer in answers)
 
