@@ -13,7 +13,7 @@ SPEEDS_GBIT = (25.0, 10.0)
 REHEARSAL_GBIT = (2.0,)
 LIMIT_S = 220.0
 # For starting the process, and for the steps that are traced in the end.
-ENDS_S = 25.0
+ENDS_S = 30.0
 
 
 def runs(model: str) -> Callable[[Runner], None]:
