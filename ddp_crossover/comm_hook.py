@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_crossover.balance.sampler import BalancedSampler
 from ddp_crossover.codecs.wire import Wire
-from ddp_crossover.collectives.all_reduce import backend_for
+from ddp_crossover.collectives.all_reduce import backend_for, family_of
 from ddp_crossover.collectives.leg import LegError
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.make_link import make_link
@@ -183,7 +183,7 @@ class DearState:
         self._device = named[0][1].device
         self._plain_reason = why_plain_all_reduce(ddp, options.schedule)
         group_of_legs = process_group if process_group is not None else ddp.process_group
-        is_nccl = backend_for(group_of_legs, self._device) == "nccl"
+        is_nccl = family_of(backend_for(group_of_legs, self._device)) == "nccl"
         if self._plain_reason is None and is_nccl:
             refuse_unsafe_settings()
         timeout = process_group_timeout(group_of_legs, self._device)

@@ -69,7 +69,7 @@ def _all_reduce_sum_on(
 
 def stream_for_all_reduces(process_group: dist.ProcessGroup, device: torch.device) -> gpu.Stream | None:
     """The stream that :func:`all_reduce_sum` needs on NCCL; None on other backends, whose futures block no stream."""
-    is_nccl = gpu.has_streams(device) and backend_for(process_group, device).startswith("nccl")
+    is_nccl = gpu.has_streams(device) and family_of(backend_for(process_group, device)) == "nccl"
     return gpu.new_stream(device) if is_nccl else None
 
 
@@ -87,3 +87,8 @@ def backend_for(process_group: dist.ProcessGroup, device: torch.device) -> str:
     config = dist.get_backend_config(process_group)
     by_device = dict(entry.split(":", 1) for entry in str(config).split(",") if entry.count(":") == 1)
     return by_device.get(device.type, dist.get_backend(process_group))
+
+
+def family_of(backend: str) -> str:
+    """``nccl`` for each of torch's backends on NCCL (``nccl2``, ``nccl-legacy``, ``nccl-lazy``), else the name."""
+    return "nccl" if backend in ("nccl2", "nccl-legacy", "nccl-lazy") else backend

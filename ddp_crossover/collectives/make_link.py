@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_crossover.collectives.agreement import all_gather_json
-from ddp_crossover.collectives.all_reduce import backend_for, stream_for_all_reduces
+from ddp_crossover.collectives.all_reduce import backend_for, family_of, stream_for_all_reduces
 from ddp_crossover.collectives.gloo_link import GlooLink
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.nccl_link import NcclLink
@@ -40,7 +40,7 @@ def make_link(
     # The legs may use another backend than DDP: gloo copies CUDA tensors through the host, and so leaves the GPU alone.
     backend = backend_for(own_group if own_group is not None else process_group, device)
     links = {("gloo", "cpu"): GlooLink, ("gloo", "cuda"): StagedGlooLink, ("nccl", "cuda"): NcclLink}
-    link = links.get((backend, device.type))
+    link = links.get((family_of(backend), device.type))
     if link is None:
         raise ValueError(
             f"dear_hook runs on gloo (CPU or CUDA parameters) and NCCL (CUDA parameters), but the process group "
