@@ -37,6 +37,7 @@ from ddp_crossover.fusion_buffers.feedback import Feedback
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
 from ddp_crossover.options import Options
+from ddp_crossover.parameters.bystanders import note_autograd_thread
 from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError, StaleReadGuard
@@ -295,6 +296,8 @@ class Reducer:
             self._memory_formats.refuse_changes()
         if self.batches is not None:
             self.batches.weigh()
+        if gpu.has_streams(self._device):  # so autograd runs hooks in a thread of its own, and not in the script's
+            note_autograd_thread()
         self._in_backward = True
         self._awaits_backward = False
         self._layouts.begin_backward()

@@ -16,6 +16,15 @@ _SIGNAL_NAMES = (
     *("SIGCONT", "SIGCHLD", "SIGRTMIN", "SIGRTMAX"),
 )
 _SIGNALS = [getattr(signal, name) for name in _SIGNAL_NAMES if hasattr(signal, name)]
+_of_autograd: set[int] = set()
+
+
+def note_autograd_thread() -> None:
+    """Say that this is a thread of autograd's: it runs hooks, and reads no parameters beside this thread's backward.
+
+    Once anything in it asks for its name, as a log record does, it is among Python's threads as long as the process.
+    """
+    _of_autograd.add(threading.get_ident())
 
 
 def may_look() -> bool:
@@ -30,7 +39,9 @@ def may_look() -> bool:
 
 def _minds_its_own_business(thread: threading.Thread) -> bool:
     return (
-        thread.name.startswith(_NAMES)
+        # Python has not started it, so it does not run a function of the script under an ident that is used again.
+        (thread.ident in _of_autograd and isinstance(thread, threading._DummyThread))
+        or thread.name.startswith(_NAMES)
         or thread.name.endswith(_TARGETS)
         or type(thread).__module__.partition(".")[0] in _LIBRARIES
     )
