@@ -478,6 +478,8 @@ class Reducer:
         self._awaits_backward = self._awaits_backward or reduces
         if not reduces and self.pipeline is not None:
             self.pipeline.gradients.are_reduced = False  # the backward of this forward adds what no rank has shared
+        if self.batches is not None and returned:
+            self.batches.forward_ended(output)
         if self._planning.profiler is not None:
             self._planning.profiler.forward_ends()
         if returned and self._use_order.end_forward() and self.pipeline is not None:

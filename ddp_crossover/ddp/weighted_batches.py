@@ -13,7 +13,7 @@ import operator
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,8 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.rank_weights import RankWeights
+from ddp_crossover.ddp.backward_start import call_before_backward
 from ddp_crossover.ddp.batch_timer import BatchTimer
 from ddp_crossover.ddp.no_data import take_part_without_data, why_not_without_data
+from ddp_crossover.ddp.unreduced_samples import UnreducedSamples
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.log import say
 from ddp_crossover.torch_internals.loss_scale import begin_scalers_without_loss
@@ -40,6 +42,10 @@ _NOT_REDUCED = (
     "this state.batch() has ended with all of its forwards under no_sync(), so no gradient was reduced: if it is one "
     "of several micro-batches of a step, enter no_sync() before state.batch(); if it is the whole step, leave the last "
     "micro-batch that has samples out of no_sync()"
+)
+_DROPPED = (
+    "the gradients of earlier micro-batches were set to None or to zeros between a forward and its backward, when the "
+    "other ranks had been told of their samples: call optimizer.zero_grad() before the forward"
 )
 # Numbers of samples are smaller than this; what ranks tell each other is one number.
 _SAMPLES = 2**40
@@ -90,11 +96,8 @@ class WeightedBatches:
         self._count: int | None = None
         self._share = 0
         self._has_reduced = self._was_unsynced = self._has_no_data = False
-        # Samples whose gradients are in `.grad` and have not been reduced, as after `no_sync()`; with those under way.
-        self._unreduced = 0
+        self._unreduced = UnreducedSamples(lambda: self._model.parameters())
         self._trained = 0  # samples of the last step
-        self._earlier = 0  # of the unreduced ones, the samples of earlier batches
-        self._left: list[tuple[int, int] | None] = []  # the gradients after the last of them
         self._total: int | None = None
         self._told: _Told | None = None
         # The same, of a batch that has raised before its backward: it counts for the step that the others are in.
@@ -136,13 +139,11 @@ class WeightedBatches:
         self._count, self._total, self._share = count, total, share
         self._has_reduced = self._was_unsynced = False
         is_unsynced = not ddp.require_backward_grad_sync
-        self._earlier = self._unreduced
-        # share() counts samples by itself.
-        is_followed = is_unsynced and weight is None
-        gradients_before = self._gradients() if is_followed else None
-        self._unreduced += count
-        if weight is not None:
-            self._earlier, self._unreduced = 0, weight
+        if weight is None:
+            self._unreduced.begin_batch(count, is_unsynced=is_unsynced)
+        else:
+            self._unreduced.begin_share(weight)
+        has_raised = True
         if self.timer is not None:
             self.timer.batch_begins()
         try:
@@ -152,33 +153,19 @@ class WeightedBatches:
                     raise RuntimeError(_IS_EVALUATION)
                 self._take_part(ddp)
             if not self._has_reduced and self._told is not None:
-                self._unreduced = self._earlier  # a forward without a backward: nothing of it is in the gradients
                 self._skip_step(self._told)
             elif not self._has_reduced and self._was_unsynced and not is_unsynced:
                 raise RuntimeError(_NOT_REDUCED)
-            self._put_back()
             if self.timer is not None:
                 self.timer.batch_ended(count, self._trained if self._has_reduced else None)
-        except BaseException:
-            if not self._has_reduced and not is_followed:
-                self._unreduced = self._earlier
-                self._owed = self._told or self._owed
-            raise
+            has_raised = False
         finally:
-            if is_followed and not self._has_reduced:
-                self._left = self._gradients()
-                if self._left == gradients_before:
-                    self._unreduced = self._earlier  # no backward
+            if not self._has_reduced:
+                if has_raised:
+                    self._owed = self._told or self._owed
+                self._put_back()
+                self._unreduced.end_batch(is_whole=is_unsynced, has_raised=has_raised)
             self._count = self._told = self._kept = None
-
-    def _forget_what_was_dropped(self) -> None:
-        """Count no samples of earlier batches whose gradients were set to None or to zeros since."""
-        if not self._earlier or self._left == self._gradients():
-            return
-        gradients = (parameter.grad for parameter in self._model.parameters())
-        if all(gradient is None or not gradient.any() for gradient in gradients):
-            self._unreduced -= self._earlier
-            self._earlier = 0
 
     def _skip_step(self, told: _Told) -> None:
         """End a batch with a forward and no backward, which is right if no rank has one."""
@@ -210,11 +197,6 @@ class WeightedBatches:
         finally:
             self._has_no_data = False
 
-    def _gradients(self) -> list[tuple[int, int] | None]:
-        """What changes when a backward adds to gradients."""
-        gradients = (parameter.grad for parameter in self._model.parameters())
-        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
-
     @property
     def has_reduced(self) -> bool:
         """Whether the last batch, or the one under way, has had its reduced backward."""
@@ -222,10 +204,7 @@ class WeightedBatches:
 
     def take_left_over(self) -> int:
         """Number of samples whose gradients are in ``.grad`` and have not been reduced; from now on none."""
-        self._earlier = self._unreduced
-        self._forget_what_was_dropped()
-        left_over, self._unreduced = self._unreduced, 0
-        return left_over
+        return self._unreduced.take()
 
     def require_reduced(self) -> None:
         """Raise RuntimeError unless the batch under way has had its backward."""
@@ -242,7 +221,7 @@ class WeightedBatches:
         if self._count is None:
             raise RuntimeError(_INSIDE)
         if not self._has_reduced:
-            self._forget_what_was_dropped()
+            self._unreduced.forward_begins(reduces=reduces)
         if not reduces:
             self._was_unsynced = True
             if self._count == 0 and self._kept is None:  # what its backward adds counts for nothing
@@ -253,12 +232,23 @@ class WeightedBatches:
         elif not self._has_reduced and self._told is None:
             self._tell()
 
+    def forward_ended(self, output: Any) -> None:
+        """Watch the gradients of earlier micro-batches until the backward of this forward begins."""
+        if self._unreduced.earlier and not self._has_reduced:
+            call_before_backward(output, self._backward_begins)
+
+    def _backward_begins(self) -> None:
+        if self._count is None or self._has_reduced:
+            return
+        if self._unreduced.forget_what_was_dropped() and self._told is not None:
+            raise RuntimeError(_DROPPED)
+
     def _tell(self) -> _Told:
         """Tell the others this rank's number of samples in this step, unless they have been told."""
         if self._owed is None:
-            of_ranks = self._link.exchange_numbers(self._share * _SAMPLES + self._unreduced)
-            self._told = _Told(self._share, self._unreduced, of_ranks)
-        elif self._owed[:2] == (self._share, self._unreduced):
+            of_ranks = self._link.exchange_numbers(self._share * _SAMPLES + self._unreduced.number)
+            self._told = _Told(self._share, self._unreduced.number, of_ranks)
+        elif self._owed[:2] == (self._share, self._unreduced.number):
             self._told, self._owed = self._owed, None
         else:
             raise RuntimeError(
@@ -281,7 +271,7 @@ class WeightedBatches:
             raise RuntimeError(_INSIDE)
         if self._has_reduced:
             return  # the second backward of this batch
-        if self._count == 0 and self._unreduced and not self._has_no_data:
+        if self._count == 0 and self._unreduced.number and not self._has_no_data:
             way_out = (
                 "leave out forward and backward in state.batch(0)"
                 if why_not_without_data(self._model) is None
@@ -305,7 +295,9 @@ class WeightedBatches:
         self._weights.set_counts(counts, self._total)
         self._told = None
         self._has_reduced = True
-        self._trained, self._unreduced = told.samples, 0
+        self._trained = told.samples
+        self._unreduced.are_reduced()
+        self._kept = None
 
     def end(self) -> None:
         """Set the weights of a backward whose forward has begun, while ranks can still tell each other."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.stream_order import StreamOrder
+from ddp_crossover.parameters.gradient_marks import version_of
 from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.slots import GroupInFlight, GroupState, Slot
@@ -99,7 +100,7 @@ class ReducedGradients:
         self._kept.note_bucket(buffer, len(slots), own=len(slots) if slots[0].is_in_place else 0)
         if self._unwritten_is_unused:
             for slot in slots:
-                slot.version_before = _version(slot.parameter.grad)
+                slot.version_before = version_of(slot.parameter.grad)
 
     def make_pending(self, some_unused: bool, skipped: Collection[Slot] = ()) -> list[Slot]:
         """Make every ``.grad`` a PendingGrad; return the slots of those that cannot be, because a script keeps them.
@@ -122,7 +123,7 @@ class ReducedGradients:
             ):
                 self.untaken.append(slot)
                 continue
-            if self._unwritten_is_unused and _version(grad) == slot.version_before:
+            if self._unwritten_is_unused and version_of(grad) == slot.version_before:
                 self.untaken.append(slot)
                 continue
             slot.scales = ()
@@ -312,9 +313,3 @@ def _never(slot: Slot) -> bool:
 
 def _itself(memory: Tensor) -> Tensor:
     return memory
-
-
-def _version(grad: Tensor | None) -> int:
-    # Read the version of the `.grad` object itself: DDP's writes through a PendingGrad count there.
-    with torch._C.DisableTorchFunctionSubclass():
-        return -1 if grad is None else grad._version
