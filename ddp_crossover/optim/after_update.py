@@ -23,6 +23,7 @@ class AfterUpdate:
         self._at_steps: OrderedDict[int, Callable[[Optimizer, Sequence[Tensor]], object]] = OrderedDict()
         # Weak: DDP's reducer, which is opaque to the garbage collector, refers to this object.
         self._left_alone: list[weakref.ref[Optimizer]] = []
+        self._others_of: Callable[[Optimizer], Iterable[int]] = lambda optimizer: ()
 
     def __bool__(self) -> bool:
         return bool(self._functions or self._at_steps)
@@ -35,8 +36,14 @@ class AfterUpdate:
         """Call ``function`` at the end of each ``step()``, with the optimizer and its parameters that are pending."""
         return self._added(self._at_steps, function)
 
-    def leave_alone(self, optimizers: Iterable[Optimizer]) -> None:
-        """Follow these optimizers by plain hooks from now on, once there is a function."""
+    def leave_alone(self, optimizers: Iterable[Optimizer], others_of: Callable[[Optimizer], Iterable[int]]) -> None:
+        """Follow these optimizers by plain hooks from now on, once there is a function.
+
+        Args:
+            optimizers: the optimizers.
+            others_of: gives ids of the parameters of other models that are attached and that an optimizer trains, too.
+        """
+        self._others_of = others_of
         self._left_alone = [weakref.ref(optimizer) for optimizer in optimizers]
         if self:
             self._follow()
@@ -44,7 +51,7 @@ class AfterUpdate:
     def _follow(self) -> None:
         for left_alone in self._left_alone:
             if (optimizer := left_alone()) is not None:
-                optimizer.register_step_post_hook(lambda stepped, *_: self.stepped(stepped))
+                optimizer.register_step_post_hook(lambda stepped, *_: self.stepped(stepped, self._others_of(stepped)))
         self._left_alone.clear()
 
     def _added(self, functions: OrderedDict[int, Any], function: Callable[..., object]) -> RemovableHandle:

@@ -12,7 +12,7 @@ For the terms see [Note: DeAR's terms] in ``dear.py``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -109,9 +109,9 @@ class DeferredUpdates:
 
     def remove(self) -> None:
         """Give the optimizers back. What was given to ``after_update`` is called by plain hooks from now on."""
-        self.after_update.leave_alone(filter(has_hooks, self._separable))
+        self.after_update.leave_alone(filter(has_hooks, self._separable), _parameters_of_models)
         for optimizer in self._separable:
-            make_state_plain(optimizer)
+            make_state_plain(optimizer, self)
         self._separable.drop_references()
         for handle in self._handles:
             handle.remove()
@@ -215,7 +215,8 @@ class DeferredUpdates:
         self._runner.refuse_to_go_on()
         pipeline = self.pipeline
         if pipeline is None:
-            make_state_plain(optimizer)  # here, not in use(): that may run in a closure of a step, which has the state
+            # Here, not in use(): that may run in a closure of a step, which has the state.
+            make_state_plain(optimizer, self)
             return None
         self._finish_last_step(optimizer, pipeline)
         reason = self._separable.why_not(optimizer, test_again=True) or why_call_waits(args, kwargs)
@@ -227,9 +228,9 @@ class DeferredUpdates:
             self._runner.note_written()
             if pipeline.phase is Phase.REDUCED:
                 pipeline.gradients.unwrap()  # step() may pass them to a compiled function
-            make_state_plain(optimizer)
+            make_state_plain(optimizer, self)
             return None
-        make_state_lazy(optimizer)
+        make_state_lazy(optimizer, self)
         user_closure = closure_of(args, kwargs)
         step = self._running = StepCall(optimizer, StandIn(args[0], is_ours))
 
@@ -275,19 +276,14 @@ class DeferredUpdates:
         if self.after_update:
             self.after_update.stepped(
                 optimizer,
-                others={id(lazy.parameter) for lazy in later}.union(*self._others_of(optimizer)),
+                others={id(lazy.parameter) for lazy in later}.union(_parameters_of_models(optimizer, but=self)),
                 pending=[lazy.parameter for lazy in later if lazy.is_waiting],
             )
-
-    def _others_of(self, optimizer: Optimizer) -> list[Collection[int]]:
-        """Ids of the parameters of each other attached model that this optimizer trains, too."""
-        owners = [hook.__self__ for hook in step_pre_hooks(optimizer) if is_ours(hook)]
-        return [owner._params.of_id.keys() for owner in owners if owner is not self]
 
     def _defer(self, step: StepCall, optimizer: Optimizer) -> None:
         pipeline = step.pipeline
         assert pipeline is not None and step.snapshot is not None
-        make_state_lazy(optimizer).before_look = self._flush_if_pending
+        make_state_lazy(optimizer, self, self._flush_if_pending)
         # With `grad_scale` a fused optimizer unscales gradients in place.
         edits_gradient = getattr(optimizer, "grad_scale", None) is not None
         updates = [DeferredUpdate(step.snapshot, index, edits_gradient) for index, _ in enumerate(step.later)]
@@ -325,6 +321,12 @@ def pipeline_of(optimizer: Optimizer) -> Pipeline | None:
             owner: DeferredUpdates = hook.__self__
             return owner.pipeline
     return None
+
+
+def _parameters_of_models(optimizer: Optimizer, but: DeferredUpdates | None = None) -> set[int]:
+    """Ids of the parameters of all attached models, ``but`` one, that this optimizer trains."""
+    owners = [hook.__self__ for hook in step_pre_hooks(optimizer) if is_ours(hook)]
+    return {key for owner in owners if owner is not but for key in owner._params.of_id}
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

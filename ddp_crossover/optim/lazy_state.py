@@ -1,4 +1,7 @@
-"""The state of an optimizer with deferred updates: reading or changing it applies pending updates first."""
+"""The state of an optimizer with deferred updates: reading or changing it applies pending updates first.
+
+One optimizer may train several attached models; each has pending updates of its own.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,19 @@ class LazyState(defaultdict[Any, Any]):
     """``optimizer.state`` while its optimizer is attached.
 
     Attributes:
-        before_look: applies pending updates; None while the optimizer itself steps.
+        before_look: by the model, what applies its pending updates; None while the optimizer itself steps.
     """
 
-    before_look: Callable[[], None] | None = None
+    before_look: dict[object, Callable[[], None] | None]
+
+    def apply_pending(self) -> None:
+        """Apply the pending updates of all models."""
+        for apply in list(self.before_look.values()):
+            if apply is not None:
+                apply()
 
     def __reduce__(self) -> Any:
-        if self.before_look is not None:
-            self.before_look()
+        self.apply_pending()
         return defaultdict, (self.default_factory, dict(self))
 
 
@@ -28,8 +36,7 @@ def _after_updates(name: str) -> Any:
     original = getattr(defaultdict, name)
 
     def method(self: LazyState, *args: Any, **kwargs: Any) -> Any:
-        if self.before_look is not None:
-            self.before_look()
+        self.apply_pending()
         return original(self, *args, **kwargs)
 
     return method
@@ -42,16 +49,28 @@ for _name in (
     setattr(LazyState, _name, _after_updates(_name))
 
 
-def make_state_lazy(optimizer: Optimizer) -> LazyState:
-    """Make the optimizer's state lazy and return it. Needed at each step: ``load_state_dict`` and users replace it."""
+def make_state_lazy(optimizer: Optimizer, model: object, before_look: Callable[[], None] | None = None) -> None:
+    """Apply the pending updates of one model before others look at the optimizer's state.
+
+    Needed at each step: ``load_state_dict`` and users replace the state.
+
+    Args:
+        optimizer: the optimizer.
+        model: identifies the model.
+        before_look: applies its pending updates; None while the optimizer steps, which may look at its own state.
+    """
     if not isinstance(optimizer.state, LazyState):
-        optimizer.state = LazyState(getattr(optimizer.state, "default_factory", dict), optimizer.state)
-    optimizer.state.before_look = None
-    return optimizer.state
+        state = LazyState(getattr(optimizer.state, "default_factory", dict))
+        state.before_look = {}
+        dict.update(state, optimizer.state)
+        optimizer.state = state
+    optimizer.state.before_look[model] = before_look
 
 
-def make_state_plain(optimizer: Optimizer) -> None:
-    """Replace a lazy state of the optimizer by an ordinary ``defaultdict``."""
+def make_state_plain(optimizer: Optimizer, model: object) -> None:
+    """Forget a model, and if no other one is left, replace the lazy state by an ordinary ``defaultdict``."""
     state = getattr(optimizer, "state", None)  # a class that skips ``Optimizer.__init__`` may have none
     if isinstance(state, LazyState):
-        optimizer.state = defaultdict(state.default_factory, state)
+        state.before_look.pop(model, None)
+        if not state.before_look:
+            optimizer.state = defaultdict(state.default_factory, state)

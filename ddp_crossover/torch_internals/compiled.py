@@ -35,19 +35,25 @@ def call_around_compiled(
     # Set an attribute of the module instead of hooks, which would disable fused fast paths.
     name = "_compiled_call_impl" if is_compiled_in_place(module) else "forward"
     own = vars(module).get(name)
-    call = vars(module)[name] = _AroundCompiled(private(module, name), before, after)
+    call = vars(module)[name] = _AroundCompiled(private(module, name), own, before, after)
 
     def undo() -> None:
-        if vars(module).get(name) is call:
-            vars(module)[name] = own
-            if own is None:
+        call.stop()
+        # Another model that has the same module may have been undone before, below this one.
+        while isinstance(around := vars(module).get(name), _AroundCompiled) and around.is_stopped:
+            vars(module)[name] = around.own
+            if around.own is None:
                 del vars(module)[name]
 
     return undo
 
 
 class _AroundCompiled:
-    def __init__(self, compiled: Callable[..., Any], before: Callable[[], None], after: Callable[[], None]) -> None:
+    def __init__(
+        self, compiled: Callable[..., Any], own: Any, before: Callable[[], None], after: Callable[[], None]
+    ) -> None:
+        self.own = own
+        self.is_stopped = False
         self._compiled = compiled
         self._before = before
         self._after = after
@@ -61,9 +67,18 @@ class _AroundCompiled:
         finally:
             self._after()
 
+    def stop(self) -> None:
+        """Run nothing more around it; other code, or another model's wrapper, may still call this object."""
+        self.is_stopped = True
+        self._before = self._after = _nothing
+
     def __reduce__(self) -> Any:
         # A copy of the module gets the unwrapped callable, as with plain DDP; a method is bound to the copy.
         return _unchanged, (self._compiled,)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _unchanged(compiled: Callable[..., Any]) -> Callable[..., Any]:
