@@ -232,7 +232,7 @@ class DeferredUpdates:
             return None
         make_state_lazy(optimizer, self)
         user_closure = closure_of(args, kwargs)
-        step = self._running = StepCall(optimizer, StandIn(args[0], is_ours))
+        step = self._running = StepCall(optimizer, StandIn(args[0], is_ours), self)
 
         def closure() -> Any:
             # This is the last moment before the optimizer reads the gradients: after all pre-hooks, and after a

@@ -46,6 +46,7 @@ class StepCall:
     Args:
         optimizer: the optimizer that the user called.
         stand_in: the stand-in that runs in its place.
+        model: identifies the attached model, see ``lazy_state``.
 
     Attributes:
         pipeline: the pipeline that carries the deferred gradients; None if nothing is deferred.
@@ -53,9 +54,10 @@ class StepCall:
         snapshot: the optimizer as it is now, for the deferred updates; None if it defers none.
     """
 
-    def __init__(self, optimizer: Optimizer, stand_in: StandIn) -> None:
+    def __init__(self, optimizer: Optimizer, stand_in: StandIn, model: object) -> None:
         self.optimizer = optimizer
         self.stand_in = stand_in
+        self.model = model
         self.pipeline: Pipeline | None = None
         self.later: list[list[LazyParam]] = []
         self.snapshot: OptimizerSnapshot | None = None
@@ -66,7 +68,7 @@ class StepCall:
         Called at the last moment before the optimizer reads the gradients, because a closure may have run a backward,
         which may have changed the pipeline, or loaded another state.
         """
-        make_state_lazy(self.optimizer)
+        make_state_lazy(self.optimizer, self.model)
         self.stand_in.optimizer.state = self.stand_in.original.state
         groups: list[list[Tensor]] = [group["params"] for group in self.stand_in.original.param_groups]
         if pipeline is not None and pipeline.phase is Phase.REDUCED:
