@@ -96,8 +96,8 @@ class Pipeline:
         feedback: memory for what codes leave out; needed if the plan has coded gradients.
         loss_scale: returns the factor of the loss of the backward that begins.
         every_group_arrives: False if DDP may leave out buckets.
-        unwritten_is_unused: if DDP does not write a ``.grad`` at the end of backward, no rank has used its
-            parameter, and the ``.grad`` stays as it is.
+        may_leave_out: whether DDP writes no ``.grad`` of a parameter that it takes for unused on all ranks.
+        in_buckets: whether DDP writes by making ``.grad`` a part of a bucket.
     """
 
     def __init__(
@@ -115,7 +115,8 @@ class Pipeline:
         feedback: Feedback | None = None,
         loss_scale: Callable[[], float | Tensor] = _unscaled,
         every_group_arrives: bool = True,
-        unwritten_is_unused: bool = False,
+        may_leave_out: bool = False,
+        in_buckets: bool = False,
     ) -> None:
         self.every_group_arrives = every_group_arrives
         self.plan = plan
@@ -164,7 +165,8 @@ class Pipeline:
             kept,
             self.complete,
             self._is_overwritten,
-            unwritten_is_unused=unwritten_is_unused,
+            may_leave_out=may_leave_out,
+            in_buckets=in_buckets,
         )
         self.slot_of: dict[Tensor, Slot] = {slot.parameter: slot for slot in self.slots}
         self.groups = [self._group(spec) for spec in plan.groups]

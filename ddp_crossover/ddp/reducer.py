@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ddp_crossover import device as gpu
 from ddp_crossover.codecs.wire import Wire
@@ -39,9 +40,11 @@ from ddp_crossover.optim.deferred_updates import DeferredUpdates
 from ddp_crossover.options import Options
 from ddp_crossover.parameters.bystanders import note_autograd_thread
 from ddp_crossover.parameters.early_reads import EarlyReads
+from ddp_crossover.parameters.gradient_marks import Mark, are_same, marks_of
 from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError, StaleReadGuard
 from ddp_crossover.parameters.reduced_gradients import unwrap_gradients
+from ddp_crossover.parameters.slots import Slot
 from ddp_crossover.planning.session import Orders, Planning
 from ddp_crossover.sharding.sharded_pipeline import ShardedPipeline
 from ddp_crossover.torch_internals.autograd import call_after_backward
@@ -145,6 +148,8 @@ class Reducer:
         self.batches: WeightedBatches | None = None
         if options.weighted:
             self.batches = WeightedBatches(ddp, link, self._weights, turns, self._parameters_in_use_order)
+            updates.before_step = self._refuse_unreduced
+        self._gradients_before: list[Mark | None] = []
         self._in_backward = False
         self._last_bucket = -1
         self._seen_forward = False
@@ -313,6 +318,8 @@ class Reducer:
         if self._layouts.complete:
             if isinstance(reduction := self._reduction, PlainAllReduce):
                 reduction.wait()
+            else:
+                reduction.gradients.ddp_writes_next()
             if self.pipeline is None or self.model.find_unused_parameters:
                 self._turns.release()  # DDP waits for other ranks next
         # Queue again, to run after DDP's own callback, which copies buckets into gradients.
@@ -330,6 +337,8 @@ class Reducer:
         self._reduction.end_backward()
         if self.pipeline is not None:
             self.pipelined_iterations += 1
+            if self.batches is not None:
+                self._refuse_unweighted(self.pipeline.gradients.untaken)
             if self._compiled.needs_gradients:
                 self.finish_gradients()
         elif (reason := self._why_plain()) is not None:
@@ -344,6 +353,22 @@ class Reducer:
             was_looked_at=self._early_reads.is_explained,
         )
         self._early_reads.next_step()
+
+    def _refuse_unreduced(self, optimizer: Optimizer) -> None:
+        assert self.batches is not None
+        were_added_to = self.pipeline is not None and self.pipeline.gradients.were_added_to
+        self.batches.refuse_unreduced(optimizer, were_added_to=were_added_to)
+
+    def _refuse_unweighted(self, untaken: Sequence[Slot]) -> None:
+        """Raise RuntimeError if this backward has left gradients in ``.grad`` that DDP has not reduced."""
+        for slot in untaken:
+            [mark] = marks_of([slot.parameter])
+            if mark is not None and not are_same([self._gradients_before[slot.index]], [mark]):
+                raise RuntimeError(
+                    f"DDP takes {slot.name} for unused, and backward has made a gradient of it, which is not reduced "
+                    "and not weighted (weighted=True): build DistributedDataParallel after "
+                    "torch.nn.utils.parametrize.register_parametrization(), then attach"
+                )
 
     # The plan.
 
@@ -391,8 +416,8 @@ class Reducer:
             feedback=self.feedback,
             loss_scale=self._loss_scale.now,
             every_group_arrives=not self._may_skip_buckets(),
-            # With gradient_as_bucket_view, DDP sets `.grad` to a view of the bucket even if no rank used the parameter.
-            unwritten_is_unused=self.model.find_unused_parameters and not self.model.gradient_as_bucket_view,
+            may_leave_out=self.model.find_unused_parameters,
+            in_buckets=self.model.gradient_as_bucket_view,
         )
 
     @property
@@ -429,6 +454,8 @@ class Reducer:
             return
         if self.batches is not None:
             self.batches.forward_begins(reduces=self.model.require_backward_grad_sync)
+            if self.model.find_unused_parameters:
+                self._gradients_before = marks_of(parameter for _, parameter in self._named)
         self._updates.refuse_to_go_on()
         if self._planning.profiler is not None:
             self._planning.profiler.forward_begins()

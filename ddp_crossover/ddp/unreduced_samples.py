@@ -41,6 +41,7 @@ class UnreducedSamples:
         # those after the last batch.
         self._before: list[Mark | None] | None = None
         self._left: list[Mark | None] = []
+        self._left_is_empty = True
 
     def begin_batch(self, count: int, *, is_unsynced: bool) -> None:
         """Note a batch of ``count`` samples; under ``no_sync()`` its backward may add to gradients without DDP."""
@@ -81,11 +82,12 @@ class UnreducedSamples:
         if not self._is_followed or self._before is None:
             self.number = self.earlier
             return
+        self.forget_what_was_dropped()
         self._left = marks_of(self._parameters())
-        if are_same(self._before, self._left):
+        self._left_is_empty = are_empty(self._parameters())
+        was_dropped = self._left_is_empty and (has_raised or not any(self._left))
+        if was_dropped or are_same(self._before, self._left):
             self.number = self.earlier  # no backward
-        elif are_empty(self._parameters()):
-            self.number = 0
         elif not is_whole or (has_raised and self._unsynced_forwards > 1):
             self._is_part = True
         self._before = None
@@ -111,9 +113,10 @@ class UnreducedSamples:
 
     def forget_what_was_dropped(self) -> bool:
         """Count no samples of earlier batches whose gradients were set to None or to zeros since; returns whether."""
-        if not (self.earlier or self._is_part) or are_same(self._left, marks_of(self._parameters())):
+        if not (self.earlier or self._is_part) or not are_empty(self._parameters()):
             return False
-        if not are_empty(self._parameters()):
+        # Zeros may be what backward has left there; they are written by `.data`, too, which no version tells.
+        if self._left_is_empty and are_same(self._left, marks_of(self._parameters())):
             return False
         self.number -= self.earlier
         self.earlier = 0

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.rank_weights import RankWeights
@@ -27,6 +28,8 @@ from ddp_crossover.ddp.no_data import take_part_without_data, why_not_without_da
 from ddp_crossover.ddp.unreduced_samples import UnreducedSamples
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.log import say
+from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters
+from ddp_crossover.parameters.gradient_marks import are_empty
 from ddp_crossover.torch_internals.loss_scale import begin_scalers_without_loss
 
 _INSIDE = (
@@ -215,6 +218,20 @@ class WeightedBatches:
             )
 
     # What the reducer calls.
+
+    def refuse_unreduced(self, optimizer: Optimizer, *, were_added_to: bool) -> None:
+        """Raise RuntimeError if this optimizer is about to use gradients that are not reduced, and so not weighted.
+
+        Args:
+            optimizer: the optimizer.
+            were_added_to: whether a backward has added this rank's own gradients to reduced ones.
+        """
+        if (self._unreduced.number or were_added_to) and not are_empty(optimizer_parameters(optimizer)):
+            raise RuntimeError(
+                "optimizer.step() was called with gradients of this rank alone, which were not reduced and so not "
+                "weighted (weighted=True): leave the last micro-batch of a step out of no_sync(), add up losses before "
+                "one backward, or call optimizer.zero_grad() to drop them"
+            )
 
     def forward_begins(self, *, reduces: bool) -> None:
         """Send this rank's count, if the backward of this forward is going to reduce gradients."""

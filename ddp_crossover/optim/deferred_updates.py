@@ -12,7 +12,7 @@ For the terms see [Note: DeAR's terms] in ``dear.py``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -47,6 +47,7 @@ class DeferredUpdates:
 
     Attributes:
         runner_type: class of what applies deferred updates.
+        before_step: called with the optimizer before each ``step()``, which it may refuse.
 
     Args:
         optimizers: the optimizers.
@@ -84,6 +85,7 @@ class DeferredUpdates:
         self._separable = Separable(optimizers)
         self._deferrable = Deferrable(params, early_reads, fallbacks)
         self.deferred_steps = 0
+        self.before_step: Callable[[Optimizer], None] = _nothing
         params.bring_up_to_date = self.bring_up_to_date
         self._stepped_in = -1
         # This hook is global to the process, so a strong reference would keep the model alive.
@@ -213,6 +215,7 @@ class DeferredUpdates:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._running = None  # left over if the last step raised
         self._runner.refuse_to_go_on()
+        self.before_step(optimizer)
         pipeline = self.pipeline
         if pipeline is None:
             # Here, not in use(): that may run in a closure of a step, which has the state.
@@ -337,6 +340,10 @@ def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def is_ours(hook: Any) -> bool:
     """Whether a hook of an optimizer is ours."""
     return isinstance(getattr(hook, "__self__", None), DeferredUpdates)
+
+
+def _nothing(optimizer: Optimizer) -> None:
+    pass
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

@@ -44,8 +44,8 @@ class ReducedGradients:
         kept: finds gradients whose memory a script keeps.
         complete: waits until a fusion group's buffer holds the reduced gradients.
         is_overwritten: whether DDP's next backward has written into the bucket with this gradient.
-        unwritten_is_unused: if DDP does not write a ``.grad`` at the end of backward, no rank has used its
-            parameter, and the ``.grad`` stays as it is.
+        may_leave_out: whether DDP writes no ``.grad`` of a parameter that it takes for unused on all ranks.
+        in_buckets: whether DDP writes by making ``.grad`` a part of a bucket, else into the tensor that is there.
 
     Attributes:
         on_read: called before a gradient is delivered to a reader.
@@ -53,7 +53,9 @@ class ReducedGradients:
         answer_early: answers some torch functions without gathered gradients, see :meth:`PendingGrad.arm`; or None.
         are_reduced: whether no backward can have added this rank's own gradients to those of the latest iteration, or
             put them in their place.
-        untaken: parameters of this iteration that keep the ``.grad`` that they had, because no rank has used them.
+        were_added_to: whether a backward has added to them since.
+        untaken: parameters of this iteration that keep the ``.grad`` that they had, because no rank has used them, or
+            that have this rank's own, because DDP has lost sight of them.
         is_lost: whether a gradient that is no longer in ``.grad`` cannot be delivered any more.
         is_retiring: whether the iteration is being ended, so that no reader has asked for what is delivered.
     """
@@ -67,7 +69,8 @@ class ReducedGradients:
         complete: Callable[[GroupInFlight], None],
         is_overwritten: Callable[[Slot], bool],
         *,
-        unwritten_is_unused: bool,
+        may_leave_out: bool,
+        in_buckets: bool,
     ) -> None:
         self.on_read: Callable[[Slot], None] = _nothing
         self.is_needed: Callable[[Slot], bool] = _never
@@ -79,8 +82,9 @@ class ReducedGradients:
         self._kept = kept
         self._complete = complete
         self._was_overwritten = is_overwritten
-        self._unwritten_is_unused = unwritten_is_unused
-        self.are_reduced = False
+        self._may_leave_out = may_leave_out
+        self._in_buckets = in_buckets
+        self.are_reduced = self.were_added_to = False
         self.is_retiring = False
         self.untaken: list[Slot] = []
         self._thread = 0
@@ -98,8 +102,11 @@ class ReducedGradients:
         """Note a bucket of DDP, which has views on the gradients of these parameters."""
         # We hold each slot's view, if gradients travel in place. The result of the hook counts as DDP's.
         self._kept.note_bucket(buffer, len(slots), own=len(slots) if slots[0].is_in_place else 0)
-        if self._unwritten_is_unused:
-            for slot in slots:
+
+    def ddp_writes_next(self) -> None:
+        """Note that all gradients of this rank are in ``.grad``, and that DDP is about to write the reduced ones."""
+        if self._may_leave_out and not self._in_buckets:
+            for slot in self._slots:
                 slot.version_before = version_of(slot.parameter.grad)
 
     def make_pending(self, some_unused: bool, skipped: Collection[Slot] = ()) -> list[Slot]:
@@ -111,6 +118,7 @@ class ReducedGradients:
         """
         self._thread = threading.get_ident()
         self.are_reduced = True
+        self.were_added_to = False
         doubtful = []
         self.untaken.clear()
         for slot in self._slots:
@@ -123,7 +131,7 @@ class ReducedGradients:
             ):
                 self.untaken.append(slot)
                 continue
-            if self._unwritten_is_unused and version_of(grad) == slot.version_before:
+            if self._may_leave_out and not self._is_written(slot, grad):
                 self.untaken.append(slot)
                 continue
             slot.scales = ()
@@ -136,6 +144,12 @@ class ReducedGradients:
             self._make_one_pending(slot, grad, pending)
         del grad  # this local name would count as a reference in _kept_among()
         return self._kept_among(doubtful) if doubtful else []
+
+    def _is_written(self, slot: Slot, grad: Tensor) -> bool:
+        """Whether DDP has written this ``.grad``, which may be this rank's own gradient of a parameter unseen by it."""
+        if self._in_buckets:
+            return type(grad) is PendingGrad or self._kept.is_in_bucket(grad)
+        return version_of(grad) != slot.version_before
 
     def _kept_among(self, doubtful: list[Slot]) -> list[Slot]:
         for slot, is_kept in zip(doubtful, self._kept.kept([slot.parameter for slot in doubtful]), strict=True):
@@ -154,6 +168,7 @@ class ReducedGradients:
 
     def _note_sum(self) -> None:
         self.are_reduced = False
+        self.were_added_to = True
 
     def deliver_kept(self, slot: Slot) -> None:
         """Wait for a gradient whose memory a script keeps, and put it there."""
@@ -176,6 +191,10 @@ class ReducedGradients:
         """Whether the parameter's ``.grad`` is a PendingGrad that no code has read or set to zero yet."""
         pending = slot.pending.current
         return pending.is_reduced_gradient and slot.parameter.grad is pending
+
+    def is_reduced(self, slot: Slot) -> bool:
+        """Whether the parameter's ``.grad`` has come from the latest iteration, and no backward has added to it."""
+        return self.are_reduced and slot.parameter.grad is slot.pending.current and slot not in self.untaken
 
     def _deliver(self, slot: Slot, memory: Tensor) -> Tensor:
         if not self.is_retiring:

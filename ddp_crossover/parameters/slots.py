@@ -49,7 +49,7 @@ class Slot:
         scales: factors (0-dim tensors) by which the complete gradient is multiplied, in the parameter's dtype.
         is_shared: whether its ``.grad`` is a part of a fusion buffer.
         is_kept: whether a script keeps the memory of its gradient, so that it was delivered at the end of backward.
-        version_before: version counter of ``.grad`` when its bucket arrived, to tell whether DDP wrote to it since.
+        version_before: version counter of ``.grad`` before DDP wrote to it, if it did, at the end of backward.
     """
 
     __slots__ = (

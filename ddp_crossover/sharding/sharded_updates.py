@@ -40,6 +40,7 @@ from ddp_crossover.sharding.early_updates import EarlyUpdates
 from ddp_crossover.sharding.exchange import exchange, in_chunks
 from ddp_crossover.sharding.layer_exchange import sums_over_ranks
 from ddp_crossover.sharding.ownership import Ownership, Range, everything, only
+from ddp_crossover.sharding.same_gradients import require_same_gradients
 from ddp_crossover.sharding.shard_states import ShardStates
 from ddp_crossover.sharding.sharded_pipeline import ShardedPipeline, shard_to_update
 from ddp_crossover.sharding.sharded_state import CONSOLIDATE, ShardedState
@@ -50,10 +51,6 @@ _AT_ONCE = (
     "gradients were read or replaced before optimizer.step(), so updated parameters are exchanged at once, and nothing "
     "is deferred",
     "To clip or unscale without a wait, attach with norms='sharded' (under run: --norms sharded)",
-)
-_NOT_REDUCED = (
-    "a backward in no_sync() was not followed by one that reduces, so each rank updates shards with its own gradients",
-    "Average .grad over ranks before step(), or leave out shard_optimizer, where each rank would go its own way",
 )
 _IN_VAIN = (
     "gradients, parameters or hyperparameters changed between backward and optimizer.step(), so what was updated in "
@@ -209,6 +206,7 @@ class ShardedUpdates(DeferredUpdates):
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._call = None  # left over if the last step raised
         self._runner.refuse_to_go_on()
+        self.before_step(optimizer)
         user_closure = closure_of(args, kwargs)
         # Not with a closure, which may run a backward, load another state, or consolidate this one.
         self._steps_whole = user_closure is None and self._is_whole(optimizer)
@@ -302,7 +300,9 @@ class ShardedUpdates(DeferredUpdates):
         slots = [pipeline.slots[index] for index in call.group_of]
         is_usual = self._is_usual(call, pipeline, slots)
         is_right = is_usual and (self._early is None or self._early.are_right(call.snapshot, call.group_of))
-        hear = pipeline.ask(wants_gradients=False, is_early_right=is_right)
+        # A gradient that no reduction has written may differ between ranks, which a step at once finds out.
+        wants_gradients = not all(map(pipeline.gradients.is_reduced, slots))
+        hear = pipeline.ask(wants_gradients=wants_gradients, is_early_right=is_right)
         if pipeline.is_early and is_right:
             pipeline.update_rest_early(slots)
         are_taken = hear()
@@ -357,12 +357,11 @@ class ShardedUpdates(DeferredUpdates):
 
     def _step_at_once(self, call: _Call) -> None:
         """Update this rank's shards from whole gradients, and exchange the updated parameters at once."""
-        pipeline = self.pipeline
-        if pipeline is not None and pipeline.phase is Phase.REDUCED and not pipeline.gradients.are_reduced:
-            self._fallbacks.note(*_NOT_REDUCED)
         lazies = [self._params.all[index] for index in call.group_of]
         self._params.follow_moved(lazies)
         gradients = {lazy.index: unwrapped(lazy.parameter.grad) for lazy in lazies}
+        by_name = {lazy.name: gradients[lazy.index] for lazy in lazies}
+        require_same_gradients(self._link, self._device, by_name)
         updates = []
         for each in self.states.mine:
             if each.parameter in gradients:

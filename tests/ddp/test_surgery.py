@@ -86,6 +86,16 @@ def _new_weight_norm_and_remove(run: Run) -> None:
     parametrize.remove_parametrizations(run.model.module.first, "weight")
 
 
+class _Negative(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return -weight
+
+
+def _parametrize(run: Run) -> None:
+    """The parameter stays, with another accumulator of gradients than the one that DDP has a hook on."""
+    parametrize.register_parametrization(run.model.module.first, "weight", _Negative())
+
+
 def _freeze(run: Run) -> None:
     run.model.module.first.requires_grad_(False)
 
@@ -133,6 +143,7 @@ def _replace_the_optimizer(run: Run) -> None:
         _old_spectral_norm,
         _new_weight_norm,
         _new_weight_norm_and_remove,
+        _parametrize,
         _freeze,
         _replace_a_parameter,
         _replace_data,
@@ -145,6 +156,12 @@ def test_a_changed_model_is_trained_as_by_plain_ddp(on_ranks, operation, step) -
     # What is changed is unused for DDP then, and the ranks of plain DDP go apart where it does not reduce what is new.
     case = Case(Operate(operation, step), OddNet, SGD, steps=12, ddp={"find_unused_parameters": True}, pipelined=False)
     on_ranks(_compare_each_rank, 2, case)
+
+
+@pytest.mark.parametrize("step", [1, 8])
+def test_so_is_a_parametrized_one_with_gradients_in_buckets(on_ranks, step) -> None:
+    ddp = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    on_ranks(_compare_each_rank, 2, Case(Operate(_parametrize, step), OddNet, SGD, steps=12, ddp=ddp, pipelined=False))
 
 
 def _compare_each_rank(case: Case) -> None:

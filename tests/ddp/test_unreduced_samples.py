@@ -204,6 +204,25 @@ def test_gradients_zeroed_between_forward_and_backward(on_ranks, is_last, said) 
         assert said in result
 
 
+def _loss_of_zero() -> None:
+    """A micro-batch whose gradients are zero, because its loss is multiplied by zero, counts all the same."""
+    script = Script()
+    for _ in range(STEPS):
+        to_zeros(script)
+        with script.model.no_sync(), script.state.batch(4):
+            (script.model(4) * 0).backward()
+        script.batch(SIZES[1])
+        expected = sum((4 + samples) * samples for samples in SIZES[1]) / (8 + sum(SIZES[1]))
+        for parameter in script.net.parameters():
+            torch.testing.assert_close(parameter.grad, torch.full_like(parameter, expected), rtol=1e-12, atol=1e-12)
+        script.optimizer.step()
+    script.state.detach()
+
+
+def test_gradients_of_zero_count(on_ranks) -> None:
+    on_ranks(_loss_of_zero, 2)
+
+
 def _empty_micro_batches() -> None:
     """A rank without samples goes through all micro-batches of the others with any sample."""
     script = Script()
