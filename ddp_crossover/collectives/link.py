@@ -81,6 +81,7 @@ class Link(ABC):
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.process_group = process_group
         self.owned_groups: list[dist.ProcessGroup] = []
+        self._given_up: list[str] = []
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         self.nodes = Nodes.flat(self.rank, self.world_size)
@@ -221,6 +222,10 @@ class Link(ABC):
         self.is_closed = True
         for group in self.owned_groups:
             give_up(group, self._waits_for_use())
+            self._given_up.append(group.group_name)
+        # Drop references, the last of which closes a group's sockets: the link may stay in a cycle of references.
+        self.owned_groups.clear()
+        vars(self).pop("process_group", None)
 
     def _waits_for_use(self) -> Callable[[], None]:
         """A function that waits for legs under way, and does not refer to the link."""
@@ -231,9 +236,8 @@ class Link(ABC):
         try:
             self.shut_down()
         finally:
-            destroy([group.group_name for group in self.owned_groups])
-            self.owned_groups.clear()
-            vars(self).pop("process_group", None)  # dropping the last reference closes its sockets
+            destroy(self._given_up)
+            self._given_up.clear()
 
 
 def _nothing() -> None:

@@ -232,6 +232,8 @@ class NcclLink(Link):
     def shut_down(self) -> None:
         self.watch.close()
         super().shut_down()
+        vars(self).pop("_small_group", None)
+        self._host_group = None
 
     def _waits_for_use(self) -> Callable[[], None]:
         # Let legs under way finish: destroying their process group would abort them.

@@ -47,6 +47,7 @@ class Partners:
         require_equal("policy", {"sync": str(policy)}, self._of_ddp, self._device)
         self._timeout = process_group_timeout(self._of_ddp, self._device)
         self._groups: list[dist.ProcessGroup] = []
+        self._given_up: list[str] = []
         self.node: dist.ProcessGroup | None = None
         shape = shape_of(policy.groups, dist.get_world_size(self._of_ddp)) if policy.groups in ("grid", "pairs") else ()
         wire = Wire.of(policy.wire_dtype, device_type=self._device.type)
@@ -92,14 +93,16 @@ class Partners:
             link.shut_down()
         for group in self._groups:
             give_up(group, _nothing)  # torch waits for its own operations
+            self._given_up.append(group.group_name)
+        self._groups.clear()
 
     def close(self) -> None:
         """End links, and destroy all process groups. All ranks must call it."""
         self.shut_down()
         for link in self._links:
             link.close()
-        destroy([group.group_name for group in self._groups])
-        self._groups.clear()
+        destroy(self._given_up)
+        self._given_up.clear()
 
 
 def _nothing() -> None:

@@ -159,9 +159,9 @@ def memory_and_groups() -> None:
         link = job.state._link
         assert {(storage, link._stream) for storage in gpu.watched} <= gpu.recorded
         with mock.patch.object(dist, "destroy_process_group") as destroy:
+            groups = [link.process_group, link._small_group]
             link.shut_down()
             destroy.assert_not_called()
-        groups = [link.process_group, link._small_group]
         job.close()
     for group in groups:
         with pytest.raises(ValueError, match=r"[Ii]nvalid process group"):

@@ -1,4 +1,4 @@
-"""One rank alone reads gradients before `step()`, as a logger on rank 0 does, beside all else that ranks do together."""
+"""One rank alone reads gradients before `step()`, as a logger does, beside all else that ranks do together."""
 
 from __future__ import annotations
 
