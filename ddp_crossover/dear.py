@@ -410,6 +410,10 @@ class Pipeline:
                 "capture, and before each replay of a graph that uses the model's parameters"
             )
 
+    def belongs_to_update(self, slot: Slot) -> bool:
+        """Whether the gradient in the fusion buffer is what an update that is pending will use."""
+        return slot in self.updates
+
     def before_exchange(self) -> None:
         """Called before ranks exchange norms."""
 

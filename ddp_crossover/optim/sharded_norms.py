@@ -62,7 +62,7 @@ def gradients_of(pipeline: Pipeline, parameters: Iterable[Tensor]) -> Gradients 
         slot = pipeline.slot_of.get(parameter)
         if slot is None:
             return None
-        if pipeline.gradients.is_pending(slot) and slot not in pipeline.updates:
+        if pipeline.gradients.is_pending(slot) and not pipeline.belongs_to_update(slot):
             gradients.on_the_wire.append(slot)
         else:
             # After step() the fusion buffer belongs to the update: later changes to `.grad` must not reach it.

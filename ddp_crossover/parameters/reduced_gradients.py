@@ -56,7 +56,7 @@ class ReducedGradients:
         were_added_to: whether a backward has added to them since.
         untaken: parameters of this iteration that keep the ``.grad`` that they had, because no rank has used them, or
             that have this rank's own, because DDP has lost sight of them.
-        is_lost: whether a gradient that is no longer in ``.grad`` cannot be delivered any more.
+        is_lost: whether a gradient is spread over the ranks, so that one that is no longer in ``.grad`` is gone.
         is_retiring: whether the iteration is being ended, so that no reader has asked for what is delivered.
     """
 
@@ -197,6 +197,9 @@ class ReducedGradients:
         return self.are_reduced and slot.parameter.grad is slot.pending.current and slot not in self.untaken
 
     def _deliver(self, slot: Slot, memory: Tensor) -> Tensor:
+        if slot.pending.current.becomes_zero and self.is_lost(slot):
+            # Not gathered for this: each rank gets here at another place, or not at all, as its own references tell.
+            return torch.empty_like(memory)
         if not self.is_retiring:
             self.on_read(slot)
         # A script that has got a part of a bucket may move the storage of all of it.
@@ -219,9 +222,9 @@ class ReducedGradients:
         return memory
 
     def _zero(self, slot: Slot, memory: Tensor) -> bool:
-        """Set the memory of a pending gradient to zero; False if it is a part of the fusion buffer of an update."""
+        """Set the memory of a pending gradient to zero; False if it is a part of a fusion buffer that is still used."""
         if slot.is_shared:
-            if self.is_needed(slot):
+            if self.is_needed(slot) or self.is_lost(slot):
                 return False
             for group in slot.neighbours:
                 self._complete(group)  # protects the zeros from the gather leg, which writes there, too

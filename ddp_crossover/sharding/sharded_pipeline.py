@@ -71,7 +71,9 @@ class ShardedPipeline(Pipeline):
         self._decided_in = -1
         self._is_early_wrong = False  # known to all ranks in this iteration
         super().__init__(*args, **kwargs)
-        self.gradients.is_lost = lambda slot: any(group.state in _SPREAD for group in slot.groups)
+        self.gradients.is_lost = lambda slot: any(
+            group.state in _SPREAD for group in (slot.neighbours if slot.is_shared else slot.groups)
+        )
         self._gathers_early = False
         self._followers = {}
 
@@ -314,9 +316,7 @@ class ShardedPipeline(Pipeline):
             return _never
         self._decided_in = self.iteration
         is_early_right = is_early_right and not self._is_early_wrong
-        return functools.partial(
-            self._hear, self._tell(wants_gradients=wants_gradients, is_early_right=is_early_right)
-        )
+        return functools.partial(self._hear, self._tell(wants_gradients=wants_gradients, is_early_right=is_early_right))
 
     def _tell(self, *, wants_gradients: bool, is_early_right: bool) -> Callable[[], list[int]]:
         return self.link.exchange_numbers(4 * self.iteration + 2 * wants_gradients + (not is_early_right))
@@ -384,6 +384,9 @@ class ShardedPipeline(Pipeline):
             return slot.place.memory[slot.place.low : slot.place.high]
         return flat_of(slot.view, slot.stride)
 
+    def belongs_to_update(self, slot: Slot) -> bool:
+        return False  # the update was made with shards that are kept beside the buffer
+
     # The end of an iteration.
 
     def _gather_after_backward(self) -> None:
@@ -393,11 +396,8 @@ class ShardedPipeline(Pipeline):
         if self.phase is Phase.REDUCED and self.awaits_backward:
             with self.lock:
                 # Backward adds to a gradient that is still in `.grad`. To gather it then would overwrite buckets that
-                # backward has written into.
-                if any(
-                    slot.parameter.grad is slot.pending.current and not slot.pending.current.resolved
-                    for slot in self.slots
-                ):
+                # backward has written into. One that becomes zero is not gathered.
+                if any(self.gradients.is_pending(slot) for slot in self.slots):
                     for group in self.groups:
                         self.complete(group)
         super()._before_backward()
