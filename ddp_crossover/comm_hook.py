@@ -68,7 +68,7 @@ from ddp_crossover.torch_internals.ddp import (
     managed_parameters,
     process_group_timeout,
 )
-from ddp_crossover.torch_internals.dispatch import allow_foreach, settle_before_use
+from ddp_crossover.torch_internals.dispatch import allow_foreach, describe_gradients_by, settle_before_use
 from ddp_crossover.torch_internals.optimizers import has_hooks
 from ddp_crossover.tracing.recording import recording
 from ddp_crossover.tracing.trace import Trace
@@ -285,6 +285,7 @@ class DearState:
         self._finalizers.append(self._when_model_is_dropped)
         self._when_model_is_dropped.atexit = False  # code that runs at exit still gets pending updates and gradients
         settle_before_use(_settled)
+        describe_gradients_by(_like)
         allow_foreach(PendingParameter)
         watch_forks(self)
         self._weighted = WeightedTraining(self._reducer, self._link, self._turns, self._device)
@@ -762,6 +763,11 @@ def _settled(tensor: Tensor) -> Tensor:
         return tensor.resolve()
     touch(tensor)
     return tensor
+
+
+def _like(gradient: Tensor) -> Tensor:
+    """Return a plain tensor that looks like the gradient, whose value may be pending."""
+    return gradient.like() if isinstance(gradient, PendingGrad) else gradient
 
 
 def dear_hook(state: DearState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

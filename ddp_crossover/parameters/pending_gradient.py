@@ -160,6 +160,12 @@ class PendingGrad(Tensor):
         assert self._value is not None
         return self._value
 
+    def like(self) -> Tensor:
+        """Return a plain tensor of the gradient's shape, dtype, device and strides, with any values, without a wait."""
+        # Without the lock: a delivery sets the value before it drops anything.
+        like = self._value if self._value is not None else self._memory
+        return like if like is not None else self.resolve()
+
     def own_value(self) -> Tensor:
         """As :meth:`resolve`, and drop ``_memory``, so that this object holds exactly one reference to the value."""
         if self._deliver is not None:

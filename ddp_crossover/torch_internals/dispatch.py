@@ -113,6 +113,26 @@ def settle_before_use(settle: Callable[[torch.Tensor], torch.Tensor]) -> None:
             setattr(owner, name, functools.update_wrapper(_SettleFirst(take_in, settle), take_in))
 
 
+def describe_gradients_by(memory_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Where torch makes fake tensors of parameters, have it describe ``memory_of(parameter.grad)`` in their gradients.
+
+    Dynamo, ``torch.export`` and ``FakeTensorMode`` do so. They need no value, and cannot describe a wrapper. It stays
+    so for the rest of the process.
+    """
+    descriptions: Any = importlib.import_module("torch._subclasses.meta_utils")
+    gradient_of = private(descriptions, "safe_grad")
+    if getattr(gradient_of, "describes_memory", False):
+        return
+
+    @functools.wraps(gradient_of)
+    def memory_of_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+        gradient = gradient_of(tensor)
+        return None if gradient is None else memory_of(gradient)
+
+    memory_of_gradient.describes_memory = True  # type: ignore[attr-defined]
+    descriptions.safe_grad = memory_of_gradient
+
+
 class _SettleFirst:
     def __init__(self, take_in: Callable[..., Any], settle: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._take_in = take_in
