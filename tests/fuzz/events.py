@@ -1,0 +1,443 @@
+"""What happens once in a program, by name: each is a few lines of some user's script.
+
+An event gets the `training.Run`, does its thing through names that exist with and without `attach`, and returns what
+the script would see. What it draws comes from `run.event_seed`, the same in all arms and on all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import random
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .training import Run
+
+EVENTS: dict[str, Callable[[Run], Any]] = {}
+
+
+def event(function: Callable[[Run], Any]) -> Callable[[Run], Any]:
+    """Register an event under its name."""
+    EVENTS[function.__name__] = function
+    return function
+
+
+def _snapshot(value: Any) -> Any:
+    from .training import snapshot
+
+    return snapshot(value)
+
+
+def _draw(run: Run) -> random.Random:
+    return random.Random(run.event_seed)
+
+
+def _one(run: Run) -> nn.Parameter:
+    return _draw(run).choice([p for p in run.main.parameters if p.numel()])
+
+
+def _with_gradients(run: Run) -> list[nn.Parameter]:
+    return [p for p in run.main.parameters if p.grad is not None]
+
+
+# Forwards.
+
+
+@event
+def evaluate(run: Run) -> Any:
+    net = run.main.net.eval()
+    with torch.no_grad():
+        output = net(run.batch(50_000)[0])
+    net.train()
+    return output
+
+
+@event
+def evaluate_ddp(run: Run) -> Any:
+    run.main.ddp.eval()
+    with torch.no_grad():
+        output = run.main.ddp(run.batch(50_001)[0])
+    run.main.ddp.train()
+    return output
+
+
+@event
+def forward_without_grad(run: Run) -> Any:
+    with torch.no_grad():
+        state = torch.get_rng_state()
+        output = run.main.net(run.batch(50_002)[0])
+        torch.set_rng_state(state)
+        return output
+
+
+@event
+def forward_unused(run: Run) -> Any:
+    """A forward through DDP whose loss nobody wants."""
+    return run.main.ddp(run.batch(50_003)[0]).detach()
+
+
+@event
+def functional_call(run: Run) -> Any:
+    halved = {name: p.detach() * 0.5 for name, p in run.main.net.named_parameters()}
+    with torch.no_grad():
+        return torch.func.functional_call(run.main.net, halved, (run.batch(50_004)[0],))
+
+
+@event
+def func_grad(run: Run) -> Any:
+    net = run.main.net
+    x, y = run.batch(50_005)
+    weights = {name: p.detach() for name, p in net.named_parameters()}
+
+    def loss(of: dict[str, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(torch.func.functional_call(net, of, (x,)), y)
+
+    return torch.func.grad(loss)(weights)
+
+
+@event
+def autograd_grad(run: Run) -> Any:
+    x, y = run.batch(50_006)
+    loss = nn.functional.mse_loss(run.main.net(x), y)
+    return torch.autograd.grad(loss, [p for p in run.main.parameters if p.requires_grad], allow_unused=True)
+
+
+@event
+def train_and_eval(run: Run) -> None:
+    run.main.net.eval()
+    run.main.net.train()
+
+
+# Checkpoints and copies.
+
+
+@event
+def state_dict(run: Run) -> Any:
+    return run.main.net.state_dict()
+
+
+@event
+def load_state_dict(run: Run) -> None:
+    saved = _snapshot(run.main.ddp.state_dict())
+    first = next(iter(saved))
+    saved[first] = saved[first] * 0.9
+    run.main.ddp.load_state_dict(saved)
+
+
+@event
+def optimizer_state_dict(run: Run) -> Any:
+    run.consolidate()
+    return [optimizer.state_dict() for optimizer in run.main.optimizers]
+
+
+@event
+def optimizer_resumes(run: Run) -> None:
+    """Save and load, as a resumed run does."""
+    run.consolidate()
+    for optimizer in run.main.optimizers:
+        saved = io.BytesIO()
+        torch.save(optimizer.state_dict(), saved)
+        saved.seek(0)
+        optimizer.load_state_dict(torch.load(saved))
+
+
+@event
+def optimizer_state_read(run: Run) -> Any:
+    run.consolidate()
+    return [list(dict(optimizer.state).values()) for optimizer in run.main.optimizers]
+
+
+@event
+def optimizer_state_edited(run: Run) -> None:
+    run.consolidate()
+    for optimizer in run.main.optimizers:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor) and value.dim():
+                    value.mul_(0.5)
+
+
+@event
+def optimizer_copied(run: Run) -> Any:
+    run.consolidate()
+    return [copy.deepcopy(optimizer).state_dict() for optimizer in run.main.optimizers]
+
+
+@event
+def optimizer_pickled(run: Run) -> Any:
+    run.consolidate()
+    if run.script.get("after_update") or run.script.get("scheduler"):
+        return None  # hooks and schedulers of this script are functions of their own, which do not pickle
+    return [pickle.loads(pickle.dumps(optimizer)).state_dict() for optimizer in run.main.optimizers]
+
+
+@event
+def module_copied(run: Run) -> Any:
+    return copy.deepcopy(run.main.net).state_dict() if not run.script.get("hooks") else None
+
+
+@event
+def module_pickled(run: Run) -> Any:
+    if run.script.get("hooks"):
+        return None
+    saved = io.BytesIO()
+    torch.save(run.main.net, saved)
+    saved.seek(0)
+    return torch.load(saved, weights_only=False).state_dict()
+
+
+# Gradients.
+
+
+@event
+def gradients_read(run: Run) -> Any:
+    return [p.grad for p in run.main.parameters]
+
+
+@event
+def gradient_norm(run: Run) -> Any:
+    return [p.grad.norm() for p in _with_gradients(run) if p.numel()]
+
+
+@event
+def gradients_halved(run: Run) -> None:
+    for p in _with_gradients(run)[::2]:
+        p.grad *= 0.5  # type: ignore[operator]
+
+
+@event
+def gradients_replaced(run: Run) -> None:
+    for p in _with_gradients(run)[1::2]:
+        p.grad = p.grad * 2.0  # type: ignore[operator]
+
+
+@event
+def gradient_dropped(run: Run) -> None:
+    _one(run).grad = None
+
+
+@event
+def gradients_kept(run: Run) -> Any:
+    run.kept.extend(p.grad for p in _with_gradients(run)[:2])
+    return [kept.sum() for kept in run.kept[:-2]] if not run.script.get("bucket_view") else None
+
+
+@event
+def gradients_taken(run: Run) -> None:
+    """Exchange the gradients of two parameters that look alike."""
+    by_shape: dict[Any, nn.Parameter] = {}
+    for p in _with_gradients(run):
+        if (other := by_shape.setdefault((p.shape, p.stride()), p)) is not p:
+            p.grad, other.grad = other.grad, p.grad
+            return
+
+
+# Parameters.
+
+
+@event
+def parameters_read(run: Run) -> Any:
+    return [p.detach().abs().sum() for p in run.main.parameters]
+
+
+@event
+@torch.no_grad()
+def parameters_clamped(run: Run) -> None:
+    for p in run.main.parameters[::2]:
+        p.clamp_(-0.3, 0.3)
+
+
+@event
+@torch.no_grad()
+def parameters_copied_into(run: Run) -> None:
+    p = _one(run)
+    p.copy_(p * 0.9)
+
+
+@event
+def parameters_scaled_as_data(run: Run) -> None:
+    for p in run.main.parameters[1::2]:
+        p.data.mul_(0.9)
+
+
+@event
+def parameters_kept_as_data(run: Run) -> Any:
+    run.kept.append(_one(run).detach())
+    return [kept.sum() for kept in run.kept if isinstance(kept, Tensor) and not run.script.get("bucket_view")]
+
+
+@event
+def parameters_as_vector(run: Run) -> None:
+    parameters = [p for p in run.main.parameters if p.is_contiguous()]
+    vector = nn.utils.parameters_to_vector(parameters) * 0.95
+    nn.utils.vector_to_parameters(vector.detach(), parameters)
+
+
+@event
+def memory_replaced(run: Run) -> None:
+    p = _one(run)
+    p.data = p.data.clone()
+
+
+@event
+def to_double_and_back(run: Run) -> None:
+    """Parameters go elsewhere and come back, in other memory."""
+    if run.script.get("dtype", "float32") == "float32":
+        run.main.net.double()
+        run.main.net.float()
+
+
+@event
+def frozen(run: Run) -> None:
+    _one(run).requires_grad_(False)
+
+
+# The optimizer.
+
+
+@event
+def learning_rate(run: Run) -> None:
+    for optimizer in run.main.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+
+
+@event
+def weight_decay(run: Run) -> None:
+    for optimizer in run.main.optimizers:
+        for group in optimizer.param_groups:
+            if "weight_decay" in group:
+                group["weight_decay"] = 0.05
+
+
+@event
+def group_added(run: Run) -> None:
+    """A parameter of the script's own that the model does not have."""
+    own = nn.Parameter(torch.ones(3, device="cpu"))
+    own.grad = torch.full((3,), 0.1, device="cpu")
+    run.kept.append(own)
+    run.main.optimizers[0].add_param_group({"params": [own], "lr": 0.01})
+
+
+@event
+def step_raises(run: Run) -> None:
+    from .training import Boom
+
+    def fail(*_: Any) -> None:
+        handle.remove()
+        raise Boom
+
+    handle = run.main.optimizers[0].register_step_pre_hook(fail)
+
+
+@event
+def step_skipped(run: Run) -> None:
+    run.skips = True
+
+
+@event
+def step_twice(run: Run) -> None:
+    for optimizer in run.main.optimizers:
+        optimizer.step()
+
+
+@event
+def forward_raises(run: Run) -> None:
+    run.raise_in_forward()
+
+
+@event
+def loss_raises(run: Run) -> None:
+    run.raises = "loss"
+
+
+# Other threads, other users of the process.
+
+
+@event
+def thread_reads(run: Run) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(_snapshot(run.main.net.state_dict())))
+    thread.start()
+    thread.join()
+    return found
+
+
+@event
+def thread_reads_gradients(run: Run) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(_snapshot([p.grad for p in run.main.parameters])))
+    thread.start()
+    thread.join()
+    return found
+
+
+@event
+def random_numbers(run: Run) -> Any:
+    return torch.rand(3, device="cpu")
+
+
+@event
+def garbage(run: Run) -> None:
+    gc.collect()
+
+
+@event
+def group_made(run: Run) -> Any:
+    group = dist.new_group()
+    value = torch.ones(1, device="cpu")
+    dist.all_reduce(value, group=group)
+    return value
+
+
+@event
+def all_reduced(run: Run) -> Any:
+    value = torch.ones(1, device="cpu") * run.rank
+    dist.all_reduce(value)
+    return value
+
+
+# The state.
+
+
+@event
+def attached_again(run: Run) -> None:
+    if all(part.state is not None for part in run.parts):
+        run.detach()
+        run.attach()
+
+
+@event
+def detached(run: Run) -> None:
+    run.detach()
+
+
+@event
+def synchronized(run: Run) -> None:
+    for part in run.parts:
+        if part.state is not None:
+            part.state.synchronize()
+
+
+@event
+def figures_read(run: Run) -> None:
+    for part in run.parts:
+        if part.state is not None:
+            repr(part.state)
+            repr(part.state.stats())
+
+
+@event
+def wire_state_saved(run: Run) -> None:
+    for part in run.parts:
+        if part.state is not None:
+            part.state.load_state_dict(part.state.state_dict())

@@ -1,0 +1,208 @@
+"""The one table of what a program can contain. A new feature of the package is a line here, and meets all others.
+
+A feature has a name, its values (the first is the default, which a shrunk program has), and the choices beside which it
+is not drawn, because plain DDP cannot do that or because `attach` refuses it by name (refusals are counted, but teach
+little). How often a feature is drawn does not depend on how many values it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .program import Choices
+
+Without = Callable[[Choices], bool]
+
+
+def has(*features: str, **values: Any) -> Without:
+    """Whether one of these features is chosen at all, or has one of these values (a value, or a tuple of some)."""
+
+    def found(choices: Choices) -> bool:
+        return any(choices.get(name) for name in features) or any(
+            choices.get(name) in (value if isinstance(value, tuple) else (value,)) and name in choices
+            for name, value in values.items()
+        )
+
+    return found
+
+
+def never(choices: Choices) -> bool:
+    """Goes with everything."""
+    return False
+
+
+class Feature(NamedTuple):
+    """One thing that a program can do in several ways.
+
+    Attributes:
+        name: of the feature.
+        values: the default, then all others.
+        without: the choices made before, in the order of the table, beside which it keeps its default.
+        often: how much oftener than others it is drawn.
+    """
+
+    name: str
+    values: tuple[Any, ...]
+    without: Without = never
+    often: float = 1.0
+
+
+def other_than(feature: str, *values: Any) -> Without:
+    """Whether a feature has another value than these."""
+    return lambda choices: choices.get(feature) not in values
+
+
+def either(*conditions: Without) -> Without:
+    """Whether one of them holds."""
+    return lambda choices: any(condition(choices) for condition in conditions)
+
+
+# Parameters that take part in some forwards only. DDP must look for them, and no graph is static.
+BRANCHES = ("branched", "by_rank")
+# Forwards with gradients that are no batch, which a state that weights batches refuses.
+OUTSIDE_OF_BATCHES = ("forward_unused",)
+
+SCRIPT = (
+    Feature(
+        "model",
+        ("odd", "deep", "matrices", "batch_norm", "dropout", "channels_last", "frozen", "branched", "by_rank", "tied",
+         "checkpointed", "recurrent", "attending"),
+        often=3,
+    ),
+    Feature("dtype", ("float32", "float64", "bfloat16"), has(model="recurrent")),
+    Feature(
+        "optimizer",
+        ("sgd", "momentum", "nesterov", "adam", "adamw", "amsgrad", "adamw_foreach", "adamw_loop", "adamw_fused",
+         "rmsprop", "adagrad", "adadelta", "adamax", "nadam", "radam", "asgd", "grouped", "two", "interleaved",
+         "partial"),
+        often=3,
+    ),
+    Feature("bucket_view", (False, True)),
+    Feature("find_unused", (False, True)),  # always, with branches
+    Feature("static_graph", (False, True), has("find_unused", model=(*BRANCHES, "frozen"))),
+    Feature("broadcast_buffers", (True, False)),
+    Feature("small_buckets", (False, True)),
+    Feature("micro_batches", (1, 2, 3), often=2),
+    Feature("reduce_each", (False, True), lambda choices: choices.get("micro_batches", 1) == 1),
+    Feature(
+        "zero",
+        ("before", "zeros_before", "after", "zeros_after", "by_hand", "by_model", "never", "some_steps"),
+        often=2,
+    ),
+    Feature("clip", ("", "norm", "own", "value", "log", "loop", "one_norm"), often=1.5),
+    Feature("scaler", ("", "stock", "own"), has(dtype=("bfloat16", "float64"), clip=("norm_inf",))),
+    Feature("overflow", (False, True), lambda choices: not choices.get("scaler")),
+    Feature("autocast", (False, True), has(dtype=("float64", "bfloat16"), model="recurrent")),
+    Feature("closure", (False, True), has("scaler", optimizer=("two", "interleaved"))),
+    Feature("forwards", (1, 2), has("static_graph", model=(*BRANCHES, "batch_norm"))),
+    Feature("penalty", ("", "input", "weights"), has("static_graph", "autocast", "scaler", "find_unused",
+                                                     model=(*BRANCHES, "checkpointed", "attending", "recurrent"))),
+    Feature("scheduler", ("", "step", "cycle")),
+    Feature("sizes", ("equal", "unequal", "zeros"), has("find_unused", "static_graph", model=BRANCHES)),
+    Feature("batch_around", ("each", "all"), lambda choices: choices.get("micro_batches", 1) == 1),
+    Feature("second", ("", "alternate", "one_optimizer"),
+            has("closure", "scaler", "static_graph", optimizer=("two", "interleaved", "partial"))),
+    Feature("average", ("", "stock", "own", "by_hand")),
+    Feature("after_update", (False, True)),
+    Feature("hooks", ("", "tensor", "accumulated", "module")),
+    Feature("mode", ("", "device", "function")),
+    Feature("attach_at", (0, 3), has("weighted", sizes="zeros")),
+    Feature("dropped", (False, True)),
+    Feature("collects_garbage", (False, True)),
+)  # fmt: skip
+
+ARM = (
+    Feature("fusion_mb", (5e-4, 1e-4, 1.0), often=1.5),
+    Feature("schedule", ("auto", "dear", "allreduce")),
+    Feature("strict", (False, True)),
+    Feature("norms", ("exact", "sharded"), often=1.5),
+    Feature("shard_optimizer", (False, True), has(schedule="allreduce"), often=2),
+    Feature("weighted", (False, True)),
+    Feature("wire", ("", "bfloat16", "float16", "int8"), has("shard_optimizer")),
+    Feature("top_k", (0, 0.3, 1.0), has("shard_optimizer", schedule="allreduce")),
+    Feature("groups", ("", "node"), has("shard_optimizer", schedule="allreduce")),
+    Feature("own_group", (False, True)),
+    Feature("trace", (False, True)),
+)
+
+STEPS = 9
+"""So many steps has a program; the pipeline begins in the third or fourth."""
+TUNED_STEPS = 110
+"""So many steps has a program whose arms find their plans by themselves."""
+
+
+class EventFeature(NamedTuple):
+    """Something that happens once.
+
+    Attributes:
+        name: in `events.EVENTS`.
+        places: where it may happen, see `program.Event`.
+        without: beside which choices of the script it is not drawn.
+        by_one: whether one rank alone may do it.
+    """
+
+    name: str
+    places: tuple[str, ...] = ("begin", "gradients", "stepped")
+    without: Without = never
+    by_one: bool = False
+
+
+OUTSIDE = ("begin", "stepped")
+CHANGES_GRAPH = has("static_graph")
+EVENTS = (
+    EventFeature("evaluate", by_one=True),
+    EventFeature("evaluate_ddp", OUTSIDE, has(model=BRANCHES)),
+    EventFeature("forward_without_grad", by_one=True, without=has(model="batch_norm")),
+    EventFeature("forward_unused", OUTSIDE, either(CHANGES_GRAPH, has("find_unused", model=(*BRANCHES, "batch_norm")))),
+    EventFeature("state_dict", by_one=True),
+    EventFeature("load_state_dict", OUTSIDE),
+    EventFeature("optimizer_state_dict"),
+    EventFeature("optimizer_resumes", OUTSIDE),
+    EventFeature("optimizer_state_read"),
+    EventFeature("optimizer_state_edited", OUTSIDE),
+    EventFeature("optimizer_copied"),
+    EventFeature("optimizer_pickled"),
+    EventFeature("gradients_read", by_one=True),
+    EventFeature("gradient_norm", by_one=True),
+    EventFeature("gradients_halved"),
+    EventFeature("gradients_replaced"),
+    EventFeature("gradient_dropped"),
+    EventFeature("gradients_kept", by_one=True),
+    EventFeature("gradients_taken"),
+    EventFeature("parameters_read", by_one=True),
+    EventFeature("parameters_clamped", OUTSIDE),
+    EventFeature("parameters_copied_into", OUTSIDE),
+    EventFeature("parameters_scaled_as_data", OUTSIDE),
+    EventFeature("parameters_kept_as_data", by_one=True),
+    EventFeature("parameters_as_vector", OUTSIDE),
+    EventFeature("memory_replaced", OUTSIDE),
+    EventFeature("learning_rate"),
+    EventFeature("weight_decay"),
+    EventFeature("group_added", OUTSIDE),
+    EventFeature("frozen", OUTSIDE, either(CHANGES_GRAPH, lambda choices: not choices.get("find_unused"))),
+    EventFeature("attached_again", OUTSIDE),
+    EventFeature("detached", OUTSIDE, has(sizes="zeros")),
+    EventFeature("synchronized"),
+    EventFeature("module_copied", by_one=True),
+    EventFeature("module_pickled", by_one=True),
+    EventFeature("forward_raises", ("begin",), has("closure")),
+    EventFeature("loss_raises", ("begin",), either(has("closure", "scaler"), CHANGES_GRAPH)),
+    EventFeature("step_raises", ("gradients",), has("closure", "scaler")),
+    EventFeature("step_skipped", ("gradients",), has("closure", "scaler")),
+    EventFeature("step_twice", ("gradients",), has("closure", "scaler")),
+    EventFeature("thread_reads", by_one=True),
+    EventFeature("thread_reads_gradients", ("gradients",), by_one=True),
+    EventFeature("functional_call", by_one=True, without=has(model=("batch_norm", "dropout"))),
+    EventFeature("func_grad", OUTSIDE,
+                 has(model=(*BRANCHES, "batch_norm", "dropout", "checkpointed", "attending", "recurrent"))),
+    EventFeature("autograd_grad", OUTSIDE, has("find_unused", "static_graph", model=("batch_norm", *BRANCHES))),
+    EventFeature("random_numbers", by_one=False),
+    EventFeature("garbage", by_one=True),
+    EventFeature("group_made"),
+    EventFeature("all_reduced"),
+    EventFeature("train_and_eval", OUTSIDE),
+    EventFeature("to_double_and_back", OUTSIDE),
+    EventFeature("figures_read", by_one=True),
+    EventFeature("wire_state_saved", OUTSIDE),
+)  # fmt: skip

@@ -1,0 +1,128 @@
+"""What must be equal between an attached run and plain DDP, and what then stands in plain DDP's place."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .features import BRANCHES, OUTSIDE_OF_BATCHES
+from .program import Choices, Program
+
+
+class Law(StrEnum):
+    """How an arm is judged. After every program all ranks must have the same parameters, bit for bit."""
+
+    BITS = "bits"  # all that was seen, and the end
+    CLOSE = "close"  # the same within rounding: sums in another order, in fp64
+    RANKS = "ranks"  # by its own numbers only: finite, and alike on all ranks
+
+
+CLOSE = {"rtol": 1e-6, "atol": 1e-8}
+
+BUFFERS = ("running_", "num_batches_tracked")
+
+_NORMS_FROM_SHARDS = ("norm", "loop", "one_norm")
+
+
+def law_of(script: Choices, arm: Choices) -> Law:
+    """The law of an arm."""
+    if arm.get("wire") == "int8" or arm.get("top_k"):
+        return Law.RANKS
+    takes_other_norms = script.get("clip") == "own" or (
+        arm.get("norms") == "sharded" and script.get("clip") in _NORMS_FROM_SHARDS
+    )
+    is_weighted = arm.get("weighted") and script.get("sizes", "equal") != "equal"
+    # A log of a norm from shards differs in its last bits, the training does not; not worth a law of its own.
+    logs_other_norms = arm.get("norms") == "sharded" and script.get("clip") == "log"
+    return Law.CLOSE if takes_other_norms or is_weighted or logs_other_norms else Law.BITS
+
+
+def reference_of(script: Choices, arm: Choices) -> Choices:
+    """What plain DDP must do by other means to compute what this arm does."""
+    reference: dict[str, Any] = {}
+    if arm.get("wire") in ("bfloat16", "float16"):
+        reference["wire"] = arm["wire"]
+    if arm.get("weighted") and script.get("sizes", "equal") != "equal":
+        reference["weighted"] = True
+    return reference
+
+
+def fit(program: Program) -> Program:
+    """The program with what its laws need: fp64 where sums are compared within rounding."""
+    script, arms = dict(program.script), [dict(arm) for arm in program.arms]
+    if script.get("sizes") == "zeros":
+        for arm in arms:
+            arm["weighted"] = True
+    if any(law_of(script, arm) is Law.CLOSE for arm in arms):
+        if script.get("model") == "recurrent":
+            script.pop("model")
+        script |= {"dtype": "float64"}
+        for name in ("autocast", "scaler", "overflow"):
+            script.pop(name, None)
+        for arm in arms:
+            if arm.get("wire") in ("bfloat16", "float16"):
+                arm.pop("wire")
+    names = {event.name for event in program.events}
+    for arm in arms:
+        if arm.get("schedule") == "allreduce" and arm.get("wire") == "int8":
+            arm.pop("wire")  # refused
+        if "detached" in names and arm.get("wire") in ("bfloat16", "float16"):
+            arm.pop("wire")  # plain DDP keeps the hook that stands for it
+    if script.get("model") in BRANCHES:
+        script["find_unused"] = True
+    events = tuple(
+        event
+        for event in program.events
+        if not (event.name in OUTSIDE_OF_BATCHES and any(arm.get("weighted") for arm in arms))
+    )
+    unique = [dict(items) for items in dict.fromkeys(tuple(sorted(arm.items())) for arm in arms)]
+    return replace(program, script=script, arms=tuple(unique), events=events)
+
+
+def leaves(value: Any, path: str = "") -> dict[str, Any]:
+    """Nested dicts and lists as one flat dict from path to value."""
+    if isinstance(value, (Mapping, list)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        return {k: v for key, item in items for k, v in leaves(item, f"{path}.{key}").items()}
+    return {path: value}
+
+
+def difference(seen: Any, expected: Any, law: Law) -> str:
+    """The first thing that differs, in one line; empty if nothing does. A NaN equals a NaN."""
+    if law is Law.RANKS:
+        return ""
+    actual, wanted = leaves(seen), leaves(expected)
+    if actual.keys() != wanted.keys():
+        return f"in one arm only: {sorted(actual.keys() ^ wanted.keys())[:4]}"
+    tolerance = CLOSE if law is Law.CLOSE else {"rtol": 0.0, "atol": 0.0}
+    for path, value in wanted.items():
+        other = actual[path]
+        if isinstance(value, Tensor) and isinstance(other, Tensor):
+            try:
+                torch.testing.assert_close(other, value, equal_nan=True, **tolerance)
+            except AssertionError as error:
+                return f"{path.lstrip('.')}: {' '.join(str(error).split())[:200]}"
+        elif other != value and not (other != other and value != value):
+            return f"{path.lstrip('.')}: {str(other)[:60]!r} instead of {str(value)[:60]!r}"
+    return ""
+
+
+def digest(final: Mapping[str, Any]) -> str:
+    """Of all that must be the same on all ranks. Buffers are each rank's own until the next forward."""
+    sha = hashlib.sha256()
+    for path, value in leaves({"models": final["models"], "optimizers": final["optimizers"]}).items():
+        if isinstance(value, Tensor) and not any(name in path for name in BUFFERS) and value.numel():
+            sha.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def is_finite(final: Mapping[str, Any]) -> bool:
+    """Whether all parameters are finite."""
+    values = leaves(final["models"]).values()
+    return all(bool(value.isfinite().all()) for value in values if isinstance(value, Tensor))

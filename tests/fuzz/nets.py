@@ -1,0 +1,108 @@
+"""Models of programs; all map (N, 7) to (N, 5), as those of `tests/support/models.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from models import (
+    HIDDEN,
+    INPUTS,
+    OUTPUTS,
+    BatchNormNet,
+    ChannelsLastNet,
+    DeepNet,
+    DropoutNet,
+    FrozenNet,
+    MatrixNet,
+    OddNet,
+)
+
+
+class Branched(nn.Module):
+    """Leaves its middle layer out in two of three forwards, or, told so, on all ranks but the first."""
+
+    def __init__(self, by_rank: bool = False) -> None:
+        super().__init__()
+        self.first, self.middle = nn.Linear(INPUTS, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.last = nn.Linear(HIDDEN, OUTPUTS)
+        self.never = nn.Parameter(torch.ones(3))
+        self.by_rank, self.forwards = by_rank, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        is_used = torch.distributed.get_rank() == 0 if self.by_rank else self.forwards % 3 == 0
+        self.forwards += self.training
+        return self.last(hidden + self.middle(hidden) if is_used else hidden)
+
+
+class Tied(nn.Module):
+    """Uses one weight twice, and an embedding whose weight is that of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.layer = nn.Linear(INPUTS, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.head = nn.Linear(HIDDEN, OUTPUTS)
+        self.words = nn.Embedding(OUTPUTS, HIDDEN)
+        self.words.weight = self.head.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.layer(torch.tanh(self.layer(self.into(x)))))
+        return self.head(hidden + self.words((x[:, 0] > 0).long()))
+
+
+class Checkpointed(nn.Module):
+    """Computes a part of its forward again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = DeepNet()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.net[:5](x)
+        hidden = checkpoint(self.net[5:9], hidden, use_reentrant=False)
+        return self.net[9:](hidden)
+
+
+class Recurrent(nn.Module):
+    """Uses each weight in every time step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRU(1, HIDDEN, batch_first=True), nn.Linear(HIDDEN, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(x.unsqueeze(2))[0][:, -1])
+
+
+class Attending(nn.Module):
+    """A transformer block; takes torch's fast path in evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(1, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(self.into(x.unsqueeze(2))).mean(1))
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "odd": OddNet,
+    "deep": DeepNet,
+    "matrices": MatrixNet,
+    "batch_norm": BatchNormNet,
+    "dropout": DropoutNet,
+    "channels_last": ChannelsLastNet,
+    "frozen": FrozenNet,
+    "branched": Branched,
+    "by_rank": lambda: Branched(by_rank=True),
+    "tied": Tied,
+    "checkpointed": Checkpointed,
+    "recurrent": Recurrent,
+    "attending": Attending,
+}

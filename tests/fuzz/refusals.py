@@ -1,0 +1,17 @@
+"""Errors that are answers: what `attach` or a step refuses, by name. Anything else that raises is a failure."""
+
+from __future__ import annotations
+
+import re
+
+REFUSALS = {
+    "sharded: a parameter of another model": r"trains a parameter of shape .* that this DDP model does not reduce",
+    "weighted: a forward outside of batch()": r"attached with weighted=True: put its forward and its backward into",
+    "sharded: an optimizer that cannot be divided": r"shard_optimizer=True .*(divide|share|update)",
+}
+
+
+def refusal(error: str) -> str | None:
+    """The name of the refusal that a traceback ends with; None if it is on no list."""
+    last = error.strip().splitlines()[-1] if error.strip() else ""
+    return next((name for name, pattern in REFUSALS.items() if re.search(pattern, last)), None)

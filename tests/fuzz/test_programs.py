@@ -1,0 +1,92 @@
+"""Some hundred random programs in every run, and all that have failed once; thousands in `-m nightly`.
+
+A failure prints the program, shrunk, as one line of JSON: `python -m tests.fuzz --program FILE` runs it again. Once it
+is mended, it goes into `corpus/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .campaign import Report, campaign
+from .pool import FuzzPool
+from .program import Program
+
+CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.json"))
+
+
+@pytest.fixture(scope="module", name="pool_of")
+def _pools() -> Iterator[dict[int, FuzzPool]]:
+    pools: dict[int, FuzzPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+def _pool(pools: dict[int, FuzzPool], ranks: int) -> FuzzPool:
+    return pools.setdefault(ranks, FuzzPool(ranks))
+
+
+def _assert_none_failed(report: Report) -> None:
+    assert not report.failures, "\n\n".join(f"{one.program.to_json()}\n{one.detail}" for one in report.failures)
+    assert report.counts["exact"] > report.programs // 2, f"programs that teach nothing: {report.counts}"
+
+
+@pytest.mark.xdist_group("fuzz corpus")
+@pytest.mark.parametrize("file", CORPUS, ids=lambda file: file.stem)
+def test_a_program_that_has_failed_once_agrees(file: Path, pool_of: dict[int, FuzzPool]) -> None:
+    program = Program.from_json(file.read_text())
+    outcome = _pool(pool_of, program.ranks).judge(program)
+    assert not outcome.failure, outcome.failure
+    assert not any(kind.startswith("plain") for kind in outcome.counts), f"plain DDP cannot do it: {outcome.counts}"
+
+
+# One worker has the programs of one test; so many tests keep all workers busy, and none of them for long.
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("ranks", "first_seed", "count"),
+    [
+        pytest.param(2, 1, 40, marks=[pytest.mark.quick, pytest.mark.xdist_group("fuzz quick")]),
+        *(pytest.param(2, 100 * part, 65, marks=pytest.mark.xdist_group(f"fuzz {part}")) for part in range(1, 5)),
+        *(pytest.param(3, 100 * part, 40, marks=pytest.mark.xdist_group(f"fuzz {part}")) for part in range(5, 7)),
+    ],
+)
+def test_random_programs_agree_with_plain_ddp(
+    ranks: int, first_seed: int, count: int, pool_of: dict[int, FuzzPool]
+) -> None:
+    _assert_none_failed(campaign(_pool(pool_of, ranks), first_seed=first_seed, count=count, most_failures=1))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.xdist_group("fuzz tuned")
+def test_programs_whose_plan_is_tuned_agree(pool_of: dict[int, FuzzPool]) -> None:
+    report = campaign(_pool(pool_of, 2), first_seed=700, count=6, tuned=True, most_failures=1)
+    _assert_none_failed(report)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(36_000)
+@pytest.mark.parametrize(("ranks", "count"), [(2, 10_000), (3, 2_000), (4, 500)])
+def test_thousands_of_programs_agree(ranks: int, count: int, pool_of: dict[int, FuzzPool]) -> None:
+    _assert_none_failed(campaign(_pool(pool_of, ranks), first_seed=100_000 * ranks, count=count))
+
+
+def test_a_defect_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch, pool_of: dict[int, FuzzPool]) -> None:
+    """What a campaign does with a failure, shown on a judge that dislikes clipping."""
+    from collections import Counter
+
+    from .pool import Outcome
+
+    def judge(pool: FuzzPool, program: Program) -> Outcome:
+        dislikes = program.script.get("clip") == "value"
+        return Outcome("differs" if dislikes else "", Counter(["fails" if dislikes else "exact"]))
+
+    monkeypatch.setattr(FuzzPool, "judge", judge)
+    report = campaign(FuzzPool(2), first_seed=0, count=300, most_failures=1)
+    (failure,) = report.failures
+    assert failure.program.script == {"clip": "value"}
+    assert not failure.program.events
+    assert Program.from_json(failure.program.to_json()) == failure.program
