@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Runs the tests, three at a time. Arguments go to pytest: ./scripts/test.sh tests/scripts/test_train_script.py -k resume
 #
-#   ./scripts/test.sh -m quick    the core of every invariant, in about a minute
+#   ./scripts/test.sh -m quick    the core of every invariant, in two minutes
+#   ./scripts/test.sh -m nightly  what a run leaves out: all recipes, benches, soaks, rehearsals
 #   ./scripts/test.sh -n 0 ...    one at a time, for --pdb or -s
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"
 
 # From the root, so that pytest finds its settings; paths in arguments are relative to it, too.
 cd "$ROOT"
-# Ranks wait for each other, and for timeouts, a good part of the time: three workers keep two cores busy.
-exec "$PY" -m pytest -n 3 --dist worksteal "$@" </dev/null
+# Ranks wait for each other, and for timeouts, a good part of the time: three workers keep two cores busy. Tests of a
+# group share what they start, so one worker runs them all; tests/conftest.py says in which order.
+exec "$PY" -m pytest -n 3 --dist loadgroup --no-loadscope-reorder "$@" </dev/null

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,34 +15,18 @@ import pytest
 from harness import RankPool
 from script_server import ScriptServer
 
-# What `-m quick` runs, in about two minutes: whole files, and every so manieth test of large ones.
-_QUICK_FILES = frozenset(
-    f"test_{name}.py"
-    for name in (
-        *(
-            "cost_model",
-            "foreach_paths",
-            "fusion_plan",
-            "gaps",
-            "gloo_posting",
-            "intervals",
-            "launch_order",
-            "lifetime",
-        ),
-        *("pending_reads", "planner", "reference_hook", "schedule_simulator", "scratch_pool", "staging", "strict"),
-        *("trace", "tuned_file", "tuner", "waiters"),
-    )
-)
-_SAMPLED_FILES = ("test_equivalence", "test_stale_parameters", "test_parameter_aliases", "test_invisible_readers")
-_SAMPLE = 20
+_OF_GROUP = re.compile(r"@\w+$")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is quick."""
-    for index, item in enumerate(items):
-        name = item.path.name
-        if name in _QUICK_FILES or (name.startswith(_SAMPLED_FILES) and index % _SAMPLE == 0):
-            item.add_marker(pytest.mark.quick)
+    """Begin with what stays together on one worker, since it shares a launch or is one: it would be the last to end."""
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Cut off the group that xdist has put behind a test's name, by which `--last-failed` would not find it."""
+    report.nodeid = _OF_GROUP.sub("", report.nodeid)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the timeout's wrapper: time spent waiting does not count

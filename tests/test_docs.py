@@ -14,6 +14,8 @@ import ddp_crossover as dx
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 
+pytestmark = pytest.mark.xdist_group("docs")
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:

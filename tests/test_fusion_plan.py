@@ -20,6 +20,8 @@ SIZES = st.one_of(st.integers(0, 40), st.integers(0, 5_000), st.just(10**10))
 
 TAPERS = st.builds(Taper, slope=st.floats(0.05, 2.0), smallest=st.floats(0.01, 1.0))
 
+pytestmark = pytest.mark.quick
+
 
 class Problem(NamedTuple):
     specs: list[GradientSpec]

@@ -22,6 +22,8 @@ from bystanders import Child, evaluate
 from equivalence import Case, Run, check_case, plain_loop
 from models import DeepNet
 
+pytestmark = pytest.mark.quick
+
 
 def _trained_run(with_dear: bool) -> Run:
     run = Run(Case(model=DeepNet, steps=6), with_dear)

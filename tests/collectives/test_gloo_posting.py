@@ -30,6 +30,8 @@ SOON_S = 10.0
 NOT_YET_S = 0.2
 CONTEXT: Any = SimpleNamespace(open_legs=set(), nodes=Nodes.flat(0, 2), scratch=ScratchPool(), sums_in_fp32=False)
 
+pytestmark = pytest.mark.quick
+
 
 def scatter(done: bool = True) -> GlooScatterLeg:
     leg = GlooScatterLeg(CONTEXT, 0, 0, FusionBuffer(()))

@@ -21,6 +21,8 @@ from plans import random_plans
 
 Legs = list[tuple[str, int]]
 
+pytestmark = pytest.mark.quick
+
 
 def launched(seed: int | None) -> tuple[list[tuple[FusionPlan, Legs]], dict[str, torch.Tensor]]:
     """Per iteration of the pipeline its plan and its legs as they were launched; the parameters in the end.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 from ddp_crossover.collectives.rank_order_sum import ScratchPool
 
 SIZES = st.integers(0, 20)
+
+pytestmark = pytest.mark.quick
 
 
 def memory(tensor: torch.Tensor) -> int:

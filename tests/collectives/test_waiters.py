@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from ddp_crossover.collectives.waiters import Waiters
 
 SOON_S = 10.0
+
+pytestmark = pytest.mark.quick
 
 
 def _close(waiters: Waiters) -> None:

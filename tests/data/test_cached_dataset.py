@@ -31,6 +31,8 @@ ROOT = Path(__file__).parents[2]
 CACHED = v2.Compose([v2.Resize((24, 24)), v2.PILToTensor()])
 LIVE = v2.Compose([v2.RandomCrop(16), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True)])
 
+pytestmark = pytest.mark.xdist_group("cached_dataset")
+
 
 class Counting(Dataset[Any]):
     """Counts how often a sample is made, in this process."""

@@ -25,6 +25,8 @@ BATCH = 4
 CACHED = v2.Compose([v2.Resize((20, 20)), v2.PILToTensor()])
 LIVE = v2.Compose([v2.RandomCrop(16), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True)])
 
+pytestmark = pytest.mark.xdist_group("training_with_a_cache")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from equivalence import ADAMW, SGD, Case, assert_same, run_arm
 from reference import rank_order_hook
 
+pytestmark = pytest.mark.quick
+
 
 def _compare_hook_with_plain_ddp(case: Case) -> None:
     plain, plain_state, _ = run_arm(case, with_dear=False)

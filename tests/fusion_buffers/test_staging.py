@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from ddp_crossover.collectives.gloo_link import GlooLink
 from ddp_crossover.dear import Pipeline
 from equivalence import SGD, Case, Run, check_case
@@ -15,6 +17,8 @@ from models import DeepNet
 
 LATE_S = 0.1
 HOLDS_AT = (8, 11)
+
+pytestmark = pytest.mark.quick
 
 
 def _held_gradients(run: Run) -> Iterator[Any]:

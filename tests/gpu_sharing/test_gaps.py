@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_crossover.gpu_sharing.gap_policy import MIN_GAIN, ExpectedWaits, Gain
 
 HAND_OFF_S = 2e-4
+
+pytestmark = pytest.mark.quick
 
 
 def waits(**known: list[float]) -> ExpectedWaits:

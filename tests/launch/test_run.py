@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from scripts_of_users import ROOT, TRAIN, bits, python, torchrun, write_script
 
+pytestmark = pytest.mark.xdist_group("run")
+
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:

@@ -10,6 +10,8 @@ from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.torch_internals.dispatch import allow_foreach
 from equivalence import SGD, Case, Run
 
+pytestmark = pytest.mark.quick
+
 
 def train_and_ask() -> tuple[set[str], bool, int]:
     run = Run(Case(optimizer=SGD), with_dear=True)

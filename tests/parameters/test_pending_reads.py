@@ -24,6 +24,8 @@ from wirings import HalfUsedNet
 
 LATE = 10  # long after the first forwards have been watched
 
+pytestmark = pytest.mark.quick
+
 
 class LateOwnerNet(nn.Module):
     """`tied` reads the weight of `owner`, which is called by itself only later on, and first."""

@@ -20,6 +20,8 @@ from torch_features import HAS_COVERS
 LATE = 10  # long after the first forwards
 WORLD_SIZES = (1, 2)
 
+pytestmark = pytest.mark.quick
+
 
 class _Memory:
     """The memory of parameters by their names, as an extension in C++ holds it: addresses only."""

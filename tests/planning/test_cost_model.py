@@ -23,6 +23,8 @@ LINKS = st.builds(
     s_per_byte=st.floats(1e-11, 1e-6),
 )
 
+pytestmark = pytest.mark.quick
+
 
 def lone_s(link: LinkModel, sent_bytes: int) -> float:
     return link.latency_s + link.per_leg_s + link.s_per_byte * sent_bytes

@@ -18,6 +18,8 @@ settings.load_profile("suite")
 FORWARD_S, BACKWARD_S = 0.1, 0.2
 HOST_S = 3e-4  # what the planner counts for a group
 
+pytestmark = pytest.mark.quick
+
 
 class Chain:
     """Layers one behind the other, with equal compute times."""

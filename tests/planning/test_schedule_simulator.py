@@ -17,6 +17,8 @@ settings.load_profile("suite")
 SCHEDULES = ("allreduce", "dear", "auto")
 GROUP_BYTES = 1000
 
+pytestmark = pytest.mark.quick
+
 
 def uniform(count: int, forward_s: float, backward_s: float) -> list[TimedGroup]:
     """Equal layers; the last layer's gradient arrives first, and is used last."""

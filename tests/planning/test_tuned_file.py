@@ -25,6 +25,8 @@ WORLD = {"world_size": 2, "backend": "gloo", "device_type": "cpu", "wire_dtype":
 PLAIN = Candidate(5.21, Schedule.ALLREDUCE, as_built=True)
 KEY, MODEL = describe_model(NAMED, **WORLD)
 
+pytestmark = pytest.mark.quick
+
 
 def result(fusion_mb: float = 5.21) -> TuningResult:
     trials = (Trial(Candidate(fusion_mb), (0.1, 0.3, 0.2)), Trial(PLAIN, (0.4,)))

@@ -29,6 +29,8 @@ JUMPS: dict[str, Callable[[int], float]] = {
     "faster at once": lambda step: 1.1 if step < 20 else 1.0,
 }
 
+pytestmark = pytest.mark.quick
+
 
 class Machine:
     """Gives step times: a curve over log2 of the size in MiB, plain all-reduce, noise, drift, a slow first step.

@@ -53,6 +53,7 @@ def check_same_bits(ddp: dict[str, Any], fp32: dict[str, Any]) -> None:
         assert fp32[figure] == ddp[figure]
 
 
+@pytest.mark.xdist_group("accuracy")
 def test_fp32_trains_digits_as_plain_ddp_does_and_bf16_almost(tmp_path: Path) -> None:
     code, record, output = run("--wires ddp,fp32,bf16 --tasks digits --seeds 1 --steps 12", tmp_path)
     assert code == 0, output
@@ -68,6 +69,7 @@ def test_fp32_trains_digits_as_plain_ddp_does_and_bf16_almost(tmp_path: Path) ->
     assert (tmp_path / "accuracy.png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.nightly
 def test_fp32_trains_text_as_plain_ddp_does(tmp_path: Path) -> None:
     curves = tmp_path / "curves.png"
     given = f"--wires ddp,fp32,local-8 --tasks text --seeds 1 --steps 12 --evaluate-every 4 --curves {curves}"
@@ -84,6 +86,7 @@ def test_fp32_trains_text_as_plain_ddp_does(tmp_path: Path) -> None:
     assert curves.read_bytes().startswith(PNG) and "Held-out loss of the mean over ranks" in output
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(why_no_lab() is not None, reason="needs the rights to build a lab")
 def test_held_out_loss_over_time_on_hosts_of_a_lab(tmp_path: Path) -> None:
     given = "--wires fp32,local-8 --tasks digits --seeds 1 --steps 8 --rate 200mbit --delay-ms 5 --evaluate-every 4"

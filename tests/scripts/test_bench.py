@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 450
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
+pytestmark = pytest.mark.xdist_group("bench")
+
 
 @pytest.fixture(scope="module")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, bytes]:
@@ -103,6 +105,7 @@ def test_without_a_lab_it_says_why_and_exits_with_2(
     assert "`ip`" in (error := capsys.readouterr().err) and "--no-lab" in error
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(lab.why_no_lab() is not None, reason="needs the rights to build a lab")
 def test_ranks_run_on_the_hosts_of_a_lab() -> None:
     lines: list[str] = []

@@ -16,6 +16,7 @@ from bench_data_parts.arms import ARMS, why_not
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.nightly
 def test_a_tiny_run(tmp_path: Path) -> None:
     given = "--pictures 24 --width 320 --height 280 --batch 4 --rounds 1 --epochs 2 --arms live,kept,cached"
     done = subprocess.run(

@@ -170,6 +170,7 @@ def test_a_case_without_its_ranks_ends(end: BaseException) -> None:
         run_case(case("equal"), 2, run_ranks, lambda doing, behind: None)
 
 
+@pytest.mark.nightly
 @pytest.mark.alone  # each emulated host wants a core of its own
 @pytest.mark.skipif(lab.why_no_lab() is not None, reason="needs the rights to build a lab")
 @pytest.mark.timeout(RUN_TIMEOUT_S + 30)

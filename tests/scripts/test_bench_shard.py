@@ -42,6 +42,7 @@ def run(given: str, json_file: Path, cwd: Path = ROOT) -> tuple[int, dict[str, A
     return job.returncode, json.loads(json_file.read_text()), output
 
 
+@pytest.mark.nightly
 def test_memory_of_ddp_and_zero(tmp_path: Path) -> None:
     code, record, output = run(f"{TINY_MEMORY} --arms zero", tmp_path / "memory.json")
     assert code == 0, output
@@ -60,12 +61,14 @@ def test_memory_of_ddp_and_zero(tmp_path: Path) -> None:
         assert row[2:4] == [f"{case['optimizer_state_bytes']['median'] / 2**20:.1f}", f"{case['state_share']:.3f}"]
 
 
+@pytest.mark.xdist_group("bench_shard")
 def test_memory_of_a_sharded_optimizer(tmp_path: Path) -> None:
     code, record, output = run(f"{TINY_MEMORY} --arms shard", tmp_path / "memory.json")
     assert code == 0, output
     assert record["cases"][1]["state_share"] == pytest.approx(0.5, abs=0.05)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(lab.why_no_lab() is not None, reason="needs the rights to build a lab")
 def test_times_on_the_lab(tmp_path: Path) -> None:
     # A directory with another package of that name must not take the place of the one that is measured.

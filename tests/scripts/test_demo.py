@@ -35,6 +35,7 @@ def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.xdist_group("demo")
 @pytest.mark.timeout(TIMEOUT_S + 20)
 def test_a_small_demo_is_quiet_and_ends_with_identical_models_a_verdict_and_a_picture(tmp_path: Path) -> None:
     import matplotlib.image

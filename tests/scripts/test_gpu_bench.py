@@ -29,6 +29,8 @@ RUN_TIMEOUT_S = 300
 ARMS = ["noop", "ddp@25", "ddp@0.5", "auto", "ddp, no wire", "dear, no wire"]
 CPU = torch.device("cpu")
 
+pytestmark = pytest.mark.xdist_group("gpu_bench")
+
 
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
@@ -44,6 +46,7 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     return json.loads(file.read_text()), ended.stdout
 
 
+@pytest.mark.nightly
 def test_a_rehearsal_ends_with_a_row_for_each_arm(rehearsal: tuple[dict[str, Any], str]) -> None:
     record, printed = rehearsal
     (case,) = record["cases"]
@@ -53,6 +56,7 @@ def test_a_rehearsal_ends_with_a_row_for_each_arm(rehearsal: tuple[dict[str, Any
     assert case["bound_s"] == max(case["compute_s"], case["wire_s"]) and case["best_ddp"] in ARMS
 
 
+@pytest.mark.nightly
 def test_a_rehearsal_is_never_taken_for_a_measurement(rehearsal: tuple[dict[str, Any], str]) -> None:
     record, printed = rehearsal
     assert record["configuration"]["is_gpu_measurement"] is False
@@ -60,6 +64,7 @@ def test_a_rehearsal_is_never_taken_for_a_measurement(rehearsal: tuple[dict[str,
     assert "REHEARSAL" in heading and "says nothing about a GPU" in heading
 
 
+@pytest.mark.nightly
 def test_the_wire_takes_the_time_of_a_ring(rehearsal: tuple[dict[str, Any], str]) -> None:
     (case,) = rehearsal[0]["cases"]
     wire = Wire(4)

@@ -61,6 +61,7 @@ def test_the_list_says_what_each_part_tells_and_how_long_it_takes(capsys: pytest
     assert max(part.limit_s for part in PARTS) < LONGEST_PART_S
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_killed_loses_no_case_and_leaves_no_process(tmp_path: Path) -> None:
     file = tmp_path / "new" / "gpu.json"
     job = start("--part", "exact", "--json", str(file))
@@ -83,6 +84,7 @@ def test_a_run_that_is_killed_loses_no_case_and_leaves_no_process(tmp_path: Path
     assert not in_session(job.pid)
 
 
+@pytest.mark.xdist_group("gpu_check")
 def test_a_rehearsal_runs_what_it_can_and_says_what_it_cannot(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     job = start("--part", "smoke", "--part", "killed-rank", "--json", str(file))

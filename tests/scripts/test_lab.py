@@ -366,7 +366,7 @@ def test_an_impatient_user_does_not_stop_the_cleaning_up(tmp_path: Path) -> None
 
 
 @needs_lab
-@pytest.mark.parametrize("call", [1, 2, 3, 4, 8, 32, 128])
+@pytest.mark.parametrize("call", [1, 4, 32, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 3, 8, 128))])
 def test_a_signal_at_any_call_of_the_cleaning_up_does_not_stop_it(call: int) -> None:
     code = INTERRUPT_AT_CALL.format(scripts=str(LAB.parent))
     command = [*python(code), str(call)]

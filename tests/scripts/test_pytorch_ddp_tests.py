@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 450
 
 
+@pytest.mark.xdist_group("pytorch_ddp_tests")
 def test_tests_of_pytorch_run_with_and_without_us(tmp_path: Path) -> None:
     pytest.importorskip("expecttest")
     record = tmp_path / "tests.json"

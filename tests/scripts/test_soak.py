@@ -21,6 +21,8 @@ from soak_parts.verdict import ALLOWED, Course, courses, differences
 
 STEPS = 240
 
+pytestmark = pytest.mark.xdist_group("soak")
+
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
@@ -57,6 +59,7 @@ def test_all_parts_took_part(sound) -> None:
     assert watched.keys() == {"rank 0", "broker", "neighbour 0", "neighbour 1"}
 
 
+@pytest.mark.nightly
 def test_planted_leaks_and_a_planted_difference_are_found(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(conduct, "RANK", ["-m", "leaking_soak_rank"])
     monkeypatch.setenv(

@@ -86,6 +86,7 @@ def assert_bit_identical(left: dict[str, torch.Tensor], right: dict[str, torch.T
     assert not different, f"{len(different)} of {len(left)} tensors differ, first {different[0]}"
 
 
+@pytest.mark.xdist_group("train_script")
 @pytest.mark.timeout(5 * JOB_TIMEOUT_S)
 def test_dear_trains_to_the_bits_of_ddp_and_so_does_a_run_that_was_killed(tmp_path: Path) -> None:
     ddp_run, dear_run = run(tmp_path / "none", "--hook", "none"), run(tmp_path / "dear", "--hook", "dear")
@@ -191,6 +192,7 @@ def test_a_checkpoint_of_another_run_or_a_damaged_one_is_refused(tmp_path: Path)
         checkpoint.load(path, config)
 
 
+@pytest.mark.nightly
 def test_a_cache_of_decoded_images_changes_no_bit(tmp_path: Path) -> None:
     for part in ("train", "val"):
         make_folder(tmp_path / "images" / part, 48)

@@ -1,19 +1,17 @@
 """How features are crossed with optimizers, world sizes and strict mode.
 
-The full product would be some 20,000 runs. What is run, and why that is enough:
+The fuzzer draws combinations at random. What is written out here says by its name what broke:
 
-* Each feature four times: on 1, 2 and 3 or 4 ranks and both with and without `strict`, with AdamW,
-  with SGD, and with two optimizers out of the list in rotation (`spread`).
-* Each optimizer on 2 ranks, strict, with half of the features that concern the update itself, in
-  a checkerboard (test_equivalence_optimizers.py).
-
-Left out: pairs of two features, except those that are named as a feature of their own, and pairs of
-an optimizer with a feature that changes only which module runs when, beyond the rotation.
+* Each feature twice: on 2 ranks with AdamW and `strict`, or with SGD and without; and on 1, 3 or 4 ranks in the other
+  mode with an optimizer out of the list in rotation (`spread`).
+* Each look at a parameter in one of both modes on 2 ranks, and every third in both, strict on 3 ranks (`in_turn`).
+* Each optimizer on 2 ranks with a quarter of the features that concern the update itself
+  (test_equivalence_optimizers.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,44 +27,49 @@ def spread(
     features: Mapping[str, Case],
     world_sizes: Sequence[int] = ALL_WORLD_SIZES,
     choose_optimizer: bool = True,
+    quick: Collection[str] = (),
 ) -> list[Any]:
     """Parameters for `pytest.mark.parametrize("case", ...)`: each feature as the module says.
 
-    `choose_optimizer=False` keeps the optimizer that each case names.
+    `choose_optimizer=False` keeps the optimizer that each case names. Of features in `quick`, the run on 2 ranks is in
+    the quick selection.
     """
     # Adafactor divides by the number of elements, which most models here have a parameter without.
     rotation = [name for name in OPTIMIZERS if name != "adafactor"]
     params = []
     for index, (name, case) in enumerate(features.items()):
-        runs = [
-            ("adamw", ADAMW, 2, True),
-            ("sgd", SGD, 2, False),
-            *(
-                (chosen, OPTIMIZERS[chosen], world_size, strict)
-                for offset, world_size, strict in [(0, 1, True), (1, 3 + index % 2, index % 4 < 2)]
-                for chosen in [rotation[(2 * index + offset) % len(rotation)]]
-            ),
-        ]
-        for chosen, optimizer, world_size, strict in runs:
-            if world_size not in world_sizes:
-                continue
-            changes: dict[str, Any] = {"world_size": world_size, "strict": bool(strict)}
-            if choose_optimizer:
-                changes["optimizer"] = optimizer
-            label = f"{name}-{chosen}" if choose_optimizer else name
-            label += f"-{world_size}ranks" + ("-strict" if strict else "")
-            params.append(pytest.param(replace(case, **changes), id=label))
+        on_two = ("adamw", ADAMW, 2, True) if index % 2 == 0 else ("sgd", SGD, 2, False)
+        chosen = rotation[index % len(rotation)]
+        others = (chosen, OPTIMIZERS[chosen], (3, 1, 4, 1)[index % 4], not on_two[3])
+        for label, optimizer, world_size, strict in (on_two, others):
+            if world_size in world_sizes:
+                changes: dict[str, Any] = {"world_size": world_size, "strict": strict}
+                if choose_optimizer:
+                    changes["optimizer"] = optimizer
+                words = (name, label) if choose_optimizer else (name,)
+                is_quick = name in quick and world_size == 2
+                params.append(_param(replace(case, **changes), *words, is_quick=is_quick))
     return params
 
 
-def in_both_modes(features: Mapping[str, Case]) -> list[Any]:
-    """Parameters for `pytest.mark.parametrize("case", ...)`: each feature on 2 ranks with and without
-    `strict`, every third one on 3 ranks as well, each with the optimizer that it names.
+def in_turn(features: Mapping[str, Case], quick: Collection[str] = ()) -> list[Any]:
+    """Parameters for `pytest.mark.parametrize("case", ...)`: each feature with the optimizer that it names, strict or
+    not in turn, and every third one in both modes.
     """
-    params = []
-    for index, (name, case) in enumerate(features.items()):
-        runs = [(2, False), (2, True)] + ([(3, True)] if index % 3 == 0 else [])
-        for world_size, strict in runs:
-            label = f"{name}-{world_size}ranks" + ("-strict" if strict else "")
-            params.append(pytest.param(replace(case, world_size=world_size, strict=strict), id=label))
-    return params
+    modes = ([(2, False), (3, True)], [(2, True)], [(2, False)])
+    return [
+        _param(replace(case, world_size=world_size, strict=strict), name, is_quick=name in quick and world_size == 2)
+        for index, (name, case) in enumerate(features.items())
+        for world_size, strict in modes[index % len(modes)]
+    ]
+
+
+def often(names: Iterable[str], *chosen: str) -> list[Any]:
+    """Parameters for `pytest.mark.parametrize`: these names, of which all but the chosen run at night only."""
+    return [pytest.param(name, marks=() if name in chosen else pytest.mark.nightly) for name in names]
+
+
+def _param(case: Case, *words: str, is_quick: bool) -> Any:
+    mode = ("strict",) if case.strict else ()
+    marks = (pytest.mark.quick,) if is_quick else ()
+    return pytest.param(case, id="-".join((*words, f"{case.world_size}ranks", *mode)), marks=marks)

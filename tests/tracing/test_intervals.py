@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +12,8 @@ from ddp_crossover.tracing.intervals import clip, difference, intersection, tota
 
 edge = st.integers(0, 30)
 any_intervals = st.lists(st.tuples(edge, edge), max_size=8)
+
+pytestmark = pytest.mark.quick
 
 
 def moments(intervals: list[tuple[int, int]]) -> set[int]:

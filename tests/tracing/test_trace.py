@@ -14,6 +14,8 @@ from ddp_crossover.tracing.spans import LEG_KINDS, Span
 from models import DeepNet
 from traced_job import SETTLED, STEPS, Job, traced
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def dear(on_ranks, tmp_path) -> list[Any]:
