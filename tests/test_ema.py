@@ -189,7 +189,7 @@ def test_it_resumes(on_ranks) -> None:
 def detach_in_the_middle(run: Run) -> Iterator[Any]:
     mean = Average(run)
     for index, (x, y) in enumerate(run.batches()):
-        if index == 9:
+        if index == 5:
             run.detach()
         loss = train_step(run, x, y)
         mean.step_ended()

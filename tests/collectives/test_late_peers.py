@@ -84,7 +84,7 @@ def _train_with_a_stop(stops: bool, schedule: str) -> tuple[list[str], dict]:
     with _soon() as lines:
         run = Run(Case(model=DeepNet, optimizer=SGD, dear={"schedule": schedule}), with_dear=True)
         for index, (x, y) in enumerate(run.batches()):
-            if stops and index == 8 and run.rank == dist.get_world_size() - 1:
+            if stops and index == 5 and run.rank == dist.get_world_size() - 1:
                 # A stopped process cannot wake itself.
                 wake = f"import os, signal, time; time.sleep(5); os.kill({os.getpid()}, signal.SIGCONT)"
                 with subprocess.Popen([sys.executable, "-c", wake]):

@@ -14,7 +14,7 @@ from equivalence import Case, Run, check_case
 from models import DeepNet
 
 LATE_S = 0.02
-MOVES_AT = 8
+MOVES_AT = 5
 
 
 def _peers_take_their_time(run: Run) -> Iterator[Any]:

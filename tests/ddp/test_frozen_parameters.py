@@ -78,7 +78,7 @@ def test_what_ddp_and_attach_saw_differently_is_named(on_ranks, thaw) -> None:
 def _skip_a_frozen_head(run: Run) -> Iterator[Any]:
     run.attach()
     for index in range(run.case.steps):
-        if index == 10:
+        if index == 5:
             for p in run.model.module.layers[0].parameters():
                 p.requires_grad_(False)
         x, y = run.batch(index)

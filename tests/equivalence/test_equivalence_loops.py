@@ -101,7 +101,19 @@ DETACH = {
 }
 
 
-@pytest.mark.parametrize("case", spread(LOOPS))
+@pytest.mark.parametrize(
+    "case",
+    spread(
+        LOOPS,
+        quick=(
+            "plain",
+            "accumulate_with_no_sync",
+            "never_zero_grad",
+            "state_dict_after_every_step",
+            "evaluate_between_steps",
+        ),
+    ),
+)
 def test_loop_is_exact(on_ranks, case: Case) -> None:
     check_case(case, on_ranks)
 

@@ -50,6 +50,8 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("case", spread(MODELS))
+@pytest.mark.parametrize(
+    "case", spread(MODELS, quick=("tied", "checkpoint", "skipping_layers", "frozen", "batch_norm_evaluated"))
+)
 def test_model_is_exact(on_ranks, case: Case) -> None:
     check_case(case, on_ranks)

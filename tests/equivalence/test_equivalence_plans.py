@@ -63,11 +63,14 @@ SLOW_SGD = optimizer(torch.optim.SGD, lr=0.01, momentum=0.9)
 CHOOSE_THEIR_OPTIMIZER = {"scheduler", "two_optimizers"}
 
 
-@pytest.mark.parametrize("schedule", ["auto", "dear", "allreduce"])
-@pytest.mark.parametrize("name", FEATURES)
+# "auto" is what every other file runs.
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [(name, "dear") for name in FEATURES] + [(name, "allreduce") for name in list(FEATURES)[::2]],
+)
 def test_every_schedule_is_exact(on_ranks, name, schedule) -> None:
     case = FEATURES[name]
-    check_case(replace(case, steps=10, dear={**case.dear, "schedule": schedule}, pipelined=False), on_ranks)
+    check_case(replace(case, dear={**case.dear, "schedule": schedule}, pipelined=False), on_ranks)
 
 
 def _under_random_plans(run: Run, loop: Loop, seed: int) -> Iterator[Any]:
@@ -79,7 +82,7 @@ def _under_random_plans(run: Run, loop: Loop, seed: int) -> Iterator[Any]:
 
 
 @settings(
-    max_examples=30,
+    max_examples=10,
     deadline=None,
     derandomize=True,
     database=None,
@@ -108,11 +111,11 @@ def test_plans_that_change_in_the_middle_are_exact(on_ranks, seed, name, world_s
     check_case(case, on_ranks)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_loops_under_random_plans_are_exact(on_ranks, seed) -> None:
     loop = partial(_under_random_plans, loop=partial(random_loop, seed=seed), seed=seed)
     ddp = BUCKET_VIEWS if seed % 2 else {}
-    check_case(Case(loop, model=DeepNet, world_size=2 + seed % 2, ddp=ddp, pipelined=False), on_ranks)
+    check_case(Case(loop, DeepNet, world_size=2 + seed % 2, steps=14, ddp=ddp, pipelined=False), on_ranks)
 
 
 def _tuned(run: Run, loop: Loop, favourite: str) -> Iterator[Any]:

@@ -49,7 +49,7 @@ PRECISION_WITH_ITS_OPTIMIZER = {
 }
 
 
-@pytest.mark.parametrize("case", spread(PRECISION))
+@pytest.mark.parametrize("case", spread(PRECISION, quick=("bf16", "own_scaler", "stock_scaler")))
 def test_precision_is_exact(on_ranks, case: Case) -> None:
     check_case(case, on_ranks)
 

@@ -93,7 +93,7 @@ def test_each_way_to_train_is_exact(on_ranks, name) -> None:
     check_on_nodes(CASES[name], TWO_BY_TWO if "clipping" in name or "norm" in name else layout, on_ranks)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_random_loop_is_exact(on_ranks, seed) -> None:
     draw = random.Random(seed)
     model = draw.choice([DeepNet, OddNet, BatchNormNet, TiedNet, SkippingNet])

@@ -1,7 +1,7 @@
 """Loops that nobody would write: random sequences of what a script may do, against plain DDP, bit for bit.
 
-The other files cross features in pairs. Here every step draws one of many things to do before backward, before
-`step()` and after it, so that what one leaves behind meets what another expects.
+Every step draws one of many things to do before backward, before `step()` and after it. The fuzzer draws whole programs
+in this way, on 2 and 3 ranks; a few seeds of one rank, too, are kept here, beside the loop that random plans use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from models import BatchNormNet, DeepNet, OddNet
 from random_loops import random_loop
 from wirings import SkippingNet, TiedNet
 
-SEEDS = range(16)
+SEEDS = range(6)
 MODELS = [DeepNet, OddNet, BatchNormNet, TiedNet, SkippingNet]
 
 
@@ -31,9 +31,9 @@ def _two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
 OPTIMIZERS = [SGD, ADAMW, optimizer(torch.optim.AdamW, lr=0.01, fused=True), _two_optimizers]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_random_loop_is_exact(on_ranks, seed, world_size) -> None:
+def test_a_random_loop_is_exact(on_ranks, seed) -> None:
+    world_size = 1 + seed % 3
     draw = random.Random(1000 * world_size + seed)
     model = draw.choice(MODELS)
     ddp = {
@@ -45,6 +45,7 @@ def test_a_random_loop_is_exact(on_ranks, seed, world_size) -> None:
         model=model,
         optimizer=draw.choice(OPTIMIZERS),
         world_size=world_size,
+        steps=14,
         ddp=ddp,
         dear={"fusion_mb": draw.choice([1e-4, 3e-4, 8.0])},
         strict=draw.random() < 0.5,

@@ -12,9 +12,8 @@ from weighted_loops import Weighted, train_both
 ANY_RANKS = [2, 3, 4]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("world_size", ANY_RANKS)
-@pytest.mark.parametrize("split", ["random", "zeros", "one", "equal"])
+@pytest.mark.parametrize("split", ["random", pytest.param("zeros", marks=pytest.mark.quick), "one", "equal"])
 def test_any_partition_is_training_on_the_whole_batch(on_ranks, split, world_size) -> None:
     on_ranks(train_both, world_size, Weighted(loops.plain, split=split))
 
@@ -33,8 +32,7 @@ def test_any_partition_is_training_on_the_whole_batch(on_ranks, split, world_siz
     ],
     ids=lambda loop: loop.__name__,
 )
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.float32), (3, torch.float64)], ids=str)
 def test_loops(on_ranks, loop, world_size, dtype) -> None:
     on_ranks(train_both, world_size, Weighted(loop, dtype=dtype))
 

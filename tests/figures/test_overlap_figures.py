@@ -122,11 +122,11 @@ def test_the_line_that_needs_updates_early_is_named_once_a_step(on_ranks, name) 
 
 def _reverse(run: Run) -> Iterator[Any]:
     for index, (x, y) in enumerate(run.batches()):
-        run.model.module.reverse = index >= 8
+        run.model.module.reverse = index >= 5
         run.optimizer.zero_grad()
         run.loss(run.model(x), y).backward()
         run.optimizer.step()
-        yield dict(run.state._reducer.pipeline._urgency) if index in (7, 12) else None
+        yield dict(run.state._reducer.pipeline._urgency) if index in (4, 7) else None
 
 
 class TurningNet(torch.nn.Module):

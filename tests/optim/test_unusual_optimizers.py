@@ -105,11 +105,11 @@ def _interrupted(model: nn.Module) -> Optimizer:
 def _interrupt_a_step(run: Run) -> Iterator[Any]:
     """The interrupted step has lr 0, so that it does not matter how far it came."""
     for index, (x, y) in enumerate(run.batches()):
-        run.optimizer.param_groups[0]["lr"] = 0.0 if index == 8 else 0.1
+        run.optimizer.param_groups[0]["lr"] = 0.0 if index == 5 else 0.1
         run.optimizer.zero_grad()
         loss = run.loss(run.model(x), y)
         loss.backward()
-        run.optimizer.fail = index == 8
+        run.optimizer.fail = index == 5
         with suppress(KeyboardInterrupt):
             run.optimizer.step()
         run.optimizer.fail = False

@@ -274,7 +274,7 @@ def _edit_first_lr(run: Run) -> Iterator[Any]:
 
 def _clip_later(run: Run) -> Iterator[Any]:
     for index, (x, y) in enumerate(run.batches()):
-        run.optimizer.param_groups[0]["max_norm"] = 0.1 if index >= 8 else None
+        run.optimizer.param_groups[0]["max_norm"] = 0.1 if index >= 5 else None
         yield train_step(run, x, y)
 
 
@@ -344,7 +344,7 @@ def _kept_in_step(run: Run) -> Iterator[Any]:
         run.optimizer.zero_grad()
         loss = run.loss(run.model(x), y)
         loss.backward()
-        if index == 8:
+        if index == 5:
             TAKEN["from"] = list(run.model.parameters())
         run.optimizer.step()
         yield loss, snapshot(TAKEN["data"])

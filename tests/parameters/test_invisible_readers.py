@@ -37,7 +37,7 @@ from invisible_models import (
     SubclassParameterNet,
     padding,
 )
-from matrix import in_both_modes
+from matrix import in_turn
 from models import OUTPUTS, DeepNet, MatrixNet
 from optimizers import MUON
 from stale_loops import LIMIT
@@ -123,7 +123,7 @@ FAST_PATHS = {
 }
 
 
-@pytest.mark.parametrize("case", in_both_modes(FAST_PATHS))
+@pytest.mark.parametrize("case", in_turn(FAST_PATHS))
 def test_evaluation_takes_the_fast_path_that_it_takes_under_plain_ddp(on_ranks, case: Case) -> None:
     check_case(case, on_ranks)
 
@@ -150,7 +150,7 @@ OLD_GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("case", in_both_modes(OLD_GRAPHS))
+@pytest.mark.parametrize("case", in_turn(OLD_GRAPHS))
 def test_backward_on_an_old_graph_after_step_raises(on_ranks, case: Case) -> None:
     check_case(case, on_ranks)
 
@@ -186,7 +186,7 @@ CONTEXTS = {
 }
 
 
-@pytest.mark.parametrize("case", in_both_modes(CONTEXTS))
+@pytest.mark.parametrize("case", in_turn(CONTEXTS, quick=("checkpoint_selective_sgd", "autocast")))
 def test_forwards_in_unusual_contexts_are_exact(on_ranks, case: Case) -> None:
     check_case(case, on_ranks)
 

@@ -10,7 +10,7 @@ import pytest
 
 import alias_loops
 from equivalence import ADAMW, SGD, Case, check_case, plain_loop
-from matrix import in_both_modes
+from matrix import in_turn
 
 ALIASES = [
     alias_loops.data,
@@ -80,16 +80,18 @@ ONE_STORAGE = {
 }
 
 
-@pytest.mark.parametrize("case", in_both_modes(KEPT))
+@pytest.mark.parametrize(
+    "case", in_turn(KEPT, quick=("read_aliases_data", "write_aliases_through_numpy", "state_dict_written"))
+)
 def test_an_alias_made_before_the_loop_is_exact(on_ranks, case: Case) -> None:
     check_case(case, on_ranks)
 
 
-@pytest.mark.parametrize("case", in_both_modes(MADE_IN_MID_RUN))
+@pytest.mark.parametrize("case", in_turn(MADE_IN_MID_RUN))
 def test_an_alias_made_in_mid_run_is_exact(on_ranks, case: Case) -> None:
     check_case(case, on_ranks)
 
 
-@pytest.mark.parametrize("case", in_both_modes(ONE_STORAGE))
+@pytest.mark.parametrize("case", in_turn(ONE_STORAGE, quick=("overlapping_trained_sgd",)))
 def test_parameters_over_one_storage_are_exact(on_ranks, case: Case) -> None:
     check_case(case, on_ranks)

@@ -68,9 +68,8 @@ def _train(policy: LocalSGD, optimizer: Any) -> Tensor:
         return one.parameters()
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adam], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(("world_size", "optimizer"), [(2, sgd), (3, adam)], ids=["2-sgd", "3-adam"])
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-@pytest.mark.parametrize("world_size", [2, 3])
 def test_it_is_what_the_formulas_say(on_ranks, world_size, policy, optimizer) -> None:
     expected = train_in_one_process(policy, world_size, STEPS, optimizer)
     for ours, simple in zip(on_ranks(_train, world_size, policy, optimizer), expected, strict=True):
@@ -169,18 +168,25 @@ def _stop_and_go_on(policy: LocalSGD, stop_at: int) -> bool:
         return torch.equal(again.parameters(), expected)
 
 
-@pytest.mark.parametrize("stop_at", [3, 4, 5, 6, 8])
+RESUMED = [
+    LocalSGD(every=4),
+    LocalSGD(every=4, delay=2),
+    DiLoCo(every=4, delay=2),
+    LocalSGD(every=4, delay=2, wire_dtype=torch.bfloat16),
+    LocalSGD(every=4, delay=1, wire_dtype=torch.int8),
+    LocalSGD(every=4, delay=2, reduction="adasum"),
+    LocalSGD(every=2, delay=1, groups="pairs"),
+    LocalSGD(every=GradientChange(threshold=0.1, window=2), delay=2),
+]
+
+
+# One in the middle of all, and each in two moments of its period.
 @pytest.mark.parametrize(
-    "policy",
+    ("policy", "stop_at"),
     [
-        LocalSGD(every=4),
-        LocalSGD(every=4, delay=2),
-        DiLoCo(every=4, delay=2),
-        LocalSGD(every=4, delay=2, wire_dtype=torch.bfloat16),
-        LocalSGD(every=4, delay=1, wire_dtype=torch.int8),
-        LocalSGD(every=4, delay=2, reduction="adasum"),
-        LocalSGD(every=2, delay=1, groups="pairs"),
-        LocalSGD(every=GradientChange(threshold=0.1, window=2), delay=2),
+        (policy, stop_at)
+        for index, policy in enumerate(RESUMED)
+        for stop_at in ([3, 4, 5, 6, 8] if index == 1 else [5, (3, 4, 6, 8)[index % 4]])
     ],
     ids=str,
 )

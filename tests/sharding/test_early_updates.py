@@ -169,8 +169,11 @@ LOOPS = [
 ]
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: getattr(loop, "__name__", "own_scaler"))
-@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize(
+    ("loop", "views"),
+    [(loop, index % 2 == 1) for index, loop in enumerate(LOOPS)],
+    ids=lambda one: str(one) if isinstance(one, bool) else getattr(one, "__name__", "own_scaler"),
+)
 def test_loops(on_ranks, loop, views: bool) -> None:
     case = Case(loop, optimizer=SGD if views else ADAMW, world_size=2 + views, ddp={"gradient_as_bucket_view": views})
     check(case, on_ranks)
@@ -182,7 +185,7 @@ def test_16_bit_wire(on_ranks, loop, wire_dtype: torch.dtype) -> None:
     check(Case(loop, dear={"wire_dtype": wire_dtype}), on_ranks)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_loops(on_ranks, seed: int) -> None:
     views = {"gradient_as_bucket_view": bool(seed % 2)}
     model = DeepNet if seed % 3 else OddNet

@@ -113,9 +113,9 @@ def alias_for_a_while(run: Run, alias: Alias) -> Iterator[Any]:
     aliases: list[torch.Tensor] = []
     for index, (x, y) in enumerate(run.batches()):
         loss = train_step(run, x, y)
-        if index in (5, 14):
+        if index in (4, 6):
             aliases = [alias(p) for p in parameters]
-        elif index == 10:
+        elif index == 5:
             aliases = []
         with torch.no_grad():
             for each in aliases:
@@ -188,7 +188,7 @@ def shared_memory(run: Run) -> Iterator[Any]:
     parameters = [p for p in run.model.parameters() if p.numel()]
     for index, (x, y) in enumerate(run.batches()):
         loss = train_step(run, x, y)
-        if index == 8:
+        if index == 5:
             for p in parameters:
                 p.share_memory_()
         yield loss, [p.is_shared() for p in parameters]

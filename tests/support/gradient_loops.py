@@ -163,13 +163,13 @@ def scale_in_tensor_hooks(run: Run) -> Iterator[Any]:
 def inject_inf(run: Run, index: int, loss: torch.Tensor) -> torch.Tensor:
     """Spoil two steps' losses, each on one rank only: all ranks have to skip them."""
     steps = run.case.steps
-    spoiled = index in (steps // 2 + 1, steps - 3) and run.rank == run.case.world_size - 1
+    spoiled = index in (steps // 2, steps - 2) and run.rank == run.case.world_size - 1
     return loss * float("inf") if spoiled else loss
 
 
 def scaler(run: Run, own: bool = False, clip: bool = False) -> Iterator[Any]:
     """A GradScaler, stock or ours, over steps of which some overflow and are skipped."""
-    grad_scaler = run.grad_scaler(own, init_scale=2.0**10, growth_interval=5)
+    grad_scaler = run.grad_scaler(own, init_scale=2.0**10, growth_interval=2)
     for index, (x, y) in enumerate(run.batches()):
         for each in run.optimizers:
             each.zero_grad()

@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from equivalence import Run, plain_loop, train_step
 
-# In the middle of the run: both parts are pipelined for most of their steps.
-RESUME_AT = 6
+# In the middle of a run of so many: both parts are pipelined for half of their steps or more.
+STEPS = 13
+RESUME_AT = 5
 
 
 def resume(run: Run, after: str, restart: Callable[[Run], None] | None = None) -> Iterator[Any]:

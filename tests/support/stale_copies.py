@@ -242,7 +242,7 @@ def make_pruning_permanent(run: Run) -> Iterator[Any]:
     layer = run.model.module.second
     for index, (x, y) in enumerate(run.batches()):
         loss = train_step(run, x, y)
-        if index in (6, 12):
+        if index in (4, 6):
             prune.random_unstructured(layer, "weight", amount=0.3)
             prune.remove(layer, "weight")
         yield loss

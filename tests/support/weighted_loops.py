@@ -18,7 +18,7 @@ import ddp_crossover as dx
 from equivalence import SMALL_GROUPS_MB
 from models import INPUTS, OUTPUTS, DeepNet
 
-STEPS = 12
+STEPS = 9
 SAMPLES = 12
 SEED = 5
 
@@ -199,7 +199,7 @@ def scaled(run: WeightedRun) -> None:
         run.optimizer.zero_grad()
         with run.batch(len(x)):
             loss = run.loss(run.model(x), y)
-            if step == 9 and run.rank == 0:
+            if step == 6 and run.rank == 0:
                 loss = loss * float("inf")
             scaler.scale(loss).backward()
         scaler.step(run.optimizer)
