@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
+from adversarial import PAST_EVERYTHING, Script, adversarial
 from adversary.nets import mlp, mse, train_step
-from adversary.script import PAST_EVERYTHING, Script, adversarial
 
 
 class GradScale(torch.autograd.Function):
@@ -84,7 +84,7 @@ def test_compiled_model_with_a_function_of_its_own(run: Script) -> None:
 def test_saved_values_are_kept_over_a_step(run: Script) -> None:
     net = mlp()
     model, optimizer = run.train(net, SGD, lr=0.05)
-    for x, y in run.batches(12):
+    for x, y in run.batches():
         with torch.autograd.graph.allow_mutation_on_saved_tensors():
             optimizer.zero_grad()
             x.requires_grad_()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +13,8 @@ from torch import nn
 from torch.optim import SGD, Adam
 from torch.utils.checkpoint import checkpoint
 
+from adversarial import GRADIENTS_READ, Script, adversarial
 from adversary.nets import mlp, mse
-from adversary.script import GRADIENTS_READ, Script, adversarial
 
 TOO_LATE = "called between a forward and its backward"
 VIEWS = (False, True)
@@ -217,3 +220,240 @@ def test_model_is_checkpointed_as_a_whole(run: Script) -> None:
             loss.backward()
             optimizer.step()
             run.log(loss)
+
+
+SKIPPING = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 0.0003}
+ALARM_AFTER_S = 0.0037
+
+
+def _gradients(model: nn.Module) -> list[Any]:
+    return [p.grad for p in model.parameters()]
+
+
+@adversarial(deferred=0, fallback="")
+def test_gradients_are_taken_after_autograd_has_come_to_the_output_once(run: Script) -> None:
+    model, optimizer = _train(run, False)
+    for x, y in run.batches():
+        x.requires_grad_()
+        loss = mse(model(x), y)
+        torch.autograd.grad(loss, x, retain_graph=True)
+        before = _gradients(model)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.log(before)
+
+
+@adversarial(deferred=0, fallback="")
+def test_gradients_are_taken_before_a_backward_with_a_gradient_penalty(run: Script) -> None:
+    for view in VIEWS:
+        model, optimizer = _train(run, view, Adam)
+        for x, y in run.batches():
+            x.requires_grad_()
+            output = model(x)
+            [slope] = torch.autograd.grad(output.sum(), x, create_graph=True)
+            before = _gradients(model)
+            optimizer.zero_grad()
+            (mse(output, y) + slope.square().mean()).backward()
+            optimizer.step()
+            run.log(None if view else before)
+
+
+class _PassingThrough(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.net(x), x
+
+
+@adversarial(deferred=0, fallback="")
+def test_gradients_are_taken_after_a_backward_through_an_input_that_is_returned(run: Script) -> None:
+    before_it = nn.Linear(8, 8)
+    for view in VIEWS:
+        model, optimizer = _train(run, view, Adam, net=_PassingThrough())
+        for x, y in run.batches():
+            output, same = model(before_it(x))
+            torch.autograd.grad(same.sum(), before_it.parameters(), retain_graph=True)
+            before = _gradients(model)
+            optimizer.zero_grad()
+            mse(output, y).backward()
+            optimizer.step()
+            run.log(None if view else before)
+
+
+@adversarial(deferred=0, fallback="")
+def test_gradients_are_taken_and_the_output_is_a_view_that_is_changed_in_place(run: Script) -> None:
+    for view in VIEWS:
+        model, optimizer = _train(run, view, net=nn.Sequential(mlp(), nn.Flatten(0)))
+        for x, y in run.batches():
+            output = model(x)
+            output.mul_(0.5)
+            before = _gradients(model)
+            optimizer.zero_grad()
+            mse(output, y.flatten()).backward()
+            optimizer.step()
+            run.log(None if view else before)
+
+
+@adversarial(refused="RuntimeError: the gradient of .* was overwritten by the backward that has begun")
+def test_a_hook_reads_gradients_taken_before_a_backward_that_does_not_come_from_the_output(run: Script) -> None:
+    net = _Aside()
+    model, optimizer = _train(run, False, net=net)
+    held: list[Any] = []
+
+    def read(parameter: torch.Tensor) -> None:
+        run.log([gradient for gradient in held if gradient is not None])
+        held.clear()
+
+    next(model.parameters()).register_post_accumulate_grad_hook(read)
+    for x, y in run.batches():
+        model(x, y)
+        held[:] = _gradients(model)
+        optimizer.zero_grad()
+        net.loss.backward()
+        optimizer.step()
+
+
+class _Raising(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, raises: bool = False) -> torch.Tensor:
+        if raises:
+            raise ValueError
+        return self.layer(x)
+
+
+@adversarial(deferred=0, fallback="")
+def test_step_between_a_forward_and_its_backward_with_another_forward_between_them(run: Script) -> None:
+    """One layer, whose weight autograd does not need for backward: plain DDP allows it, too."""
+    for view in VIEWS:
+        for raises in (False, True):
+            model, optimizer = _train(run, view, net=_Raising(), momentum=0.9)
+            x, y = next(run.batches())
+            mse(model(x), y).backward()
+            for x, y in run.batches():
+                loss = mse(model(x), y)
+                with contextlib.suppress(ValueError), contextlib.nullcontext() if raises else model.no_sync():
+                    model(2 * x, raises)
+                optimizer.step()
+                optimizer.zero_grad()
+                loss.backward()
+                run.log(loss, model.module.layer.weight)
+
+
+@adversarial(deferred=0, fallback="", three=False)  # after detach, gloo adds three numbers in its own order
+def test_a_forward_without_sync_comes_between_a_forward_and_detach(run: Script) -> None:
+    model, optimizer = _train(run, False)
+    for x, y in run.batches():
+        mse(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = mse(model(x), y)
+    with model.no_sync():
+        model(2 * x)
+    run.detach()
+    loss.backward()
+    run.log(_gradients(model))
+
+
+@adversarial(deferred=0, fallback="")
+def test_two_forwards_and_a_step_between_their_backwards(run: Script) -> None:
+    for view in VIEWS:
+        model, optimizer = _train(run, view, net=nn.Linear(8, 4), momentum=0.9)
+        for index, (x, y) in enumerate(run.batches()):
+            one, other = mse(model(x), y), mse(model(2 * x), y)
+            one.backward()
+            optimizer.step()
+            other.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=index % 2 == 0)
+            run.log(one, other, model.module.weight)
+
+
+@adversarial(deferred=0, fallback="")
+def test_one_graph_twice_and_a_step_between(run: Script) -> None:
+    for view in VIEWS:
+        model, optimizer = _train(run, view, net=nn.Linear(8, 4), momentum=0.9)
+        for index, (x, y) in enumerate(run.batches()):
+            loss = mse(model(x), y)
+            loss.backward(retain_graph=True)
+            if index % 2:
+                optimizer.step()
+            if index % 3 == 0:
+                optimizer.zero_grad(set_to_none=index % 2 == 0)
+            loss.backward()
+            optimizer.step()
+            if index % 4 == 0:
+                optimizer.zero_grad(set_to_none=False)
+            run.log(loss, _gradients(model) if index % 5 == 0 else None)
+
+
+@adversarial(deferred=0, fallback="")
+def test_a_signal_handler_reads_gradients_at_any_time(run: Script) -> None:
+    for view in VIEWS:
+        model, optimizer = _train(run, view, Adam)
+        parameters = list(model.parameters())
+
+        def read(*_: Any, parameters: list[Any] = parameters) -> None:
+            for parameter in parameters:
+                if (gradient := parameter.grad) is not None:
+                    gradient.sum().item()
+            # Only now: on a busy machine a timer that repeats would interrupt its own handler, again and again.
+            signal.setitimer(signal.ITIMER_REAL, ALARM_AFTER_S)
+
+        before = signal.signal(signal.SIGALRM, read)
+        signal.setitimer(signal.ITIMER_REAL, ALARM_AFTER_S)
+        try:
+            for index, (x, y) in enumerate(run.batches(60)):
+                optimizer.zero_grad(set_to_none=index % 2 == 0)
+                mse(model(x), y).backward()
+                optimizer.step()
+        finally:
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)  # a handler that runs just now would set the timer again
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.again = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last = nn.Linear(8, 4)
+        self.uses_one = self.uses_other = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.uses_one:
+            x = x + self.again(self.one(x))
+        if self.uses_other:
+            x = x + self.other(x)
+        return self.last(x)
+
+
+def _branches_with_skipped_buckets(run: Script, zero: Callable[[int, Any], None]) -> None:
+    """Groups span buckets, of which DDP leaves out those of branches that no rank has used."""
+    for view in VIEWS:
+        net = _Branches()
+        model = run.ddp(net, gradient_as_bucket_view=view, **SKIPPING)
+        optimizer = Adam(model.parameters(), lr=0.05)
+        run.attach(model, optimizer, fusion_mb=2e-3)
+        for index, (x, y) in enumerate(run.batches()):
+            net.uses_one, net.uses_other = index < 6 or index % 3 != 2, index < 6 or index % 4 != 1
+            zero(index, optimizer)
+            mse(model(x), y).backward()
+            optimizer.step()
+            if index % 4 == 3:
+                run.log(_gradients(model))
+
+
+@adversarial(deferred=0, fallback="")
+def test_buckets_are_skipped(run: Script) -> None:
+    _branches_with_skipped_buckets(run, lambda index, optimizer: optimizer.zero_grad())
+
+
+@adversarial(deferred=0, fallback="")
+def test_buckets_are_skipped_and_gradients_set_to_zero_in_place(run: Script) -> None:
+    _branches_with_skipped_buckets(run, lambda index, optimizer: optimizer.zero_grad(set_to_none=bool(index % 2)))

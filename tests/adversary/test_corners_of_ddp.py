@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import LBFGS, SGD, Adam, SparseAdam
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, SGD, Adam
 
+from adversarial import GRADIENTS_READ, Script, adversarial
 from adversary.nets import mlp, mse, train_step
-from adversary.script import GRADIENTS_READ, Script, adversarial
 
 
 @adversarial(three=True, fallback="", deferred=0)
 def test_local_sgd_with_periodic_averages(run: Script) -> None:
     """Steps with local gradients inside of no_sync, then the weights are averaged."""
     model, optimizer = run.train(mlp(), SGD, lr=0.1)
-    for step, (x, y) in enumerate(run.batches(16)):
+    for step, (x, y) in enumerate(run.batches()):
         optimizer.zero_grad()
         if step < 6:
             mse(model(x), y).backward()
@@ -36,7 +38,7 @@ def test_local_sgd_with_periodic_averages(run: Script) -> None:
 @adversarial(fallback="")
 def test_forward_inside_of_no_sync_and_backward_outside(run: Script) -> None:
     model, optimizer = run.train(mlp(), SGD, lr=0.1)
-    for step, (x, y) in enumerate(run.batches(14)):
+    for step, (x, y) in enumerate(run.batches()):
         optimizer.zero_grad()
         if step % 3 == 2:
             with model.no_sync():
@@ -62,7 +64,7 @@ def test_accelerate_sets_require_backward_grad_sync(run: Script) -> None:
 def test_some_steps_train_through_the_bare_module(run: Script) -> None:
     """Gradients of such a step are local."""
     model, optimizer = run.train(mlp(), SGD, lr=0.1)
-    for step, (x, y) in enumerate(run.batches(14)):
+    for step, (x, y) in enumerate(run.batches()):
         run.log(train_step(model.module if step % 4 == 3 else model, optimizer, x, y))
 
 
@@ -80,7 +82,7 @@ def test_backward_through_the_bare_module_whose_gradients_are_thrown_away(run: S
 def test_training_in_eval_mode_with_frozen_batch_norm(run: Script) -> None:
     net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 4))
     model, optimizer = run.train(net, Adam, lr=0.02)
-    for step, (x, y) in enumerate(run.batches(12)):
+    for step, (x, y) in enumerate(run.batches()):
         model.train(step % 4 < 2)
         run.log(train_step(model, optimizer, x, y))
 
@@ -150,31 +152,6 @@ def test_refused_lbfgs(run: Script) -> None:
         optimizer.step(closure)
 
 
-@adversarial(refused="sparse")
-def test_refused_sparse_embedding(run: Script) -> None:
-    net = nn.Embedding(10, 4, sparse=True)
-    model = run.ddp(net, gradient_as_bucket_view=False)
-    optimizer = SparseAdam(model.parameters(), lr=0.01)
-    run.attach(model, optimizer)
-    for _, y in run.batches(3):
-        train_step(model, optimizer, torch.arange(len(y)), y)
-
-
-@adversarial(refused="complex")
-def test_refused_complex_parameters(run: Script) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(8, 4, dtype=torch.complex64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x.to(torch.complex64) @ self.weight).abs()
-
-    model, optimizer = run.train(Net(), SGD, lr=0.1)
-    for x, y in run.batches(3):
-        train_step(model, optimizer, x, y)
-
-
 @adversarial(refused="deepcopy|pickle|detach")
 def test_refused_deepcopy_of_the_ddp(run: Script) -> None:
     model, optimizer = run.train(mlp(), SGD, lr=0.1)
@@ -182,18 +159,6 @@ def test_refused_deepcopy_of_the_ddp(run: Script) -> None:
         train_step(model, optimizer, x, y)
         copy.deepcopy(model.module)
     copy.deepcopy(model)
-
-
-@adversarial(refused="hook")
-def test_refused_second_communication_hook(run: Script) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-    model = run.ddp(mlp())
-    optimizer = SGD(model.parameters(), lr=0.1)
-    model.register_comm_hook(None, fp16_compress_hook)
-    run.attach(model, optimizer)
-    for x, y in run.batches(3):
-        train_step(model, optimizer, x, y)
 
 
 @adversarial(refused="forward")
@@ -219,3 +184,182 @@ def test_second_backward_adds_to_gradients_without_communication(run: Script) ->
         mse(model(x), y).backward()
         (0.01 * sum(p.pow(2).sum() for p in net.parameters())).backward()
         optimizer.step()
+
+
+@adversarial(three=True, fallback=GRADIENTS_READ)
+def test_no_sync_around_the_whole_window_with_manual_all_reduce(run: Script) -> None:
+    """Every third step averages local gradients by hand; the others go through DDP."""
+    model, optimizer = run.train(mlp(), SGD, lr=0.1)
+    for step, (x, y) in enumerate(run.batches()):
+        optimizer.zero_grad()
+        if step % 3 == 2:
+            with model.no_sync():
+                mse(model(x), y).backward()
+            for p in model.parameters():
+                gathered = [torch.empty_like(p.grad) for _ in range(run.world_size)]
+                dist.all_gather(gathered, p.grad)
+                p.grad = torch.stack(gathered).mean(0)
+        else:
+            mse(model(x), y).backward()
+        optimizer.step()
+
+
+@adversarial()
+def test_large_buckets_and_static_graph_with_accumulation(run: Script) -> None:
+    model = run.ddp(mlp(), static_graph=True, bucket_cap_mb=100)
+    optimizer = Adam(model.parameters(), lr=0.02)
+    run.attach(model, optimizer)
+    for index, (x, y) in enumerate(run.batches(20)):
+        if index % 2 or index < 3:
+            mse(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            with model.no_sync():
+                mse(model(x), y).backward()
+
+
+@adversarial()
+def test_two_lines_of_the_readme_instead_of_attach(run: Script) -> None:
+    model = run.ddp(mlp())
+    optimizer = Adam(model.parameters(), lr=0.02)
+    if run.with_dear:
+        import ddp_crossover as dx
+
+        state = dx.DearState(model, optimizer, fusion_mb=1e-4)
+        model.register_comm_hook(state, dx.dear_hook)
+        run.states.append(state)
+    for x, y in run.batches():
+        run.log(train_step(model, optimizer, x, y))
+
+
+@adversarial(fallback="")
+def test_default_settings_of_attach_with_a_deep_narrow_model(run: Script) -> None:
+    model = run.ddp(nn.Sequential(*(nn.Linear(8, 8) for _ in range(12))))
+    optimizer = SGD(model.parameters(), lr=0.02)
+    run.attach(model, optimizer, fusion_mb=None, schedule="auto")
+    for x, y in run.batches(50, outputs=8):
+        run.log(train_step(model, optimizer, x, y))
+
+
+@adversarial(fallback="", deferred=0)
+def test_schedule_that_is_plain_all_reduce(run: Script) -> None:
+    model = run.ddp(mlp())
+    optimizer = Adam(model.parameters(), lr=0.02)
+    run.attach(model, optimizer, schedule="allreduce", fusion_mb=None)
+    for x, y in run.batches():
+        run.log(train_step(model, optimizer, x, y))
+
+
+@adversarial(fallback="")
+def test_attach_again_after_detach(run: Script) -> None:
+    model = run.ddp(mlp())
+    optimizer = Adam(model.parameters(), lr=0.02)
+    run.attach(model, optimizer)
+    for round_ in range(3):
+        for x, y in run.batches(8):
+            run.log(train_step(model, optimizer, x, y))
+        if run.with_dear and round_ < 2:
+            import ddp_crossover as dx
+
+            run.states.pop().detach()
+            run.states.append(dx.attach(model, optimizer, fusion_mb=1e-4))
+
+
+@adversarial()
+def test_buffers_are_changed_by_hand_and_broadcast_by_ddp(run: Script) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk = mlp()
+            self.register_buffer("scale", torch.ones(4))
+            self.register_buffer("count", torch.zeros((), dtype=torch.long), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return self.trunk(x) * self.scale
+
+    model, optimizer = run.train(Net(), Adam, lr=0.02)
+    for x, y in run.batches():
+        run.log(train_step(model, optimizer, x, y))
+        model.module.scale.mul_(1 + 0.1 * run.rank)
+        model.module.scale = model.module.scale.clone()
+        run.log(model.module.count, model.module.scale)
+
+
+@adversarial()
+def test_ddp_of_a_submodule_only(run: Script) -> None:
+    trunk, head = run.ddp(mlp(outputs=8)), nn.Linear(8, 4)
+    for p in head.parameters():
+        dist.broadcast(p.data, 0)
+    optimizer = Adam([*trunk.parameters(), *head.parameters()], lr=0.02)
+    run.attach(trunk, optimizer)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse(head(trunk(x)), y)
+        loss.backward()
+        for p in head.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= run.world_size
+        optimizer.step()
+        run.log(loss)
+
+
+@adversarial()
+def test_wrapper_around_the_ddp_delegates_attributes(run: Script) -> None:
+    """A custom wrapper calls ddp.forward and delegates attributes, as lightning-like frameworks do."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> object:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.inner.module, name)
+
+        def training_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return mse(self.inner(batch[0]), batch[1])
+
+    model, optimizer = run.train(mlp(), Adam, lr=0.02)
+    wrapper = Wrapper(model)
+    for batch in run.batches():
+        optimizer.zero_grad()
+        loss = wrapper.training_step(batch)
+        loss.backward()
+        optimizer.step()
+        run.log(loss, sum(p.sum() for p in wrapper.parameters()), len(wrapper.append.__name__))
+
+
+@adversarial(refused="pickle|detach|deepcopy")
+def test_refused_pickle_of_the_ddp(run: Script) -> None:
+    model, optimizer = run.train(mlp(), Adam, lr=0.02)
+    for x, y in run.batches():
+        train_step(model, optimizer, x, y)
+    pickle.dumps(model)
+
+
+@adversarial(fallback="", strict=False)
+def test_optimizer_in_backward_drifts_as_under_plain_ddp(run: Script) -> None:
+    net = mlp()
+    optimizers = {p: SGD([p], lr=0.1) for p in net.parameters()}
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    model = run.ddp(net, gradient_as_bucket_view=False)
+    run.attach(model, *optimizers.values())
+    for x, y in run.batches(3):
+        mse(model(x), y).backward()
+
+
+@adversarial(fallback="")
+def test_prefixes_of_ddp_are_cut_from_its_state_dict(run: Script) -> None:
+    model, optimizer = run.train(mlp(), Adam, lr=0.02)
+    for step, (x, y) in enumerate(run.batches()):
+        train_step(model, optimizer, x, y)
+        if step % 3 == 2:
+            weights = {k.removeprefix("module."): v for k, v in model.state_dict().items()}
+            other = mlp()
+            other.load_state_dict(weights)
+            run.log(other(x), isinstance(model, DistributedDataParallel))

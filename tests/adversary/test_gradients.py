@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch import nn
+from torch.nn.utils import clip_grad_value_
 from torch.optim import SGD, Adam, AdamW
 
-from adversary.nets import mlp, mse
-from adversary.script import GRADIENTS_READ, KEPT, Script, adversarial
-
-
-@adversarial(three=True, fallback=GRADIENTS_READ)
-def test_clip_by_norm_then_by_value(run: Script) -> None:
-    model, optimizer = run.train(mlp(), AdamW, lr=0.02)
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        mse(model(x), y).backward()
-        run.log(clip_grad_norm_(model.parameters(), 0.3))
-        clip_grad_value_(model.parameters(), 0.05)
-        optimizer.step()
+from adversarial import GRADIENTS_READ, KEPT, Script, adversarial
+from adversary.nets import mlp, mse, train_step
 
 
 @adversarial(fallback=GRADIENTS_READ)
@@ -42,92 +32,14 @@ def test_adaptive_gradient_clipping(run: Script) -> None:
 
 
 @adversarial(fallback=GRADIENTS_READ)
-def test_gradient_noise_from_the_global_generator(run: Script) -> None:
-    model, optimizer = run.train(mlp(), Adam, lr=0.02)
-    torch.manual_seed(5)
-    for step, (x, y) in enumerate(run.batches()):
-        optimizer.zero_grad()
-        mse(model(x), y).backward()
-        for p in model.parameters():
-            p.grad += torch.randn_like(p.grad) * (0.01 / (1 + step) ** 0.55)
-        optimizer.step()
-
-
-@adversarial(fallback=GRADIENTS_READ)
-def test_gradient_centralization_replaces_grad(run: Script) -> None:
-    model, optimizer = run.train(mlp(), SGD, lr=0.1, momentum=0.9, nesterov=True)
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        mse(model(x), y).backward()
-        for p in model.parameters():
-            if p.grad.dim() > 1:
-                p.grad = p.grad - p.grad.mean(dim=1, keepdim=True)
-        optimizer.step()
-
-
-@adversarial(three=True)
-def test_accumulation_with_no_sync_and_an_uneven_last_window(run: Script) -> None:
-    model, optimizer = run.train(mlp(), Adam, lr=0.02)
-    batches = list(run.batches(23))
-    for index, (x, y) in enumerate(batches):
-        last = index == len(batches) - 1
-        if (index + 1) % 3 == 0 or last:
-            (mse(model(x), y) / 3).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            with model.no_sync():
-                (mse(model(x), y) / 3).backward()
-
-
-@adversarial(deferred=3)
-def test_accumulation_without_no_sync(run: Script) -> None:
-    model, optimizer = run.train(mlp(), Adam, lr=0.02)
-    for index, (x, y) in enumerate(run.batches(16)):
-        (mse(model(x), y) / 2).backward()
-        if index % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@adversarial()
-def test_zero_grad_keeps_zeros(run: Script) -> None:
-    model, optimizer = run.train(mlp(), SGD, lr=0.1, momentum=0.9)
-    for x, y in run.batches():
-        optimizer.zero_grad(set_to_none=False)
-        mse(model(x), y).backward()
-        optimizer.step()
-        run.log([p.grad.sum() for p in model.parameters()])
-
-
-@adversarial()
-def test_gradients_are_never_cleared(run: Script) -> None:
-    model, optimizer = run.train(mlp(), SGD, lr=0.01)
-    for x, y in run.batches():
-        mse(model(x), y).backward()
-        optimizer.step()
-
-
-@adversarial(fallback=GRADIENTS_READ)
 def test_gradients_are_cleared_between_backward_and_step_by_mistake(run: Script) -> None:
     model, optimizer = run.train(mlp(), AdamW, lr=0.02)
-    for step, (x, y) in enumerate(run.batches()):
+    for step, (x, y) in enumerate(run.batches(10)):
         mse(model(x), y).backward()
         if step % 4 == 3:
             optimizer.zero_grad(set_to_none=step % 8 == 3)
         optimizer.step()
         optimizer.zero_grad()
-
-
-@adversarial()
-def test_gradients_are_read_after_step_and_set_to_none_by_hand(run: Script) -> None:
-    model, optimizer = run.train(mlp(), Adam, lr=0.02)
-    for x, y in run.batches():
-        mse(model(x), y).backward()
-        optimizer.step()
-        run.log({n: p.grad.norm() for n, p in model.named_parameters()})
-        for p in model.parameters():
-            p.grad = None
 
 
 @adversarial(three=True, fallback=GRADIENTS_READ)
@@ -166,24 +78,6 @@ def test_pcgrad_from_two_backward_passes(run: Script) -> None:
             offset += p.numel()
         optimizer.step()
         run.log(inner)
-
-
-@adversarial(fallback=GRADIENTS_READ)
-def test_grad_scaler_of_torch_with_unscale_and_an_overflow(run: Script) -> None:
-    model, optimizer = run.train(mlp(), Adam, lr=0.02)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-    for step, (x, y) in enumerate(run.batches(12)):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = mse(model(x), y)
-        if step == 6:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        run.log(clip_grad_norm_(model.parameters(), 1.0))
-        scaler.step(optimizer)
-        scaler.update()
-        run.log(scaler.get_scale())
 
 
 @adversarial(fallback=GRADIENTS_READ)
@@ -258,10 +152,199 @@ def test_gradient_of_one_layer_is_watched_through_a_kept_tensor(run: Script) -> 
     optimizer = SGD(model.parameters(), lr=0.1)
     run.attach(model, optimizer)
     watched = None
-    for x, y in run.batches():
+    for x, y in run.batches(10):
         optimizer.zero_grad(set_to_none=False)
         mse(model(x), y).backward()
         if watched is None:
             watched = net[2].weight.grad
         optimizer.step()
         run.log(watched.norm())
+
+
+@adversarial(fallback=GRADIENTS_READ, three=True)
+def test_total_norm_first_then_scale_by_it(run: Script) -> None:
+    from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+    net = mlp()
+    model, optimizer = run.train(net, SGD, lr=0.1)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        mse(model(x), y).backward()
+        norm = get_total_norm([p.grad for p in net.parameters()])
+        clip_grads_with_norm_(net.parameters(), 0.2, norm)
+        optimizer.step()
+        run.log(norm)
+
+
+@adversarial(deferred=0, fallback="")
+def test_accumulation_that_synchronizes_first_and_not_last(run: Script) -> None:
+    """The wrong way round: what comes after the synchronized pass stays local."""
+    model, optimizer = run.train(mlp(), SGD, lr=0.1)
+    for index, (x, y) in enumerate(run.batches(20)):
+        if index % 2 == 0:
+            mse(model(x), y).backward()
+        else:
+            with model.no_sync():
+                mse(model(x), y).backward()
+            if index % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@adversarial(fallback="")
+def test_gradients_of_the_last_step_are_kept_as_momentum_by_hand(run: Script) -> None:
+    model, optimizer = run.train(mlp(), SGD, lr=0.05)
+    before: list[torch.Tensor] | None = None
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        mse(model(x), y).backward()
+        if before is not None:
+            for p, b in zip(model.parameters(), before, strict=True):
+                p.grad.add_(b, alpha=0.5)
+        before = [p.grad for p in model.parameters()]
+        optimizer.step()
+
+
+def held_gradients(run: Script, view: bool) -> None:
+    model = run.ddp(mlp(), gradient_as_bucket_view=view)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    run.attach(model, optimizer)
+    held: list[list[torch.Tensor]] = []
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        mse(model(x), y).backward()
+        optimizer.step()
+        held.append([p.grad for p in model.parameters()])
+        if len(held) > 2:
+            run.log(held[-2])
+    run.log(held)
+
+
+@adversarial(fallback="")
+def test_gradients_are_kept_by_reference_and_read_a_step_later(run: Script) -> None:
+    held_gradients(run, view=False)
+
+
+@adversarial(fallback=KEPT)
+def test_gradients_that_are_views_are_kept_by_reference_and_read_a_step_later(run: Script) -> None:
+    """Then the old ones show the gradients of the last step."""
+    held_gradients(run, view=True)
+
+
+def listed_gradients(run: Script, view: bool, when: int) -> None:
+    model = run.ddp(mlp(), gradient_as_bucket_view=view)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    run.attach(model, optimizer)
+    listed: list[torch.Tensor] = []
+    for step, (x, y) in enumerate(run.batches()):
+        optimizer.zero_grad(set_to_none=False)
+        mse(model(x), y).backward()
+        if step == when:
+            listed = [p.grad for p in model.parameters()]
+        for g in listed:
+            g.clamp_(-0.05, 0.05)
+        optimizer.step()
+        run.log([g.norm() for g in listed])
+
+
+@adversarial(fallback=KEPT)
+def test_gradients_are_listed_once_and_clipped_through_the_list(run: Script) -> None:
+    listed_gradients(run, view=False, when=0)
+
+
+@adversarial(fallback="")
+def test_gradients_that_are_views_are_listed_once_and_clipped_through_the_list(run: Script) -> None:
+    listed_gradients(run, view=True, when=0)
+
+
+@adversarial(fallback="")
+def test_gradients_are_listed_late_and_clipped_through_the_list(run: Script) -> None:
+    listed_gradients(run, view=False, when=6)
+
+
+@adversarial(fallback=KEPT)
+def test_gradients_that_are_views_are_listed_late_and_clipped_through_the_list(run: Script) -> None:
+    listed_gradients(run, view=True, when=6)
+
+
+@adversarial(fallback=GRADIENTS_READ)
+def test_gradients_are_swapped_between_two_layers(run: Script) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    model, optimizer = run.train(net, SGD, lr=0.1)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        mse(model(x), y).backward()
+        net[0].weight.grad, net[2].weight.grad = net[2].weight.grad, net[0].weight.grad
+        optimizer.step()
+
+
+@adversarial(fallback=GRADIENTS_READ, three=True)
+def test_top_k_sparsification_with_error_feedback(run: Script) -> None:
+    model, optimizer = run.train(mlp(), SGD, lr=0.1)
+    residual = [torch.zeros_like(p) for p in model.parameters()]
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        mse(model(x), y).backward()
+        for p, r in zip(model.parameters(), residual, strict=True):
+            total = p.grad + r
+            bound = total.abs().flatten().kthvalue(max(1, total.numel() * 3 // 4)).values
+            p.grad = torch.where(total.abs() >= bound, total, 0.0)
+            r.copy_(total - p.grad)
+        optimizer.step()
+
+
+@adversarial(fallback="")
+def test_gradnorm_weights_of_tasks_from_gradients_of_the_trunk(run: Script) -> None:
+    net = mlp()
+    model, optimizer = run.train(net, Adam, lr=0.02)
+    weights = torch.ones(2)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        out = model(x)
+        losses = [mse(out[:, :2], y[:, :2]), mse(out[:, 2:], y[:, 2:])]
+        norms = [torch.autograd.grad(loss, net[4].weight, retain_graph=True)[0].norm() for loss in losses]
+        ratio = torch.stack(norms)
+        dist.all_reduce(ratio)
+        weights = 2 * (1 / ratio) / (1 / ratio).sum()
+        sum(w * loss for w, loss in zip(weights, losses, strict=True)).backward()
+        optimizer.step()
+        run.log(weights)
+
+
+@adversarial()
+def test_is_the_gradient_there(run: Script) -> None:
+    """Looks that need no value: None or not, shape, dtype."""
+    model, optimizer = run.train(mlp(), Adam, lr=0.03)
+    for x, y in run.batches():
+        run.log([p.grad is None for p in model.parameters()])
+        mse(model(x), y).backward()
+        run.log([(p.grad is not None, p.grad.shape, p.grad.dtype, p.grad.numel()) for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@adversarial(fallback="")
+def test_detach_and_zero_in_place_the_old_way(run: Script) -> None:
+    model = run.ddp(mlp(), gradient_as_bucket_view=False)
+    optimizer = Adam(model.parameters(), lr=0.03)
+    run.attach(model, optimizer)
+    for x, y in run.batches():
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.detach_()
+                p.grad.zero_()
+        mse(model(x), y).backward()
+        optimizer.step()
+
+
+@adversarial(fallback=f"{GRADIENTS_READ}|{KEPT}")
+def test_sign_of_the_majority_by_hand(run: Script) -> None:
+    model, optimizer = run.train(mlp(), SGD, lr=0.01)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        mse(model(x), y).backward()
+        clip_grad_value_(model.parameters(), 1.0)
+        for p in model.parameters():
+            p.grad.data = p.grad.data.sign()
+        run.log(train_step.__name__)
+        optimizer.step()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.optim import SGD, Adam
 
+from adversarial import KEPT, STEPS, Script, adversarial
 from adversary.nets import mlp, mse
-from adversary.script import KEPT, STEPS, Script, adversarial
 
 
 def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -49,7 +49,7 @@ def read_late(run: Script, view: bool, set_to_none: bool) -> None:
     optimizer = Adam(model.parameters(), lr=0.02)
     run.attach(model, optimizer)
     kept: list[torch.Tensor] = []
-    for step, (x, y) in enumerate(run.batches(16)):
+    for step, (x, y) in enumerate(run.batches()):
         optimizer.zero_grad(set_to_none=set_to_none)
         if step % 4 == 0:
             run.log(kept)
@@ -91,7 +91,7 @@ def keep_a_view(run: Script, view: bool) -> None:
     optimizer = SGD(model.parameters(), lr=0.1)
     run.attach(model, optimizer)
     rows = None
-    for step, (x, y) in enumerate(run.batches(12)):
+    for step, (x, y) in enumerate(run.batches()):
         optimizer.zero_grad(set_to_none=False)
         mse(model(x), y).backward()
         if step == 6:

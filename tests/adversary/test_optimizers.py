@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
+from adversarial import Script, adversarial
 from adversary.nets import mlp, mse, train_step
-from adversary.script import Script, adversarial
 
 
 @adversarial(three=True)
@@ -25,7 +40,7 @@ def test_learning_rate_is_a_tensor_that_is_changed_in_place_after_step(run: Scri
 @adversarial()
 def test_learning_rate_becomes_a_tensor_in_mid_run(run: Script) -> None:
     model, optimizer = run.train(mlp(), AdamW, lr=0.05)
-    for step, (x, y) in enumerate(run.batches(12)):
+    for step, (x, y) in enumerate(run.batches()):
         train_step(model, optimizer, x, y)
         if step == 6:
             optimizer.param_groups[0]["lr"] = torch.tensor(0.02)
@@ -40,16 +55,6 @@ def test_betas_are_a_list_that_is_edited_after_step(run: Script) -> None:
     for x, y in run.batches():
         train_step(model, optimizer, x, y)
         optimizer.param_groups[0]["betas"][0] *= 0.9
-
-
-@adversarial()
-def test_weight_decay_and_momentum_change_after_every_step(run: Script) -> None:
-    model, optimizer = run.train(mlp(), SGD, lr=0.05, momentum=0.5, weight_decay=0.1)
-    for step, (x, y) in enumerate(run.batches()):
-        train_step(model, optimizer, x, y)
-        group = optimizer.param_groups[0]
-        group["momentum"], group["weight_decay"] = 0.5 + 0.04 * step, 0.1 / (step + 1)
-        group["nesterov"] = step % 2 == 0
 
 
 class CountingSGD(Optimizer):
@@ -174,28 +179,6 @@ def test_step_of_the_instance_is_replaced(run: Script) -> None:
         run.log(train_step(model, optimizer, x, y))
 
 
-@adversarial()
-def test_step_with_a_closure_that_runs_forward_and_backward(run: Script) -> None:
-    model, optimizer = run.train(mlp(), Adam, lr=0.03)
-    for x, y in run.batches():
-
-        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = mse(model(x), y)
-            loss.backward()
-            return loss
-
-        run.log(optimizer.step(closure))
-
-
-@adversarial()
-def test_step_twice_for_one_backward(run: Script) -> None:
-    model, optimizer = run.train(mlp(), Adam, lr=0.02)
-    for x, y in run.batches():
-        train_step(model, optimizer, x, y)
-        optimizer.step()
-
-
 @adversarial(three=True)
 def test_param_group_is_added_in_mid_run_and_evaluated_in_inference_mode(run: Script) -> None:
     """The state of the new group begins while the evaluation runs, if its update waits until then."""
@@ -203,7 +186,7 @@ def test_param_group_is_added_in_mid_run_and_evaluated_in_inference_mode(run: Sc
     model = run.ddp(net)
     optimizer = Adam(list(net[0].parameters()) + list(net[2].parameters()), lr=0.03)
     run.attach(model, optimizer)
-    for step, (x, y) in enumerate(run.batches(12)):
+    for step, (x, y) in enumerate(run.batches()):
         if step == 6:
             optimizer.add_param_group({"params": list(net[4].parameters()), "lr": 0.1})
         train_step(model, optimizer, x, y)
@@ -295,23 +278,6 @@ def test_switch_from_adam_to_sgd_by_detaching(run: Script) -> None:
         run.log([p.sum() for p in model.parameters()])
 
 
-@adversarial()
-def test_fused_and_foreach_optimizers_side_by_side(run: Script) -> None:
-    net = mlp()
-    model = run.ddp(net)
-    one = AdamW(net[0].parameters(), lr=0.02, fused=True)
-    two = Adam(net[2].parameters(), lr=0.02, foreach=True, amsgrad=True)
-    three = SGD(net[4].parameters(), lr=0.1, momentum=0.9, maximize=False, foreach=False)
-    run.attach(model, one, two, three)
-    for x, y in run.batches():
-        model.zero_grad()
-        loss = mse(model(x), y)
-        loss.backward()
-        for optimizer in (three, one, two):
-            optimizer.step()
-        run.log(loss)
-
-
 class Deaf(Optimizer):
     """Takes a closure and never calls it, as many a homemade optimizer."""
 
@@ -348,3 +314,232 @@ def test_optimizer_that_takes_no_closure_at_all(run: Script) -> None:
     model, optimizer = run.train(mlp(), Bare, lr=0.1)
     for x, y in run.batches():
         train_step(model, optimizer, x, y)
+
+
+@adversarial(three=True)
+def test_every_layer_has_an_optimizer_of_another_class(run: Script) -> None:
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(9)))
+    model = run.ddp(net)
+    classes = (Adadelta, Adagrad, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, Adafactor)
+    optimizers = [cls(layer.parameters(), lr=0.01) for cls, layer in zip(classes, net, strict=True)]
+    run.attach(model, *optimizers)
+    for x, y in run.batches(outputs=8):
+        model.zero_grad()
+        loss = mse(model(x), y)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        run.log(loss)
+
+
+@adversarial()
+def test_capturable_like_tensor_lr_is_shared_by_two_optimizers(run: Script) -> None:
+    rate = torch.tensor(0.05)
+    net = mlp()
+    model = run.ddp(net)
+    one, two = SGD(net[0].parameters(), lr=rate), Adam([*net[2].parameters(), *net[4].parameters()], lr=rate)
+    run.attach(model, one, two)
+    for x, y in run.batches():
+        model.zero_grad()
+        mse(model(x), y).backward()
+        one.step()
+        rate.mul_(0.5)
+        two.step()
+        rate.mul_(1.9)
+
+
+class Trust(Optimizer):
+    """LARS over the whole model: one trust ratio from the norms of all parameters and gradients."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = torch.enable_grad()(closure)() if closure else None
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        weights = torch.stack([p.norm() for p in params]).norm()
+        gradients = torch.stack([p.grad.norm() for p in params]).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * (group["lr"] * weights / (gradients + 1e-6)))
+        return loss
+
+
+@adversarial(deferred=0, fallback="")
+def test_one_trust_ratio_couples_all_parameters(run: Script) -> None:
+    model, optimizer = run.train(mlp(), Trust, lr=0.02)
+    for x, y in run.batches():
+        train_step(model, optimizer, x, y)
+
+
+class Late(Optimizer):
+    """Couples parameters only after a number of steps, so that a look at the first ones shows nothing."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "done": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = torch.enable_grad()(closure)() if closure else None
+        for group in self.param_groups:
+            group["done"] += 1
+            scale = 1.0
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] * scale)
+                if group["done"] > 6:
+                    scale = 1.0 / (1.0 + float(p.abs().mean()))
+        return loss
+
+
+@adversarial(deferred=0, fallback="")
+def test_optimizer_that_begins_to_couple_parameters_late(run: Script) -> None:
+    model, optimizer = run.train(mlp(), Late, lr=0.1)
+    for x, y in run.batches():
+        train_step(model, optimizer, x, y)
+
+
+class Alternating(Optimizer):
+    """Updates even parameters in even steps, odd ones in odd steps."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.turn = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = torch.enable_grad()(closure)() if closure else None
+        for group in self.param_groups:
+            for index, p in enumerate(group["params"]):
+                if index % 2 == self.turn % 2:
+                    p.sub_(p.grad, alpha=group["lr"])
+        self.turn += 1
+        return loss
+
+
+@adversarial(deferred=0, fallback="")
+def test_optimizer_that_goes_by_the_place_of_a_parameter(run: Script) -> None:
+    model, optimizer = run.train(mlp(), Alternating, lr=0.1)
+    for x, y in run.batches():
+        train_step(model, optimizer, x, y)
+
+
+class RandomMask(Optimizer):
+    """Drops updates by a coin of Python's generator."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = torch.enable_grad()(closure)() if closure else None
+        import random
+
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and random.random() < 0.7:
+                    p.sub_(p.grad, alpha=group["lr"])
+        return loss
+
+
+@adversarial(deferred=0, fallback="")
+def test_optimizer_that_tosses_a_coin_for_each_parameter(run: Script) -> None:
+    import random
+
+    model, optimizer = run.train(mlp(), RandomMask, lr=0.1)
+    random.seed(9)
+    for x, y in run.batches():
+        train_step(model, optimizer, x, y)
+        run.log(random.random())
+
+
+@adversarial()
+def test_params_of_a_group_are_replaced_by_a_shorter_list(run: Script) -> None:
+    net = mlp()
+    model, optimizer = run.train(net, AdamW, lr=0.03)
+    for step, (x, y) in enumerate(run.batches()):
+        train_step(model, optimizer, x, y)
+        if step == 5:
+            optimizer.param_groups[0]["params"] = [p for p in net.parameters() if p is not net[0].weight]
+            optimizer.state.pop(net[0].weight)
+
+
+@adversarial()
+def test_second_param_group_is_popped_and_put_back(run: Script) -> None:
+    net = mlp()
+    model = run.ddp(net)
+    optimizer = Adam(
+        [{"params": net[0].parameters()}, {"params": [*net[2].parameters(), *net[4].parameters()]}], lr=0.03
+    )
+    run.attach(model, optimizer)
+    kept = None
+    for step, (x, y) in enumerate(run.batches(14)):
+        train_step(model, optimizer, x, y)
+        if step == 6:
+            kept = optimizer.param_groups.pop()
+        if step == 9:
+            optimizer.param_groups.append(kept)
+
+
+@adversarial()
+def test_deepcopy_of_the_optimizer_every_third_step(run: Script) -> None:
+    model, optimizer = run.train(mlp(), Adam, lr=0.03)
+    for step, (x, y) in enumerate(run.batches()):
+        train_step(model, optimizer, x, y)
+        if step % 3 == 1:
+            run.log(copy.deepcopy(optimizer.state_dict()))
+
+
+@adversarial()
+def test_step_without_any_gradient_now_and_then(run: Script) -> None:
+    model, optimizer = run.train(mlp(), AdamW, lr=0.03, weight_decay=0.1)
+    optimizer.step()
+    for step, (x, y) in enumerate(run.batches()):
+        train_step(model, optimizer, x, y)
+        if step % 3 == 2:
+            optimizer.zero_grad()
+            optimizer.step()
+
+
+@adversarial()
+def test_amsgrad_is_switched_on_in_mid_run(run: Script) -> None:
+    model, optimizer = run.train(mlp(), Adam, lr=0.02)
+    for step, (x, y) in enumerate(run.batches()):
+        if step == 6:
+            optimizer.param_groups[0]["amsgrad"] = True
+            for p in model.parameters():
+                optimizer.state[p]["max_exp_avg_sq"] = torch.zeros_like(p)
+        train_step(model, optimizer, x, y)
+
+
+@adversarial(deferred=0, fallback="")
+def test_zero_redundancy_optimizer(run: Script) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = run.ddp(mlp())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Adam, lr=0.03)
+    run.attach(model, optimizer)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        loss.backward()
+        optimizer.step()
+        run.log(loss)
+    optimizer.consolidate_state_dict(0)
+    optimizer.state_dict = lambda: {}  # only rank 0 has one
+
+
+@adversarial()
+def test_optimizer_hooks_of_all_kinds(run: Script) -> None:
+    model, optimizer = run.train(mlp(), Adam, lr=0.02)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    optimizer.register_state_dict_post_hook(lambda _, d: d | {"extra": len(calls)})
+    optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append("load"))
+    for step, (x, y) in enumerate(run.batches()):
+        train_step(model, optimizer, x, y)
+        if step == 6:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run.log(calls)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Adam
 
+from adversarial import GRADIENTS_READ, KEPT, PAST_EVERYTHING, Script, adversarial
 from adversary.nets import mlp, mse, train_step
-from adversary.script import GRADIENTS_READ, KEPT, PAST_EVERYTHING, Script, adversarial
 
 
 @adversarial(refused=PAST_EVERYTHING, strict=False)

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from adversarial import Script, adversarial
 from adversary import nets
 from adversary.nets import mlp, train_step
-from adversary.script import Script, adversarial
 
 CONFIG = {"lr": 0.1, "done": 0}
 RATE = 0.1

@@ -19,7 +19,7 @@ from models import DeepNet
 from torch_features import HAS_COVERS
 
 NAME = "14.weight"  # of the last layer, whose update is the last one to be applied
-STEP = 10
+STEP = 5
 
 pytestmark = pytest.mark.skipif(not HAS_COVERS, reason="torch was built for CPUs only")
 

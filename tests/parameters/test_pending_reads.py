@@ -22,7 +22,7 @@ from equivalence import SGD, Case, Run, check_case, plain_loop, snapshot
 from models import HIDDEN, INPUTS, OUTPUTS, DeepNet
 from wirings import HalfUsedNet
 
-LATE = 10  # long after the first forwards have been watched
+LATE = 4  # long after the first forwards have been watched
 
 pytestmark = pytest.mark.quick
 

@@ -17,7 +17,7 @@ from invisible_models import LateScriptNet
 from models import DeepNet, OddNet
 from torch_features import HAS_COVERS
 
-LATE = 10  # long after the first forwards
+LATE = 5  # long after the first forwards
 WORLD_SIZES = (1, 2)
 
 pytestmark = pytest.mark.quick

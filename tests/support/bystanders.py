@@ -45,7 +45,7 @@ def stack_case(loop: Callable[[Run], Any] | None = None, view: bool = False, **o
         model=StackNet,
         ddp={"gradient_as_bucket_view": view},
         dear={"fusion_mb": GROUPS_MB},
-        **{"steps": 60, "strict": False, "pipelined": False} | options,
+        **{"steps": 40, "strict": False, "pipelined": False} | options,
     )
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from comparison import leaves, snapshot
 from models import INPUTS, OUTPUTS, OddNet
 from reference import rank_order_hook, wire_dtype_hook
 
@@ -241,34 +242,15 @@ def check_case(case: Case, on_ranks: Callable[..., Any]) -> None:
     on_ranks(compare_arms, case.world_size, case)
 
 
-def snapshot(value: Any) -> Any:
-    """A deep copy in plain tensors, of nested dicts and sequences, that later steps do not change."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: snapshot(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [snapshot(item) for item in value]
-    return value
-
-
-def leaves(value: Any, path: str = "") -> dict[str, Any]:
-    """Nested dicts and lists as one flat dict from path to value."""
-    if isinstance(value, (Mapping, list)):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        return {k: v for key, item in items for k, v in leaves(item, f"{path}.{key}").items()}
-    return {path: value}
-
-
 def is_finite(value: Any) -> bool:
     """Whether all numbers in nested dicts and sequences are finite."""
-    tensors = (leaf for leaf in leaves(value).values() if isinstance(leaf, torch.Tensor))
+    tensors = (leaf for leaf in dict(leaves(value)).values() if isinstance(leaf, torch.Tensor))
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def assert_same(actual: Any, expected: Any, where: str, rtol: float = 0.0, atol: float = 0.0) -> None:
     """Equal in structure, dtype and every bit (or within a tolerance); a NaN equals a NaN."""
-    actual_leaves, expected_leaves = leaves(actual), leaves(expected)
+    actual_leaves, expected_leaves = dict(leaves(actual)), dict(leaves(expected))
     assert actual_leaves.keys() == expected_leaves.keys(), (
         f"{where}: {sorted(actual_leaves.keys() ^ expected_leaves.keys())} in one arm only"
     )
@@ -289,7 +271,7 @@ def assert_same(actual: Any, expected: Any, where: str, rtol: float = 0.0, atol:
 
 def assert_same_on_all_ranks(state: dict[str, Any]) -> None:
     """Every rank holds the same bytes in parameters and optimizer state."""
-    shared = leaves({"model": state["model"], "optimizers": state["optimizers"]})
+    shared = dict(leaves({"model": state["model"], "optimizers": state["optimizers"]}))
     digests = {
         path: hashlib.sha256(value.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
         for path, value in shared.items()

@@ -18,7 +18,7 @@ import ddp_crossover as dx
 from equivalence import SMALL_GROUPS_MB
 from models import INPUTS, OUTPUTS, DeepNet
 
-STEPS = 9
+STEPS = 8
 SAMPLES = 12
 SEED = 5
 

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adversary.compare import first_difference, snapshot
+from comparison import first_difference, snapshot
+from equivalence import FIRST_AMBIGUOUS_WORLD_SIZE, SMALL_GROUPS_MB, STEPS
 from reference import rank_order_hook
 from torch_features import HAS_COVERS
 
@@ -35,11 +36,8 @@ KEPT = "has a gradient whose memory the script keeps"
 ALIASED = "shares its memory with another tensor"
 
 SEED = 1234
-STEPS = 10
 # Weights are groups of their own, or a few parameters share one.
-GROUP_SIZES_MB = (1e-4, 2e-3)
-# From this world size on, the sums of plain DDP depend on gloo's ring; see reference.py.
-FIRST_AMBIGUOUS_WORLD_SIZE = 3
+GROUP_SIZES_MB = (SMALL_GROUPS_MB, 2e-3)
 TIMEOUT_S = 200.0
 # Set it to compare plain DDP with itself: what differs then is the loop's own doing.
 SELF_COMPARISON = "ADVERSARY_SELF"
