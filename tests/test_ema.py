@@ -115,7 +115,7 @@ def compare_averages(case: Case, deferred_at_least: int) -> None:
 @pytest.mark.parametrize("use_buffers", [False, True], ids=["buffers_copied", "buffers_averaged"])
 def test_it_has_the_bits_of_an_averaged_model(on_ranks, use_buffers) -> None:
     case = Case(partial(average, use_buffers=use_buffers), model=NormNet, ddp={"find_unused_parameters": True})
-    on_ranks(compare_averages, 2, case, 8)
+    on_ranks(compare_averages, 2, case, 4)
 
 
 @pytest.mark.parametrize("looks", LOOKS)
@@ -136,7 +136,7 @@ def test_with_two_optimizers(on_ranks, world_size) -> None:
         world_size=world_size,
         ddp={"find_unused_parameters": True},
     )
-    on_ranks(compare_averages, world_size, case, 8)
+    on_ranks(compare_averages, world_size, case, 4)
 
 
 def test_without_a_pipeline(on_ranks) -> None:

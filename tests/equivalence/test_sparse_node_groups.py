@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ddp_crossover as dx
-from equivalence import SGD, Case, Run, assert_same, snapshot, train_step
+from equivalence import SGD, STEPS, Case, Run, assert_same, snapshot, train_step
 from models import DeepNet
 from node_groups import (
     CROSSED,
@@ -137,7 +137,8 @@ def _compare_with_simulation(
     if not feedback:
         dear["error_feedback"] = False
     with on_nodes(layout):
-        run = Run(Case(model=DeepNet, optimizer=SGD, dear=dear), with_dear=True)
+        steps = STEPS if restart_at < 0 else restart_at + 6
+        run = Run(Case(model=DeepNet, optimizer=SGD, steps=steps, dear=dear), with_dear=True)
         run.attach()
     coded_steps, plan = 0, None
     for number in range(run.case.steps):

@@ -17,6 +17,7 @@ from models import INPUTS, OUTPUTS
 from plans import plain_after
 
 AFTER_STEPS = 4
+STEPS = 12
 
 
 class ReplacingSgd(torch.optim.Optimizer):
@@ -50,11 +51,11 @@ def _turning_plain(run: Run, loop: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("make", [SGD, optimizer(torch.optim.Adam, lr=0.01), optimizer(ReplacingSgd, lr=0.05)])
 @pytest.mark.parametrize("loop", [plain_loop, loops.backward_inside_closure, loops.zero_grad_keeping_memory])
 def test_the_optimizer_keeps_its_state(on_ranks, loop, make) -> None:
-    check_case(Case(partial(_turning_plain, loop=loop), optimizer=make, pipelined=False), on_ranks)
+    check_case(Case(partial(_turning_plain, loop=loop), optimizer=make, steps=STEPS, pipelined=False), on_ranks)
 
 
 def _gradients_after_detach() -> set[type]:
-    run = Run(Case(loops.zero_grad_keeping_memory, optimizer=SGD), with_dear=True)
+    run = Run(Case(loops.zero_grad_keeping_memory, optimizer=SGD, steps=STEPS), with_dear=True)
     for _ in _turning_plain(run, run.case.loop):
         pass
     run.detach()
@@ -84,14 +85,14 @@ class _WithoutInit(torch.optim.Optimizer):
 
 
 def _steps_without_init() -> int:
-    run = Run(Case(optimizer=optimizer(_WithoutInit, lr=0.05)), with_dear=True)
+    run = Run(Case(optimizer=optimizer(_WithoutInit, lr=0.05), steps=STEPS), with_dear=True)
     steps = sum(1 for _ in _turning_plain(run, plain_loop))
     run.detach()
     return steps
 
 
 def test_an_optimizer_without_state_trains_on(on_ranks) -> None:
-    assert on_ranks(_steps_without_init, 2) == [Case().steps] * 2
+    assert on_ranks(_steps_without_init, 2) == [STEPS] * 2
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -116,7 +117,7 @@ class _ScriptedNet(nn.Module):
 def _outcome_of_an_unseen_read_as_it_turns(turns_at: int) -> str:
     idle = threading.Event()
     threading.Thread(target=idle.wait, daemon=True).start()  # beside another thread nothing is covered
-    run = Run(Case(model=_ScriptedNet, optimizer=SGD, strict=False), with_dear=True)
+    run = Run(Case(model=_ScriptedNet, optimizer=SGD, steps=STEPS, strict=False), with_dear=True)
     try:
         with plain_after(AFTER_STEPS):
             for index, (x, y) in enumerate(run.batches()):
