@@ -102,7 +102,7 @@ def test_execution_trace_records_some_steps(run: Script) -> None:
         observer = torch.profiler.ExecutionTraceObserver().register_callback(f"{folder}/trace.json")
         try:
             observer.start()
-            for x, y in run.batches():
+            for x, y in run.batches(10):
                 train_step(model, optimizer, x, y)
             observer.stop()
         finally:

@@ -200,7 +200,7 @@ def test_ema_of_floats_in_a_context_manager_that_swaps_storage(run: Script) -> N
         finally:
             net.load_state_dict(kept)
 
-    for x, y in run.batches():
+    for x, y in run.batches(10):
         train_step(model, optimizer, x, y)
         for n, p in net.named_parameters():
             shadow[n].mul_(0.8).add_(p.detach(), alpha=0.2)

@@ -304,7 +304,7 @@ def test_graph_of_the_step_before_is_used_once_more(run: Script) -> None:
 def test_second_backward_on_an_old_graph_is_the_error_of_autograd(run: Script) -> None:
     net = mlp()
     model, optimizer = run.train(net, Adam, lr=0.02)
-    for step, (x, y) in enumerate(run.batches()):
+    for step, (x, y) in enumerate(run.batches(10)):
         old = mse(net(x), y) if step % 4 == 3 else None
         train_step(model, optimizer, x, y)
         if old is not None:
@@ -424,7 +424,7 @@ def test_no_grad_as_a_decorator_around_evaluation_and_global_grad_switch(run: Sc
     def evaluate(x: torch.Tensor) -> torch.Tensor:
         return model(x)
 
-    for x, y in run.batches():
+    for x, y in run.batches(10):
         run.log(train_step(model, optimizer, x, y))
         run.log(evaluate(x))
         torch.set_grad_enabled(False)

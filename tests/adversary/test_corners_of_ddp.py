@@ -19,7 +19,7 @@ from adversary.nets import mlp, mse, train_step
 def test_local_sgd_with_periodic_averages(run: Script) -> None:
     """Steps with local gradients inside of no_sync, then the weights are averaged."""
     model, optimizer = run.train(mlp(), SGD, lr=0.1)
-    for step, (x, y) in enumerate(run.batches()):
+    for step, (x, y) in enumerate(run.batches(16)):
         optimizer.zero_grad()
         if step < 6:
             mse(model(x), y).backward()
@@ -325,7 +325,7 @@ def test_wrapper_around_the_ddp_delegates_attributes(run: Script) -> None:
 
     model, optimizer = run.train(mlp(), Adam, lr=0.02)
     wrapper = Wrapper(model)
-    for batch in run.batches():
+    for batch in run.batches(10):
         optimizer.zero_grad()
         loss = wrapper.training_step(batch)
         loss.backward()

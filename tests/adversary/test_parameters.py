@@ -439,7 +439,7 @@ def test_parameters_under_modes_devices_and_default_types(run: Script) -> None:
 
     net = mlp()
     model, optimizer = run.train(net, Adam, lr=0.03)
-    for x, y in run.batches():
+    for x, y in run.batches(10):
         train_step(model, optimizer, x, y)
         torch.set_default_dtype(torch.float64)
         try:

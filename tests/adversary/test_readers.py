@@ -114,7 +114,7 @@ def test_thread_logs_norms_all_the_time(run: Script) -> None:
     thread = threading.Thread(target=look)
     thread.start()
     try:
-        for x, y in run.batches():
+        for x, y in run.batches(10):
             run.log(train_step(model, optimizer, x, y))
     finally:
         stop.set()
@@ -326,7 +326,7 @@ def test_global_module_hooks_watch_everything(run: Script) -> None:
         register_module_forward_hook(lambda m, _, out: run.log(out.std()) if m in members else None),
     ]
     try:
-        for x, y in run.batches():
+        for x, y in run.batches(10):
             train_step(model, optimizer, x, y)
     finally:
         for handle in handles:

@@ -30,7 +30,7 @@ class Fragile(nn.Module):
 @adversarial(three=True)
 def test_forward_that_fails_half_way_is_skipped(run: Script) -> None:
     model, optimizer = run.train(Fragile(), Adam, lr=0.02)
-    for step, (x, y) in enumerate(run.batches()):
+    for step, (x, y) in enumerate(run.batches(14)):
         try:
             optimizer.zero_grad()
             loss = mse(model(x, fail=step % 5 == 4), y)
@@ -45,7 +45,7 @@ def test_forward_that_fails_half_way_is_skipped(run: Script) -> None:
 @adversarial()
 def test_bad_batch_is_noticed_between_forward_and_backward(run: Script) -> None:
     model, optimizer = run.train(mlp(), Adam, lr=0.02)
-    for step, (x, y) in enumerate(run.batches()):
+    for step, (x, y) in enumerate(run.batches(14)):
         loss = mse(model(x), y)
         if step % 4 == 3:
             del loss
@@ -58,7 +58,7 @@ def test_bad_batch_is_noticed_between_forward_and_backward(run: Script) -> None:
 @adversarial()
 def test_exception_in_a_closure_of_step(run: Script) -> None:
     model, optimizer = run.train(mlp(), SGD, lr=0.1, momentum=0.9)
-    for step, (x, y) in enumerate(run.batches()):
+    for step, (x, y) in enumerate(run.batches(14)):
 
         def closure(x: torch.Tensor = x, y: torch.Tensor = y, step: int = step) -> torch.Tensor:
             if step % 4 == 3:
@@ -86,7 +86,7 @@ def test_exception_in_a_step_pre_hook(run: Script) -> None:
             raise StopIteration("skip this step")
 
     optimizer.register_step_pre_hook(check)
-    for x, y in run.batches():
+    for x, y in run.batches(14):
         try:
             train_step(model, optimizer, x, y)
         except StopIteration:
@@ -105,7 +105,7 @@ def test_exception_in_a_step_post_hook(run: Script) -> None:
             raise StopIteration("tell somebody")
 
     optimizer.register_step_post_hook(check)
-    for x, y in run.batches():
+    for x, y in run.batches(14):
         try:
             train_step(model, optimizer, x, y)
         except StopIteration:
@@ -133,7 +133,7 @@ def test_attach_after_five_plain_steps_with_state(run: Script) -> None:
     for x, y in run.batches(5):
         train_step(model, optimizer, x, y)
     run.attach(model, optimizer)
-    for x, y in run.batches():
+    for x, y in run.batches(12):
         run.log(train_step(model, optimizer, x, y))
 
 
@@ -143,7 +143,7 @@ def test_lottery_ticket_rewinds_and_masks_after_every_step(run: Script) -> None:
     model, optimizer = run.train(net, SGD, lr=0.1, momentum=0.9)
     initial = {n: p.detach().clone() for n, p in net.named_parameters()}
     masks = {n: torch.ones_like(p) for n, p in net.named_parameters()}
-    for step, (x, y) in enumerate(run.batches()):
+    for step, (x, y) in enumerate(run.batches(14)):
         train_step(model, optimizer, x, y)
         if step == 6:
             for n, p in net.named_parameters():
@@ -157,7 +157,7 @@ def test_lottery_ticket_rewinds_and_masks_after_every_step(run: Script) -> None:
 def test_rollback_between_backward_and_step(run: Script) -> None:
     model, optimizer = run.train(mlp(), Adam, lr=0.03)
     kept = copy.deepcopy(model.module.state_dict())
-    for step, (x, y) in enumerate(run.batches()):
+    for step, (x, y) in enumerate(run.batches(12)):
         optimizer.zero_grad()
         mse(model(x), y).backward()
         if step % 4 == 3:
@@ -172,7 +172,7 @@ def test_parts_are_loaded_without_strictness_after_step(run: Script) -> None:
     net = mlp()
     model, optimizer = run.train(net, Adam, lr=0.03)
     first = {k: v.clone() for k, v in net[0].state_dict(prefix="0.").items()}
-    for step, (x, y) in enumerate(run.batches()):
+    for step, (x, y) in enumerate(run.batches(12)):
         run.log(train_step(model, optimizer, x, y))
         if step % 3 == 2:
             net.load_state_dict(first | {"unknown": torch.ones(1)}, strict=False)
@@ -181,7 +181,7 @@ def test_parts_are_loaded_without_strictness_after_step(run: Script) -> None:
 @adversarial()
 def test_exception_inside_of_no_sync(run: Script) -> None:
     model, optimizer = run.train(mlp(), SGD, lr=0.1, momentum=0.9)
-    for step, (x, y) in enumerate(run.batches()):
+    for step, (x, y) in enumerate(run.batches(14)):
         try:
             with model.no_sync():
                 (mse(model(x), y) / 2).backward()
@@ -199,7 +199,7 @@ def test_exception_inside_of_no_sync(run: Script) -> None:
 def test_exception_between_backward_and_step(run: Script) -> None:
     """The gradients are there, the step never comes; the next iteration clears them."""
     model, optimizer = run.train(mlp(), Adam, lr=0.03)
-    for step, (x, y) in enumerate(run.batches()):
+    for step, (x, y) in enumerate(run.batches(14)):
         try:
             optimizer.zero_grad()
             mse(model(x), y).backward()
@@ -221,7 +221,7 @@ def test_exception_in_a_forward_hook_of_evaluation(run: Script) -> None:
     def stop(*_: object) -> None:
         raise Stop
 
-    for x, y in run.batches():
+    for x, y in run.batches(10):
         train_step(model, optimizer, x, y)
         handle = net[2].register_forward_hook(stop)  # features are cut out by an exception
         try:
@@ -254,7 +254,7 @@ def test_collector_is_off_and_runs_by_hand(run: Script) -> None:
     model, optimizer = run.train(mlp(), Adam, lr=0.03)
     gc.disable()
     try:
-        for x, y in run.batches():
+        for x, y in run.batches(10):
             run.log(train_step(model, optimizer, x, y))
             gc.collect()
     finally:
