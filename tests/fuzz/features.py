@@ -60,6 +60,8 @@ def either(*conditions: Without) -> Without:
 
 # Parameters that take part in some forwards only. DDP must look for them, and no graph is static.
 BRANCHES = ("branched", "by_rank")
+# What reads gradients. With a sharded optimizer a rank may do that alone before `step()` only.
+READS_GRADIENTS = ("gradients_read", "gradient_norm", "gradients_kept", "thread_reads_gradients")
 # Forwards with gradients that are no batch, which a state that weights batches refuses.
 OUTSIDE_OF_BATCHES = ("forward_unused",)
 
@@ -75,7 +77,7 @@ SCRIPT = (
         "optimizer",
         ("sgd", "momentum", "nesterov", "adam", "adamw", "amsgrad", "adamw_foreach", "adamw_loop", "adamw_fused",
          "rmsprop", "adagrad", "adadelta", "adamax", "nadam", "radam", "asgd", "grouped", "two", "interleaved",
-         "partial"),
+         "partial", "lars", "lamb"),
         often=3,
     ),
     Feature("bucket_view", (False, True)),
@@ -91,7 +93,7 @@ SCRIPT = (
         often=2,
     ),
     Feature("clip", ("", "norm", "own", "value", "log", "loop", "one_norm"), often=1.5),
-    Feature("scaler", ("", "stock", "own"), has(dtype=("bfloat16", "float64"), clip=("norm_inf",))),
+    Feature("scaler", ("", "stock", "own"), has(dtype="bfloat16")),
     Feature("overflow", (False, True), lambda choices: not choices.get("scaler")),
     Feature("autocast", (False, True), has(dtype=("float64", "bfloat16"), model="recurrent")),
     Feature("closure", (False, True), has("scaler", optimizer=("two", "interleaved"))),
@@ -105,7 +107,7 @@ SCRIPT = (
             has("closure", "scaler", "static_graph", optimizer=("two", "interleaved", "partial"))),
     Feature("average", ("", "stock", "own", "by_hand")),
     Feature("after_update", (False, True)),
-    Feature("hooks", ("", "tensor", "accumulated", "module")),
+    Feature("hooks", ("", "tensor", "accumulated", "module"), has(model="recurrent")),
     Feature("mode", ("", "device", "function")),
     Feature("attach_at", (0, 3), has("weighted", sizes="zeros")),
     Feature("dropped", (False, True)),
@@ -143,7 +145,7 @@ class EventFeature(NamedTuple):
     """
 
     name: str
-    places: tuple[str, ...] = ("begin", "gradients", "stepped")
+    places: tuple[str, ...] = ("begin", "gradients", "clipped", "stepped")
     without: Without = never
     by_one: bool = False
 
@@ -196,7 +198,7 @@ EVENTS = (
     EventFeature("functional_call", by_one=True, without=has(model=("batch_norm", "dropout"))),
     EventFeature("func_grad", OUTSIDE,
                  has(model=(*BRANCHES, "batch_norm", "dropout", "checkpointed", "attending", "recurrent"))),
-    EventFeature("autograd_grad", OUTSIDE, has("find_unused", "static_graph", model=("batch_norm", *BRANCHES))),
+    EventFeature("autograd_grad", OUTSIDE, has("static_graph", model=("batch_norm", "by_rank"))),
     EventFeature("random_numbers", by_one=False),
     EventFeature("garbage", by_one=True),
     EventFeature("group_made"),

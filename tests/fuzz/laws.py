@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .features import BRANCHES, OUTSIDE_OF_BATCHES
-from .program import Choices, Program
+from .features import BRANCHES, OUTSIDE, OUTSIDE_OF_BATCHES, READS_GRADIENTS
+from .program import Choices, Event, Program
 
 
 class Law(StrEnum):
@@ -37,10 +37,12 @@ def law_of(script: Choices, arm: Choices) -> Law:
     takes_other_norms = script.get("clip") == "own" or (
         arm.get("norms") == "sharded" and script.get("clip") in _NORMS_FROM_SHARDS
     )
+    # Sums over layers are those of shards.
+    sums_shards = bool(arm.get("shard_optimizer")) and script.get("optimizer") in ("lars", "lamb")
     is_weighted = arm.get("weighted") and script.get("sizes", "equal") != "equal"
     # A log of a norm from shards differs in its last bits, the training does not; not worth a law of its own.
     logs_other_norms = arm.get("norms") == "sharded" and script.get("clip") == "log"
-    return Law.CLOSE if takes_other_norms or is_weighted or logs_other_norms else Law.BITS
+    return Law.CLOSE if takes_other_norms or is_weighted or logs_other_norms or sums_shards else Law.BITS
 
 
 def reference_of(script: Choices, arm: Choices) -> Choices:
@@ -63,8 +65,7 @@ def fit(program: Program) -> Program:
         if script.get("model") == "recurrent":
             script.pop("model")
         script |= {"dtype": "float64"}
-        for name in ("autocast", "scaler", "overflow"):
-            script.pop(name, None)
+        script.pop("autocast", None)
         for arm in arms:
             if arm.get("wire") in ("bfloat16", "float16"):
                 arm.pop("wire")
@@ -76,13 +77,17 @@ def fit(program: Program) -> Program:
             arm.pop("wire")  # plain DDP keeps the hook that stands for it
     if script.get("model") in BRANCHES:
         script["find_unused"] = True
-    events = tuple(
-        event
-        for event in program.events
-        if not (event.name in OUTSIDE_OF_BATCHES and any(arm.get("weighted") for arm in arms))
-    )
+    events = tuple(event for event in program.events if not any(_is_refused(event, arm) for arm in arms))
     unique = [dict(items) for items in dict.fromkeys(tuple(sorted(arm.items())) for arm in arms)]
     return replace(program, script=script, arms=tuple(unique), events=events)
+
+
+def _is_refused(event: Event, arm: Choices) -> bool:
+    """Whether the ranks of an arm could not do this, as the documentation says."""
+    reads_alone = event.rank is not None and event.name in READS_GRADIENTS and event.place in OUTSIDE
+    return bool(
+        (arm.get("weighted") and event.name in OUTSIDE_OF_BATCHES) or (arm.get("shard_optimizer") and reads_alone)
+    )
 
 
 def leaves(value: Any, path: str = "") -> dict[str, Any]:

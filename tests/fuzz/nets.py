@@ -59,12 +59,11 @@ class Checkpointed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = DeepNet()
+        layers = list(DeepNet())
+        self.first, self.middle, self.last = (nn.Sequential(*part) for part in (layers[:5], layers[5:9], layers[9:]))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.net[:5](x)
-        hidden = checkpoint(self.net[5:9], hidden, use_reentrant=False)
-        return self.net[9:](hidden)
+        return self.last(checkpoint(self.middle, self.first(x), use_reentrant=False))
 
 
 class Recurrent(nn.Module):

@@ -32,6 +32,11 @@ def make(name: str, parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
     """The optimizers of a model."""
     every: list[Any] = list(parameters)
     trained = [p for p in every if p.requires_grad]
+    if name in ("lars", "lamb"):
+        import ddp_crossover as dx
+
+        make_one: Any = dx.optim.LARS if name == "lars" else dx.optim.LAMB
+        return [make_one(every, lr=0.1 if name == "lars" else 0.01)]
     if name == "grouped":
         return [
             optim.AdamW(

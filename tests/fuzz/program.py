@@ -17,7 +17,8 @@ class Event:
 
     Attributes:
         step: in which step, from 0.
-        place: `begin` (before the step), `gradients` (after backward), `stepped` (after `optimizer.step()`).
+        place: `begin` (before the step), `gradients` (after backward), `clipped` (before `optimizer.step()`), `stepped`
+            (after it).
         name: a name in `events.EVENTS`.
         rank: the only rank that does it; None for all.
     """

@@ -159,7 +159,9 @@ class Run:
         if self.arm is None:
             if self.script.get("after_update"):
                 for optimizer in self.main.optimizers:
-                    optimizer.register_step_post_hook(lambda *_: self._clamp(self.main.parameters))
+                    optimizer.register_step_post_hook(
+                        lambda stepped, *_: self._clamp([p for group in stepped.param_groups for p in group["params"]])
+                    )
             return
         import ddp_crossover as dx
 
@@ -298,6 +300,7 @@ class Run:
                 loss = self._backward(step)
                 self._happen(step, "gradients")
                 self._clip()
+                self._happen(step, "clipped")
                 return loss
 
             self.main.optimizers[0].step(closure)
@@ -312,6 +315,7 @@ class Run:
                 for optimizer in self.main.optimizers:
                     self.scaler.unscale_(optimizer)
             self._clip()
+            self._happen(step, "clipped")
             if self.skips:
                 self.skips = False
                 for optimizer in self.main.optimizers:

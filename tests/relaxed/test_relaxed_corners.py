@@ -267,7 +267,7 @@ def _skip_steps_of_a_scaler() -> str:
         except RuntimeError as error:
             return str(error)
         finally:
-            one.state._closing()
+            one.state._when_dropped()
             one.state._detached = True
     return "nothing"
 
