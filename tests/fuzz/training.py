@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.overrides import TorchFunctionMode
 
@@ -159,9 +160,7 @@ class Run:
         if self.arm is None:
             if self.script.get("after_update"):
                 for optimizer in self.main.optimizers:
-                    optimizer.register_step_post_hook(
-                        lambda stepped, *_: self._clamp([p for group in stepped.param_groups for p in group["params"]])
-                    )
+                    optimizer.register_step_post_hook(self._clamp_as_attached)
             return
         import ddp_crossover as dx
 
@@ -178,6 +177,10 @@ class Run:
     def _clamp(parameters: list[Tensor]) -> None:
         for parameter in parameters:
             parameter.clamp_(-0.4, 0.4)
+
+    def _clamp_as_attached(self, optimizer: Optimizer, *_: Any) -> None:
+        others = {id(parameter) for part in self.parts[1:] for parameter in part.parameters}
+        self._clamp([p for group in optimizer.param_groups for p in group["params"] if id(p) not in others])
 
     def _options(self) -> dict[str, Any]:
         assert self.arm is not None
