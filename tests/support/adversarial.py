@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from comparison import first_difference, snapshot
-from equivalence import FIRST_AMBIGUOUS_WORLD_SIZE, SMALL_GROUPS_MB, STEPS
+from equivalence import FIRST_AMBIGUOUS_WORLD_SIZE, SMALL_GROUPS_MB
 from reference import rank_order_hook
 from torch_features import HAS_COVERS
 
@@ -36,6 +36,7 @@ KEPT = "has a gradient whose memory the script keeps"
 ALIASED = "shares its memory with another tensor"
 
 SEED = 1234
+STEPS = 10
 # Weights are groups of their own, or a few parameters share one.
 GROUP_SIZES_MB = (SMALL_GROUPS_MB, 2e-3)
 TIMEOUT_S = 200.0
