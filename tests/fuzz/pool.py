@@ -37,16 +37,12 @@ class FuzzPool:
     ranks: int
     seconds: float = SECONDS
     _pool: RankPool | None = field(default=None, init=False)
-    programs: int = field(default=0, init=False)
-    restarts: int = field(default=0, init=False)
 
     def judge(self, program: Program) -> Outcome:
         """Run a program, and say how it ended."""
         if self._pool is None:
             self._pool = RankPool(self.ranks, group_timeout_s=GROUP_TIMEOUT_S)
             self._pool.run(judge, Program(self.ranks, arms=()).to_json())  # starts, which takes longer than programs
-            self.restarts += 1
-        self.programs += 1
         limit_s = self.seconds + 0.3 * program.steps * len(program.arms)
         try:
             of_ranks: list[list[Verdict]] = self._pool.run(judge, program.to_json(), timeout_s=limit_s)

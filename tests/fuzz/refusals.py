@@ -7,7 +7,6 @@ import re
 REFUSALS = {
     "sharded: a parameter of another model": r"trains a parameter of shape .* that this DDP model does not reduce",
     "weighted: a forward outside of batch()": r"attached with weighted=True: put its forward and its backward into",
-    "sharded: an optimizer that cannot be divided": r"shard_optimizer=True .*(divide|share|update)",
 }
 
 

@@ -41,7 +41,7 @@ def test_a_program_that_has_failed_once_agrees(file: Path, pool_of: dict[int, Fu
     program = Program.from_json(file.read_text())
     outcome = _pool(pool_of, program.ranks).judge(program)
     assert not outcome.failure, outcome.failure
-    assert not any(kind.startswith("plain") for kind in outcome.counts), f"plain DDP cannot do it: {outcome.counts}"
+    assert set(outcome.counts) == {"exact"}, f"plain DDP cannot do it, or it is refused: {outcome.counts}"
 
 
 # One worker has the programs of one test; so many tests keep all workers busy, and none of them for long.
