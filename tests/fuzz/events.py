@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from comparison import snapshot
+
 if TYPE_CHECKING:
     from .training import Run
 
@@ -29,12 +31,6 @@ def event(function: Callable[[Run], Any]) -> Callable[[Run], Any]:
     """Register an event under its name."""
     EVENTS[function.__name__] = function
     return function
-
-
-def _snapshot(value: Any) -> Any:
-    from .training import snapshot
-
-    return snapshot(value)
 
 
 def _draw(run: Run) -> random.Random:
@@ -127,7 +123,7 @@ def state_dict(run: Run) -> Any:
 
 @event
 def load_state_dict(run: Run) -> None:
-    saved = _snapshot(run.main.ddp.state_dict())
+    saved = snapshot(run.main.ddp.state_dict())
     first = next(iter(saved))
     saved[first] = saved[first] * 0.9
     run.main.ddp.load_state_dict(saved)
@@ -366,7 +362,7 @@ def loss_raises(run: Run) -> None:
 @event
 def thread_reads(run: Run) -> Any:
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(_snapshot(run.main.net.state_dict())))
+    thread = threading.Thread(target=lambda: found.append(snapshot(run.main.net.state_dict())))
     thread.start()
     thread.join()
     return found
@@ -375,7 +371,7 @@ def thread_reads(run: Run) -> Any:
 @event
 def thread_reads_gradients(run: Run) -> Any:
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.extend(_snapshot([p.grad for p in run.main.parameters])))
+    thread = threading.Thread(target=lambda: found.extend(snapshot([p.grad for p in run.main.parameters])))
     thread.start()
     thread.join()
     return found

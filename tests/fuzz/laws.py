@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comparison import leaves
+
 from .features import BRANCHES, OUTSIDE, OUTSIDE_OF_BATCHES, READS_GRADIENTS
 from .program import Choices, Event, Program
 
@@ -90,19 +92,11 @@ def _is_refused(event: Event, arm: Choices) -> bool:
     )
 
 
-def leaves(value: Any, path: str = "") -> dict[str, Any]:
-    """Nested dicts and lists as one flat dict from path to value."""
-    if isinstance(value, (Mapping, list)):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        return {k: v for key, item in items for k, v in leaves(item, f"{path}.{key}").items()}
-    return {path: value}
-
-
 def difference(seen: Any, expected: Any, law: Law) -> str:
     """The first thing that differs, in one line; empty if nothing does. A NaN equals a NaN."""
     if law is Law.RANKS:
         return ""
-    actual, wanted = leaves(seen), leaves(expected)
+    actual, wanted = dict(leaves(seen)), dict(leaves(expected))
     if actual.keys() != wanted.keys():
         return f"in one arm only: {sorted(actual.keys() ^ wanted.keys())[:4]}"
     tolerance = CLOSE if law is Law.CLOSE else {"rtol": 0.0, "atol": 0.0}
@@ -121,7 +115,7 @@ def difference(seen: Any, expected: Any, law: Law) -> str:
 def digest(final: Mapping[str, Any]) -> str:
     """Of all that must be the same on all ranks. Buffers are each rank's own until the next forward."""
     sha = hashlib.sha256()
-    for path, value in leaves({"models": final["models"], "optimizers": final["optimizers"]}).items():
+    for path, value in leaves({"models": final["models"], "optimizers": final["optimizers"]}):
         if isinstance(value, Tensor) and not any(name in path for name in BUFFERS) and value.numel():
             sha.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
@@ -129,5 +123,5 @@ def digest(final: Mapping[str, Any]) -> str:
 
 def is_finite(final: Mapping[str, Any]) -> bool:
     """Whether all parameters are finite."""
-    values = leaves(final["models"]).values()
-    return all(bool(value.isfinite().all()) for value in values if isinstance(value, Tensor))
+    values = leaves(final["models"])
+    return all(bool(value.isfinite().all()) for _, value in values if isinstance(value, Tensor))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.overrides import TorchFunctionMode
 
+from comparison import snapshot
 from models import INPUTS, OUTPUTS
 from reference import rank_order_hook, wire_dtype_hook
 
@@ -468,14 +468,3 @@ class Run:
                 "scaler": self.scaler.state_dict(),
             }
         )
-
-
-def snapshot(value: Any) -> Any:
-    """A deep copy in plain tensors, of nested dicts and sequences, that later steps do not change."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {str(key): snapshot(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [snapshot(item) for item in value]
-    return value
