@@ -23,7 +23,7 @@ from ddp_crossover.collectives.nodes import Nodes
 from ddp_crossover.collectives.pace import Pace
 from ddp_crossover.collectives.staging_queue import StagingQueue
 from ddp_crossover.collectives.stream_order import CudaStreams
-from ddp_crossover.torch_internals.groups import destroy, give_up
+from ddp_crossover.torch_internals.groups import OwnedGroups
 from ddp_crossover.tracing.clock import CommClock
 
 
@@ -42,7 +42,7 @@ class Link(ABC):
 
     Attributes:
         process_group: the process group, used by the link only.
-        owned_groups: process groups that end with the link, see :func:`new_group`.
+        owned_groups: process groups that end with the link.
         rank: this process' rank in the group.
         world_size: number of ranks in the group.
         iteration: number of the training iteration to which legs that are started now belong.
@@ -80,8 +80,7 @@ class Link(ABC):
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.process_group = process_group
-        self.owned_groups: list[dist.ProcessGroup] = []
-        self._given_up: list[str] = []
+        self.owned_groups = OwnedGroups()
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         self.nodes = Nodes.flat(self.rank, self.world_size)
@@ -220,25 +219,17 @@ class Link(ABC):
         The process groups stay, since to destroy one is a collective on NCCL; the next attach on all ranks does it.
         """
         self.is_closed = True
-        for group in self.owned_groups:
-            give_up(group, self._waits_for_use())
-            self._given_up.append(group.group_name)
-        # Drop references, the last of which closes a group's sockets: the link may stay in a cycle of references.
-        self.owned_groups.clear()
+        # The last reference to a group closes its sockets, and the link may stay in a cycle of references.
+        self.owned_groups.give_up(self._waits_for_use())
         vars(self).pop("process_group", None)
 
-    def _waits_for_use(self) -> Callable[[], None]:
-        """A function that waits for legs under way, and does not refer to the link."""
-        return _nothing
+    def _waits_for_use(self) -> Callable[[], None] | None:
+        """A function that waits for legs under way, and does not refer to the link; None if none can be."""
+        return None
 
     def close(self) -> None:
         """End the link, after the legs under way have ended, and destroy its process groups. All ranks must call it."""
         try:
             self.shut_down()
         finally:
-            destroy(self._given_up)
-            self._given_up.clear()
-
-
-def _nothing() -> None:
-    pass
+            self.owned_groups.destroy()

@@ -67,7 +67,7 @@ def make_link(
         backlog = SocketBacklog(connected_tcp_sockets() - before)
         made = link(process_group, device, backlog, sums_in_fp32=sums_in_fp32)
     if own_group is None:
-        made.owned_groups.append(process_group)
+        made.owned_groups.add(process_group)
     if made.all_reduce_stream is None:
         made.all_reduce_stream = stream_for_all_reduces(of_ddp, device)
     return made

@@ -106,7 +106,7 @@ class NcclLink(Link):
         super().__init__(process_group)
         self.watch = LegWatch(self.rank, timeout.total_seconds())
         self._small_group = small_group
-        self.owned_groups.append(small_group)
+        self.owned_groups.add(small_group)
         self._host_group: dist.ProcessGroup | None = None
         self._timeout = timeout
         self._device = device
@@ -195,7 +195,7 @@ class NcclLink(Link):
         if self._host_group is None:
             ranks = dist.get_process_group_ranks(self.process_group)
             self._host_group = new_group(ranks, backend="gloo", timeout=self._timeout, purpose="decisions")
-            self.owned_groups.append(self._host_group)
+            self.owned_groups.add(self._host_group)
         rows = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         exchange = dist.all_gather(rows, torch.tensor([value]), group=self._host_group, async_op=True)
 

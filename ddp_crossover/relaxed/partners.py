@@ -19,7 +19,7 @@ from ddp_crossover.relaxed.exchange import MeanExchange
 from ddp_crossover.relaxed.grid import lines, shape_of
 from ddp_crossover.relaxed.policies import LocalSGD
 from ddp_crossover.torch_internals.ddp import process_group_timeout
-from ddp_crossover.torch_internals.groups import destroy, give_up, new_group
+from ddp_crossover.torch_internals.groups import OwnedGroups, new_group
 
 
 class Partners:
@@ -46,8 +46,7 @@ class Partners:
         self._device = named[0][1].device
         require_equal("policy", {"sync": str(policy)}, self._of_ddp, self._device)
         self._timeout = process_group_timeout(self._of_ddp, self._device)
-        self._groups: list[dist.ProcessGroup] = []
-        self._given_up: list[str] = []
+        self._groups = OwnedGroups()
         self.node: dist.ProcessGroup | None = None
         shape = shape_of(policy.groups, dist.get_world_size(self._of_ddp)) if policy.groups in ("grid", "pairs") else ()
         wire = Wire.of(policy.wire_dtype, device_type=self._device.type)
@@ -84,26 +83,18 @@ class Partners:
         of_world = [dist.get_global_rank(self._of_ddp, rank) for rank in ranks]
         backend = dist.get_backend(self._of_ddp)
         group = new_group(of_world, backend=backend, timeout=self._timeout, purpose="means")
-        self._groups.append(group)
+        self._groups.add(group)
         return group
 
     def shut_down(self) -> None:
         """End what runs on this rank, at any time, without the other ranks."""
         for link in self._links:
             link.shut_down()
-        for group in self._groups:
-            give_up(group, _nothing)  # torch waits for its own operations
-            self._given_up.append(group.group_name)
-        self._groups.clear()
+        self._groups.give_up()  # torch waits for its own operations
 
     def close(self) -> None:
         """End links, and destroy all process groups. All ranks must call it."""
         self.shut_down()
         for link in self._links:
             link.close()
-        destroy(self._given_up)
-        self._given_up.clear()
-
-
-def _nothing() -> None:
-    pass
+        self._groups.destroy()

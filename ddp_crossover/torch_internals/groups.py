@@ -26,13 +26,14 @@ class _Groups:
         made: how many were made of the same ranks. Their members agree on it, because all of them make the same groups
             in the same order; a process that has begun anew has a new default group, as its peers do.
         alive: those that were not destroyed.
-        given_up: functions that wait until nobody on this rank uses the group, and the group.
+        given_up: functions that wait until nobody on this rank uses the group, if there is something to wait for, and
+            the group.
     """
 
     def __init__(self) -> None:
         self.made: Counter[tuple[int, ...]] = Counter()
         self.alive: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
-        self.given_up: dict[str, tuple[Callable[[], None], dist.ProcessGroup]] = {}
+        self.given_up: dict[str, tuple[Callable[[], None] | None, dist.ProcessGroup]] = {}
 
 
 _groups_of: weakref.WeakKeyDictionary[dist.ProcessGroup, _Groups] = weakref.WeakKeyDictionary()
@@ -87,17 +88,6 @@ def new_group(ranks: Sequence[int], *, backend: str, timeout: timedelta, purpose
     return made
 
 
-def give_up(group: dist.ProcessGroup, wait_for_use: Callable[[], None]) -> None:
-    """Note that this rank is done with a group of :func:`new_group`, which :func:`destroy` may destroy. At any time.
-
-    Args:
-        group: the group; if it was destroyed already, this does nothing.
-        wait_for_use: waits until nothing on this rank uses it any more.
-    """
-    if dist.is_initialized() and _groups().alive.get(group.group_name) is group:
-        _groups().given_up[group.group_name] = wait_for_use, group
-
-
 def given_up(ranks: Sequence[int]) -> list[str]:
     """Names of the groups of these ranks that this rank has given up."""
     groups = _groups().given_up
@@ -110,7 +100,38 @@ def destroy(names: Iterable[str]) -> None:
         if not dist.is_initialized() or (one := _groups().given_up.pop(name, None)) is None:
             continue  # the user's `destroy_process_group()` has destroyed it
         wait_for_use, group = one
-        wait_for_use()
+        if wait_for_use is not None:
+            wait_for_use()
         _groups().alive.pop(name, None)
         with contextlib.suppress(ValueError):  # the same
             dist.destroy_process_group(group)
+
+
+class OwnedGroups:
+    """Groups of :func:`new_group` that end with their owner."""
+
+    def __init__(self) -> None:
+        self._in_use: list[dist.ProcessGroup] = []
+        self._given_up: list[str] = []
+
+    def add(self, group: dist.ProcessGroup) -> None:
+        """Own a group from now on."""
+        self._in_use.append(group)
+
+    def give_up(self, wait_for_use: Callable[[], None] | None = None) -> None:
+        """Note that this rank is done with the groups, and drop the references to them. At any time, on any rank.
+
+        Args:
+            wait_for_use: waits until nothing on this rank uses them any more; it must not refer to their owner.
+        """
+        groups = _groups() if dist.is_initialized() else None
+        for group in self._in_use:
+            self._given_up.append(group.group_name)
+            if groups is not None and groups.alive.get(group.group_name) is group:  # else it was destroyed already
+                groups.given_up[group.group_name] = wait_for_use, group
+        self._in_use.clear()
+
+    def destroy(self) -> None:
+        """Destroy the groups that were given up. All members must call it."""
+        destroy(self._given_up)
+        self._given_up.clear()
