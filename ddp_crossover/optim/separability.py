@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import copy
 import enum
-import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from numbers import Number
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -30,6 +27,7 @@ from ddp_crossover.optim.optimizer_snapshot import (
     same,
 )
 from ddp_crossover.optim.outside_settings import changeable_setting
+from ddp_crossover.optim.trials import ask
 from ddp_crossover.torch_internals.optimizers import has_hooks, has_raw_step, raw_step
 
 # Enough steps for counters that act every few steps, and magnitudes on both sides of a threshold on gradients.
@@ -69,31 +67,14 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
         for key, value in group.items():
             if key not in ("params", "param_names") and isinstance(value, list) and len(value) == len(group["params"]):
                 return f"the list {key!r} in a param group may have an entry for each parameter"
-    failure = ""
-    # Empty state first. Some optimizers (Adagrad up to torch 2.11) create state in `__init__`, and fail without it.
-    for with_state in (False, True):
-        try:
-            with random_states_kept(optimizer):
-                return _try(optimizer, with_state)
-        except Exception as error:
-            failure = f"a trial step on a small clone of it failed ({type(error).__name__}: {error})"
-    return failure
+    return ask(
+        _differs_one_by_one,
+        optimizer,
+        lambda error: f"a trial step on a small clone of it failed ({type(error).__name__}: {error})",
+    )
 
 
-@contextmanager
-def random_states_kept(optimizer: Optimizer) -> Iterator[None]:
-    """Give torch, NumPy and Python their random states back in the end."""
-    devices = {p.device for g in optimizer.param_groups for p in g["params"] if p.device.type == "cuda"}
-    of_python, of_numpy = random.getstate(), np.random.get_state(legacy=False)
-    try:
-        with torch.random.fork_rng(devices=list(devices)):
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-
-
-def _try(optimizer: Optimizer, with_state: bool) -> str | None:
+def _differs_one_by_one(optimizer: Optimizer, with_state: bool) -> str | None:
     whole, split = Clone(optimizer, with_state), Clone(optimizer, with_state)
     for step in range(_STEPS):
         gradients = whole.set_gradients(step)

@@ -15,7 +15,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, ToUpdate, same
-from ddp_crossover.optim.separability import Clone, random_states_kept
+from ddp_crossover.optim.separability import Clone
+from ddp_crossover.optim.trials import ask
 from ddp_crossover.torch_internals.optimizers import raw_step
 
 # Enough for what acts every ten steps. In one of them a slice has zeros only, in the last one element is NaN: some
@@ -41,17 +42,14 @@ def why_not_by_element(optimizer: Optimizer) -> str | None:
         return _FUSED
     if any(p.device.type == "cpu" and p.dtype.itemsize < 4 for group in groups for p in group["params"]):
         return _SIXTEEN_BITS
-    failure: str | None = None
-    for with_state in (False, True):  # as in `why_not_separable`
-        try:
-            with random_states_kept(optimizer):
-                return _try(optimizer, with_state)
-        except Exception as error:
-            failure = f"a trial step on flat slices failed ({type(error).__name__}: {error})"
-    return failure
+    return ask(
+        _differs_in_slices,
+        optimizer,
+        lambda error: f"a trial step on flat slices failed ({type(error).__name__}: {error})",
+    )
 
 
-def _try(optimizer: Optimizer, with_state: bool) -> str | None:
+def _differs_in_slices(optimizer: Optimizer, with_state: bool) -> str | None:
     whole, cut = (Clone(optimizer, with_state, shape_of=_shape) for _ in range(2))
     slices = _Slices(cut)
     for step in range(_STEPS):
@@ -81,22 +79,20 @@ def _make_special(parameters: list[Tensor], step: int) -> None:
 
 def why_not_shared(optimizer: Optimizer) -> str | None:
     """Why ranks cannot share the state that this optimizer makes, whoever has it; None if they can."""
-    for with_state in (False, True):
-        try:
-            with random_states_kept(optimizer):
-                clone = Clone(optimizer, with_state, shape_of=_shape)
-                clone.set_gradients(0)
-                raw_step(clone.optimizer)(clone.optimizer)
-        except Exception:  # as in `why_not_separable`, which says so
-            continue
-        known = {id(parameter) for parameter in clone.parameters}
-        for key, state in clone.optimizer.state.items():
-            if id(key) not in known:
-                return f"it keeps state under {key!r}, which is no parameter"
-            for name, value in state.items() if isinstance(state, dict) else [("state", state)]:
-                if not isinstance(value, (Tensor, *SCALARS)):
-                    return f"its state holds a {type(value).__name__} in {name!r}; tensors, numbers and strings travel"
-        return None
+    return ask(_has_odd_state, optimizer, lambda error: None)  # `why_not_separable` tells of the error
+
+
+def _has_odd_state(optimizer: Optimizer, with_state: bool) -> str | None:
+    clone = Clone(optimizer, with_state, shape_of=_shape)
+    clone.set_gradients(0)
+    raw_step(clone.optimizer)(clone.optimizer)
+    known = {id(parameter) for parameter in clone.parameters}
+    for key, state in clone.optimizer.state.items():
+        if id(key) not in known:
+            return f"it keeps state under {key!r}, which is no parameter"
+        for name, value in state.items() if isinstance(state, dict) else [("state", state)]:
+            if not isinstance(value, (Tensor, *SCALARS)):
+                return f"its state holds a {type(value).__name__} in {name!r}; tensors, numbers and strings travel"
     return None
 
 

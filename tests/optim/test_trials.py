@@ -1,0 +1,74 @@
+"""Answers of trials are remembered for torch's own optimizers, for as long as nothing that they depend on changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adam, Optimizer
+
+from ddp_crossover.optim.trials import ask
+
+
+class OwnSGD(SGD):
+    """Somebody's own, which may do anything."""
+
+
+def _asked(*optimizers: Optimizer) -> int:
+    """How many trials it takes to ask about these optimizers, one after the other."""
+    trials = 0
+
+    def question(optimizer: Optimizer, with_state: bool) -> str | None:
+        nonlocal trials
+        trials += 1
+        torch.rand(3)
+        random.random()
+        return type(optimizer).__name__
+
+    assert [ask(question, one, str) for one in optimizers] == [type(one).__name__ for one in optimizers]
+    return trials
+
+
+def _parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.zeros(size, dtype=dtype, requires_grad=True) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("make", "trials"),
+    [
+        (lambda: [SGD(_parameters(2), lr=0.1), SGD(_parameters(9, 4), lr=0.2)], 1),
+        (lambda: [SGD(_parameters(2), lr=0.1), Adam(_parameters(2), lr=0.1)], 2),
+        (lambda: [SGD(_parameters(2), lr=0.1, momentum=m) for m in (0.0, 0.9)], 2),
+        (lambda: [SGD(_parameters(2, dtype=dtype), lr=0.1) for dtype in (torch.float32, torch.float64)], 2),
+        (lambda: [SGD([torch.zeros(shape, requires_grad=True)], lr=0.1) for shape in ((2,), (2, 2))], 2),
+        (lambda: [OwnSGD(_parameters(2), lr=0.1) for _ in range(2)], 2),
+    ],
+    ids=["alike", "another class", "other settings", "another dtype", "other dimensions", "not torch's"],
+)
+def test_what_has_been_answered_is_not_tried_again(make: Callable[[], list[Any]], trials: int) -> None:
+    assert _asked(*make()) == trials
+
+
+def test_random_states_stay_as_they_were() -> None:
+    states = torch.get_rng_state(), random.getstate()
+    _asked(SGD(_parameters(2), lr=0.1))
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+
+
+def test_a_trial_that_fails_without_state_is_made_with_it_and_not_remembered() -> None:
+    seen = []
+
+    def question(optimizer: Optimizer, with_state: bool) -> str | None:
+        seen.append(with_state)
+        if not with_state:
+            raise KeyError("sum")
+        return None
+
+    optimizer = SGD(_parameters(2), lr=0.1)
+    for _ in range(2):
+        assert ask(question, optimizer, str) is None
+    assert seen == [False, True] * 2
+    assert ask(lambda *_: 1 / 0, optimizer, lambda error: type(error).__name__) == "ZeroDivisionError"  # type: ignore[arg-type,return-value]
