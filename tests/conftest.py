@@ -15,7 +15,7 @@ import pytest
 from harness import RankPool
 from script_server import ScriptServer
 
-_OF_GROUP = re.compile(r"@\w+$")
+_OF_GROUP = re.compile(r"@[\w ]+$")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,10 +23,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse to go on if xdist could not mark groups: each worker would start what one is to start for all."""
+    grouped = [item for item in session.items if item.get_closest_marker("xdist_group") is not None]
+    are_marked = all(_OF_GROUP.search(item.nodeid) for item in grouped)
+    if getattr(session.config.option, "loadgroup", False) and not are_marked:
+        raise pytest.UsageError(
+            f"pytest-xdist makes no groups with pytest {pytest.__version__}: install what pyproject.toml names"
+        )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Cut off the group that xdist has put behind a test's name, by which `--last-failed` would not find it."""
-    report.nodeid = _OF_GROUP.sub("", report.nodeid)
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker's own reports keep the names that it has collected
+        report.nodeid = _OF_GROUP.sub("", report.nodeid)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the timeout's wrapper: time spent waiting does not count
