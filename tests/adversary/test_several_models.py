@@ -386,7 +386,7 @@ def test_student_and_teacher_exchange_roles(run: Script) -> None:
     optimizers = [RMSprop(one.parameters(), lr=0.005), RMSprop(two.parameters(), lr=0.005)]
     run.attach(one, optimizers[0])
     run.attach(two, optimizers[1])
-    for step, (x, y) in enumerate(run.batches()):
+    for step, (x, y) in enumerate(run.batches(16)):
         student, teacher = ((one, two), (two, one))[step // 4 % 2]
         with torch.no_grad():
             soft = teacher.module(x)

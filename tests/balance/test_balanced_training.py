@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddp_crossover as dx
+from matrix import often
 from models import INPUTS, OUTPUTS, DeepNet
 from weighted_loops import sgd
 
@@ -75,7 +76,8 @@ def _train(workers: int, dear: dict[str, Any], stop_at: tuple[int, int] | None =
         if stop_at is None and balanced_epochs == 4:  # by then it has settled
             epochs = epoch + 1
             break
-    assert (state.stats().pipelined_iterations > 0) == ("schedule" not in dear)
+    if stop_at is None:  # else it may end before the shares have settled, after which the plan is made
+        assert (state.stats().pipelined_iterations > 0) == ("schedule" not in dear)
     state.detach()
     alone = _alone(world_size, epochs)
     for ours, other in zip(ddp.module.parameters(), alone.parameters(), strict=True):
@@ -100,7 +102,8 @@ def _alone(world_size: int, epochs: int) -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+# Workers start anew in each epoch, so they take most of a minute.
+@pytest.mark.parametrize("workers", often([0, 2], 0))
 @pytest.mark.parametrize("dear", [{}, {"schedule": "allreduce"}], ids=["pipeline", "plain"])
 def test_a_slow_rank_gets_fewer_samples_and_training_stays_exact(on_ranks, workers, dear) -> None:
     fast, slow = (one["sizes"] for one in on_ranks(_train, 2, workers, dear))

@@ -27,6 +27,7 @@ def test_a_script_is_attached_to_and_trains_to_the_same_bits(tmp_path: Path, pla
     assert figures["model"] == "Sequential" and figures["pipelined_iterations"] > 10 and figures["deferred_steps"] > 10
 
 
+@pytest.mark.nightly
 def test_a_module_whose_workers_are_spawned(tmp_path: Path) -> None:
     write_script(tmp_path)
     arguments = ("-m", "train_it", "--workers")
@@ -69,6 +70,7 @@ def test_bad_input_is_refused(arguments, message) -> None:
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_attached_to_trains_as_plain_ddp(tmp_path: Path) -> None:
     text = TRAIN.replace("torch.optim.AdamW(ddp.parameters(), lr=1e-2)", "torch.optim.LBFGS(ddp.parameters())").replace(
         "optimizer.step()", "optimizer.step(lambda: loss)"

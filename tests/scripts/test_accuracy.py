@@ -53,7 +53,7 @@ def check_same_bits(ddp: dict[str, Any], fp32: dict[str, Any]) -> None:
         assert fp32[figure] == ddp[figure]
 
 
-@pytest.mark.xdist_group("accuracy")
+@pytest.mark.nightly
 def test_fp32_trains_digits_as_plain_ddp_does_and_bf16_almost(tmp_path: Path) -> None:
     code, record, output = run("--wires ddp,fp32,bf16 --tasks digits --seeds 1 --steps 12", tmp_path)
     assert code == 0, output

@@ -61,7 +61,7 @@ def test_memory_of_ddp_and_zero(tmp_path: Path) -> None:
         assert row[2:4] == [f"{case['optimizer_state_bytes']['median'] / 2**20:.1f}", f"{case['state_share']:.3f}"]
 
 
-@pytest.mark.xdist_group("bench_shard")
+@pytest.mark.nightly
 def test_memory_of_a_sharded_optimizer(tmp_path: Path) -> None:
     code, record, output = run(f"{TINY_MEMORY} --arms shard", tmp_path / "memory.json")
     assert code == 0, output

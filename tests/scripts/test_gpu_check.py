@@ -85,6 +85,7 @@ def test_a_run_that_is_killed_loses_no_case_and_leaves_no_process(tmp_path: Path
 
 
 @pytest.mark.xdist_group("gpu_check")
+@pytest.mark.nightly
 def test_a_rehearsal_runs_what_it_can_and_says_what_it_cannot(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     job = start("--part", "smoke", "--part", "killed-rank", "--json", str(file))

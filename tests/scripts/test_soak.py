@@ -31,6 +31,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]
     return soak.main(["--steps", str(STEPS), "--json", str(file)]), json.loads(file.read_text())
 
 
+@pytest.mark.nightly
 def test_the_bits_are_those_of_plain_ddp(sound) -> None:
     _, record = sound
     assert record["differences"] == []
@@ -39,6 +40,7 @@ def test_the_bits_are_those_of_plain_ddp(sound) -> None:
         assert [sample["loss"] for sample in ours["samples"]] == [sample["loss"] for sample in theirs["samples"]]
 
 
+@pytest.mark.nightly
 def test_what_can_be_counted_exactly_does_not_grow_in_a_short_run(sound) -> None:
     # Memory and the time of a step do settle later than that.
     status, record = sound
@@ -47,6 +49,7 @@ def test_what_can_be_counted_exactly_does_not_grow_in_a_short_run(sound) -> None
     assert status == (1 if record["growing"] else 0)
 
 
+@pytest.mark.nightly
 def test_all_parts_took_part(sound) -> None:
     _, record = sound
     for rank in record["runs"]["attached"]:

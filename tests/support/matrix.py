@@ -64,9 +64,14 @@ def in_turn(features: Mapping[str, Case], quick: Collection[str] = ()) -> list[A
     ]
 
 
-def often(names: Iterable[str], *chosen: str) -> list[Any]:
-    """Parameters for `pytest.mark.parametrize`: these names, of which all but the chosen run at night only."""
-    return [pytest.param(name, marks=() if name in chosen else pytest.mark.nightly) for name in names]
+def often(values: Iterable[Any], *chosen: Any) -> list[Any]:
+    """Parameters for `pytest.mark.parametrize`: these values, of which all but the chosen run at night only."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)), marks=() if value in chosen else pytest.mark.nightly
+        )
+        for value in values
+    ]
 
 
 def _param(case: Case, *words: str, is_quick: bool) -> Any:
