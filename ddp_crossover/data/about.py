@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ABOUT = "about.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _LONGEST = 200
 
 

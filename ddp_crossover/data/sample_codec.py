@@ -47,10 +47,6 @@ def decode(data: bytearray) -> Any:
     return reader.build(json.loads(data[_LENGTH.size : start]))
 
 
-def _inverse(order: list[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)
-
-
 def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
@@ -83,11 +79,11 @@ def _tensor(tensor: torch.Tensor, buffers: list[memoryview | bytes]) -> list[Any
         raise NotStorable("a tensor that is a view with gaps (tensor.contiguous() makes one that can be stored)")
     flat = dense.reshape(-1)
     buffers.append(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
-    return ["tensor", str(tensor.dtype).removeprefix("torch."), list(dense.shape), order]
+    return ["tensor", str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())]
 
 
 def _order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """The dimensions as they follow in memory. Sums over samples of another layout have other last bits."""
+    """The dimensions as they follow in memory, which is kept: sums over samples of another layout have other bits."""
     return sorted(range(len(shape)), key=lambda place: (-strides[place], place) if shape[place] > 1 else (0, place))
 
 
@@ -103,7 +99,7 @@ def _array(array: np.ndarray, buffers: list[memoryview | bytes]) -> list[Any]:
     if not dense.flags.c_contiguous:
         raise NotStorable("an array that is a view with gaps, or backwards (array.copy() makes one that can be stored)")
     buffers.append(dense.tobytes())
-    return [array.dtype.str, list(dense.shape), order]
+    return [array.dtype.str, list(array.shape), list(array.strides)]
 
 
 def _is_image(value: Any) -> bool:
@@ -169,20 +165,20 @@ class _Reader:
         self._offset = start + length
         return memoryview(self._data)[start : self._offset]
 
-    def _tensor(self, name: str, shape: list[int], order: list[int]) -> torch.Tensor:
+    def _tensor(self, name: str, shape: list[int], strides: list[int]) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, name)
         count = math.prod(shape)
         buffer = self._take(count * dtype.itemsize)
         flat = torch.frombuffer(buffer, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
-        return flat.view(shape).permute(_inverse(order))
+        return flat.as_strided(shape, strides)
 
-    def _array(self, dtype_text: str, shape: list[int], order: list[int]) -> np.ndarray:
+    def _array(self, dtype_text: str, shape: list[int], strides: list[int]) -> np.ndarray:
         dtype = np.dtype(dtype_text)
-        flat = np.frombuffer(self._take(math.prod(shape) * dtype.itemsize), dtype)
-        return flat.reshape(shape).transpose(_inverse(order))
+        buffer = self._take(math.prod(shape) * dtype.itemsize)
+        return np.ndarray(shape, dtype, buffer, strides=tuple(strides))
 
-    def _number(self, dtype_text: str, shape: list[int], order: list[int]) -> Any:
-        return self._array(dtype_text, shape, order)[()]
+    def _number(self, dtype_text: str, shape: list[int], strides: list[int]) -> Any:
+        return self._array(dtype_text, shape, strides)[()]
 
     def _image(self, mode: str, size: list[int]) -> Any:
         from PIL import Image

@@ -221,8 +221,11 @@ class SampleStore:
                 return None  # another process has stored it meanwhile
             _write(files.samples, data, end)
             _write(files.index, Record(end, len(data), zlib.crc32(data, number)).pack(number), _place(number))
+            stored = header.stored + is_new
+            if is_new and stored >= self._count:  # what a damaged index has lost does not count twice
+                stored = sum(any(packed) for packed in _records(files.index, self._count))
             header = header._replace(
-                stored=header.stored + is_new,
+                stored=stored,
                 stored_bytes=header.stored_bytes + len(data),
                 first_s=header.first_s or time.time(),
             )
@@ -271,10 +274,9 @@ class StoredSamples:
 
     def numbers(self) -> list[int]:
         """Numbers of the samples with a record."""
-        packed = os.pread(self._index.fileno(), os.fstat(self._index.fileno()).st_size, 0)
-        count = max(0, len(packed) - HEADER_BYTES) // RECORD_BYTES
-        places = ((number, _place(number)) for number in range(count))
-        return [number for number, at in places if Record.unpack(packed[at : at + RECORD_BYTES], number)]
+        count = max(0, os.fstat(self._index.fileno()).st_size - HEADER_BYTES) // RECORD_BYTES
+        records = enumerate(_records(self._index.fileno(), count))
+        return [number for number, packed in records if Record.unpack(packed, number)]
 
     def is_whole(self, number: int) -> bool:
         """Whether a sample's bytes have their checksum."""
@@ -326,6 +328,11 @@ def _place(number: int) -> int:
     return HEADER_BYTES + number * RECORD_BYTES
 
 
+def _records(index: int, count: int) -> Iterator[bytes]:
+    packed = os.pread(index, count * RECORD_BYTES, HEADER_BYTES)
+    return (packed[at : at + RECORD_BYTES] for at in range(0, len(packed), RECORD_BYTES))
+
+
 def _read_header(files: Files) -> Header:
     return Header.unpack(os.pread(files.index, HEADER_BYTES, 0))
 
@@ -338,5 +345,5 @@ def _write(fd: int, data: bytes, offset: int) -> None:
 
 
 def _to_go(header: Header, count: int) -> str:
-    seconds = (time.time() - header.first_s) * (count / header.stored - 1)
+    seconds = max(0.0, time.time() - header.first_s) * max(0.0, count / header.stored - 1)  # clocks may be set back
     return f", about {seconds / 60:.0f} min to go" if seconds > 90 else f", about {seconds:.0f} s to go"

@@ -194,6 +194,22 @@ def test_damage_is_said_once_by_all_processes_and_repaired(filled: Path, caplog:
     assert caplog.text.count("samples fail their checks, and are made again") == 1
 
 
+@pytest.mark.parametrize("lost", [1, 5, 8])
+def test_records_that_are_lost_do_not_count_twice(filled: Path, caplog: pytest.LogCaptureFixture, lost: int) -> None:
+    caplog.set_level(logging.INFO, "ddp_crossover")
+    os.truncate(filled / INDEX, HEADER_BYTES + (8 - lost) * RECORD_BYTES)
+    store = SampleStore(filled, 8, UNLIMITED)
+    for number in range(8):
+        put(store, number)
+    assert stored(filled, 8) == set(range(8))
+    assert [line for line in caplog.messages if "all 8 of 8 samples stored" in line] == caplog.messages[-1:]
+    assert len(caplog.messages) == 1
+
+
+def test_a_clock_that_was_set_back_leaves_no_time_to_go() -> None:
+    assert sample_store._to_go(sample_store.Header(3, 10, time.time() + 100, (0.0,)), 9) == ", about 0 s to go"
+
+
 def test_a_file_that_shrinks_under_a_reader_ends_no_process(filled: Path) -> None:
     store = SampleStore(filled, 8, UNLIMITED)
     assert store.find(7).data == sample(7)
