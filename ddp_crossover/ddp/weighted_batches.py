@@ -106,6 +106,8 @@ class WeightedBatches:
         # The same, of a batch that has raised before its backward: it counts for the step that the others are in.
         self._owed: _Told | None = None
         self._has_warned = False
+        # Forwards with a broadcast of buffers, in the batch under way and in the last one that was reduced.
+        self._broadcasts = self._usual_broadcasts = 0
         self._kept: list[tuple[nn.Parameter, torch.Tensor | None]] | None = None
         self.timer: BatchTimer | None = None
 
@@ -141,6 +143,7 @@ class WeightedBatches:
         ddp = self._model
         self._count, self._total, self._share = count, total, share
         self._has_reduced = self._was_unsynced = False
+        self._broadcasts = 0
         is_unsynced = not ddp.require_backward_grad_sync
         if weight is None:
             self._unreduced.begin_batch(count, is_unsynced=is_unsynced)
@@ -163,7 +166,9 @@ class WeightedBatches:
                 self.timer.batch_ended(count, self._trained if self._has_reduced else None)
             has_raised = False
         finally:
-            if not self._has_reduced:
+            if self._has_reduced:
+                self._usual_broadcasts = self._broadcasts
+            else:
                 if has_raised:
                     self._owed = self._told or self._owed
                 self._put_back()
@@ -193,6 +198,12 @@ class WeightedBatches:
                 parameter.grad.copy_(gradient)
 
     def _take_part(self, ddp: DistributedDataParallel) -> None:
+        if self._usual_broadcasts > 1:
+            raise RuntimeError(
+                f"DDP broadcasts buffers in each forward, of which the last step had {self._usual_broadcasts}, and an "
+                "empty state.batch(0) stands for one: run forwards and backward with any sample in it, whose gradients "
+                "count for nothing, or build DistributedDataParallel with broadcast_buffers=False"
+            )
         begin_scalers_without_loss()
         self._has_no_data = True
         try:
@@ -237,6 +248,7 @@ class WeightedBatches:
         """Send this rank's count, if the backward of this forward is going to reduce gradients."""
         if self._count is None:
             raise RuntimeError(_INSIDE)
+        self._broadcasts += self._model.will_sync_module_buffers()
         if not self._has_reduced:
             self._unreduced.forward_begins(reduces=reduces)
         if not reduces:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_odd_batches import Ranks, mse
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
+from harness import RankFailure
 from models import INPUTS, OUTPUTS, DeepNet
 from weighted_loops import SAMPLES, Weighted, WeightedRun, plain, samples_of, sgd, shared, train_both
 
@@ -48,6 +50,26 @@ class _Scaled(DeepNet):
 )
 def test_a_rank_without_samples_takes_part_in_a_model_with_buffers(on_ranks, case) -> None:
     on_ranks(train_both, 3, case)
+
+
+def _two_forwards_and_then_no_data(model: type[nn.Module]) -> None:
+    ddp = DistributedDataParallel(model())
+    optimizer = sgd(ddp.parameters())
+    state = dx.attach(ddp, optimizer, weighted=True, fusion_mb=1e-4)
+    x, y = torch.ones(3, INPUTS), torch.ones(3, OUTPUTS)
+    for step in range(6):
+        has_data = step < 5 or dist.get_rank() == 0
+        optimizer.zero_grad()
+        with state.batch(3 if has_data else 0):
+            if has_data:
+                (mse(ddp(x), y) + mse(ddp(2 * x), y)).backward()
+        optimizer.step()
+
+
+def test_a_rank_without_samples_of_several_forwards_gets_an_error_where_each_broadcasts(on_ranks) -> None:
+    on_ranks(_two_forwards_and_then_no_data, 2, DeepNet)
+    with pytest.raises(RankFailure, match=r"of which the last step had 2, .* with any sample in it"):
+        on_ranks(_two_forwards_and_then_no_data, 2, _Scaled)
 
 
 def _synchronized_statistics() -> str:
