@@ -30,7 +30,7 @@ from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.log import say
 from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters
 from ddp_crossover.parameters.gradient_marks import are_empty
-from ddp_crossover.torch_internals.loss_scale import begin_scalers_without_loss
+from ddp_crossover.torch_internals.loss_scale import without_loss
 
 _INSIDE = (
     "this model is attached with weighted=True: put its forward and its backward into `with state.batch(n):`, with the "
@@ -204,10 +204,10 @@ class WeightedBatches:
                 "empty state.batch(0) stands for one: run forwards and backward with any sample in it, whose gradients "
                 "count for nothing, or build DistributedDataParallel with broadcast_buffers=False"
             )
-        begin_scalers_without_loss()
         self._has_no_data = True
         try:
-            take_part_without_data(ddp, self._in_use_order())
+            with without_loss():
+                take_part_without_data(ddp, self._in_use_order())
         finally:
             self._has_no_data = False
 

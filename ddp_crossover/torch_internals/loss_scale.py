@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from ddp_crossover.torch_internals.private import private
 
 # That of the loss at which the backward under way has begun.
 _current: weakref.ref[GradScaler] | None = None
+# Whether the backward under way is that of a rank without data, whose loss would have been scaled as the last one was.
+_has_no_loss = False
 _is_watching = False
 
 
@@ -30,15 +34,21 @@ class LossScale:
     """
 
     def __init__(self, *, is_watched: bool) -> None:
+        self._last: weakref.ref[GradScaler] | None = None
         if is_watched:
             _watch()
 
     def scaler(self) -> GradScaler | None:
         """What has multiplied the loss of the backward under way, or None."""
-        return None if _current is None else _current()
+        if not _has_no_loss:
+            self._last = _current
+        return None if self._last is None else self._last()
 
     def now(self) -> float | Tensor:
-        """By what the loss of the backward under way was multiplied, on the scaler's device; 1 if by nothing."""
+        """By what the loss of the backward under way was multiplied, on the scaler's device; 1 if by nothing.
+
+        Asked in each backward: a rank without data answers with the scaler of its last one.
+        """
         scaler = self.scaler()
         scale: Tensor | None = None if scaler is None else private(scaler, "_get_scale_async")()
         if scale is None:
@@ -46,11 +56,22 @@ class LossScale:
         return float(scale) if scale.is_cpu else scale.clone()  # the host does not wait for another device
 
 
-def begin_scalers_without_loss() -> None:
-    """From now on a scaler that has not scaled a loss yet begins with its first scale, where torch's raises.
+@contextmanager
+def without_loss() -> Iterator[None]:
+    """Context of the backward of a rank without data: all ranks unscale the same gradients, and this one has no loss.
 
-    A rank without data has no loss, and all ranks unscale the same gradients.
+    From now on a scaler that has not scaled a loss yet begins with its first scale, where torch's raises.
     """
+    global _has_no_loss
+    _begin_scalers_without_loss()
+    _has_no_loss = True
+    try:
+        yield
+    finally:
+        _has_no_loss = False
+
+
+def _begin_scalers_without_loss() -> None:
     check = private(GradScaler, "_check_scale_growth_tracker")
     if getattr(check, "begins_without_loss", False):
         return

@@ -369,6 +369,30 @@ def test_loss_scaling(on_ranks: OnRanks, wire: str, make: Callable[..., Any], no
     on_ranks(_scaled, 2, WIRES[wire], make, norms)
 
 
+def _scaled_without_data(wire: dict[str, Any]) -> None:
+    """What a rank without data sends again is in the units of the others' gradients."""
+    rank = dist.get_rank()
+    run, expected = (Training(Coded(wire | {"weighted": True})) for _ in range(2))
+    scaler = dx.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    for step in range(16):
+        has_data = step not in (1, 7, 10, 11) or rank != step % 2
+        for one in (run, expected):
+            one.optimizer.zero_grad()
+            with one.state.batch(3 if has_data else 0):
+                if has_data:
+                    loss = loss_of(step, rank, one.model)
+                    (scaler.scale(loss) if one is run else loss).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+        expected.optimizer.step()
+        assert_same(run.parameters(), expected.parameters(), f"step {step}")
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_loss_scaling_and_a_rank_without_data(on_ranks: OnRanks, wire: str) -> None:
+    on_ranks(_scaled_without_data, 2, WIRES[wire])
+
+
 def _one_scaler_for_two_models() -> None:
     rank = dist.get_rank()
     runs = [Training(Coded(INT8)), Training(Coded(SPARSE_INT8, ADAM))]
