@@ -267,6 +267,7 @@ def test_a_forked_process_can_be_given_the_model() -> None:
     check_on_parents(stack_case(partial(_ask_processes, "fork", _itself), steps=STEPS))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("of", [_copied, _itself], ids=["state_dict_and_copy", "itself"])
 def test_a_spawned_process_can_be_given_the_model(of) -> None:
     case = stack_case(partial(_ask_processes, "spawn", of), steps=EVERY + 2)

@@ -203,8 +203,8 @@ def _compare_residuals(run: Run, simulation: Simulation, plan: Any) -> None:
 @pytest.mark.parametrize(
     ("layout", "dear", "feedback"),
     [
-        (TWO_BY_TWO, {}, True),
-        (TWO_BY_TWO, SEVERAL_PER_GROUP, False),
+        pytest.param(TWO_BY_TWO, {}, True, marks=pytest.mark.nightly),
+        pytest.param(TWO_BY_TWO, SEVERAL_PER_GROUP, False, marks=pytest.mark.nightly),
         (INTERLEAVED, SEVERAL_PER_GROUP, True),
         (CROSSED, {"schedule": "dear"}, True),
     ],

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+from matrix import often
 from models import OddNet
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240
 
 
-@pytest.mark.parametrize("framework", ["lightning", "transformers"])
+@pytest.mark.parametrize("framework", often(["lightning", "transformers"], "lightning"))
 def test_one_trainer_trains_twice_as_plain_ddp_does(framework: str) -> None:
     pytest.importorskip(framework)
     support = ROOT / "tests" / "support"
@@ -62,6 +63,7 @@ def test_lightning_without_ddp_trains_and_says_that_nothing_is_attached(caplog: 
     assert "SingleDeviceStrategy uses no DistributedDataParallel" in caplog.text
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_the_callback_is_of_the_lightning_that_the_script_uses(package: str) -> None:
     pytest.importorskip(package)

@@ -85,6 +85,7 @@ def test_a_script_is_measured_and_the_line_that_costs_overlap_is_named(tmp_path:
     assert any(f"train_it.py:{line}" in what for what in report["obstacles"]), report["obstacles"]
 
 
+@pytest.mark.nightly
 def test_a_rank_that_computes_slowly_is_named(tmp_path: Path) -> None:
     hook = "net.register_forward_pre_hook(lambda *_: __import__('time').sleep(0.05))"
     slow = f"    if dist.get_rank() == 1:\n        {hook}\n"
@@ -95,6 +96,7 @@ def test_a_rank_that_computes_slowly_is_named(tmp_path: Path) -> None:
     assert slow_s > 0.05 > fast_s
 
 
+@pytest.mark.nightly
 def test_without_a_script_known_models_are_predicted() -> None:
     report = _report()
     assert len(report["known_models"]) == 9
@@ -106,6 +108,7 @@ def test_alone_it_says_how_to_start_it() -> None:
     assert done.returncode == 2 and "start it as you start that" in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_script_that_fails_is_shown(tmp_path: Path) -> None:
     done = torchrun(*DOCTOR, str(write_script(tmp_path, "raise RuntimeError('broken script')")))
     assert done.returncode != 0

@@ -86,7 +86,7 @@ def assert_bit_identical(left: dict[str, torch.Tensor], right: dict[str, torch.T
     assert not different, f"{len(different)} of {len(left)} tensors differ, first {different[0]}"
 
 
-@pytest.mark.xdist_group("train_script")
+@pytest.mark.nightly
 @pytest.mark.timeout(3 * JOB_TIMEOUT_S)
 def test_dear_trains_to_the_bits_of_ddp(tmp_path: Path) -> None:
     ddp_run, dear_run = run(tmp_path / "none", "--hook", "none"), run(tmp_path / "dear", "--hook", "dear")
