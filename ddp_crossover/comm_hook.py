@@ -7,8 +7,6 @@ the pipeline (``dear``) takes over; ``ddp.reducer`` has the details.
 # No `from __future__ import annotations` here: DDP checks the annotations of hooks, and expects types.
 
 import contextlib
-import dataclasses
-import logging
 import os
 import threading
 import weakref
@@ -23,50 +21,26 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ddp_crossover.balance.sampler import BalancedSampler
-from ddp_crossover.codecs.wire import Wire
-from ddp_crossover.collectives.all_reduce import backend_for, family_of
 from ddp_crossover.collectives.leg import LegError
-from ddp_crossover.collectives.link import Link
-from ddp_crossover.collectives.make_link import make_link
-from ddp_crossover.collectives.nccl_settings import refuse_unsafe_settings, why_streams_block
-from ddp_crossover.collectives.node_ranks import nodes_of
-from ddp_crossover.ddp.batch_statistics import refuse_shared_statistics, statistics_of_a_rank
-from ddp_crossover.ddp.early_arrival import Buckets
+from ddp_crossover.composition import compose
 from ddp_crossover.ddp.forks import watch_forks
-from ddp_crossover.ddp.reducer import Reducer
-from ddp_crossover.ddp.refusals import refuse_model, refuse_momentum, refuse_optimizers, why_plain_all_reduce
-from ddp_crossover.ddp.same_setup import require_same_setup
 from ddp_crossover.ddp.shared_batch import SharedBatch
-from ddp_crossover.ddp.turn_points import TurnPoints
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
-from ddp_crossover.ddp.weighted_training import WeightedTraining
-from ddp_crossover.figures.stats import DearStats, FallbackLog
+from ddp_crossover.figures.stats import DearStats
 from ddp_crossover.figures.summary import about, in_force, summary
-from ddp_crossover.fusion import MB, FusionPlan, Schedule
-from ddp_crossover.fusion_buffers.arenas import make_arenas
-from ddp_crossover.fusion_buffers.feedback import Feedback
-from ddp_crossover.gpu_sharing.mps import WITHOUT_MPS, mps_runs
-from ddp_crossover.gpu_sharing.turns import Turns
+from ddp_crossover.fusion import FusionPlan, Schedule
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.log import say
 from ddp_crossover.optim import sharded_norms as shards
-from ddp_crossover.optim.deferred_updates import DeferredUpdates
 from ddp_crossover.options import Options, switched_off
 from ddp_crossover.own_threads import is_own_thread
-from ddp_crossover.parameters.early_reads import EarlyReads
-from ddp_crossover.parameters.lazy_params import LazyParams
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.pending_parameter import PendingParameter, touch
 from ddp_crossover.planning.model_profile import ModelProfile
-from ddp_crossover.planning.session import Planning
 from ddp_crossover.sharding.sharded_updates import ShardedUpdates
-from ddp_crossover.sharding.table import ShardTable, refuse_sharding
 from ddp_crossover.top_k import TopK
 from ddp_crossover.torch_internals.ddp import (
     GradBucket,
-    bucket_cap_bytes,
-    managed_parameters,
-    process_group_timeout,
 )
 from ddp_crossover.torch_internals.dispatch import allow_foreach, describe_gradients_by, settle_before_use
 from ddp_crossover.torch_internals.optimizers import has_hooks
@@ -157,9 +131,7 @@ class DearState:
         shard_optimizer: bool = False,
         weighted: bool = False,
     ) -> None:
-        ddp = unwrapped_model(ddp)
-        refuse_model(ddp)
-        options = Options(
+        asked = Options(
             fusion_mb=fusion_mb,
             schedule=schedule,  # type: ignore[arg-type]  # a string is as good
             wire_dtype=wire_dtype,
@@ -173,128 +145,43 @@ class DearState:
             shard_optimizer=shard_optimizer,
             weighted=weighted,
         )
-        if switched_off():
-            options = Options(schedule=Schedule.ALLREDUCE)
-        optimizers = [unwrapped_optimizer(o) for o in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
-        refuse_optimizers(ddp, optimizers)
-        self._optimizers = optimizers
-        self._every_parameter = list(ddp.parameters())
-        named = managed_parameters(ddp)
-        self._device = named[0][1].device
-        self._plain_reason = why_plain_all_reduce(ddp, options.schedule)
-        group_of_legs = process_group if process_group is not None else ddp.process_group
-        is_nccl = family_of(backend_for(group_of_legs, self._device)) == "nccl"
-        if self._plain_reason is None and is_nccl:
-            refuse_unsafe_settings()
-        timeout = process_group_timeout(group_of_legs, self._device)
-        wire = Wire.of(
-            options.wire_dtype,
-            options.compress,
-            error_feedback=options.error_feedback,
-            device_type=self._device.type if is_nccl else "cpu",
-        )
-        self._link: Link = make_link(
-            ddp.process_group,
-            self._device,
-            timeout,
-            own_group=process_group,
-            sums_in_fp32=wire.cast_to is not None,
-        )
-        # Runs at the end of the program, or when the setup is refused below.
-        self._finalizers: list[weakref.finalize[..., object]] = [weakref.finalize(self, self._link.shut_down)]
-        self._fallbacks = FallbackLog(self._link.rank)
-        self._about = about(ddp, self._link.rank)
-        require_same_setup(self._link, named, optimizers, options)
-        refuse_momentum(self._link.world_size, options.compress, optimizers)
-        if options.weighted:
-            refuse_shared_statistics(ddp.module)
-        if self._link.world_size == 1:  # one rank has nothing to share, and sends nothing
-            options = dataclasses.replace(options, shard_optimizer=False, groups=None)
-            wire = wire.plain
-        if options.groups is not None:
-            self._link.use_nodes(nodes_of(self._link.process_group, self._device))
-        table: ShardTable | None = None
-        if options.shard_optimizer:
-            refuse_sharding(self._link, self._device, self._plain_reason, ddp)
-            table = ShardTable(named, optimizers, self._link)
-        self._turns = Turns(lease, self._link.clock, self._fallbacks.note_here, self._link.streams)
-        if self._link.spins_on_device:
-            if lease is not None and not mps_runs():
-                self._fallbacks.note_here(WITHOUT_MPS)
-            if (reason := why_streams_block()) is not None:
-                self._fallbacks.note_here(reason)
-        backend = dist.get_backend(self._link.process_group)
-        has_choice = self._plain_reason is None and lease is None and options.leaves_the_choice
-        bucket_cap_mb = bucket_cap_bytes(ddp) / MB if has_choice else None
-        kinds = table.kinds() if table is not None else ()
-        self._planning = Planning(named, options, wire, self._link, backend, self._turns, bucket_cap_mb, kinds)
-        self._planning.load_tuned()
-        memory: dict[str, Tensor] = {}
-        feedback: Feedback | None = None
-        parameters = [parameter for _, parameter in named]
-        buckets = Buckets(ddp, parameters)
-        if self._plain_reason is None and self._planning.why_not_at_all() is None:
-            memory = make_arenas(self._planning.plain_specs, named, self._link, wire.plain)
-            if wire.has_codes:
-                memory |= make_arenas(self._planning.specs, named, self._link, wire)
-                on_host = self._link.codes_on_host
-                feedback = Feedback(
-                    wire,
-                    self._planning.specs,
-                    self._link.world_size,
-                    shard_align_bytes=self._link.shard_align_bytes,
-                    device=torch.device("cpu") if on_host else self._device,
-                    streams=None if on_host else self._link.streams,
-                )
-            # Lets it create what it would otherwise create at its first legs.
-            self._link.connect(memory.values())
-            self._planning.measure_link()
-            buckets.make_small_at_attach(parameters)
-        self._early_reads = EarlyReads()
-        self._params = LazyParams(named)
-        of_updates = (optimizers, self._params, self._early_reads, self._fallbacks)
-        self._updates = (
-            DeferredUpdates(*of_updates, strict=options.strict, norms=options.norms)
-            if table is None
-            else ShardedUpdates(*of_updates, strict=options.strict, norms=options.norms, table=table, link=self._link)
-        )
-        self._reducer = Reducer(
+        ddp = unwrapped_model(ddp)
+        self._optimizers = [
+            unwrapped_optimizer(one) for one in (optimizer if isinstance(optimizer, Sequence) else [optimizer])
+        ]
+        self._parts = parts = compose(
             ddp,
-            named,
-            self._params,
-            self._early_reads,
-            self._link,
-            self._planning,
-            self._updates,
-            self._fallbacks,
-            self._turns,
-            buckets=buckets,
+            self._optimizers,
+            Options(schedule=Schedule.ALLREDUCE) if switched_off() else asked,
+            process_group=process_group,
+            lease=lease,
             on_leave=_weakly(weakref.WeakMethod(self._leave)),
-            memory=memory,
-            options=options,
-            wire=wire,
-            feedback=feedback,
-            plain_reason=self._plain_reason,
-            owners=None if table is None else table.owners,
         )
-        self._turn_points = TurnPoints(ddp, optimizers, self._turns, self._updates) if lease is not None else None
-        self._finalizers.append(weakref.finalize(self, self._turns.release))
-        # Detach when the DDP object is dropped, not this state: a variable may hold the state while the network is
-        # wrapped and attached again.
-        self._when_model_is_dropped: weakref.finalize[..., object] = weakref.finalize(ddp, self._model_is_dropped)
-        self._finalizers.append(self._when_model_is_dropped)
-        self._when_model_is_dropped.atexit = False  # code that runs at exit still gets pending updates and gradients
-        settle_before_use(_settled)
-        describe_gradients_by(_like)
-        allow_foreach(PendingParameter)
-        watch_forks(self)
-        self._weighted = WeightedTraining(self._reducer, self._link, self._turns, self._device)
-        if options.weighted and (warning := statistics_of_a_rank(ddp.module)) is not None and self._link.rank == 0:
-            say(warning, logging.WARNING)
+        self._every_parameter = list(ddp.parameters())
+        self._link = parts.link
+        self._planning = parts.planning
+        self._updates = parts.updates
+        self._reducer = parts.reducer
+        self._turns = parts.turns
+        self._about = about(ddp, parts.link.rank)
         self._detached = False
         self._is_in_child = False
         self._left_because: str | None = None
         self._after_leaving: Callable[[], object] = lambda: None
+        # Detach when the DDP object is dropped, not this state: a variable may hold the state while the network is
+        # wrapped and attached again.
+        self._when_model_is_dropped: weakref.finalize[..., object] = weakref.finalize(ddp, self._model_is_dropped)
+        self._when_model_is_dropped.atexit = False  # code that runs at exit still gets pending updates and gradients
+        # These run at the end of the program.
+        self._finalizers: list[weakref.finalize[..., object]] = [
+            weakref.finalize(self, parts.link.shut_down),
+            weakref.finalize(self, parts.turns.release),
+            self._when_model_is_dropped,
+        ]
+        settle_before_use(_settled)
+        describe_gradients_by(_like)
+        allow_foreach(PendingParameter)
+        watch_forks(self)
 
     # What users call.
 
@@ -327,13 +214,13 @@ class DearState:
     @property
     def tuning(self) -> bool:
         """Whether the plan may still change, because times are being measured or plans tried."""
-        return self._plain_reason is None and not self._detached and not self._planning.settled
+        return self._parts.plain_reason is None and not self._detached and not self._planning.settled
 
     def tuning_progress(self) -> str:
         """Return one line about what is being measured or tried now, or what was found and what it gains."""
         if self._detached:
             return self._left_because or "detached: the model trains as plain DDP does"
-        return self._plain_reason or self._planning.progress()
+        return self._parts.plain_reason or self._planning.progress()
 
     def __repr__(self) -> str:
         """Show model, plan in force, how far tuning has come, and the latest step. Waits for nothing."""
@@ -417,7 +304,7 @@ class DearState:
                     loss_fn(ddp(x), y).backward()
                 optimizer.step()
         """
-        return self._weighted.batch(samples)
+        return self._parts.weighted.batch(samples)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """With ``weighted=True``, yield the batches of ``loader``, then None while other ranks still have some.
@@ -441,7 +328,7 @@ class DearState:
                         loss_fn(ddp(batch[0]), batch[1]).backward()
                 optimizer.step()
         """
-        return self._weighted.batches(loader)
+        return self._parts.weighted.batches(loader)
 
     def balance(self, sampler: BalancedSampler) -> None:
         """With ``weighted=True``, have ``sampler`` share batches by how fast ranks compute. Every rank must call it.
@@ -453,7 +340,7 @@ class DearState:
             RuntimeError: without ``weighted=True``; if it was called before.
             ValueError: if the sampler is for other ranks.
         """
-        self._weighted.balance(sampler)
+        self._parts.weighted.balance(sampler)
 
     def share(
         self, batch: Any, size: int, *, first: int | None = None, tickets: Sequence[int] | None = None
@@ -496,7 +383,7 @@ class DearState:
                     loss_fn(ddp(x), y).backward()
                 optimizer.step()
         """
-        return self._weighted.share(batch, size, first=first, tickets=tickets)
+        return self._parts.weighted.share(batch, size, first=first, tickets=tickets)
 
     def state_dict(self) -> dict[str, Any]:
         """What codes of gradients have left out on this rank, for a checkpoint; next to nothing without codes.
@@ -598,14 +485,14 @@ class DearState:
             pipelined_iterations=self._reducer.pipelined_iterations,
             overlapped_steps=self._reducer.steps.overlapped,
             finished_steps=self._reducer.steps.finished,
-            looks=dict(self._early_reads.counts),
+            looks=dict(self._parts.early_reads.counts),
             deferred_steps=self._updates.deferred_steps,
             elapsed_s=self._reducer.steps.elapsed_s(),
             communication_s=sums.communication_s,
             exposed_s=sums.exposed_s,
             sent_bytes=self._link.sent_bytes,
-            fallbacks=dict(self._fallbacks.counts),
-            advice=dict(self._fallbacks.advice),
+            fallbacks=dict(self._parts.fallbacks.counts),
+            advice=dict(self._parts.fallbacks.advice),
             last_steps=self._reducer.steps.figures(),
             lease=self._turns.stats(),
         )
@@ -654,7 +541,7 @@ class DearState:
             RuntimeError: if this model is being traced already.
             TypeError: if the ``step()`` of an optimizer takes no hooks.
         """
-        trace = Trace(self._link.rank, in_force(self.plan), self._device)
+        trace = Trace(self._link.rank, in_force(self.plan), self._parts.device)
         with recording(trace, self._link.clock, self._reducer.model, self._optimizers):
             yield trace
         if (now := in_force(self.plan)) != trace.title:
@@ -683,8 +570,8 @@ class DearState:
         try:
             self._reducer.detach()
         finally:
-            if self._turn_points is not None:
-                self._turn_points.remove()
+            if self._parts.turn_points is not None:
+                self._parts.turn_points.remove()
             self._turns.release()
             self._link.shut_down()
         self._when_model_is_dropped.detach()  # it keeps this state alive, and a model may be attached many times
@@ -692,7 +579,7 @@ class DearState:
     def _leave(self, why: str) -> None:
         """Detach because nothing can be gained. Every rank does, at its next forward."""
         self._left_because = f"DDP trains as it was before attach: {why}"
-        self._fallbacks.note(self._left_because, is_said=self._planning.settled)  # then the planner has said it
+        self._parts.fallbacks.note(self._left_because, is_said=self._planning.settled)  # then the planner has said it
         self.detach()
         self._after_leaving()
 
@@ -712,17 +599,17 @@ class DearState:
 
     def before_fork(self) -> None:
         """Finish pending updates and gradients, because a forked child has none of our threads; take the lock."""
-        self._params.lock.acquire()
+        self._parts.params.lock.acquire()
         self._updates.flush()
         self._reducer.deliver_gradients()
 
     def after_fork_in_parent(self) -> None:
         """Release the lock that :meth:`before_fork` has taken."""
-        self._params.lock.release()
+        self._parts.params.lock.release()
 
     def after_fork_in_child(self) -> None:
         """Leave a plain model in the child: without hooks, and without finalizers, which need the parent's threads."""
-        self._params.lock.release()
+        self._parts.params.lock.release()
         for finalizer in self._finalizers:
             finalizer.detach()
         self._is_in_child = True
@@ -730,8 +617,8 @@ class DearState:
             return
         self._reducer.finish_gradients_in_child()
         self._reducer.become_plain()
-        if self._turn_points is not None:
-            self._turn_points.remove()
+        if self._parts.turn_points is not None:
+            self._parts.turn_points.remove()
         self._detached = True
 
     def __deepcopy__(self, memo: dict) -> NoReturn:  # type: ignore[type-arg]

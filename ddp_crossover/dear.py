@@ -31,6 +31,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ from ddp_crossover.fusion_buffers.staging import Staging, gradient_stride, plan_
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.pending_gradient import PendingGrad
-from ddp_crossover.parameters.reduced_gradients import ReducedGradients
+from ddp_crossover.parameters.reduced_gradients import GradientUser, ReducedGradients
 from ddp_crossover.parameters.slots import GroupInFlight, GroupState, Slot
 from ddp_crossover.torch_internals.autograd import is_in_backward
 from ddp_crossover.torch_internals.ddp import GradBucket
@@ -68,8 +69,14 @@ _LITTLE_BYTES = 2**20
 _AS_THEY_ARE = Wire()
 
 
-def _unscaled() -> float:
-    return 1.0
+class Updater(GradientUser, Protocol):
+    """Runs the updates of a pipeline's parameters, some of which wait for gradients."""
+
+    def apply(self, slots: list[Slot]) -> None:
+        """Run those of these parameters, whose reduced gradients are complete, and take them out of ``updates``."""
+
+    def early_answers(self, pipeline: Pipeline) -> Callable[..., Any] | None:
+        """What answers torch functions without gathered gradients, see :meth:`PendingGrad.arm`."""
 
 
 class Phase(enum.Enum):
@@ -88,6 +95,7 @@ class Pipeline:
         parameters: named parameters, in the plan's numbering.
         link: runs the legs.
         turns: notified of waits, so that another job may compute meanwhile.
+        updater: runs updates; it makes entries in ``updates``, which are opaque to the pipeline.
         kept: finds gradients whose memory a script keeps.
         lock: held while gradients are delivered and updates applied, from any thread.
         memory: arenas of the previous plan, reused where they are large enough.
@@ -106,6 +114,7 @@ class Pipeline:
         parameters: Sequence[tuple[str, Parameter]],
         link: Link,
         turns: Turns,
+        updater: Updater,
         kept: KeptGradients,
         *,
         lock: threading.RLock | None = None,
@@ -113,7 +122,7 @@ class Pipeline:
         wire: Wire = _AS_THEY_ARE,
         weights: RankWeights | None = None,
         feedback: Feedback | None = None,
-        loss_scale: Callable[[], float | Tensor] = _unscaled,
+        loss_scale: Callable[[], float | Tensor] = lambda: 1.0,
         every_group_arrives: bool = True,
         may_leave_out: bool = False,
         in_buckets: bool = False,
@@ -126,9 +135,8 @@ class Pipeline:
         self.phase = Phase.IDLE
         self.iteration = 0
         self.lock = lock or threading.RLock()
-        # Deferred optimizer work per slot, opaque to the pipeline. `apply_updates` removes each entry that it applies.
         self.updates: dict[Slot, object] = {}
-        self.apply_updates: Callable[[list[Slot]], None] = _no_updates
+        self._updater = updater
         self._gathers_early = plan.schedule is Schedule.AUTO
         self._urgency = {group: place for place, group in enumerate(plan.use_order)}
         # If the link needs one launch order on all ranks, the plan says which gather legs go between scatter legs.
@@ -165,6 +173,9 @@ class Pipeline:
             kept,
             self.complete,
             self._is_overwritten,
+            self._is_lost,
+            updater,
+            updater.early_answers(self),
             may_leave_out=may_leave_out,
             in_buckets=in_buckets,
         )
@@ -381,7 +392,7 @@ class Pipeline:
         self.turns.resume()
         begin = self.link.clock.mark()
         with self.link.meter.host.of("update") if self.link.streams is not None else contextlib.nullcontext():
-            self.apply_updates(slots)
+            self._updater.apply(slots)
         self.link.clock.span("update", begin)
         self.order.mark()
 
@@ -461,6 +472,10 @@ class Pipeline:
             return False
         staging = self._stagings.get(slot.place.bucket)
         return staging is not None and staging.buffer._version != self._versions.get(slot.place.bucket)
+
+    def _is_lost(self, slot: Slot) -> bool:
+        """Whether a gradient is spread over the ranks."""
+        return False
 
     @property
     def _has_all_copied(self) -> bool:
@@ -552,7 +567,7 @@ class Pipeline:
             del slot.parameter, slot.pending
         for group in self.groups:
             del group.buffer, group.scatter, group.gather
-        self.gradients.untaken.clear()
+        self.gradients.drop_references()
         for held in (self.slots, self.slot_of, self.groups, self._arenas, self._stagings, self._arrived):
             held.clear()
 
@@ -586,7 +601,3 @@ def _announced_legs(plan: FusionPlan) -> int:
     sizes = list(map(plan.group_bytes, plan.groups))
     allowed_bytes = max(_ANNOUNCED_PART * sum(sizes), _LITTLE_BYTES)
     return max(1, min(_MAX_ANNOUNCED_LEGS, int(allowed_bytes / max(sizes, default=1))))
-
-
-def _no_updates(slots: list[Slot]) -> None:
-    assert not slots

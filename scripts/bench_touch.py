@@ -8,7 +8,7 @@ because other work on a shared machine only adds to a time. The update itself is
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from bench_kit import record
 from bench_kit.options import add_results, make_parser, positive_int
-from ddp_crossover.parameters.lazy_params import LazyParams
+from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
 from ddp_crossover.parameters.pending_parameter import arm, disarm
 
 
@@ -40,24 +40,27 @@ class Pending:
     def __init__(self, count: int) -> None:
         self.parameters = [Parameter(torch.zeros(32, 32)) for _ in range(count)]
         self.params = LazyParams([(f"p{index}", parameter) for index, parameter in enumerate(self.parameters)])
-        self.params.bring_up_to_date = self._bring_up_to_date
         self.lazies = self.params.all
 
-    @staticmethod
-    def _bring_up_to_date(pending: Any) -> None:
-        for lazy in pending:
+    def bring_up_to_date(self, lazies: Iterable[LazyParam]) -> None:
+        """As deferred updates do, without an update."""
+        for lazy in lazies:
             lazy.uncover()
-            lazy.is_waiting = False
+            lazy.end_wait()
+
+    def join(self) -> None:
+        """There are no streams."""
 
     def note(self, *, hide: bool = False) -> None:
         """Note an update of all, as `step()` does."""
-        self.params.make_lazy(self.lazies, lambda _: None, hide_values=hide)
+        self.params.make_lazy(self.lazies, lambda _: None, by=self, hide_values=hide)
 
     def show(self) -> None:
         """Undo `note`."""
         self.uncover()
         for lazy in self.lazies:
-            lazy.is_waiting, lazy.shadow = False, None
+            lazy.end_wait()
+            lazy.shadow = None
         self.disarm()
 
     def why_not_lazy(self) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from ddp_crossover import device as gpu
 from ddp_crossover.codecs.wire import Wire
@@ -37,7 +36,6 @@ from ddp_crossover.fusion import FusionPlan, Schedule
 from ddp_crossover.fusion_buffers.feedback import Feedback
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
-from ddp_crossover.options import Options
 from ddp_crossover.parameters.bystanders import note_autograd_thread
 from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.gradient_marks import Mark, are_same, marks_of
@@ -70,17 +68,18 @@ class Reducer:
         updates: defers the optimizers' updates.
         fallbacks: records what took a slower path.
         turns: notified when compute begins, waits and ends.
+        weights: what each rank's gradients are multiplied by.
+        batches: the batches of this model, if they are weighted; else None.
+        use_order: the order in which forward uses parameters.
         buckets: DDP's buckets, which are changed with the plan.
         on_leave: called when DDP should train as it was before attach, with the reason. It has to detach.
         memory: arenas for the first pipeline, large enough for every plan.
-        options: the user's options.
         wire: what gradients are on the wire.
         feedback: memory for what codes leave out; None if nothing is coded.
         plain_reason: why every bucket goes through a plain all-reduce, or None.
         owners: with a sharded optimizer, the ranks that update whole parameters; else None.
 
     Attributes:
-        batches: the batches of this model, if they are weighted; else None.
         is_detached: whether DDP trains as it was before attach.
     """
 
@@ -96,10 +95,12 @@ class Reducer:
         fallbacks: FallbackLog,
         turns: Turns,
         *,
+        weights: RankWeights,
+        batches: WeightedBatches | None,
+        use_order: UseOrder,
         buckets: Buckets,
         on_leave: Callable[[str], None],
         memory: Mapping[str, Tensor],
-        options: Options,
         wire: Wire,
         feedback: Feedback | None,
         plain_reason: str | None,
@@ -122,9 +123,8 @@ class Reducer:
         self._fallbacks = fallbacks
         self._turns = turns
         self._memory = memory
-        self._options = options
         self._plain_reason = plain_reason
-        self._weights = RankWeights(link.rank, link.world_size)
+        self._weights = weights
         self._plain = PlainAllReduce(link, turns, self._device, wire, self._weights)
         # Of two values there is one sum; more are added in another order by the backend than by us, and runs repeat.
         self._can_leave = link.world_size <= 2 or not link.adds_in_rank_order
@@ -139,16 +139,13 @@ class Reducer:
         self._early_reads = early_reads
         self._kept = KeptGradients()
         self._layouts = LayoutRecorder([parameter for _, parameter in named])
-        self._use_order = UseOrder(len(named))
+        self._use_order = use_order
         self._guard = StaleReadGuard(params, self._stale_read)
         self._watch = ForwardWatch(ddp, self._before_forward, self._after_forward)
         self._compiled = CompiledCode(ddp.module, params, early_reads, fallbacks, self.finish_gradients)
-        params.on_use = self._guard.note_touch
+        params.watch_uses(self._guard.note_touch)
         refuse_methods(ddp)
-        self.batches: WeightedBatches | None = None
-        if options.weighted:
-            self.batches = WeightedBatches(ddp, link, self._weights, turns, self._parameters_in_use_order)
-            updates.before_step = self._refuse_unreduced
+        self.batches = batches
         self._gradients_before: list[Mark | None] = []
         self._in_backward = False
         self._last_bucket = -1
@@ -354,11 +351,6 @@ class Reducer:
         )
         self._early_reads.next_step()
 
-    def _refuse_unreduced(self, optimizer: Optimizer) -> None:
-        assert self.batches is not None
-        were_added_to = self.pipeline is not None and self.pipeline.gradients.were_added_to
-        self.batches.refuse_unreduced(optimizer, were_added_to=were_added_to)
-
     def _refuse_unweighted(self, untaken: Sequence[Slot]) -> None:
         """Raise RuntimeError if this backward has left gradients in ``.grad`` that DDP has not reduced."""
         for slot in untaken:
@@ -408,6 +400,7 @@ class Reducer:
             self._named,
             self._link,
             self._turns,
+            self._updates,
             self._kept,
             lock=self._params.lock,
             memory=self._memory,
@@ -462,16 +455,9 @@ class Reducer:
         if self._plain_reason is None and not self._planning.has_begun:
             self._params.arm_all()  # no update is pending yet: arm parameters only to learn the use order
         note_use = self._use_order.begin_forward()
-        self._params.on_use = note_use if self._planning.profiler is None else self._timing(note_use)
+        self._params.watch_uses(note_use if self._planning.profiler is None else self._timing(note_use))
         self._early_reads.is_inside_forward = True
         self._compiled.before_forward()
-
-    def _parameters_in_use_order(self) -> list[torch.nn.Parameter]:
-        parameters = [parameter for _, parameter in self._named]
-        if not self._use_order.is_known:
-            return parameters
-        ranks = self._use_order.ranks()
-        return [parameter for _, parameter in sorted(zip(ranks, parameters, strict=True), key=lambda pair: pair[0])]
 
     def _follow_plan(self) -> bool:
         """Give DDP the buckets that the plan wants; returns whether that was to leave DDP alone.
@@ -497,7 +483,7 @@ class Reducer:
 
     def _after_forward(self, returned: bool, output: object) -> None:
         self._early_reads.is_inside_forward = False
-        self._params.on_use = self._guard.note_touch
+        self._params.watch_uses(self._guard.note_touch)
         if not torch.is_grad_enabled():
             return
         reduces = self.model.require_backward_grad_sync
@@ -531,7 +517,7 @@ class Reducer:
         """Handle a gradient that arrives for a parameter which this forward has not touched."""
         if not self._planning.has_begun:
             # No update was pending yet, so this read was right; never defer updates of this parameter.
-            lazy.why_never_lazy = (
+            lazy.never_defer(
                 "is read in forward by code that bypasses __torch_function__ (TorchScript or a C++ extension)"
             )
             return

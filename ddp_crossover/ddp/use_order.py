@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ddp_crossover.parameters.lazy_params import LazyParam
 
@@ -35,6 +35,13 @@ class UseOrder:
             return False
         self._latest = self._now
         return True
+
+    def sorted(self, lazies: Sequence[LazyParam]) -> list[LazyParam]:
+        """Return all parameters in the order, or as they are given while it is not known."""
+        if not self.is_known:
+            return list(lazies)
+        ranks = self.ranks()
+        return sorted(lazies, key=lambda lazy: ranks[lazy.index])
 
     def ranks(self) -> list[int]:
         """Return each parameter's place in the order; -1, before all others, for a parameter not seen in use."""

@@ -26,10 +26,12 @@ from ddp_crossover.ddp.backward_start import call_before_backward
 from ddp_crossover.ddp.batch_timer import BatchTimer
 from ddp_crossover.ddp.no_data import take_part_without_data, why_not_without_data
 from ddp_crossover.ddp.unreduced_samples import UnreducedSamples
+from ddp_crossover.ddp.use_order import UseOrder
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.log import say
 from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters
 from ddp_crossover.parameters.gradient_marks import are_empty
+from ddp_crossover.parameters.lazy_params import LazyParams
 from ddp_crossover.torch_internals.loss_scale import without_loss
 
 _INSIDE = (
@@ -76,7 +78,8 @@ class WeightedBatches:
         link: tells the ranks' counts.
         weights: set for each backward.
         turns: the lease is released while this rank waits for counts.
-        in_use_order: the parameters that DDP manages, in the order in which the model's forward uses them.
+        params: the parameters that DDP manages.
+        use_order: in which order the model's forward uses them.
 
     Attributes:
         timer: times batches, for a balancer; None if nobody wants to know.
@@ -88,13 +91,15 @@ class WeightedBatches:
         link: Link,
         weights: RankWeights,
         turns: Turns,
-        in_use_order: Callable[[], list[nn.Parameter]],
+        params: LazyParams,
+        use_order: UseOrder,
     ) -> None:
         self._ddp = weakref.ref(ddp)
         self._link = link
         self._weights = weights
         self._turns = turns
-        self._in_use_order = in_use_order
+        self._params = params
+        self._use_order = use_order
         # Of the batch under way; None outside of one.
         self._count: int | None = None
         self._share = 0
@@ -196,6 +201,9 @@ class WeightedBatches:
                 parameter.grad = None
             else:
                 parameter.grad.copy_(gradient)
+
+    def _in_use_order(self) -> list[nn.Parameter]:
+        return [lazy.parameter for lazy in self._use_order.sorted(self._params.all)]
 
     def _take_part(self, ddp: DistributedDataParallel) -> None:
         if self._usual_broadcasts > 1:

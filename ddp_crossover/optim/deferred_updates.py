@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ddp_crossover.collectives.leg import LegError
+from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.figures.stats import FallbackLog
 from ddp_crossover.optim.after_update import AfterUpdate
@@ -42,18 +43,25 @@ _TOO_LATE = (
 )
 
 
+class Batches(Protocol):
+    """Batches of different sizes, whose gradients count only if they were reduced."""
+
+    def refuse_unreduced(self, optimizer: Optimizer, *, were_added_to: bool) -> None:
+        """Raise RuntimeError if this optimizer is about to use gradients that are not reduced."""
+
+
 class DeferredUpdates:
     """Takes over the optimizers of one model.
 
     Attributes:
         runner_type: class of what applies deferred updates.
-        before_step: called with the optimizer before each ``step()``, which it may refuse.
 
     Args:
         optimizers: the optimizers.
         params: the parameters that DDP manages.
         early_reads: records which line of the script forces pending updates or gradients early.
         fallbacks: records why a step or a parameter was not deferred.
+        batches: may refuse a step; None if all ranks have batches of one size.
         strict: fill pending parameters with NaN until they are updated.
         norms: where torch's own clipping and loss scaling take norms from.
     """
@@ -66,15 +74,17 @@ class DeferredUpdates:
         params: LazyParams,
         early_reads: EarlyReads,
         fallbacks: FallbackLog,
+        batches: Batches | None,
         *,
         strict: bool,
-        norms: Norms = Norms.EXACT,
+        norms: Norms,
     ) -> None:
         self.pipeline: Pipeline | None = None
         self.enabled = True
         self._params = params
         self._early_reads = early_reads
         self._fallbacks = fallbacks
+        self._batches = batches
         self._strict = strict
         self._norms = norms
         if norms is Norms.SHARDED:
@@ -85,8 +95,7 @@ class DeferredUpdates:
         self._separable = Separable(optimizers)
         self._deferrable = Deferrable(params, early_reads, fallbacks)
         self.deferred_steps = 0
-        self.before_step: Callable[[Optimizer], None] = _nothing
-        params.bring_up_to_date = self.bring_up_to_date
+        self._order: StreamOrder | None = None
         self._stepped_in = -1
         # This hook is global to the process, so a strong reference would keep the model alive.
         after_any = weakref.WeakMethod(self._after_any_step)
@@ -122,13 +131,15 @@ class DeferredUpdates:
         """Defer the updates of this pipeline's parameters from now on; None: gradients travel by plain all-reduces."""
         self.pipeline = pipeline
         self._runner.use(pipeline)
-        if pipeline is None:
-            return
-        pipeline.gradients.on_read = self._before_gradient_is_read
-        pipeline.gradients.is_needed = self._needs_gradient
-        if self._norms is Norms.SHARDED:
-            pipeline.gradients.answer_early = StockCalls(pipeline).answer
-        self._params.join = pipeline.order.join if pipeline.link.current_stream() is not None else None
+        if pipeline is not None:
+            self._order = pipeline.order if pipeline.link.current_stream() is not None else None
+
+    # What parameters ask for.
+
+    def join(self) -> None:
+        """See :class:`ddp_crossover.parameters.lazy_params.Updater`."""
+        if self._order is not None:
+            self._order.join()
 
     def bring_up_to_date(self, lazies: Iterable[LazyParam]) -> None:
         """Apply the pending updates of these parameters, whose values are about to be used."""
@@ -156,7 +167,18 @@ class DeferredUpdates:
         if self.pending:
             self.flush()
 
-    def _before_gradient_is_read(self, slot: Slot) -> None:
+    # What the pipeline asks for, see `dear.Updater`.
+
+    def apply(self, slots: list[Slot]) -> None:
+        """Run the deferred updates of these parameters, whose reduced gradients are complete."""
+        self._runner.apply(slots)
+
+    def early_answers(self, pipeline: Pipeline) -> Callable[..., Any] | None:
+        """What answers torch's clipping and loss scaling from shards; None if they wait for whole gradients."""
+        return StockCalls(pipeline).answer if self._norms is Norms.SHARDED else None
+
+    def gradient_is_read(self, slot: Slot) -> None:
+        """Apply an update that changes the gradient as well, before a script reads it."""
         pipeline = self.pipeline
         assert pipeline is not None
         self._early_reads.note_gradient_read()
@@ -164,7 +186,8 @@ class DeferredUpdates:
         if isinstance(update, DeferredUpdate) and (update.edits_gradient or slot.is_shared):
             pipeline.apply_pending([slot])
 
-    def _needs_gradient(self, slot: Slot) -> bool:
+    def needs_gradient(self, slot: Slot) -> bool:
+        """Whether an update that has not been applied needs this gradient."""
         # Updates that are being written are needed, too: a signal handler may read gradients meanwhile.
         pipeline = self.pipeline
         assert pipeline is not None
@@ -214,8 +237,7 @@ class DeferredUpdates:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._running = None  # left over if the last step raised
-        self._runner.refuse_to_go_on()
-        self.before_step(optimizer)
+        self._refuse_step(optimizer)
         pipeline = self.pipeline
         if pipeline is None:
             # Here, not in use(): that may run in a closure of a step, which has the state.
@@ -246,6 +268,12 @@ class DeferredUpdates:
             return loss
 
         return (step.stand_in.optimizer,), {"closure": closure}
+
+    def _refuse_step(self, optimizer: Optimizer) -> None:
+        self._runner.refuse_to_go_on()
+        if self._batches is not None:
+            were_added_to = self.pipeline is not None and self.pipeline.gradients.were_added_to
+            self._batches.refuse_unreduced(optimizer, were_added_to=were_added_to)
 
     def _finish_last_step(self, optimizer: Optimizer, pipeline: Pipeline) -> None:
         """Apply what is pending of the parameters that a step is about to update, and refuse one that makes no sense.
@@ -306,11 +334,11 @@ class DeferredUpdates:
                 waiting = []
                 for lazy in lazies:
                     if lazy in why_not:
-                        lazy.version = lazy.memory._version
+                        lazy.expect_version()
                         note_update(lazy)
                     else:
                         waiting.append(lazy)
-                self._params.make_lazy(waiting, note_update, hide_values=self._strict)
+                self._params.make_lazy(waiting, note_update, by=self, hide_values=self._strict)
             # A signal handler may have read gradients since the step looked. From now on the script may change these.
             read = [slot for slot in list(pipeline.updates) if slot.is_shared and slot.pending.current.resolved]
             pipeline.apply_pending([*read, *(pipeline.slots[lazy.index] for lazy in why_not)])
@@ -340,10 +368,6 @@ def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def is_ours(hook: Any) -> bool:
     """Whether a hook of an optimizer is ours."""
     return isinstance(getattr(hook, "__self__", None), DeferredUpdates)
-
-
-def _nothing(optimizer: Optimizer) -> None:
-    pass
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

@@ -19,7 +19,7 @@ from ddp_crossover.dear import Pipeline
 from ddp_crossover.log import say
 from ddp_crossover.optim.after_update import AfterUpdate
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, ToUpdate, is_of_torch
-from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError
+from ddp_crossover.parameters.lazy_params import LazyParams, StaleParameterError
 from ddp_crossover.parameters.slots import Slot
 from ddp_crossover.torch_internals.autograd import unrecorded
 
@@ -61,8 +61,6 @@ class UpdateRunner:
         """Apply updates with the gradients of this pipeline from now on."""
         self._pipeline = pipeline
         self._written_in = 0
-        if pipeline is not None:
-            pipeline.apply_updates = self.apply
 
     def note_written(self) -> None:
         """Note that an update of this iteration has been or is being written, so that the step cannot be taken back."""
@@ -91,9 +89,9 @@ class UpdateRunner:
         with unrecorded():
             for slot in list(pipeline.updates):  # a signal handler may apply some
                 lazy = self._params.all[slot.index]
-                show_value(lazy)
+                lazy.show_value()
                 lazy.uncover()
-                lazy.is_waiting = False
+                lazy.end_wait()
         pipeline.updates.clear()
         self._broken = f"the last optimizer.step() was taken back, because {error}"
         say(
@@ -113,21 +111,21 @@ class UpdateRunner:
         with unrecorded():
             for lazy in lazies:
                 lazy.uncover()
-        before, params.updating = params.updating, params.updating.union(lazies)
         try:
-            for slot, lazy in zip(slots, lazies, strict=True):
-                # Clear first: a retry after a partial failure would update twice.
-                if (update := pipeline.updates.pop(slot, None)) is not None:
-                    assert isinstance(update, DeferredUpdate)
-                    claimed[slot] = update
-                lazy.is_waiting = False
-            self._step(pipeline, claimed)
-            if self._after_update and not self._broken:
-                # While `updating` has them: these uses come before forward's, and must not count as its touches.
-                with as_if_called_by_the_user():
-                    self._after_update.updated(
-                        [slot.parameter for slot, update in claimed.items() if not update.snapshot.was_skipped]
-                    )
+            with params.being_updated(lazies):
+                for slot, lazy in zip(slots, lazies, strict=True):
+                    # Clear first: a retry after a partial failure would update twice.
+                    if (update := pipeline.updates.pop(slot, None)) is not None:
+                        assert isinstance(update, DeferredUpdate)
+                        claimed[slot] = update
+                    lazy.end_wait()
+                self._step(pipeline, claimed)
+                if self._after_update and not self._broken:
+                    # In this context: these uses come before forward's, and must not count as its touches.
+                    with as_if_called_by_the_user():
+                        self._after_update.updated(
+                            [slot.parameter for slot, update in claimed.items() if not update.snapshot.was_skipped]
+                        )
         except BaseException as error:
             # As after a plain step() that raised: values can be read and saved, but training must not go on.
             self._broken = (
@@ -136,7 +134,6 @@ class UpdateRunner:
             )
             raise
         finally:
-            params.updating = before
             for lazy in lazies:
                 lazy.memory.grad = None  # frees a copy that was cast back from the wire dtype
 
@@ -147,7 +144,7 @@ class UpdateRunner:
             lazy = self._params.all[slot.index]
             memory = lazy.memory
             if self._strict or lazy.is_written:
-                show_value(lazy)
+                lazy.show_value()
             memory.grad = _placed_as_by_autograd(gradients[slot], update)
             members.setdefault(update, []).append(ToUpdate(slot.parameter, memory))
         with as_if_called_by_the_user():
@@ -165,26 +162,6 @@ def _placed_as_by_autograd(gradient: Tensor, update: DeferredUpdate) -> Tensor:
     if is_misplaced and not update.edits_gradient and not is_of_torch(update.snapshot.optimizer):
         return gradient.clone()
     return gradient
-
-
-def show_value(lazy: LazyParam) -> None:
-    """Restore the value hidden by ``strict``, and raise if the memory was written to while the update was pending.
-
-    Raises:
-        StaleParameterError: code that torch cannot observe wrote to the parameter.
-    """
-    memory, shadow = lazy.memory, lazy.shadow
-    is_written = lazy.is_written
-    if shadow is not None:
-        is_written = is_written or not bool(memory.isnan().all())
-        memory.data.copy_(shadow)
-        lazy.shadow = None
-    if is_written:
-        raise StaleParameterError(
-            f"{lazy.name} was written while its deferred update was pending, by code that bypasses __torch_function__ "
-            "(a C++ extension, or a pointer from data_ptr()): call state.synchronize() before such a write, so that it "
-            "changes the updated value"
-        )
 
 
 @contextlib.contextmanager

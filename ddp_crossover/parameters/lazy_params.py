@@ -22,7 +22,9 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +41,16 @@ from ddp_crossover.torch_internals.memory import cover_of, set_data, storage_use
 
 class StaleParameterError(RuntimeError):
     """A parameter was read or written while its update was pending, by code that bypasses ``__torch_function__``."""
+
+
+class Updater(Protocol):
+    """Who has made parameters pending, and updates them."""
+
+    def bring_up_to_date(self, lazies: Iterable[LazyParam]) -> None:
+        """Apply the pending updates of these parameters, whose values are about to be used. Called under the lock."""
+
+    def join(self) -> None:
+        """On CUDA, make the current stream wait for updates that were written on another stream."""
 
 
 class LazyParam:
@@ -100,6 +112,11 @@ class LazyParam:
             "state.synchronize() first",
         )
 
+    def share_storage(self, neighbours: list[LazyParam]) -> None:
+        """Join the parameters whose memory lies in the same storage."""
+        self.neighbours = neighbours
+        neighbours.append(self)
+
     def cover(self) -> None:
         """Make reads and writes that bypass the class raise while the update is pending. Call in :func:`unrecorded`."""
         if self._cover is not None:
@@ -122,13 +139,54 @@ class LazyParam:
         with params.lock:
             if self in params.updating:
                 return
-            if self.is_waiting:
-                params.bring_up_to_date((self,))
-            elif params.join is not None:
-                params.join()
+            if params.updater is not None:
+                if self.is_waiting:
+                    params.updater.bring_up_to_date((self,))
+                else:
+                    params.updater.join()
             if is_armed(self.parameter):
                 params.on_use(self)
                 disarm(self.parameter)
+
+    def end_wait(self) -> None:
+        """Note that the update is being applied, or was taken back."""
+        self.is_waiting = False
+
+    def never_defer(self, reason: str) -> None:
+        """Apply updates of this parameter at the end of each ``step()`` from now on."""
+        self.why_never_lazy = reason
+
+    def expect_version(self) -> None:
+        """Take any write from now on for one that was not observed."""
+        self.version = self.memory._version
+
+    def show_value(self) -> None:
+        """Restore the value hidden by ``strict``, and raise if the memory was written to while the update was pending.
+
+        Raises:
+            StaleParameterError: code that torch cannot observe wrote to the parameter.
+        """
+        is_written = self.is_written
+        if self.shadow is not None:
+            is_written = is_written or not bool(self.memory.isnan().all())
+            self.memory.data.copy_(self.shadow)
+            self.shadow = None
+        if is_written:
+            raise StaleParameterError(
+                f"{self.name} was written while its deferred update was pending, by code that bypasses "
+                "__torch_function__ (a C++ extension, or a pointer from data_ptr()): call state.synchronize() before "
+                "such a write, so that it changes the updated value"
+            )
+
+    def hide_value(self) -> None:
+        """Fill the memory with NaN until :meth:`show_value`."""
+        self.shadow = self.memory.detach().clone()
+        self.memory.data.fill_(float("nan"))
+
+    def begin_wait(self) -> None:
+        """Note that the update is pending."""
+        self.expect_version()
+        self.is_waiting, self.was_covered = True, False
 
     def use_all(self) -> None:
         """Apply all pending updates of the model, because any of its values may be about to be used."""
@@ -174,8 +232,7 @@ class LazyParams:
     Attributes:
         updating: the parameters whose updates are being written.
         lock: held while updates are deferred, applied or checked. Re-entrant, because signal handlers take it too.
-        bring_up_to_date: applies the pending updates of the parameters that it is given; called under the lock.
-        join: on CUDA, makes the current stream wait for updates that were written on another stream.
+        updater: who has made parameters pending; None before the first time.
         why_none_is_lazy: why no update may be deferred, or None.
         on_use: called at the first touch of a parameter after it was armed.
     """
@@ -183,9 +240,8 @@ class LazyParams:
     def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
         self.lock = threading.RLock()
         self.updating: frozenset[LazyParam] = frozenset()
-        self.join: Callable[[], None] | None = None
+        self.updater: Updater | None = None
         self.why_none_is_lazy: str | None = None
-        self.bring_up_to_date: Callable[[Iterable[LazyParam]], None] = lambda _: None
         self.on_use: Callable[[LazyParam], None] = lambda _: None
         # Reference counts of a storage without aliases. Measured, because they differ between versions of torch.
         self._references_alone = _references(LazyParam(self, 0, "", Parameter(torch.zeros(1))).storage)
@@ -211,7 +267,8 @@ class LazyParams:
         """Apply all pending updates, and make all parameters plain."""
         refuse_to_wait()
         with self.lock:
-            self.bring_up_to_date(self.all)
+            if self.updater is not None:
+                self.updater.bring_up_to_date(self.all)
             for lazy in self.all:
                 if lazy not in self.updating and is_armed(lazy.parameter):
                     disarm(lazy.parameter)
@@ -220,16 +277,36 @@ class LazyParams:
         """The parameters that have not been touched since they were armed."""
         return [lazy for lazy in self.all if is_armed(lazy.parameter)]
 
+    def watch_uses(self, on_use: Callable[[LazyParam], None]) -> None:
+        """Call ``on_use`` at the first touch of each parameter after it was armed, from now on."""
+        self.on_use = on_use
+
+    @contextmanager
+    def being_updated(self, lazies: Iterable[LazyParam]) -> Iterator[None]:
+        """Context in which the updates of these parameters are written: a use of them waits for nothing."""
+        before, self.updating = self.updating, self.updating.union(lazies)
+        try:
+            yield
+        finally:
+            self.updating = before
+
     def make_lazy(
-        self, lazies: Sequence[LazyParam], note_update: Callable[[LazyParam], None], *, hide_values: bool
+        self,
+        lazies: Sequence[LazyParam],
+        note_update: Callable[[LazyParam], None],
+        *,
+        by: Updater,
+        hide_values: bool,
     ) -> None:
         """Make these parameters pending. Call it under the lock.
 
         Args:
             lazies: the parameters.
             note_update: records the deferred update of one of them.
+            by: applies the updates when they are needed.
             hide_values: fill their memory with NaN until the update, instead of covering it.
         """
+        self.updater = by
         # The update would raise the version, too, so that a backward of an older graph fails.
         torch.autograd.graph.increment_version([lazy.memory for lazy in lazies])
         # A cover would break two valid readers: another thread that has looked up `__torch_function__` and not yet
@@ -238,10 +315,8 @@ class LazyParams:
         with unrecorded():
             for lazy in lazies:
                 if hide_values:
-                    lazy.shadow = lazy.memory.detach().clone()
-                    lazy.memory.data.fill_(float("nan"))
-                lazy.version = lazy.memory._version
-                lazy.is_waiting, lazy.was_covered = True, False
+                    lazy.hide_value()
+                lazy.begin_wait()
                 note_update(lazy)  # a signal handler may apply the update from here on
                 arm(lazy.parameter, lazy)
                 if covers:
@@ -273,12 +348,11 @@ class LazyParams:
         """Find parameters that share a storage, such as flattened RNN weights; those that overlap are never lazy."""
         in_storage: dict[int, list[LazyParam]] = {}
         for lazy in self.all:
-            lazy.neighbours = in_storage.setdefault(lazy.storage._cdata, [])
-            lazy.neighbours.append(lazy)
+            lazy.share_storage(in_storage.setdefault(lazy.storage._cdata, []))
         for neighbours in in_storage.values():
             for lazy in neighbours if len(neighbours) > 1 else ():
                 if any(_overlap(lazy, other) for other in neighbours):
-                    lazy.why_never_lazy = "overlaps in memory with another parameter"
+                    lazy.never_defer("overlaps in memory with another parameter")
 
 
 def _references(storage: torch.UntypedStorage) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,16 @@ _LOST = (
 )
 
 
+class GradientUser(Protocol):
+    """Who uses reduced gradients later than a script does: deferred updates."""
+
+    def gradient_is_read(self, slot: Slot) -> None:
+        """Called before a gradient is delivered to a reader."""
+
+    def needs_gradient(self, slot: Slot) -> bool:
+        """Whether an update that has not been applied needs this gradient."""
+
+
 class ReducedGradients:
     """The gradients of one model under one plan.
 
@@ -44,19 +54,18 @@ class ReducedGradients:
         kept: finds gradients whose memory a script keeps.
         complete: waits until a fusion group's buffer holds the reduced gradients.
         is_overwritten: whether DDP's next backward has written into the bucket with this gradient.
+        is_lost: whether a gradient is spread over the ranks, so that one that is no longer in ``.grad`` is gone.
+        user: uses gradients later than a script does.
+        answer_early: answers some torch functions without gathered gradients, see :meth:`PendingGrad.arm`; or None.
         may_leave_out: whether DDP writes no ``.grad`` of a parameter that it takes for unused on all ranks.
         in_buckets: whether DDP writes by making ``.grad`` a part of a bucket, else into the tensor that is there.
 
     Attributes:
-        on_read: called before a gradient is delivered to a reader.
-        is_needed: whether an update that has not been applied needs a gradient.
-        answer_early: answers some torch functions without gathered gradients, see :meth:`PendingGrad.arm`; or None.
         are_reduced: whether no backward can have added this rank's own gradients to those of the latest iteration, or
             put them in their place.
         were_added_to: whether a backward has added to them since.
         untaken: parameters of this iteration that keep the ``.grad`` that they had, because no rank has used them, or
             that have this rank's own, because DDP has lost sight of them.
-        is_lost: whether a gradient is spread over the ranks, so that one that is no longer in ``.grad`` is gone.
         is_retiring: whether the iteration is being ended, so that no reader has asked for what is delivered.
     """
 
@@ -68,31 +77,39 @@ class ReducedGradients:
         kept: KeptGradients,
         complete: Callable[[GroupInFlight], None],
         is_overwritten: Callable[[Slot], bool],
+        is_lost: Callable[[Slot], bool],
+        user: GradientUser,
+        answer_early: Callable[..., Any] | None,
         *,
         may_leave_out: bool,
         in_buckets: bool,
     ) -> None:
-        self.on_read: Callable[[Slot], None] = _nothing
-        self.is_needed: Callable[[Slot], bool] = _never
-        self.answer_early: Callable[..., Any] | None = None
-        self.is_lost: Callable[[Slot], bool] = _never
         self._slots = slots
         self._link = link
         self._order = order
         self._kept = kept
         self._complete = complete
         self._was_overwritten = is_overwritten
+        self._is_lost = is_lost
+        self._user = user
+        self._answer_early = answer_early
         self._may_leave_out = may_leave_out
         self._in_buckets = in_buckets
         self.are_reduced = self.were_added_to = False
         self.is_retiring = False
         self.untaken: list[Slot] = []
         self._thread = 0
-        for slot in slots:
-            slot.deliver = functools.partial(self._deliver, slot)
-            slot.zero = functools.partial(self._zero, slot)
+        # By index. Made once: every backward arms every gradient with them.
+        self._delivers = [functools.partial(self._deliver, slot) for slot in slots]
+        self._zeroes = [functools.partial(self._zero, slot) for slot in slots]
 
     # Backward.
+
+    def drop_references(self) -> None:
+        """Drop all parameters and gradients now, not at the next garbage collection."""
+        self.untaken.clear()
+        self._delivers.clear()
+        self._zeroes.clear()
 
     def begin_backward(self) -> None:
         """Forget the buckets of the last backward."""
@@ -162,7 +179,8 @@ class ReducedGradients:
     def _make_one_pending(self, slot: Slot, grad: Tensor, pending: PendingGrad) -> None:
         memory = grad.resolve() if type(grad) is PendingGrad else grad
         slot.is_shared = slot.is_in_place and memory.data_ptr() == slot.view.data_ptr()
-        pending.arm(slot.deliver, memory, slot.zero, self.answer_early, self._note_sum)
+        deliver, zero = self._delivers[slot.index], self._zeroes[slot.index]
+        pending.arm(deliver, memory, zero, self._answer_early, self._note_sum)
         if pending is not grad:
             slot.parameter.grad = pending
 
@@ -178,10 +196,10 @@ class ReducedGradients:
             self._complete(group)
         memory = grad.resolve() if isinstance(grad, PendingGrad) else grad
         self._copy_out(slot, memory)
-        if self.answer_early is not None and memory is grad:
+        if self._answer_early is not None and memory is grad:
             # Another rank, whose script does not keep it, may call `answer_early`: so must this one.
             pending = slot.pending.current
-            pending.arm(_itself, memory, slot.zero, answer_early=self.answer_early, note_sum=self._note_sum)
+            pending.arm(_itself, memory, self._zeroes[slot.index], self._answer_early, self._note_sum)
             pending.resolve()
             slot.parameter.grad = pending
 
@@ -197,16 +215,16 @@ class ReducedGradients:
         return self.are_reduced and slot.parameter.grad is slot.pending.current and slot not in self.untaken
 
     def _deliver(self, slot: Slot, memory: Tensor) -> Tensor:
-        if slot.pending.current.becomes_zero and self.is_lost(slot):
+        if slot.pending.current.becomes_zero and self._is_lost(slot):
             # Not gathered for this: each rank gets here at another place, or not at all, as its own references tell.
             return torch.empty_like(memory)
         if not self.is_retiring:
-            self.on_read(slot)
+            self._user.gradient_is_read(slot)
         # A script that has got a part of a bucket may move the storage of all of it.
         for group in slot.neighbours if slot.is_shared else slot.groups:
             self._complete(group)
         if slot.is_shared and not slot.scales:
-            if slot.pending.current.becomes_zero and self.is_needed(slot):
+            if slot.pending.current.becomes_zero and self._user.needs_gradient(slot):
                 return torch.empty_like(memory)  # the zeros would overwrite what an update is about to read
             return memory  # it is a part of the fusion buffer
         if slot.is_shared:
@@ -224,7 +242,7 @@ class ReducedGradients:
     def _zero(self, slot: Slot, memory: Tensor) -> bool:
         """Set the memory of a pending gradient to zero; False if it is a part of a fusion buffer that is still used."""
         if slot.is_shared:
-            if self.is_needed(slot) or self.is_lost(slot):
+            if self._user.needs_gradient(slot) or self._is_lost(slot):
                 return False
             for group in slot.neighbours:
                 self._complete(group)  # protects the zeros from the gather leg, which writes there, too
@@ -310,7 +328,7 @@ class ReducedGradients:
                         pool.current.resolve()
                 elif not pool.held_elsewhere():
                     pool.current.disarm()
-                elif self.is_lost(slot):
+                elif self._is_lost(slot):
                     pool.current.lose(_LOST.format(slot.name))
                 else:
                     pool.current.resolve()
@@ -323,14 +341,6 @@ def unwrap_gradients(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         if isinstance(grad := parameter.grad, PendingGrad):
             parameter.grad = grad.resolve()
-
-
-def _nothing(slot: Slot) -> None:
-    pass
-
-
-def _never(slot: Slot) -> bool:
-    return False
 
 
 def _itself(memory: Tensor) -> Tensor:

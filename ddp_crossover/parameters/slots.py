@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,8 +44,6 @@ class Slot:
         is_cast: whether the wire dtype differs from the parameter's dtype.
         groups: the fusion groups that carry a piece of it.
         pending: makes its ``PendingGrad``.
-        deliver: called by its ``PendingGrad`` to get the value.
-        zero: called by its ``PendingGrad`` to set it to zero before it was read.
         scales: factors (0-dim tensors) by which the complete gradient is multiplied, in the parameter's dtype.
         is_shared: whether its ``.grad`` is a part of a fusion buffer.
         is_kept: whether a script keeps the memory of its gradient, so that it was delivered at the end of backward.
@@ -53,7 +51,6 @@ class Slot:
     """
 
     __slots__ = (
-        "deliver",
         "groups",
         "index",
         "is_cast",
@@ -69,7 +66,6 @@ class Slot:
         "stride",
         "version_before",
         "view",
-        "zero",
     )
 
     def __init__(
@@ -97,8 +93,6 @@ class Slot:
         self.scales: tuple[Tensor, ...] = ()
         self.is_kept = self.is_shared = False
         self.version_before = -1
-        self.deliver: Callable[[Tensor], Tensor]
-        self.zero: Callable[[Tensor], bool]
 
     def put(self, place: Place, view: Tensor, neighbours: list[GroupInFlight]) -> None:
         """Note where DDP has put the gradient; its fusion buffers have to be made anew.

@@ -13,8 +13,8 @@ For the terms see [Note: DeAR's terms] in ``dear.py``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.leg import Leg, LegError, ScatterLeg
-from ddp_crossover.dear import Phase, Pipeline
+from ddp_crossover.dear import Phase, Pipeline, Updater
 from ddp_crossover.fusion import FusionGroup, Schedule
 from ddp_crossover.fusion_buffers.in_place import lay_out
 from ddp_crossover.optim.optimizer_snapshot import ToUpdate
@@ -40,30 +40,41 @@ EVERY_RANK = (
 _SPREAD = (GroupState.SCATTERING, GroupState.UPDATING, GroupState.UPDATED)
 
 
+class ShardUpdater(Updater, Protocol):
+    """Runs the updates of parameters that ranks share."""
+
+    def memory_of(self, index: int) -> Tensor:
+        """The memory of a parameter."""
+
+    def is_trained(self, index: int) -> bool:
+        """Whether a parameter has an optimizer."""
+
+    def begins_backward(self) -> bool:
+        """Called when a backward begins; returns whether updates may be made early in it."""
+
+    def update_early(self, group: GroupInFlight, updates: list[ToUpdate]) -> None:
+        """Update this rank's part of a group in backward, on trial."""
+
+
 class ShardedPipeline(Pipeline):
     """Runs all fusion groups of one model under one plan; see :class:`Pipeline` for the other arguments.
 
     Args:
+        updater: runs updates, some of them in backward.
         owners: the ranks that update whole parameters, by index of the parameter.
 
     Attributes:
-        memory_of: gives the memory of a parameter.
-        trained: indices of the parameters that have an optimizer.
-        update_early: updates this rank's part of a group in backward, on trial.
-        begins_backward: called when a backward begins; returns whether updates may be made early in it.
         is_early: whether gather legs of this iteration may carry parameters that are updated on trial. The same on all
             ranks, which may be early with different groups.
         layouts: counts how often a group's fusion buffer was laid out, which may change who has which shards.
     """
 
+    _updater: ShardUpdater
+
     def __init__(self, *args: Any, owners: Mapping[int, int], **kwargs: Any) -> None:
         self._owners = owners
         self._landing_arenas: dict[str, Tensor] = {}
         self._kept: dict[GroupInFlight, list[Tensor]] = {}
-        self.update_early: Callable[[GroupInFlight, list[ToUpdate]], None] = _nothing
-        self.begins_backward: Callable[[], bool] = _never
-        self.memory_of: Callable[[Slot], Tensor]
-        self.trained: Collection[int] = ()
         self.is_early = False
         self._launched: list[GroupInFlight] = []
         self._latest_early: Leg | None = None
@@ -71,9 +82,6 @@ class ShardedPipeline(Pipeline):
         self._decided_in = -1
         self._is_early_wrong = False  # known to all ranks in this iteration
         super().__init__(*args, **kwargs)
-        self.gradients.is_lost = lambda slot: any(
-            group.state in _SPREAD for group in (slot.neighbours if slot.is_shared else slot.groups)
-        )
         self._gathers_early = False
         self._followers = {}
 
@@ -124,11 +132,11 @@ class ShardedPipeline(Pipeline):
         self._launched.clear()
         self._latest_early = None
         self._is_early_wrong = False
-        self.is_early = self.begins_backward()
+        self.is_early = self._updater.begins_backward()
 
     def _launch(self, group: GroupInFlight) -> None:
         super()._launch(group)
-        if self.is_early and all(slot.index in self.trained for slot in group.slots):
+        if self.is_early and all(self._updater.is_trained(slot.index) for slot in group.slots):
             self._launched.append(group)
             self._go_ahead()
 
@@ -144,7 +152,7 @@ class ShardedPipeline(Pipeline):
             self._latest_early = group.gather
 
     def _update_early(self, group: GroupInFlight) -> None:
-        self.update_early(group, self.begin_update(group, dict.fromkeys(group.slots)))
+        self._updater.update_early(group, self.begin_update(group, dict.fromkeys(group.slots)))
         self.send_update(group)
 
     def update_rest_early(self, slots: Iterable[Slot]) -> None:
@@ -210,7 +218,7 @@ class ShardedPipeline(Pipeline):
         self._keep_gradients(group, group.scatter.shards())
         pieces = list(group.shard_pieces(self.link.rank, self.link.world_size))
         outs = [piece.of(own) for piece in pieces]
-        values = [flat_of(self.memory_of(piece.slot).detach(), piece.slot.stride) for piece in pieces]
+        values = [flat_of(self._updater.memory_of(piece.slot.index), piece.slot.stride) for piece in pieces]
         if pieces:
             torch._foreach_copy_(outs, [v[p.start : p.stop] for v, p in zip(values, pieces, strict=True)])
         return [
@@ -277,6 +285,9 @@ class ShardedPipeline(Pipeline):
 
     # Readers of gradients.
 
+    def _is_lost(self, slot: Slot) -> bool:
+        return any(group.state in _SPREAD for group in (slot.neighbours if slot.is_shared else slot.groups))
+
     def complete(self, group: GroupInFlight) -> None:
         if not group.is_complete and self.link.is_closed:
             raise LegError("the model was given up, and its gradients are spread over the ranks (shard_optimizer=True)")
@@ -313,7 +324,7 @@ class ShardedPipeline(Pipeline):
     def ask(self, *, wants_gradients: bool, is_early_right: bool) -> Callable[[], bool]:
         """Begin :meth:`decide`; returns a function that waits for the other ranks and ends it."""
         if self._decided_in == self.iteration:
-            return _never
+            return lambda: False
         self._decided_in = self.iteration
         is_early_right = is_early_right and not self._is_early_wrong
         return functools.partial(self._hear, self._tell(wants_gradients=wants_gradients, is_early_right=is_early_right))
@@ -434,14 +445,6 @@ class ShardedPipeline(Pipeline):
             group.landing = None
         self._landing_arenas.clear()
         super().drop_references()
-
-
-def _nothing(group: GroupInFlight, updates: list[ToUpdate]) -> None:
-    pass
-
-
-def _never() -> bool:
-    return False
 
 
 def shard_to_update(elements: Range, values: Tensor, gradient: Tensor, requires_grad: bool) -> ToUpdate:

@@ -23,12 +23,12 @@ from torch.optim import Optimizer
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.figures.stats import FallbackLog
-from ddp_crossover.optim.deferred_updates import DeferredUpdates, closure_of, is_ours
+from ddp_crossover.optim.deferred_updates import Batches, DeferredUpdates, closure_of, is_ours
 from ddp_crossover.optim.layer_sums import LayerSumOptimizer
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate
 from ddp_crossover.optim.separable import settings_of
 from ddp_crossover.optim.step_call import why_call_waits
-from ddp_crossover.optim.update_runner import DeferredUpdate, UpdateRunner, as_if_called_by_the_user, show_value
+from ddp_crossover.optim.update_runner import DeferredUpdate, UpdateRunner, as_if_called_by_the_user
 from ddp_crossover.options import Norms
 from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.flat import flat_of, shaped
@@ -90,7 +90,7 @@ class GatheredUpdates(UpdateRunner):
         for slot in claimed:
             lazy = self._params.all[slot.index]
             if self._strict or lazy.is_written:
-                show_value(lazy)
+                lazy.show_value()
             targets.append(lazy.memory)
         if claimed:
             with as_if_called_by_the_user():
@@ -105,6 +105,7 @@ class ShardedUpdates(DeferredUpdates):
         params: the parameters that DDP manages.
         early_reads: records which line of the script forces pending updates or gradients early.
         fallbacks: records why a step was not deferred.
+        batches: may refuse a step; None if all ranks have batches of one size.
         strict: fill pending parameters with NaN until they are updated.
         norms: where torch's own clipping and loss scaling take norms from.
         table: how parameters are shared.
@@ -119,13 +120,14 @@ class ShardedUpdates(DeferredUpdates):
         params: LazyParams,
         early_reads: EarlyReads,
         fallbacks: FallbackLog,
+        batches: Batches | None,
         *,
         strict: bool,
         norms: Norms,
         table: ShardTable,
         link: Link,
     ) -> None:
-        super().__init__(optimizers, params, early_reads, fallbacks, strict=strict, norms=norms)
+        super().__init__(optimizers, params, early_reads, fallbacks, batches, strict=strict, norms=norms)
         self._numbers = {optimizer: number for number, optimizer in enumerate(optimizers)}
         self._table = table
         self._link = link
@@ -135,6 +137,7 @@ class ShardedUpdates(DeferredUpdates):
         self._is_spread = False  # on all ranks, while one of them may have the whole state
         self._settings: dict[Optimizer, list[Any]] = {optimizer: settings_of(optimizer) for optimizer in optimizers}
         self._layouts_seen = -1
+        self._trained: set[int] = set()
         self._early: EarlyUpdates | None = None
         self.states = ShardStates(table, optimizers, link, self._device)
         for number, optimizer in enumerate(optimizers):
@@ -156,15 +159,20 @@ class ShardedUpdates(DeferredUpdates):
         super().use(pipeline)
         self._layouts_seen = -1
         if pipeline is not None:
-            assert isinstance(pipeline, ShardedPipeline)
-            pipeline.memory_of = self._memory_of
-            pipeline.trained = {i for i, one in enumerate(self._table.parameters) if one.optimizer is not None}
-            pipeline.begins_backward = self._begins_backward
-            pipeline.update_early = self._update_early
+            self._trained = {i for i, one in enumerate(self._table.parameters) if one.optimizer is not None}
 
-    # Updates in backward.
+    # What the pipeline asks for, see `sharded_pipeline.ShardUpdater`.
 
-    def _begins_backward(self) -> bool:
+    def memory_of(self, index: int) -> Tensor:
+        """The memory of a parameter."""
+        return self._params.all[index].memory.detach()
+
+    def is_trained(self, index: int) -> bool:
+        """Whether a parameter has an optimizer."""
+        return index in self._trained
+
+    def begins_backward(self) -> bool:
+        """Whether updates may be made early in the backward that begins."""
         pipeline = self.pipeline
         assert isinstance(pipeline, ShardedPipeline)
         # With several optimizers, one may have made its step when another rank hears that the other's was not right.
@@ -175,7 +183,8 @@ class ShardedUpdates(DeferredUpdates):
         is_shared = is_shared and self._layouts_seen == pipeline.layouts
         return self._early.begin(pipeline.iteration, is_possible=is_shared and self.enabled)
 
-    def _update_early(self, group: GroupInFlight, updates: list[ToUpdate]) -> None:
+    def update_early(self, group: GroupInFlight, updates: list[ToUpdate]) -> None:
+        """Update this rank's part of a group in backward, on trial."""
         assert self._early is not None
         self._early.update(updates, [self._params.all[slot.index] for slot in group.slots])
 
@@ -205,8 +214,7 @@ class ShardedUpdates(DeferredUpdates):
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._call = None  # left over if the last step raised
-        self._runner.refuse_to_go_on()
-        self.before_step(optimizer)
+        self._refuse_step(optimizer)
         user_closure = closure_of(args, kwargs)
         # Not with a closure, which may run a backward, load another state, or consolidate this one.
         self._steps_whole = user_closure is None and self._is_whole(optimizer)
@@ -366,7 +374,7 @@ class ShardedUpdates(DeferredUpdates):
         for each in self.states.mine:
             if each.parameter in gradients:
                 # In place, unless that has gaps; the exchange then brings it there.
-                values = self._elements(self._memory_of_index(each.parameter), each)
+                values = self._elements(self.memory_of(each.parameter), each)
                 updates.append(self._shard(each, values, gradients[each.parameter]))
         self._update(call, updates)
         self._unscale(call)
@@ -392,7 +400,7 @@ class ShardedUpdates(DeferredUpdates):
     def _without_elements(self, call: _Call) -> list[ToUpdate]:
         """The parameters without elements that this rank updates: no fusion group has a piece of them."""
         empty = [each for each in self.states.mine if not each.numel and each.parameter in call.group_of]
-        memories = [self._memory_of_index(each.parameter) for each in empty]
+        memories = [self.memory_of(each.parameter) for each in empty]
         return [
             self._shard(each, self._elements(memory, each), memory)
             for each, memory in zip(empty, memories, strict=True)
@@ -436,12 +444,6 @@ class ShardedUpdates(DeferredUpdates):
 
     def _gradient_in_memory(self, slot: Slot, pipeline: Pipeline) -> Tensor | None:
         return None if pipeline.gradients.is_pending(slot) else unwrapped(slot.parameter.grad)
-
-    def _memory_of(self, slot: Slot) -> Tensor:
-        return self._memory_of_index(slot.index)
-
-    def _memory_of_index(self, index: int) -> Tensor:
-        return self._params.all[index].memory.detach()
 
     def _flat(self, index: int, tensor: Tensor) -> Tensor:
         return flat_of(tensor.detach(), self._table.parameters[index].stride)

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from ddp_crossover import comm_hook
+from ddp_crossover import composition
 from ddp_crossover.collectives import all_reduce, nccl_link
 from ddp_crossover.collectives.link import Link
 from gpu_bench_parts.cpu_wire import CpuLink, CpuWire
@@ -70,7 +70,7 @@ def plugged_in(wire: GpuWire | CpuWire) -> Iterator[None]:
             replace(nccl_link, "_all_gather", wire.all_gather)
             replace(nccl_link, "dist", _WiredDist(wire.all_reduce))
         replace(all_reduce, "dist", _WiredDist(wire.all_reduce))  # of plain DDP, timed or as the tuner tries it
-        replace(comm_hook, "make_link", _link_maker(wire, comm_hook.make_link))
+        replace(composition, "make_link", _link_maker(wire, composition.make_link))
         yield
 
 

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from ddp_crossover import comm_hook
+from ddp_crossover import composition
 from ddp_crossover.fusion import MB, FusionPlan, Schedule, plan_fusion
 from ddp_crossover.planning.compute_profiler import Stopwatch
 from ddp_crossover.planning.search import TAPERS
@@ -163,19 +163,19 @@ def random_launch_order(plan: FusionPlan, draw: random.Random) -> tuple[tuple[st
 @contextmanager
 def random_plans(seed: int, **options: Any) -> Iterator[None]:
     """Whatever is attached within it trains under random plans."""
-    with mock.patch.object(comm_hook, "Planning", partial(RandomPlanning, seed=seed, **options)):
+    with mock.patch.object(composition, "Planning", partial(RandomPlanning, seed=seed, **options)):
         yield
 
 
 @contextmanager
 def plain_after(steps: int) -> Iterator[None]:
     """Whatever is attached within it changes to plain all-reduces, this many steps after the first plan."""
-    with mock.patch.object(comm_hook, "Planning", partial(TurningPlainPlanning, after_steps=steps)):
+    with mock.patch.object(composition, "Planning", partial(TurningPlainPlanning, after_steps=steps)):
         yield
 
 
 @contextmanager
 def judged_plans(favourite: str, **options: Any) -> Iterator[None]:
     """Whatever is attached within it tunes itself, and ends with `favourite`, a schedule."""
-    with mock.patch.object(comm_hook, "Planning", partial(JudgedPlanning, favourite=favourite, **options)):
+    with mock.patch.object(composition, "Planning", partial(JudgedPlanning, favourite=favourite, **options)):
         yield

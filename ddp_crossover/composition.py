@@ -1,0 +1,256 @@
+"""Where the parts of a state are put together: the only place that knows all of them.
+
+What a user has given is checked first, then every part is made once, of parts that are finished, in one order: the
+link, what to wait for beside it, plans and memory, parameters and their updates, DDP's side. What the user has asked
+for stays as it is; what this model gets of it is decided here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddp_crossover.codecs.wire import Wire
+from ddp_crossover.collectives.all_reduce import backend_for, family_of
+from ddp_crossover.collectives.link import Link
+from ddp_crossover.collectives.make_link import make_link
+from ddp_crossover.collectives.nccl_settings import refuse_unsafe_settings, why_streams_block
+from ddp_crossover.collectives.node_ranks import nodes_of
+from ddp_crossover.collectives.rank_weights import RankWeights
+from ddp_crossover.ddp.batch_statistics import refuse_shared_statistics, statistics_of_a_rank
+from ddp_crossover.ddp.early_arrival import Buckets
+from ddp_crossover.ddp.reducer import Reducer
+from ddp_crossover.ddp.refusals import refuse_model, refuse_momentum, refuse_optimizers, why_plain_all_reduce
+from ddp_crossover.ddp.same_setup import require_same_setup
+from ddp_crossover.ddp.turn_points import TurnPoints
+from ddp_crossover.ddp.use_order import UseOrder
+from ddp_crossover.ddp.weighted_batches import WeightedBatches
+from ddp_crossover.ddp.weighted_training import WeightedTraining
+from ddp_crossover.figures.stats import FallbackLog
+from ddp_crossover.fusion import MB
+from ddp_crossover.fusion_buffers.arenas import make_arenas
+from ddp_crossover.fusion_buffers.feedback import Feedback
+from ddp_crossover.gpu_sharing.mps import WITHOUT_MPS, mps_runs
+from ddp_crossover.gpu_sharing.turns import Turns
+from ddp_crossover.lease.client import GpuLease
+from ddp_crossover.log import say
+from ddp_crossover.optim.deferred_updates import DeferredUpdates
+from ddp_crossover.options import Options
+from ddp_crossover.parameters.early_reads import EarlyReads
+from ddp_crossover.parameters.lazy_params import LazyParams
+from ddp_crossover.planning.session import Planning
+from ddp_crossover.sharding.sharded_updates import ShardedUpdates
+from ddp_crossover.sharding.table import ShardTable, refuse_sharding
+from ddp_crossover.torch_internals.ddp import bucket_cap_bytes, managed_parameters, process_group_timeout
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a state, each of them finished.
+
+    Attributes:
+        device: where the parameters are.
+        plain_reason: why gradients travel by plain all-reduces, or None.
+        link: runs legs between the ranks.
+        fallbacks: records what took a slower path.
+        turns: takes turns on the device with other jobs.
+        planning: makes and tunes plans.
+        early_reads: records which code needs updates or gradients early.
+        params: the parameters, with their pending updates.
+        updates: defers the optimizers' updates.
+        reducer: reduces DDP's buckets.
+        weighted: batches of different sizes.
+        turn_points: where a step begins and ends its turn; None without a lease.
+    """
+
+    device: torch.device
+    plain_reason: str | None
+    link: Link
+    fallbacks: FallbackLog
+    turns: Turns
+    planning: Planning
+    early_reads: EarlyReads
+    params: LazyParams
+    updates: DeferredUpdates
+    reducer: Reducer
+    weighted: WeightedTraining
+    turn_points: TurnPoints | None
+
+
+def compose(
+    ddp: DistributedDataParallel,
+    optimizers: Sequence[Optimizer],
+    asked: Options,
+    *,
+    process_group: dist.ProcessGroup | None,
+    lease: GpuLease | None,
+    on_leave: Callable[[str], None],
+) -> Parts:
+    """Check a setup and build all parts.
+
+    Args:
+        ddp: the model.
+        optimizers: its optimizers.
+        asked: the options.
+        process_group: for our traffic; None: one of our own.
+        lease: with which jobs share the device, or None.
+        on_leave: called when DDP should train as it was before attach, with the reason. It has to detach.
+
+    Raises:
+        TypeError, ValueError: for a setup that cannot be trained exactly.
+        DisagreementError: if ranks were set up differently.
+    """
+    refuse_model(ddp)
+    refuse_optimizers(ddp, optimizers)
+    device = managed_parameters(ddp)[0][1].device
+    plain_reason = why_plain_all_reduce(ddp, asked.schedule)
+    group_of_legs = process_group if process_group is not None else ddp.process_group
+    is_nccl = family_of(backend_for(group_of_legs, device)) == "nccl"
+    if plain_reason is None and is_nccl:
+        refuse_unsafe_settings()
+    wire = Wire.of(
+        asked.wire_dtype,
+        asked.compress,
+        error_feedback=asked.error_feedback,
+        device_type=device.type if is_nccl else "cpu",
+    )
+    link = make_link(
+        ddp.process_group,
+        device,
+        process_group_timeout(group_of_legs, device),
+        own_group=process_group,
+        sums_in_fp32=wire.cast_to is not None,
+    )
+    try:
+        return _compose_on(link, ddp, optimizers, asked, wire, plain_reason, lease, on_leave)
+    except BaseException:
+        link.shut_down()
+        raise
+
+
+def _compose_on(
+    link: Link,
+    ddp: DistributedDataParallel,
+    optimizers: Sequence[Optimizer],
+    asked: Options,
+    wire: Wire,
+    plain_reason: str | None,
+    lease: GpuLease | None,
+    on_leave: Callable[[str], None],
+) -> Parts:
+    named = managed_parameters(ddp)
+    parameters = [parameter for _, parameter in named]
+    device = parameters[0].device
+    fallbacks = FallbackLog(link.rank)
+    require_same_setup(link, named, optimizers, asked)
+    refuse_momentum(link.world_size, asked.compress, optimizers)
+    if asked.weighted:
+        refuse_shared_statistics(ddp.module)
+    options = asked
+    if link.world_size == 1:  # one rank has nothing to share, and sends nothing
+        options = dataclasses.replace(asked, shard_optimizer=False, groups=None)
+        wire = wire.plain
+    if options.groups is not None:
+        link.use_nodes(nodes_of(link.process_group, device))
+    table: ShardTable | None = None
+    if options.shard_optimizer:
+        refuse_sharding(link, device, plain_reason, ddp)
+        table = ShardTable(named, optimizers, link)
+    turns = Turns(lease, link.clock, fallbacks.note_here, link.streams)
+    if link.spins_on_device:
+        if lease is not None and not mps_runs():
+            fallbacks.note_here(WITHOUT_MPS)
+        if (reason := why_streams_block()) is not None:
+            fallbacks.note_here(reason)
+    backend = dist.get_backend(link.process_group)
+    has_choice = plain_reason is None and lease is None and options.leaves_the_choice
+    bucket_cap_mb = bucket_cap_bytes(ddp) / MB if has_choice else None
+    kinds = table.kinds() if table is not None else ()
+    planning = Planning(named, options, wire, link, backend, turns, bucket_cap_mb, kinds)
+    planning.load_tuned()
+    buckets = Buckets(ddp, parameters)
+    memory: dict[str, Tensor] = {}
+    feedback: Feedback | None = None
+    if plain_reason is None and planning.why_not_at_all() is None:
+        memory, feedback = _memory(planning, named, link, wire, device)
+        # Lets it create what it would otherwise create at its first legs.
+        link.connect(memory.values())
+        planning.measure_link()
+        buckets.make_small_at_attach(parameters)
+    early_reads = EarlyReads()
+    params = LazyParams(named)
+    weights = RankWeights(link.rank, link.world_size)
+    use_order = UseOrder(len(named))
+    batches = WeightedBatches(ddp, link, weights, turns, params, use_order) if options.weighted else None
+    of_updates = (optimizers, params, early_reads, fallbacks, batches)
+    updates = (
+        DeferredUpdates(*of_updates, strict=options.strict, norms=options.norms)
+        if table is None
+        else ShardedUpdates(*of_updates, strict=options.strict, norms=options.norms, table=table, link=link)
+    )
+    reducer = Reducer(
+        ddp,
+        named,
+        params,
+        early_reads,
+        link,
+        planning,
+        updates,
+        fallbacks,
+        turns,
+        weights=weights,
+        batches=batches,
+        use_order=use_order,
+        buckets=buckets,
+        on_leave=on_leave,
+        memory=memory,
+        wire=wire,
+        feedback=feedback,
+        plain_reason=plain_reason,
+        owners=None if table is None else table.owners,
+    )
+    turn_points = TurnPoints(ddp, optimizers, turns, updates) if lease is not None else None
+    if options.weighted and (warning := statistics_of_a_rank(ddp.module)) is not None and link.rank == 0:
+        say(warning, logging.WARNING)
+    return Parts(
+        device=device,
+        plain_reason=plain_reason,
+        link=link,
+        fallbacks=fallbacks,
+        turns=turns,
+        planning=planning,
+        early_reads=early_reads,
+        params=params,
+        updates=updates,
+        reducer=reducer,
+        weighted=WeightedTraining(reducer, link, turns, device),
+        turn_points=turn_points,
+    )
+
+
+def _memory(
+    planning: Planning, named: Sequence[tuple[str, Parameter]], link: Link, wire: Wire, device: torch.device
+) -> tuple[dict[str, Tensor], Feedback | None]:
+    """Arenas that are large enough for every plan, and what codes need to remember; made now, while there is room."""
+    memory = make_arenas(planning.plain_specs, named, link, wire.plain)
+    if not wire.has_codes:
+        return memory, None
+    memory |= make_arenas(planning.specs, named, link, wire)
+    feedback = Feedback(
+        wire,
+        planning.specs,
+        link.world_size,
+        shard_align_bytes=link.shard_align_bytes,
+        device=torch.device("cpu") if link.codes_on_host else device,
+        streams=None if link.codes_on_host else link.streams,
+    )
+    return memory, feedback
