@@ -138,7 +138,8 @@ class UpdateRunner:
                 lazy.memory.grad = None  # frees a copy that was cast back from the wire dtype
 
     def _step(self, pipeline: Pipeline, claimed: dict[Slot, DeferredUpdate]) -> None:
-        gradients = pipeline.gradients.for_update(claimed)
+        edited = [slot for slot, update in claimed.items() if update.edits_gradient]
+        gradients = pipeline.gradients.for_update(claimed, edited)
         members: dict[DeferredUpdate, list[ToUpdate]] = {}
         for slot, update in claimed.items():
             lazy = self._params.all[slot.index]

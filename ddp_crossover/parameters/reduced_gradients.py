@@ -220,6 +220,8 @@ class ReducedGradients:
             return torch.empty_like(memory)
         if not self.is_retiring:
             self._user.gradient_is_read(slot)
+            if slot.pending.current.resolved:  # for an update that changes it as well
+                return slot.pending.current.resolve()
         # A script that has got a part of a bucket may move the storage of all of it.
         for group in slot.neighbours if slot.is_shared else slot.groups:
             self._complete(group)
@@ -271,15 +273,24 @@ class ReducedGradients:
         self._order.mark()
 
     @torch.inference_mode(False)  # a touch during evaluation would make inference tensors, useless to the optimizer
-    def for_update(self, slots: Iterable[Slot]) -> dict[Slot, Tensor]:
+    def for_update(self, slots: Iterable[Slot], edited: Collection[Slot] = ()) -> dict[Slot, Tensor]:
         """Return complete gradients in their parameters' dtype, times the factors of clipping and loss scaling.
 
         Gradients that were sent in that dtype are multiplied in place; the others are cast copies.
+
+        Args:
+            slots: the parameters.
+            edited: those whose update changes the gradient, too, which later readers of ``.grad`` see.
         """
-        gradients = {slot: slot.view.to(slot.parameter.dtype) if slot.is_cast else slot.view for slot in slots}
+        shown = {
+            slot: slot.pending.current.resolve()
+            for slot in edited
+            if slot.is_cast and slot.pending.current.is_reduced_gradient
+        }
+        gradients = {slot: slot.view.to(slot.parameter.dtype) if slot.is_cast else slot.view for slot in slots} | shown
         by_factors: dict[tuple[int, ...], list[Slot]] = {}
         for slot in gradients:
-            if slot.scales:
+            if slot.scales and slot not in shown:
                 by_factors.setdefault(tuple(map(id, slot.scales)), []).append(slot)
         for alike in by_factors.values():
             for factor in alike[0].scales:

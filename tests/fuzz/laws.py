@@ -71,6 +71,8 @@ def fit(program: Program) -> Program:
         for arm in arms:
             if arm.get("wire") in ("bfloat16", "float16"):
                 arm.pop("wire")
+    if script.get("sizes", "equal") != "equal" and any(arm.get("weighted") for arm in arms):
+        script.pop("attach_at", None)  # plain DDP would train the first steps with equal weights
     names = {event.name for event in program.events}
     for arm in arms:
         if arm.get("schedule") == "allreduce" and arm.get("wire") == "int8":

@@ -6,6 +6,7 @@ import re
 
 REFUSALS = {
     "sharded: a parameter of another model": r"trains a parameter of shape .* that this DDP model does not reduce",
+    "sharded: a parameter given after attach": r"after attach, and shard_optimizer=True shares only those that it had",
     "weighted: a forward outside of batch()": r"attached with weighted=True: put its forward and its backward into",
 }
 
