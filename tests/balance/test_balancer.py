@@ -78,7 +78,6 @@ def _best_s(speeds: list[Speed]) -> float:
     return longest_s(split(GLOBAL_BATCH, speeds, [GLOBAL_BATCH] * len(speeds)), speeds)
 
 
-@pytest.mark.quick
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.builds(Speed, st.floats(0.0, 0.3), st.floats(0.002, 0.02)), min_size=2, max_size=6),

@@ -36,7 +36,7 @@ CASES = {
 }
 
 
-QUICK = ("int8", "top-k and int8", "momentum")
+QUICK = ("top-k and int8",)
 
 
 @pytest.mark.parametrize(

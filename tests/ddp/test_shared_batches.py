@@ -53,9 +53,8 @@ def _train_and_replay(first: int | None) -> dict[str, Any]:
     return one
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("first", [None, 2])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.quick), 3, 4])
 def test_each_sample_is_taken_once_and_a_replay_has_the_same_bits(on_ranks, world_size, first) -> None:
     results = on_ranks(_train_and_replay, world_size, first)
     seen = sorted(sample for one in results for sample in one["seen"])

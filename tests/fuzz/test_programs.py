@@ -49,7 +49,8 @@ def test_a_program_that_has_failed_once_agrees(file: Path, pool_of: dict[int, Fu
 @pytest.mark.parametrize(
     ("ranks", "first_seed", "count"),
     [
-        pytest.param(2, 1, 40, marks=[pytest.mark.quick, pytest.mark.xdist_group("fuzz quick")]),
+        pytest.param(2, 1, 20, marks=[pytest.mark.quick, pytest.mark.xdist_group("fuzz quick")]),
+        pytest.param(2, 2, 20, marks=pytest.mark.xdist_group("fuzz on 2 ranks")),
         pytest.param(3, 500, 20, marks=pytest.mark.xdist_group("fuzz on 3 ranks")),
     ],
 )

@@ -139,7 +139,6 @@ def _outcomes(with_auto: bool) -> list[tuple[list[bytes], list[int]]]:
     return [_outcome(script, with_auto) for script in SCRIPTS]
 
 
-@pytest.mark.quick
 def test_scripts_train_to_the_bits_of_plain_ddp_and_are_pipelined() -> None:
     # Fresh ranks, since a process stays watched.
     plain, ours = run_ranks(_outcomes, 2, False), run_ranks(_outcomes, 2, True)
