@@ -198,8 +198,8 @@ class Pipeline:
         if (arena := self._arenas.get(spec.arena)) is not None:
             is_coded = self.plan.gradients[spec.pieces[0].parameter].is_coded
             coding = self._feedback.coding(spec) if is_coded and self._feedback is not None else None
-            group.buffer = FusionBuffer((arena.narrow(0, spec.offset, spec.numel),), coding=coding)
-            group.places = [(0, start) for start in self.plan.places_of(spec)]
+            buffer = FusionBuffer((arena.narrow(0, spec.offset, spec.numel),), coding=coding)
+            group.lay_out(buffer, [(0, start) for start in self.plan.places_of(spec)])
         return group
 
     def set_use_order(self, use_rank: Sequence[int]) -> None:
@@ -250,8 +250,7 @@ class Pipeline:
         self._arrived.append(index)
         self.gradients.bucket_arrives(buffer, staging.slots)
         for group, pieces in staging.arrivals:
-            group.missing -= pieces
-            if not group.missing:
+            if group.arrive(pieces):
                 self._launch(group)
         return staging.answer
 
@@ -267,11 +266,9 @@ class Pipeline:
         self._announce(index + self._announced_legs)
         buffer = self._buffer_of(group)
         if not group.spec.split:
-            group.scatter = group.gather = self.link.all_reduce_leg(index, buffer)
-            group.state = GroupState.GATHERING
+            group.reduce_by(self.link.all_reduce_leg(index, buffer))
         else:
-            group.scatter = self._scatter(group, buffer)
-            group.state = GroupState.SCATTERING
+            group.scatter_by(self._scatter(group, buffer))
             if self._gathers_early and self.link.orders_gathers:
                 self._gather(group, self._urgency[index])
         for follower in self._followers.get(index, ()):
@@ -297,7 +294,7 @@ class Pipeline:
         # Before DDP's buckets are where they will stay, their sizes may differ from those of the last iteration.
         is_known = group.spec.arena in self._arenas or (self.may_announce and group.buffer is not None)
         if is_known and not group.is_launched:
-            group.state = GroupState.ANNOUNCED
+            group.announce()
             self.link.announce(index, self._buffer_of(group))
 
     def end_backward(self) -> None:
@@ -309,7 +306,7 @@ class Pipeline:
         skipped = self._complete_partly_staged_groups()
         unused = [group for group in self.groups if not group.is_launched]
         for group in unused:
-            group.state = GroupState.UNUSED
+            group.skip()
         self._gather_after_backward()
         self.link.end_scatter_legs()
         with self.lock:
@@ -328,8 +325,7 @@ class Pipeline:
     def _gather(self, group: GroupInFlight, urgency: int | None = None) -> None:
         if group.state is GroupState.SCATTERING:
             assert group.scatter is not None
-            group.gather = self.link.all_gather(group.scatter, urgency)
-            group.state = GroupState.GATHERING
+            group.gather_by(self.link.all_gather(group.scatter, urgency))
 
     def _complete_partly_staged_groups(self) -> set[Slot]:
         """Launch groups for which DDP skipped a bucket, which no rank has used, without its gradients or with zeros.
@@ -401,7 +397,7 @@ class Pipeline:
         self.order.join()
         if not group.is_complete:
             self._wait_for_gather(group)
-            group.state = GroupState.COMPLETE
+            group.complete()
 
     def _wait_for_gather(self, group: GroupInFlight) -> None:
         self._refuse_capture()
@@ -538,8 +534,7 @@ class Pipeline:
                 buffer = self._buffer_of(group)
                 parts = tuple(torch.zeros_like(part) for part in buffer.parts)
                 coding = None if buffer.coding is None else buffer.coding.of_nothing()
-                group.scatter = self.link.reduce_scatter(index, FusionBuffer(parts, coding=coding))
-                group.state = GroupState.SCATTERING
+                group.scatter_by(self.link.reduce_scatter(index, FusionBuffer(parts, coding=coding)))
         self._gather_in_use_order()
 
     def release(self) -> dict[str, Tensor]:
@@ -556,9 +551,9 @@ class Pipeline:
                 slot.place = None
                 del slot.view
         for group in self.groups:
-            group.scatter = group.gather = None
+            group.forget_legs()
             if group.spec.arena not in self._arenas:
-                group.buffer = None
+                group.forget_buffer()
 
     def drop_references(self) -> None:
         """Drop all parameters and fusion buffers now, not at the next garbage collection. Ends the pipeline."""

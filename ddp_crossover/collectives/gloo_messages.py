@@ -110,7 +110,7 @@ class PeerMessages:
     def send(self, slices: Sequence[Slice], tag: int) -> list[Message]:
         """Post sends; empty slices are left out on both sides."""
         slices = [one for one in slices if one.memory.numel()]
-        self._meter.sent_bytes += sum(one.memory.nbytes for one in slices)
+        self._meter.sent(sum(one.memory.nbytes for one in slices))
         return [
             Message(peer, cast(dist.Work, dist.isend(memory, group=self._process_group, group_dst=peer, tag=tag)), True)
             for peer, memory in slices

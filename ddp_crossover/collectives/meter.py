@@ -50,6 +50,10 @@ class LinkMeter:
         self.sent_bytes = 0
         self.host = HostTimes()
 
+    def sent(self, payload_bytes: int) -> None:
+        """Count what this rank has sent."""
+        self.sent_bytes += payload_bytes
+
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
         """Leave all unchanged by legs that start and end inside the block, because they are not training."""

@@ -127,7 +127,7 @@ class NcclLink(Link):
             begin, begun = self.clock.mark(self._stream), gpu.record(self._stream)
             with gpu.on_stream(self._stream):
                 if coded is not None:
-                    self.meter.sent_bytes += coded.scatter()
+                    self.meter.sent(coded.scatter())
                 else:
                     _reduce_scatter(shard, memory, group=self.process_group)
                     self._count(memory)
@@ -153,7 +153,7 @@ class NcclLink(Link):
         ):
             begin, begun = self.clock.mark(self._stream), gpu.record(self._stream)
             if leg.coded is not None:
-                self.meter.sent_bytes += leg.coded.gather()
+                self.meter.sent(leg.coded.gather())
             else:
                 _all_gather(whole, own, group=self.process_group)
                 self._count(whole)
@@ -240,7 +240,7 @@ class NcclLink(Link):
         return functools.partial(_wait_for, (self._stream, self._small_stream))
 
     def _count(self, buffer: Tensor) -> None:
-        self.meter.sent_bytes += buffer.nbytes * (self.world_size - 1) // self.world_size
+        self.meter.sent(buffer.nbytes * (self.world_size - 1) // self.world_size)
 
 
 def _wait_for(streams: Iterable[gpu.Stream]) -> None:

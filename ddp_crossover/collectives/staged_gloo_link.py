@@ -117,7 +117,7 @@ class StagedGlooLink(PeerLink):
         return leg
 
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        self.meter.sent_bytes += 2 * buffer.nbytes * (self.world_size - 1) // self.world_size  # as in a ring
+        self.meter.sent(2 * buffer.nbytes * (self.world_size - 1) // self.world_size)  # as in a ring
         return all_reduce_sum(buffer, self.process_group, self.clock, group)
 
     def use_arenas(self, arenas: Collection[Tensor]) -> None:

@@ -47,7 +47,7 @@ class BatchTimer:
     def remove(self) -> None:
         """Remove the hook on the model."""
         self._remove()
-        self._turns.batch_times = None
+        self._turns.time_batch(None)
         self._balancer.stop()
 
     @property
@@ -57,7 +57,8 @@ class BatchTimer:
 
     def batch_begins(self) -> None:
         """Begin to time a batch."""
-        self._watch = self._turns.batch_times = Stopwatch(self._device)
+        self._watch = Stopwatch(self._device)
+        self._turns.time_batch(self._watch)
         self._begin = self._end = None
 
     def _forward_begins(self) -> None:
@@ -76,7 +77,8 @@ class BatchTimer:
             samples: of the batch.
             trained: of the step that it ends, with those of earlier micro-batches; None if it ends none.
         """
-        watch, self._watch, self._turns.batch_times = self._watch, None, None
+        watch, self._watch = self._watch, None
+        self._turns.time_batch(None)
         if trained is None:
             return
         if watch is not None and self._begin is not None and self._end is not None:

@@ -389,7 +389,7 @@ class Reducer:
             self.pipeline = None
         else:
             self.pipeline = self._make_pipeline(plan)
-        self._turns.profiler = self._planning.profiler
+        self._turns.measure(self._planning.profiler)
         self._updates.use(self.pipeline)
 
     def _make_pipeline(self, plan: FusionPlan) -> Pipeline:
@@ -456,7 +456,7 @@ class Reducer:
             self._params.arm_all()  # no update is pending yet: arm parameters only to learn the use order
         note_use = self._use_order.begin_forward()
         self._params.watch_uses(note_use if self._planning.profiler is None else self._timing(note_use))
-        self._early_reads.is_inside_forward = True
+        self._early_reads.begin_forward()
         self._compiled.before_forward()
 
     def _follow_plan(self) -> bool:
@@ -482,7 +482,7 @@ class Reducer:
         return False
 
     def _after_forward(self, returned: bool, output: object) -> None:
-        self._early_reads.is_inside_forward = False
+        self._early_reads.end_forward()
         self._params.watch_uses(self._guard.note_touch)
         if not torch.is_grad_enabled():
             return

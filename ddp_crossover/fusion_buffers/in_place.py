@@ -60,6 +60,6 @@ def lay_out(group: GroupInFlight, weights: RankWeights, owners: Mapping[int, int
             parts.append(piece)
             owner_of_parts.append(owner)
         places[index] = (len(parts) - 1, piece.low - parts[-1].low)
-    group.places = places
     owned_by = tuple(owner for owner in owner_of_parts if owner is not None)
-    group.buffer = FusionBuffer(tuple(one.memory[one.low : one.high] for one in parts), weights, owned_by or None)
+    memories = tuple(one.memory[one.low : one.high] for one in parts)
+    group.lay_out(FusionBuffer(memories, weights, owned_by or None), places)

@@ -79,6 +79,14 @@ class Turns:
         """How often another job has wanted or held the device so far."""
         return self.ledger.disturbances
 
+    def measure(self, profiler: ComputeTimes | None) -> None:
+        """Tell this profiler of time that is not compute from now on; None: nobody."""
+        self.profiler = profiler
+
+    def time_batch(self, watch: ComputeTimes | None) -> None:
+        """The same for the compute time of a batch."""
+        self.batch_times = watch
+
     # Called by training where compute begins, ends or waits.
 
     def want(self) -> None:

@@ -194,7 +194,7 @@ class DeferredUpdates:
         return slot in pipeline.updates or self._params.all[slot.index] in self._params.updating
 
     def _note_waits(self, optimizer: Optimizer, reason: str | None) -> None:
-        self._early_reads.is_explained = True
+        self._early_reads.explain()
         self._fallbacks.note(
             f"{type(optimizer).__name__}.step() waits for all gradients and defers nothing, because {reason}"
         )

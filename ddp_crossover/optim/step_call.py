@@ -125,7 +125,7 @@ class Deferrable:
         for lazy, reason in why_not.items():
             names.setdefault(reason, []).append(lazy.name)
         for reason, (first, *others) in names.items():
-            self._early_reads.is_explained = True
+            self._early_reads.explain()
             more = f" (and {len(others)} more)" if others else ""
             self._fallbacks.note(f"the update of {first}{more} is not deferred, because the parameter {reason}")
 

@@ -42,6 +42,18 @@ class EarlyReads:
         self.is_explained = self._gradients_were_read = False
         self.clipped_by = None
 
+    def explain(self) -> None:
+        """Note that it is known why this step waits."""
+        self.is_explained = True
+
+    def begin_forward(self) -> None:
+        """Take needs of updates for those of the model, until :meth:`end_forward`."""
+        self.is_inside_forward = True
+
+    def end_forward(self) -> None:
+        """See :meth:`begin_forward`."""
+        self.is_inside_forward = False
+
     def note_parameter_read(self) -> None:
         """Note that an update is needed now."""
         if not self.is_inside_forward:

@@ -106,7 +106,7 @@ class Slot:
         self.view = view
         self.neighbours = neighbours
         for group in self.groups:
-            group.buffer = None
+            group.forget_buffer()
 
 
 class GroupState(enum.Enum):
@@ -178,6 +178,76 @@ class GroupInFlight:
         self.scatter: ScatterLeg | None = None
         self.gather: Leg | None = None
         self.kept: list[Tensor] = []
+
+    # Where it travels from.
+
+    def lay_out(self, buffer: FusionBuffer, places: Sequence[tuple[int, int] | None]) -> None:
+        """Travel from this buffer, with the pieces at these places in it."""
+        self.buffer = buffer
+        self.places = places
+
+    def land_in(self, landing: FusionBuffer | None) -> None:
+        """Let updated parameters arrive there."""
+        self.landing = landing
+
+    def forget_buffer(self) -> None:
+        """Have the buffer made anew before the group travels again."""
+        self.buffer = None
+
+    def forget_legs(self) -> None:
+        """Drop the legs, which hold DDP's buckets."""
+        self.scatter = self.gather = None
+
+    # Transitions, see `GroupState`.
+
+    def announce(self) -> None:
+        """Peers may send from now on."""
+        self.state = GroupState.ANNOUNCED
+
+    def arrive(self, pieces: int) -> bool:
+        """Note that so many pieces are staged; returns whether none is missing."""
+        self.missing -= pieces
+        return not self.missing
+
+    def skip(self) -> None:
+        """Send nothing: no rank has used its parameters."""
+        self.state = GroupState.UNUSED
+
+    def reduce_by(self, leg: ScatterLeg) -> None:
+        """One leg does both."""
+        self.scatter = self.gather = leg
+        self.state = GroupState.GATHERING
+
+    def scatter_by(self, leg: ScatterLeg) -> None:
+        """The scatter leg was started."""
+        self.scatter = leg
+        self.state = GroupState.SCATTERING
+
+    def gather_by(self, leg: Leg) -> None:
+        """The gather leg of gradients was started."""
+        self.gather = leg
+        self.state = GroupState.GATHERING
+
+    def complete(self) -> None:
+        """The buffer holds the reduced gradients."""
+        self.state = GroupState.COMPLETE
+
+    def keep(self, shards: list[Tensor]) -> None:
+        """Put this rank's slices of the reduced gradients aside."""
+        self.kept = shards
+
+    def update_by(self, leg: Leg) -> None:
+        """The gather leg of updated parameters was started."""
+        self.gather = leg
+        self.state = GroupState.UPDATING
+
+    def end_update(self) -> None:
+        """The landing holds the updated parameters."""
+        self.state = GroupState.UPDATED
+
+    def close_by(self, leg: Leg) -> None:
+        """A gather leg was started that carries nothing, and changes nothing."""
+        self.gather = leg
 
     def shard_pieces(self, number: int, world_size: int) -> Iterator[ShardPiece]:
         """What is in the shard with this number, without padding and without what the buffer does not hold."""

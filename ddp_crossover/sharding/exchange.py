@@ -62,9 +62,7 @@ def exchange(
         [sum(each.numel for each in to_one) * item_bytes for to_one in moves[rank]],
         group=link.process_group,
     )
-    link.meter.sent_bytes += (
-        sum(each.numel for to, one in enumerate(moves[rank]) for each in one if to != rank) * item_bytes
-    )
+    link.meter.sent(sum(each.numel for to, one in enumerate(moves[rank]) for each in one if to != rank) * item_bytes)
     values, begin = received.view(like.dtype), 0
     for of_one in moves:
         for each in of_one[rank]:

@@ -100,25 +100,24 @@ class ShardedPipeline(Pipeline):
             landing = self._landing_arenas[spec.arena]
         owners = [self._owners.get(slot.index) for slot in group.slots]
         if owners[0] is None:
-            group.landing = group.buffer if landing is arena else FusionBuffer((_part(landing, spec),))
+            group.land_in(group.buffer if landing is arena else FusionBuffer((_part(landing, spec),)))
             return group
         starts = [place[1] for place in group.places if place is not None]
         bounds = [(start, start + piece.numel) for start, piece in zip(starts, spec.pieces, strict=True)]
-        group.buffer, group.landing = (
+        buffer, landed = (
             FusionBuffer(
                 tuple(_part(memory, spec)[low:high] for low, high in bounds),
                 owners=tuple(owner for owner in owners if owner is not None),
             )
             for memory in (arena, landing)
         )
-        if landing is arena:
-            group.landing = group.buffer
-        group.places = [(part, 0) for part in range(len(bounds))]
+        group.lay_out(buffer, [(part, 0) for part in range(len(bounds))])
+        group.land_in(buffer if landing is arena else landed)
         return group
 
     def _lay_out(self, group: GroupInFlight) -> None:
         lay_out(group, self._weights, self._owners)
-        group.landing = group.buffer
+        group.land_in(group.buffer)
         self._kept.pop(group, None)
         self.layouts += 1
 
@@ -236,11 +235,11 @@ class ShardedPipeline(Pipeline):
     def _keep_gradients(self, group: GroupInFlight, shards: Sequence[Tensor]) -> None:
         """Put the reduced gradients aside, where parameters will take their place."""
         if group.landing is not group.buffer:
-            group.kept = list(shards)
+            group.keep(list(shards))
             return
         if group not in self._kept:
             self._kept[group] = [torch.empty_like(shard) for shard in shards]
-        group.kept = self._kept[group]
+        group.keep(self._kept[group])
         torch._foreach_copy_(group.kept, list(shards))
 
     def _to_update(self, piece: ShardPiece, out: Tensor, in_memory: Tensor | None, group: GroupInFlight) -> ToUpdate:
@@ -265,8 +264,7 @@ class ShardedPipeline(Pipeline):
         assert group.scatter is not None
         self.order.mark()
         urgency = self._urgency[group.spec.index] if self.chooses_gathers else None
-        group.gather = self.link.all_gather(group.scatter, urgency)
-        group.state = GroupState.UPDATING
+        group.update_by(self.link.all_gather(group.scatter, urgency))
 
     def landed(self, slot: Slot) -> Tensor:
         """The updated parameter, once its groups are :attr:`GroupState.UPDATED`."""
@@ -278,7 +276,7 @@ class ShardedPipeline(Pipeline):
     def _complete_for_update(self, group: GroupInFlight) -> None:
         if group.state is GroupState.UPDATING:
             self._wait_for_gather(group)
-            group.state = GroupState.UPDATED
+            group.end_update()
 
     def _is_ready_for_update(self, group: GroupInFlight) -> bool:
         return group.state is GroupState.UPDATED
@@ -387,7 +385,8 @@ class ShardedPipeline(Pipeline):
                 self._gradient_memory(self.slots[part.parameter])[part.start : part.stop] = values
         self.order.mark()
         for group in groups:
-            group.state, group.kept = GroupState.COMPLETE, []
+            group.complete()
+            group.keep([])
 
     def _gradient_memory(self, slot: Slot) -> Tensor:
         """The slot's gradient, flat, through an alias of DDP's bucket: a version tells what DDP has written."""
@@ -420,7 +419,7 @@ class ShardedPipeline(Pipeline):
             if group.landing is group.buffer and not group.kept:
                 self._wait_for_scatter(group)
                 self._keep_gradients(group, group.scatter.shards())
-            group.gather = self.link.all_gather(group.scatter)  # carries nothing, but peers have posted receives
+            group.close_by(self.link.all_gather(group.scatter))  # peers have posted receives
 
     def _end_legs(self) -> None:
         is_spread = any(group.state in _SPREAD for group in self.groups)
@@ -436,13 +435,13 @@ class ShardedPipeline(Pipeline):
         self._launched.clear()
         self._latest_early = None
         for group in self.groups:
-            group.kept = []
+            group.keep([])
             if group.spec.arena not in self._arenas:
-                group.landing = None
+                group.land_in(None)
 
     def drop_references(self) -> None:
         for group in self.groups:
-            group.landing = None
+            group.land_in(None)
         self._landing_arenas.clear()
         super().drop_references()
 
