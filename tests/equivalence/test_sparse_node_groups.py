@@ -214,7 +214,9 @@ def test_one_process_computes_the_same(on_ranks, layout, dear, feedback) -> None
     on_ranks(_compare_with_simulation, 4, layout, dear, DENSITY, feedback)
 
 
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, INTERLEAVED, TWO_NODES], ids=str)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(TWO_BY_TWO, marks=pytest.mark.nightly), INTERLEAVED, TWO_NODES], ids=str
+)
 def test_density_1_is_the_dense_sum_in_node_order(on_ranks, layout) -> None:
     case = Case(model=DeepNet, optimizer=SGD, dear={"compress": dx.TopK(1.0)})
     check_on_nodes(case, layout, on_ranks)
@@ -251,7 +253,9 @@ WIRES = {
 }
 
 
-@pytest.mark.parametrize(("wire", "layout"), [("sparse", TWO_NODES), ("sparse_int8", TWO_BY_TWO)])
+@pytest.mark.parametrize(
+    ("wire", "layout"), [("sparse", TWO_NODES), pytest.param("sparse_int8", TWO_BY_TWO, marks=pytest.mark.nightly)]
+)
 def test_what_is_left_out_is_made_up_for(on_ranks, layout, wire) -> None:
     on_ranks(_sum_of_everything, world_size(layout), layout, WIRES[wire] | SEVERAL_PER_GROUP, 8)
 
@@ -273,7 +277,7 @@ def _coded_sums(layout: Layout) -> None:
     run.detach()
 
 
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, INTERLEAVED], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(TWO_BY_TWO, marks=pytest.mark.nightly), INTERLEAVED], ids=str)
 def test_codes_across_nodes_are_close_and_the_same_everywhere(on_ranks, layout) -> None:
     on_ranks(_coded_sums, 4, layout)
 
