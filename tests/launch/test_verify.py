@@ -35,6 +35,7 @@ def test_the_first_difference_is_named(tmp_path: Path) -> None:
     assert "rank 1: DIFFERENT" in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_script_that_does_not_repeat_itself_cannot_be_verified(tmp_path: Path) -> None:
     draws = "x.normal_(generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(4), 'big')))"
     script = write_script(tmp_path, before_step=f"{draws}; ddp(x).sum().backward()")
@@ -47,6 +48,7 @@ def test_a_script_without_ddp_cannot_be_verified(tmp_path: Path) -> None:
     assert done.returncode == 2 and "has trained no DDP model (plain):\nnothing to see" in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_run_too_short_for_the_pipeline_is_not_called_the_same(tmp_path: Path) -> None:
     done = torchrun("-m", "ddp_crossover", "verify", "--steps", "1", str(write_script(tmp_path)))
     assert done.returncode != 0 and "nothing went through the pipeline in 1 optimizer steps" in done.stdout
@@ -69,6 +71,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_ranks_that_the_script_starts_by_itself_are_all_compared(tmp_path: Path) -> None:
     text = TRAIN.partition('if __name__ == "__main__"')[0].replace("def main", "def train")
     text = text.replace('    dist.init_process_group("gloo")\n', "") + SPAWNS
