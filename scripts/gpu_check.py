@@ -46,7 +46,7 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
         "--only",
         action="append",
         metavar="TEXT",
-        help="only cases whose line, as `check: name`, contains this; may be given several times (all)",
+        help="only cases whose line, as 'check: name', contains this; may be given several times (all)",
     )
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses without a GPU (%(default)s)")
     add("--jobs", type=int, default=3, metavar="N", help="cases side by side, where that is safe (%(default)s)")
