@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests, three at a time. Arguments go to pytest: ./scripts/test.sh tests/scripts/test_train_script.py -k resume
 #
-#   ./scripts/test.sh -m quick    the core of every invariant, in two minutes
+#   ./scripts/test.sh -m quick    the core of every invariant, in three minutes
 #   ./scripts/test.sh -m nightly  what a run leaves out: all recipes, benches, soaks, rehearsals
 #   ./scripts/test.sh -n 0 ...    one at a time, for --pdb or -s
 set -euo pipefail
