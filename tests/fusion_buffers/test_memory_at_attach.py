@@ -67,7 +67,7 @@ def storages_of_plans(make: Callable[[], nn.Module], options: dict[str, Any]) ->
 @pytest.mark.parametrize(
     "make", [DeepNet, OddNet, partial(MixedDtypeNet, torch.bfloat16)], ids=["deep", "odd", "mixed"]
 )
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_every_plan_uses_the_memory_of_attach(on_ranks, world_size, make, options) -> None:
     for made, used in on_ranks(storages_of_plans, world_size, make, options):
         assert len(used) > 4

@@ -49,7 +49,7 @@ def spread(
                     changes["optimizer"] = optimizer
                 words = (name, label) if choose_optimizer else (name,)
                 is_quick = name in quick and world_size == 2
-                is_nightly = label == chosen and index % 2 == 1
+                is_nightly = strict is others[3] and index % 2 == 1  # the two differ in that
                 params.append(_param(replace(case, **changes), *words, is_quick=is_quick, is_nightly=is_nightly))
     return params
 
