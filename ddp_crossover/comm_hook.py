@@ -39,9 +39,7 @@ from ddp_crossover.parameters.pending_parameter import PendingParameter, touch
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.sharding.sharded_updates import ShardedUpdates
 from ddp_crossover.top_k import TopK
-from ddp_crossover.torch_internals.ddp import (
-    GradBucket,
-)
+from ddp_crossover.torch_internals.ddp import GradBucket
 from ddp_crossover.torch_internals.dispatch import allow_foreach, describe_gradients_by, settle_before_use
 from ddp_crossover.torch_internals.optimizers import has_hooks
 from ddp_crossover.tracing.recording import recording

@@ -111,7 +111,8 @@ def compose(
     """
     refuse_model(ddp)
     refuse_optimizers(ddp, optimizers)
-    device = managed_parameters(ddp)[0][1].device
+    named = managed_parameters(ddp)
+    device = named[0][1].device
     plain_reason = why_plain_all_reduce(ddp, asked.schedule)
     group_of_legs = process_group if process_group is not None else ddp.process_group
     is_nccl = family_of(backend_for(group_of_legs, device)) == "nccl"
@@ -131,7 +132,7 @@ def compose(
         sums_in_fp32=wire.cast_to is not None,
     )
     try:
-        return _compose_on(link, ddp, optimizers, asked, wire, plain_reason, lease, on_leave)
+        return _compose_on(link, ddp, named, optimizers, asked, wire, plain_reason, lease, on_leave)
     except BaseException:
         link.shut_down()
         raise
@@ -140,6 +141,7 @@ def compose(
 def _compose_on(
     link: Link,
     ddp: DistributedDataParallel,
+    named: Sequence[tuple[str, Parameter]],
     optimizers: Sequence[Optimizer],
     asked: Options,
     wire: Wire,
@@ -147,7 +149,6 @@ def _compose_on(
     lease: GpuLease | None,
     on_leave: Callable[[str], None],
 ) -> Parts:
-    named = managed_parameters(ddp)
     parameters = [parameter for _, parameter in named]
     device = parameters[0].device
     fallbacks = FallbackLog(link.rank)

@@ -185,7 +185,7 @@ class LazyParam:
 
     def begin_wait(self) -> None:
         """Note that the update is pending."""
-        self.expect_version()
+        self.version = self.memory._version
         self.is_waiting, self.was_covered = True, False
 
     def use_all(self) -> None:

@@ -103,13 +103,13 @@ class ReducedGradients:
         self._delivers = [functools.partial(self._deliver, slot) for slot in slots]
         self._zeroes = [functools.partial(self._zero, slot) for slot in slots]
 
-    # Backward.
-
     def drop_references(self) -> None:
         """Drop all parameters and gradients now, not at the next garbage collection."""
         self.untaken.clear()
         self._delivers.clear()
         self._zeroes.clear()
+
+    # Backward.
 
     def begin_backward(self) -> None:
         """Forget the buckets of the last backward."""
@@ -287,7 +287,10 @@ class ReducedGradients:
             for slot in edited
             if slot.is_cast and slot.pending.current.is_reduced_gradient
         }
-        gradients = {slot: slot.view.to(slot.parameter.dtype) if slot.is_cast else slot.view for slot in slots} | shown
+        gradients = {
+            slot: shown[slot] if slot in shown else slot.view.to(slot.parameter.dtype) if slot.is_cast else slot.view
+            for slot in slots
+        }
         by_factors: dict[tuple[int, ...], list[Slot]] = {}
         for slot in gradients:
             if slot.scales and slot not in shown:
