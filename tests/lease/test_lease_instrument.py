@@ -280,8 +280,8 @@ def test_a_peer_yields_to_a_peer_once_it_has_held_for_its_quantum(
     model = nn.Sequential(*(layer() for _ in range(10)))
     lease.instrument(model, quantum_ms=50.0)
     other = processes.actor("other")
+    started = time.monotonic()  # a forward that expects a backward begins the turn
     loss = model(X).sum() if phase == "backward" else None
-    started = time.monotonic()
     lease.acquire()
     other.start("hold_for", 0.0)
     eventually(lambda: lease.pressed)
