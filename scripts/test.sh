@@ -2,7 +2,7 @@
 # Runs the tests, three at a time. Arguments go to pytest: ./scripts/test.sh tests/scripts/test_train_script.py -k resume
 #
 #   ./scripts/test.sh -m quick    the core of every invariant, in three minutes
-#   ./scripts/test.sh -m nightly  what a run leaves out: all recipes, benches, soaks, rehearsals
+#   ./scripts/test.sh -m nightly  what a run leaves out: two thirds of the cases on ranks, recipes, benches, soaks
 #   ./scripts/test.sh -n 0 ...    one at a time, for --pdb or -s
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"

@@ -14,12 +14,18 @@ import pytest
 
 from harness import RankPool
 from script_server import ScriptServer
+from selection import leave_to_the_night
 
 _OF_GROUP = re.compile(r"@[\w ]+$")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what stays together on one worker, since it shares a launch or is one: it would be the last to end."""
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave cases to the night, but for a test that is named. Begin with what stays together on one worker, since it
+    shares a launch or is one: it would be the last to end.
+    """
+    if not any("::" in argument for argument in config.args):
+        leave_to_the_night(items)
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 

@@ -20,6 +20,8 @@ from gpu_check_parts.training import Job, Recipe
 from models import INPUTS, DeepNet
 from script_server import ScriptServer
 
+pytestmark = pytest.mark.launches
+
 _OPTIONS: dict[str, dict[str, Any]] = {
     "exact": {"fusion_mb": 1e-4},
     "sharded": {"fusion_mb": 1e-4, "shard_optimizer": True},

@@ -12,6 +12,8 @@ import pytest
 
 from script_server import Ended, ScriptServer
 
+pytestmark = pytest.mark.launches
+
 GROUP_TIMEOUT_S = 10.0
 # From the last rank that can still do something until all have left, on a machine that does much else.
 GRACE_S = 12.0

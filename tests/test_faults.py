@@ -24,6 +24,8 @@ from failing_backward import FailingBackward
 from harness import Outcome, run_faulty_ranks, run_ranks
 from models import DeepNet
 
+pytestmark = pytest.mark.launches
+
 GROUP_TIMEOUT_S = 4.0
 # From the peer's end, or from the group's timeout, until this process has left.
 GRACE_S = 12.0

@@ -88,6 +88,7 @@ def _run(*programs: str) -> str:
     return job.stdout + job.stderr
 
 
+@pytest.mark.nightly
 def test_every_module_imports_on_macos() -> None:
     assert _run(_AS_ON_MACOS, _IMPORT_EVERYTHING).endswith("imported\n")
 

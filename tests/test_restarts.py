@@ -28,6 +28,8 @@ from harness import run_faulty_ranks, run_ranks
 from models import DeepNet
 from restart_training import ALL_STEPS, Training, build, end, load, save, train
 
+pytestmark = pytest.mark.launches
+
 ROOT = Path(__file__).resolve().parent.parent
 SUPPORT = ROOT / "tests" / "support"
 FIRST_STEPS = 8
@@ -161,6 +163,7 @@ def _ends_in(folder: Path) -> list[dict[str, Any]]:
     return [torch.load(folder / f"end-{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.nightly
 def test_ranks_spawned_by_torch_multiprocessing_are_exact(tmp_path: Path) -> None:
     script = str(SUPPORT / "spawned_script.py")
     for arm in ("plain", "attached"):

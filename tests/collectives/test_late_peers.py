@@ -21,6 +21,8 @@ from harness import run_ranks
 from heard import heard
 from models import DeepNet
 
+pytestmark = pytest.mark.launches
+
 SCATTER, GATHER = "scatter leg of fusion group 3", "gather leg of fusion group 2"
 
 

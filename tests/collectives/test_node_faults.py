@@ -24,6 +24,8 @@ from harness import run_faulty_ranks, run_ranks
 from models import DeepNet, OddNet
 from node_groups import INTERLEAVED, TWO_BY_TWO, Layout, on_nodes
 
+pytestmark = pytest.mark.launches
+
 GROUP_TIMEOUT_S = 4.0
 GRACE_S = 12.0
 FAULT_AT = 8
@@ -195,6 +197,7 @@ print(state.stats().pipelined_iterations)
 """
 
 
+@pytest.mark.nightly
 def test_a_program_may_end_without_detach(script_server, tmp_path) -> None:
     for ended in script_server.run(_SCRIPT, tmp_path, 4):
         assert ended.exitcode == 0, ended

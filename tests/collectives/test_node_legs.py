@@ -130,6 +130,7 @@ class VeryDeepNet(nn.Sequential):
         super().__init__(*layers, nn.Linear(HIDDEN, OUTPUTS))
 
 
+@pytest.mark.nightly
 def test_a_deep_net_in_tiny_groups_is_exact(on_ranks) -> None:
     case = Case(model=VeryDeepNet, optimizer=SGD, steps=4, dear={"fusion_mb": 1e-5}, pipelined=False)
     check_on_nodes(case, TWO_BY_TWO, on_ranks)

@@ -20,7 +20,10 @@ from models import INPUTS, OUTPUTS
 from wire import tcp_bytes_sent
 
 # In fresh processes: connections of an earlier test could close between two readings.
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's TCP_INFO")
+pytestmark = [
+    pytest.mark.launches,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's TCP_INFO"),
+]
 
 STEPS = 8
 TOLERANCE = 0.02

@@ -202,6 +202,7 @@ def _digest(tmp_path: Path, seed: int = 0, **parts: str) -> str:
     return subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.nightly
 def test_a_users_script_counts_with_what_its_code_does_and_names(tmp_path: Path) -> None:
     before = _digest(tmp_path)
     assert _digest(tmp_path, seed=1) == before

@@ -19,6 +19,8 @@ from torch.optim.lr_scheduler import ConstantLR
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
 from models import INPUTS, OddNet
 
+pytestmark = pytest.mark.launches
+
 
 def _sgd() -> SGD:
     return SGD(OddNet().parameters(), lr=0.1)

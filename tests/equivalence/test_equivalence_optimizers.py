@@ -12,7 +12,6 @@ import gradient_loops
 import loops
 import resume_loops
 from equivalence import Case, check_case
-from matrix import every_second
 from models import DeepNet, MatrixNet, OddNet
 from optimizers import MUON, OPTIMIZERS
 from wirings import SkippingNet
@@ -61,7 +60,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "feature"), every_second(PAIRS))
+@pytest.mark.parametrize(("name", "feature"), PAIRS)
 def test_optimizer_is_exact(on_ranks, name: str, feature: str) -> None:
     case = FEATURES[feature]
     model = MODELS_FOR.get(name, {}).get(case.model, case.model)

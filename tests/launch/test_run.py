@@ -36,6 +36,7 @@ def test_a_module_whose_workers_are_spawned(tmp_path: Path) -> None:
     assert bits(done) == bits(plain) and "attached to Sequential" in done.stderr
 
 
+@pytest.mark.nightly
 def test_switched_off_it_is_plain_ddp(tmp_path: Path, plain) -> None:
     done = torchrun("-m", "ddp_crossover", "run", str(write_script(tmp_path)), "x", DDP_CROSSOVER="off")
     assert bits(done) == plain and "ddp_crossover" not in done.stderr

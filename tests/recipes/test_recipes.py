@@ -150,7 +150,8 @@ def test_with_its_line_a_recipe_trains_as_plain_ddp(launch: Launcher, name: str)
     _assert_same_final_state(attached, launch(recipe))
 
 
-@pytest.mark.parametrize("name", often(RECIPES, "nanogpt_without_clipping"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", RECIPES)
 def test_under_run_a_recipe_trains_as_plain_ddp(launch: Launcher, name: str) -> None:
     recipe = RECIPES[name]
     attached = launch(recipe, run=("--fusion-mb", "0.005"))

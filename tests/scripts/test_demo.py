@@ -67,6 +67,7 @@ def _both_send_alike_over_one_slow_link(link: dict[str, Any], trained: list[dict
         assert carriers == [pytest.approx(gradient_bytes, rel=0.1)]
 
 
+@pytest.mark.nightly
 def test_what_cannot_run_is_refused_by_name() -> None:
     for arguments, message in (
         (("--model", "resnet81"), "--model resnet81 is none of torchvision's classifiers"),

@@ -10,6 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_crossover as dx
 from harness import run_ranks
 
+pytestmark = pytest.mark.launches
+
 
 def _bytes_per_step(sharded: bool, fusion_mb: float) -> float:
     torch.manual_seed(0)

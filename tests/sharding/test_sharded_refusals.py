@@ -18,6 +18,8 @@ from ddp_crossover.sharding.by_element import why_not_by_element, why_not_shared
 from harness import run_faulty_ranks, run_ranks
 from models import INPUTS, OddNet
 
+pytestmark = pytest.mark.launches
+
 
 class Twisted(Optimizer):
     """An optimizer of one function, which gets it, a parameter, its gradient and its group."""

@@ -20,6 +20,8 @@ from models import INPUTS, OUTPUTS, DeepNet
 from optimizers import two_optimizers
 from reference import rank_order_hook
 
+pytestmark = pytest.mark.launches
+
 GROUPS_MB = 1e-3
 
 

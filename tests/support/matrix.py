@@ -3,11 +3,12 @@
 The fuzzer draws combinations at random. What is written out here says by its name what broke:
 
 * Each feature twice: on 2 ranks with AdamW and `strict`, or with SGD and without; and on 1, 3 or 4 ranks in the other
-  mode with an optimizer out of the list in rotation (`spread`). Every second one of the latter runs at night.
-* Each look at a parameter in one of both modes on 2 ranks, and every third in both, strict on 3 ranks (`in_turn`), of
-  which every second one runs at night.
-* Each optimizer on 2 ranks with a quarter of the features that concern the update itself, half of them at night
+  mode with an optimizer out of the list in rotation (`spread`).
+* Each look at a parameter in one of both modes on 2 ranks, and every third in both, strict on 3 ranks (`in_turn`).
+* Each optimizer on 2 ranks with a quarter of the features that concern the update itself
   (test_equivalence_optimizers.py).
+
+Which of them run before each change, selection.py says.
 """
 
 from __future__ import annotations
@@ -49,8 +50,7 @@ def spread(
                     changes["optimizer"] = optimizer
                 words = (name, label) if choose_optimizer else (name,)
                 is_quick = name in quick and world_size == 2
-                is_nightly = strict is others[3] and index % 2 == 1  # the two differ in that
-                params.append(_param(replace(case, **changes), *words, is_quick=is_quick, is_nightly=is_nightly))
+                params.append(_param(replace(case, **changes), *words, is_quick=is_quick))
     return params
 
 
@@ -64,17 +64,10 @@ def in_turn(features: Mapping[str, Case], quick: Collection[str] = ()) -> list[A
             replace(case, world_size=world_size, strict=strict),
             name,
             is_quick=name in quick and world_size == 2,
-            is_nightly=world_size == 3 and index % 2 == 1,
         )
         for index, (name, case) in enumerate(features.items())
         for world_size, strict in modes[index % len(modes)]
     ]
-
-
-def every_second(values: Iterable[Any]) -> list[Any]:
-    """Parameters for `pytest.mark.parametrize`: these values, of which every second one runs at night only."""
-    values = list(values)
-    return often(values, *values[::2])
 
 
 def often(values: Iterable[Any], *chosen: Any) -> list[Any]:
@@ -87,7 +80,7 @@ def often(values: Iterable[Any], *chosen: Any) -> list[Any]:
     ]
 
 
-def _param(case: Case, *words: str, is_quick: bool, is_nightly: bool) -> Any:
+def _param(case: Case, *words: str, is_quick: bool) -> Any:
     mode = ("strict",) if case.strict else ()
-    marks = [pytest.mark.quick] if is_quick else [pytest.mark.nightly] if is_nightly else []
+    marks = [pytest.mark.quick] if is_quick else []
     return pytest.param(case, id="-".join((*words, f"{case.world_size}ranks", *mode)), marks=marks)
