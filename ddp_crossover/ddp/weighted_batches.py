@@ -104,7 +104,8 @@ class WeightedBatches:
         self._count: int | None = None
         self._share = 0
         self._has_reduced = self._was_unsynced = self._has_no_data = False
-        self._unreduced = UnreducedSamples(lambda: self._model.parameters())
+        # Not those of the DDP object, which has none while a rank without data takes part.
+        self._unreduced = UnreducedSamples(lambda: [lazy.parameter for lazy in params.all])
         self._trained = 0  # samples of the last step
         self._total: int | None = None
         self._told: _Told | None = None

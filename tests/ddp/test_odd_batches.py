@@ -185,6 +185,25 @@ def test_micro_batches_without_samples_count_for_nothing(on_ranks) -> None:
     on_ranks(_empty_micro_batches, 2)
 
 
+def _empty_last_micro_batch() -> None:
+    ranks = Ranks()
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        if ranks.run.rank == 1:
+            ranks.backward_by_halves(x, y)
+            return
+        with ranks.model.no_sync():
+            ranks.backward(x, y)
+        with ranks.state.batch(0):
+            pass
+
+    ranks.train(train)
+
+
+def test_what_earlier_micro_batches_have_added_counts_if_the_last_one_is_empty(on_ranks) -> None:
+    on_ranks(_empty_last_micro_batch, 2)
+
+
 def _repeat_a_batch_that_has_raised(is_micro: bool) -> None:
     ranks = Ranks()
 

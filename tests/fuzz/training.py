@@ -368,6 +368,10 @@ class Run:
     def _micro_batch(self, index: int, count: int, mine: int, total: int, step: int) -> Tensor:
         if not count and self.weights:
             return torch.zeros(())
+        with torch.random.fork_rng([], enabled=not count):  # nor does a rank without data draw random numbers here
+            return self._train_on(index, count, mine, total, step)
+
+    def _train_on(self, index: int, count: int, mine: int, total: int, step: int) -> Tensor:
         x, y = self.batch(index, max(count, 1))
         if self.script.get("penalty") == "input":
             x.requires_grad_()
