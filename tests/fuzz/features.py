@@ -181,7 +181,7 @@ EVENTS = (
     EventFeature("memory_replaced", OUTSIDE),
     EventFeature("learning_rate"),
     EventFeature("weight_decay"),
-    EventFeature("group_added", OUTSIDE),
+    EventFeature("group_added", OUTSIDE, has("scheduler")),  # schedulers of torch refuse a group that comes later
     EventFeature("frozen", OUTSIDE, either(CHANGES_GRAPH, lambda choices: not choices.get("find_unused"))),
     EventFeature("attached_again", OUTSIDE),
     EventFeature("detached", OUTSIDE, has(sizes="zeros")),
