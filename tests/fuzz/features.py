@@ -192,7 +192,7 @@ EVENTS = (
     EventFeature("loss_raises", ("begin",), either(has("closure", "scaler"), CHANGES_GRAPH)),
     EventFeature("step_raises", ("gradients",), has("closure", "scaler")),
     EventFeature("step_skipped", ("gradients",), has("closure", "scaler")),
-    EventFeature("step_twice", ("gradients",), has("closure", "scaler")),
+    EventFeature("step_twice", ("gradients",), has("closure", "scaler", average="own")),  # dx.Ema averages after each
     EventFeature("thread_reads", by_one=True),
     EventFeature("thread_reads_gradients", ("gradients",), by_one=True),
     EventFeature("functional_call", by_one=True, without=has(model=("batch_norm", "dropout"))),
