@@ -81,16 +81,22 @@ def fit(program: Program) -> Program:
             arm.pop("wire")  # plain DDP keeps the hook that stands for it
     if script.get("model") in BRANCHES:
         script["find_unused"] = True
-    events = tuple(event for event in program.events if not any(_is_refused(event, arm) for arm in arms))
+    events = tuple(event for event in program.events if not any(_is_refused(event, script, arm) for arm in arms))
+    if script.get("attach_at") or names & {"attached_again", "detached"}:
+        # After a change of dtype DDP reduces nothing more, but for a new reducer, which attach and detach make.
+        events = tuple(event for event in events if event.name != "to_double_and_back")
     unique = [dict(items) for items in dict.fromkeys(tuple(sorted(arm.items())) for arm in arms)]
     return replace(program, script=script, arms=tuple(unique), events=events)
 
 
-def _is_refused(event: Event, arm: Choices) -> bool:
+def _is_refused(event: Event, script: Choices, arm: Choices) -> bool:
     """Whether the ranks of an arm could not do this, as the documentation says."""
     reads_alone = event.rank is not None and event.name in READS_GRADIENTS and event.place in OUTSIDE
+    # The loop goes on with the next batch, where the others wait for as many samples as they were told of.
+    skips_a_batch = event.name == "loss_raises" and script.get("sizes", "equal") != "equal"
     return bool(
-        (arm.get("weighted") and event.name in OUTSIDE_OF_BATCHES) or (arm.get("shard_optimizer") and reads_alone)
+        (arm.get("weighted") and (event.name in OUTSIDE_OF_BATCHES or skips_a_batch))
+        or (arm.get("shard_optimizer") and reads_alone)
     )
 
 
