@@ -144,7 +144,7 @@ class Pipeline:
         self._weights = weights or RankWeights(link.rank, link.world_size)
         self._stagings: dict[int, Staging] = {}
         self._arrived: list[int] = []
-        self.may_announce = False
+        self._may_announce = False
         self.awaits_backward = False
         self._versions: dict[int, int] = {}
 
@@ -292,10 +292,14 @@ class Pipeline:
             return
         group = self.groups[index]
         # Before DDP's buckets are where they will stay, their sizes may differ from those of the last iteration.
-        is_known = group.spec.arena in self._arenas or (self.may_announce and group.buffer is not None)
+        is_known = group.spec.arena in self._arenas or (self._may_announce and group.buffer is not None)
         if is_known and not group.is_launched:
             group.announce()
             self.link.announce(index, self._buffer_of(group))
+
+    def expect_same_buckets(self, stay: bool) -> None:
+        """Note whether DDP's buckets are where they will stay, so that peers may be told of groups beforehand."""
+        self._may_announce = stay
 
     def end_backward(self) -> None:
         """Launch the gather legs in use order and make every ``.grad`` a PendingGrad unless a script keeps it."""
@@ -342,7 +346,7 @@ class Pipeline:
                     if slot not in arrived:
                         skipped.add(slot)
                         if slot.is_in_place:
-                            slot.place = None
+                            slot.has_not_arrived()
                         else:
                             slot.view.zero_()
                 self._launch(group)
@@ -547,9 +551,7 @@ class Pipeline:
         """Drop all references to DDP's buckets, which would count as a script's."""
         self._stagings.clear()
         for slot in self.slots:
-            if slot.is_in_place and slot.place is not None:
-                slot.place = None
-                del slot.view
+            slot.forget_bucket()
         for group in self.groups:
             group.forget_legs()
             if group.spec.arena not in self._arenas:

@@ -98,6 +98,10 @@ class _Owner:
         self.has_average = False
         self._averaging = averaging
 
+    def restart(self, *, has_average: bool) -> None:
+        """Go on with an average, or without one, so that the next value is copied."""
+        self.has_average = has_average
+
     def use(self) -> None:
         touch(self.source)
         if is_armed(self.average):
@@ -137,7 +141,7 @@ class _Averaging(Hook):
         """Go on from a state that was loaded; without an average, the next values are copied."""
         self._has_average = has_average
         for owner in self._owners.values():
-            owner.has_average = has_average
+            owner.restart(has_average=has_average)
 
     def use_all(self) -> None:
         for owner in list(self._owners.values()):
@@ -157,7 +161,7 @@ class _Averaging(Hook):
         with torch._C.DisableTorchFunctionSubclass():
             self._average((owner.average, owner.source, owner.has_average) for owner in owners)
         for owner in owners:
-            owner.has_average = True
+            owner.restart(has_average=True)
             if is_armed(owner.average):
                 disarm(owner.average)
         if is_dropped:
@@ -206,7 +210,7 @@ class _Averaging(Hook):
         for source, average in zip(self._model.parameters(), ema.module.parameters(), strict=True):
             self._owners[id(source)] = owner = _Owner(source, average, self)
             known = before.get(id(source))
-            owner.has_average = self._has_average if known is None else known.has_average
+            owner.restart(has_average=self._has_average if known is None else known.has_average)
 
     def _average(self, values: Iterable[tuple[Tensor, Tensor, bool]]) -> None:
         """Move averages towards new values as ``AveragedModel.update_parameters`` does, or copy the first values."""

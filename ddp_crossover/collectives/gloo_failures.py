@@ -29,6 +29,10 @@ class Failures:
         """The first failure; None if there is none."""
         return self._errors[0] if self._errors else None
 
+    def close(self) -> None:
+        """Let no leg start from now on."""
+        self.is_closed = True
+
     def check(self) -> None:
         """Raise the first failure, if there is one; raise ``RuntimeError`` if the link is closed."""
         if self._errors:

@@ -71,7 +71,7 @@ class GlooGatherLeg(GlooLeg):
         scatter = self.scatter
         tag = message_tag(GATHER_KINDS[number], scatter.iteration, self.group)
         with named_range(f"ddp_crossover::all_gather[{self.group}]"):
-            scatter.sends += self._context.messages.send(scatter.route.gather[number].sends(), tag)
+            scatter.note_sends(self._context.messages.send(scatter.route.gather[number].sends(), tag))
 
     def _post_again(self) -> None:
         """Send what the first round has brought. Runs on the posting thread."""

@@ -57,6 +57,18 @@ class GlooCommContext:
     open_legs: set[GlooLeg] = field(default_factory=set)
     wait_was_interrupted: bool = False
 
+    def use_nodes(self, nodes: Nodes) -> None:
+        """Share slices among these nodes from now on."""
+        self.nodes = nodes
+
+    def begin_wait(self) -> None:
+        """Note a wait for a leg; if an exception ends it, it stays noted."""
+        self.wait_was_interrupted = True
+
+    def end_wait(self) -> None:
+        """Note that it has ended as it should."""
+        self.wait_was_interrupted = False
+
 
 class GlooLeg(Leg):
     """A leg whose end other threads report through a :class:`Latch`."""
@@ -76,10 +88,10 @@ class GlooLeg(Leg):
         if not self._done.is_set:
             refuse_to_wait()
             start_s = time.perf_counter()
-            context.wait_was_interrupted = True  # stays True if an exception ends this wait
+            context.begin_wait()
             while not self._done.wait(-1 if host_wait is None else host_wait.poll()):
                 pass
-            context.wait_was_interrupted = False
+            context.end_wait()
             context.meter.clock.waited(start_s, self.label, self.group, for_gather=self.is_gather)
         if self._error is not None:
             raise context.failures.describe(self.label, self._error) from self._error

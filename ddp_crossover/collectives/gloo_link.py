@@ -80,7 +80,8 @@ class PeerLink(Link):
         return wait
 
     def use_nodes(self, nodes: Nodes) -> None:
-        self.nodes = self._context.nodes = nodes
+        self.nodes = nodes
+        self._context.use_nodes(nodes)
         if nodes.are_several:
             self._context.threads.add_round()
 
@@ -112,7 +113,8 @@ class PeerLink(Link):
     def _end_now(self) -> None:
         """End without waiting for legs: those that are still open fail."""
         context = self._context
-        self.is_closed = context.failures.is_closed = True
+        self.is_closed = True
+        context.failures.close()
         if context.failures.first is not None or context.open_legs:
             context.failures.record("rest of the legs", _given_up())
             context.messages.abort()

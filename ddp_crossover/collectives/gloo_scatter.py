@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
@@ -38,8 +40,11 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
 
     def take_memory(self, buffer: FusionBuffer, landing: FusionBuffer | None) -> None:
         """Use this memory, whose parts have the same sizes as those of the buffer that it was made for."""
-        self.route.memory.buffer = buffer
-        self.route.memory.landing = buffer if landing is None else landing
+        self.route.memory.move(buffer, landing)
+
+    def note_sends(self, sends: Sequence[Message]) -> None:
+        """Note sends from the buffer, of either leg, which end before it is written to again."""
+        self.sends += sends
 
     def shards(self) -> list[Tensor]:
         messages = self._context.messages

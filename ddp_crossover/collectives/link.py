@@ -155,7 +155,7 @@ class Link(ABC):
         """Begin the next training iteration, to which all legs started from now on belong."""
         self.iteration += 1
         if self.pace is not None:
-            self.pace.is_relaxed = False
+            self.pace.begin_iteration()
 
     def announce(self, group: int, buffer: FusionBuffer) -> None:
         """Announce a scatter leg of this group in this iteration, so that faster peers can send already."""
@@ -177,7 +177,7 @@ class Link(ABC):
     def end_scatter_legs(self) -> None:
         """Note that no scatter leg follows in this iteration."""
         if self.pace is not None:
-            self.pace.is_relaxed = True
+            self.pace.relax()
 
     # Memory, speed and streams.
 
@@ -201,7 +201,7 @@ class Link(ABC):
     def set_pace(self, s_per_byte: float) -> None:
         """Set how many seconds the link takes to send a byte, from which a link with a pace tells when it runs idle."""
         if self.pace is not None:
-            self.pace.s_per_byte = s_per_byte
+            self.pace.measure(s_per_byte)
 
     def beside_legs(self) -> contextlib.AbstractContextManager[None]:
         """Context in which state that legs read and write may be used, on CUDA on their stream, while none does."""

@@ -31,6 +31,18 @@ class Pace:
         self.is_relaxed = False
         self._backlog = backlog
 
+    def begin_iteration(self) -> None:
+        """Scatter legs follow."""
+        self.is_relaxed = False
+
+    def relax(self) -> None:
+        """No scatter leg follows in this iteration."""
+        self.is_relaxed = True
+
+    def measure(self, s_per_byte: float) -> None:
+        """Take the link to need so many seconds to send a byte."""
+        self.s_per_byte = s_per_byte
+
     def idle_in_s(self, *, is_most_urgent: bool) -> float:
         """0 if it is time to post a gather leg, else the number of seconds after which to ask again.
 

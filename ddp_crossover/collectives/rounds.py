@@ -27,6 +27,11 @@ class Memory:
     def __init__(self, buffer: FusionBuffer) -> None:
         self.buffer = self.landing = buffer
 
+    def move(self, buffer: FusionBuffer, landing: FusionBuffer | None) -> None:
+        """Use other memory; without a landing gather legs use the buffer."""
+        self.buffer = buffer
+        self.landing = buffer if landing is None else landing
+
 
 class Round(ABC):
     """One exchange of messages. The order of the calls: ``receives``, ``sends``, ``finish``."""

@@ -169,7 +169,7 @@ class CompiledCode:
         else:
             self._compiled_outside += 1
             if self._compiled_outside == _COMPILED_AGAIN:
-                self._params.why_none_is_lazy = (
+                self._params.make_none_lazy(
                     "may be used by a compiled function between optimizer.step() and the next forward. Leave that "
                     "function uncompiled to have updates deferred"
                 )

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_crossover.torch_internals.private import replaced
+
 
 class _ZeroGradients(nn.Module):
     """Stands for the model in one forward. Its backward brings every parameter a gradient of zeros.
@@ -57,11 +59,6 @@ def take_part_without_data(ddp: DistributedDataParallel, parameters: Sequence[nn
             f"batch(0) without a forward cannot tell DDP with {setting}=True which parameters the other ranks use: "
             "run forward and backward with any sample in batch(0), whose gradients count for nothing"
         )
-    model = ddp.module
-    ddp.module = _ZeroGradients(model, parameters)
-    try:
-        with torch.enable_grad():
-            numbers = ddp.forward()
-    finally:
-        ddp.module = model
+    with replaced(ddp, "module", _ZeroGradients(ddp.module, parameters)), torch.enable_grad():
+        numbers = ddp.forward()
     torch.autograd.backward(numbers, [torch.zeros_like(number) for number in numbers])

@@ -305,7 +305,7 @@ class Reducer:
         self._layouts.begin_backward()
         self._choose_plan()
         if self.pipeline is not None:
-            self.pipeline.may_announce = self._layouts.stays
+            self.pipeline.expect_same_buckets(self._layouts.stays)
         self._reduction.begin_backward()
         self._turns.want()
         self._turns.resume()
@@ -490,7 +490,7 @@ class Reducer:
         # The reducer may still wait for the backward of an earlier forward, whatever this one is.
         self._awaits_backward = self._awaits_backward or reduces
         if not reduces and self.pipeline is not None:
-            self.pipeline.gradients.are_reduced = False  # the backward of this forward adds what no rank has shared
+            self.pipeline.gradients.expect_unreduced()  # the backward of this forward adds what no rank has shared
         if self.batches is not None and returned:
             self.batches.forward_ended(output)
         if self._planning.profiler is not None:

@@ -45,6 +45,10 @@ class LeaseHolder:
         # When the host left the present turn, which the device has not finished.
         self._left_s: float | None = None
 
+    def want(self, is_wanted: bool) -> None:
+        """Want a turn, now or after the present wait, or want none."""
+        self.is_wanted = is_wanted
+
     @property
     def is_holding(self) -> bool:
         """Whether a turn has begun, and neither the host nor the broker has ended it."""
@@ -67,8 +71,8 @@ class LeaseHolder:
         if self._granted_s is None or self._left_s is not None:
             return
         contended = self._lease.contended
-        self._ledger.hand_offs += contended
-        self._ledger.disturbances += contended
+        if contended:
+            self._ledger.hand_over()
         start_s = time.perf_counter()
         self._lease.release_when(None if self.backlog is None else self.backlog.end())
         if self._lease.draining:
@@ -97,16 +101,16 @@ class LeaseHolder:
             was_taken = was_taken or ended_s > start_s
             start_s = max(start_s, ended_s)
         self._late_s = now_s - start_s if was_taken else 0.0
-        ledger.regrant_s += now_s - start_s
+        ledger.wait_for_grant(now_s - start_s)
         if was_taken:
-            ledger.disturbances += 1
+            ledger.disturb()
         elif granted:
             self._expected.note_acquire(now_s - start_s)
         if granted:
             self._granted_s = now_s
         else:
             self.is_wanted = False  # do not ask again before the next turn is wanted
-            ledger.slowed_s += self._late_s
+            ledger.slow_down(self._late_s)
         if self._clock.trace is not None:
             self._clock.trace.add("lease_wait", start_s, now_s, detail=lease.job)
 

@@ -34,20 +34,37 @@ class Ledger:
         # When the last step ended, and filled_s, slowed_s and disturbances at that time.
         self._last_step: tuple[float, float, float, int] | None = None
 
+    def hand_over(self) -> None:
+        """Note that the lease was given up while another job waited for it."""
+        self.hand_offs += 1
+        self.disturb()
+
+    def disturb(self) -> None:
+        """Note that another job has wanted or held the device."""
+        self.disturbances += 1
+
+    def wait_for_grant(self, waited_s: float) -> None:
+        """Note for how long compute has waited for the lease."""
+        self.regrant_s += waited_s
+
+    def slow_down(self, late_s: float) -> None:
+        """Note by how much sharing has slowed this job down."""
+        self.slowed_s += late_s
+
     def turn_ended(self, held_s: float, late_s: float) -> None:
         """Note a turn that was held for ``held_s``, after a wait of ``late_s`` for another job.
 
         A turn that waits no longer than it holds would have ended as late on a device that is shared in slices.
         """
         self.held_s += held_s
-        self.slowed_s += max(0.0, late_s - held_s)
+        self.slow_down(max(0.0, late_s - held_s))
 
     def gap_ended(self, given_s: float, filled_s: float) -> None:
         """Note a gap: for how long the lease was free, and for how long another job has held it meanwhile."""
         self.gaps += 1
         self.given_s += given_s
         self.filled_s += filled_s
-        self.disturbances += 1
+        self.disturb()
 
     def step_ended(self, now_s: float) -> StepFigures | None:
         """Return the figures since the last step ended; None for the first step."""

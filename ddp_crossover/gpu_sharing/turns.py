@@ -92,7 +92,7 @@ class Turns:
     def want(self) -> None:
         """Ask for a turn: it begins at the next :meth:`resume`, or after the next wait."""
         if self._holder is not None:
-            self._holder.is_wanted = self._gain.sharing
+            self._holder.want(self._gain.sharing)
 
     def resume(self) -> None:
         """Acquire the lease before compute, if a turn is wanted and the lease is not held."""
@@ -104,7 +104,7 @@ class Turns:
     def release(self) -> None:
         """End the turn, because no compute follows until the next :meth:`want`."""
         if self._holder is not None:
-            self._holder.is_wanted = False
+            self._holder.want(False)
             self._holder.release()
 
     @contextlib.contextmanager

@@ -57,6 +57,11 @@ class Recording:
         self._steps_made = StepsMade(folder / STEPS_MADE)
         self.sums_are_in_rank_order = self.sums_may_round = False
 
+    def note_order(self, *, may_round: bool = False, in_rank_order: bool = False) -> None:
+        """Note in which order plain DDP adds up the gradients of a model, see the attributes."""
+        self.sums_may_round |= may_round
+        self.sums_are_in_rank_order |= in_rank_order
+
     def begin(self) -> None:
         """Start recording."""
         register_optimizer_step_pre_hook(self._before_step)

@@ -45,10 +45,10 @@ def _record(errand: Errand, rank: int, auto: Auto, *, attaches: bool) -> BeforeF
 
     def before_forward(ddp: DistributedDataParallel) -> bool:
         recording.before_forward(ddp)
-        recording.sums_may_round |= not (has_one_order(ddp) or can_add_in_rank_order(ddp))
+        recording.note_order(may_round=not (has_one_order(ddp) or can_add_in_rank_order(ddp)))
         if attaches:
             return auto.before_forward(ddp)
-        recording.sums_are_in_rank_order |= add_in_rank_order(ddp)
+        recording.note_order(in_rank_order=add_in_rank_order(ddp))
         return False
 
     return before_forward

@@ -11,8 +11,9 @@ For the terms see [Note: DeAR's terms] in ``dear.py``.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
@@ -80,7 +81,7 @@ class DeferredUpdates:
         norms: Norms,
     ) -> None:
         self.pipeline: Pipeline | None = None
-        self.enabled = True
+        self._is_enabled = True
         self._params = params
         self._early_reads = early_reads
         self._fallbacks = fallbacks
@@ -163,6 +164,15 @@ class DeferredUpdates:
         """Apply all pending updates and make all parameters plain."""
         self._params.use_all()
 
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Context in which no update is deferred; those that are pending stay so."""
+        before, self._is_enabled = self._is_enabled, False
+        try:
+            yield
+        finally:
+            self._is_enabled = before
+
     def _flush_if_pending(self) -> None:
         if self.pending:
             self.flush()
@@ -211,7 +221,7 @@ class DeferredUpdates:
     def is_deferred(self, optimizer: Optimizer) -> bool:
         """Whether ``step()`` would defer its updates, judged by the first parameter that has a gradient."""
         pipeline = self.pipeline
-        if pipeline is None or pipeline.awaits_backward or not self.enabled:
+        if pipeline is None or pipeline.awaits_backward or not self._is_enabled:
             return False
         if self._separable.why_not(optimizer) is not None:
             return False
@@ -249,7 +259,7 @@ class DeferredUpdates:
             reason = _TOO_LATE
         if reason is not None:
             self._note_waits(optimizer, reason)
-        if reason is not None or not self.enabled:
+        if reason is not None or not self._is_enabled:
             self._runner.note_written()
             if pipeline.phase is Phase.REDUCED:
                 pipeline.gradients.unwrap()  # step() may pass them to a compiled function

@@ -54,11 +54,15 @@ class StandIn:
         self.original = original
         self._groups: list[dict[str, Any]] = []
         self.optimizer = _object_like(original, vars(original))
-        self.optimizer.state = original.state
+        self.use_state(original.state)
         self.optimizer.param_groups = []
         for name in STEP_HOOKS:
             hooks = {key: hook for key, hook in getattr(original, name).items() if not is_ours(hook)}
             setattr(self.optimizer, name, OrderedDict((key, self._for_original(hook)) for key, hook in hooks.items()))
+
+    def use_state(self, state: Any) -> None:
+        """Step with this state of the parameters."""
+        self.optimizer.state = state
 
     def _for_original(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         return lambda _, args, kwargs: hook(self.original, args, kwargs)

@@ -155,7 +155,7 @@ def found_inf(pipeline: Pipeline, gradients: Gradients) -> Tensor:
 def scale(gradients: Gradients, factor: Tensor) -> None:
     """Multiply gradients by a 0-dim ``factor``: those in memory now, those on the wire when they are complete."""
     for slot in gradients.on_the_wire:
-        slot.scales = (*slot.scales, factor)
+        slot.scale_by(factor)
     if gradients.in_memory:
         torch._foreach_mul_(list(gradients.in_memory.values()), factor)
 

@@ -69,7 +69,7 @@ class StepCall:
         which may have changed the pipeline, or loaded another state.
         """
         make_state_lazy(self.optimizer, self.model)
-        self.stand_in.optimizer.state = self.stand_in.original.state
+        self.stand_in.use_state(self.stand_in.original.state)
         groups: list[list[Tensor]] = [group["params"] for group in self.stand_in.original.param_groups]
         if pipeline is not None and pipeline.phase is Phase.REDUCED:
             self.pipeline = pipeline

@@ -249,6 +249,10 @@ class LazyParams:
         self.of_id = {id(lazy.parameter): lazy for lazy in self.all}
         self._find_neighbours()
 
+    def make_none_lazy(self, why: str) -> None:
+        """Let no update be deferred from now on."""
+        self.why_none_is_lazy = why
+
     def drop_references(self) -> None:
         """Drop all parameters and their memory now, without waiting for garbage collection."""
         for lazy in self.all:

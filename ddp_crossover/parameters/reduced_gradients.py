@@ -120,11 +120,15 @@ class ReducedGradients:
         # We hold each slot's view, if gradients travel in place. The result of the hook counts as DDP's.
         self._kept.note_bucket(buffer, len(slots), own=len(slots) if slots[0].is_in_place else 0)
 
+    def expect_unreduced(self) -> None:
+        """Note that a backward may add this rank's own gradients to what is in ``.grad``."""
+        self.are_reduced = False
+
     def ddp_writes_next(self) -> None:
         """Note that all gradients of this rank are in ``.grad``, and that DDP is about to write the reduced ones."""
         if self._may_leave_out and not self._in_buckets:
             for slot in self._slots:
-                slot.version_before = version_of(slot.parameter.grad)
+                slot.note_version(version_of(slot.parameter.grad))
 
     def make_pending(self, some_unused: bool, skipped: Collection[Slot] = ()) -> list[Slot]:
         """Make every ``.grad`` a PendingGrad; return the slots of those that cannot be, because a script keeps them.
@@ -140,7 +144,7 @@ class ReducedGradients:
         self.untaken.clear()
         for slot in self._slots:
             grad = slot.parameter.grad
-            slot.is_kept = slot.is_shared = False
+            slot.reset()
             if (
                 grad is None
                 or slot in skipped
@@ -151,7 +155,7 @@ class ReducedGradients:
             if self._may_leave_out and not self._is_written(slot, grad):
                 self.untaken.append(slot)
                 continue
-            slot.scales = ()
+            slot.forget_scales()
             pending = slot.pending.take(grad)
             if self._kept.excess(grad):
                 self._link.finish_staging()  # staging jobs hold references to DDP's buckets, which count here
@@ -170,7 +174,7 @@ class ReducedGradients:
 
     def _kept_among(self, doubtful: list[Slot]) -> list[Slot]:
         for slot, is_kept in zip(doubtful, self._kept.kept([slot.parameter for slot in doubtful]), strict=True):
-            slot.is_kept = is_kept
+            slot.note_kept(is_kept)
             if not is_kept:
                 assert slot.parameter.grad is not None
                 self._make_one_pending(slot, slot.parameter.grad, slot.pending.current)
@@ -178,7 +182,7 @@ class ReducedGradients:
 
     def _make_one_pending(self, slot: Slot, grad: Tensor, pending: PendingGrad) -> None:
         memory = grad.resolve() if type(grad) is PendingGrad else grad
-        slot.is_shared = slot.is_in_place and memory.data_ptr() == slot.view.data_ptr()
+        slot.note_memory(memory)
         deliver, zero = self._delivers[slot.index], self._zeroes[slot.index]
         pending.arm(deliver, memory, zero, self._answer_early, self._note_sum)
         if pending is not grad:
@@ -301,7 +305,7 @@ class ReducedGradients:
                 torch._foreach_mul_([gradients[slot] for slot in alike], factor)
             for slot in alike:
                 if not slot.is_cast:
-                    slot.scales = ()
+                    slot.forget_scales()
         return gradients
 
     def lose(self) -> None:

@@ -108,6 +108,40 @@ class Slot:
         for group in self.groups:
             group.forget_buffer()
 
+    def has_not_arrived(self) -> None:
+        """Note that DDP has put it nowhere in this iteration."""
+        self.place = None
+
+    def forget_bucket(self) -> None:
+        """Drop references to DDP's bucket."""
+        if self.is_in_place and self.place is not None:
+            self.place = None
+            del self.view
+
+    def reset(self) -> None:
+        """Begin with the gradient of another backward."""
+        self.is_kept = self.is_shared = False
+
+    def note_version(self, version: int) -> None:
+        """Note the version of ``.grad`` before DDP writes to it."""
+        self.version_before = version
+
+    def note_kept(self, is_kept: bool) -> None:
+        """Note whether a script keeps the memory of ``.grad``."""
+        self.is_kept = is_kept
+
+    def note_memory(self, memory: Tensor) -> None:
+        """Note where ``.grad`` will be."""
+        self.is_shared = self.is_in_place and memory.data_ptr() == self.view.data_ptr()
+
+    def scale_by(self, factor: Tensor) -> None:
+        """Multiply the gradient, once it is complete, by a 0-dim tensor."""
+        self.scales = (*self.scales, factor)
+
+    def forget_scales(self) -> None:
+        """Multiply it by nothing more."""
+        self.scales = ()
+
 
 class GroupState(enum.Enum):
     """How far a fusion group has come in an iteration."""

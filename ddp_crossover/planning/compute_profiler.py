@@ -85,6 +85,15 @@ class _Step:
         self.backward_end: Any = None
         self.end: Any = None
 
+    def forward_ends(self, now: Any) -> None:
+        self.forward_end = now
+
+    def backward_ends(self, now: Any) -> None:
+        self.backward_end = now
+
+    def ends(self, now: Any) -> None:
+        self.end = now
+
 
 class ComputeProfiler:
     """Measures a few training steps.
@@ -113,7 +122,7 @@ class ComputeProfiler:
         """Note the start of a forward. The first forward after a backward begins a new step."""
         now = self._stopwatch.mark()
         if self._step is not None and self._step.backward_end is not None:
-            self._step.end = now
+            self._step.ends(now)
             self._steps.append(self._step)
             self._step = None
         if self._step is None and not self.done:
@@ -129,7 +138,7 @@ class ComputeProfiler:
     def forward_ends(self) -> None:
         """Note the end of a forward. The time after the last one counts as backward."""
         if self._step is not None:
-            self._step.forward_end = self._stopwatch.mark()
+            self._step.forward_ends(self._stopwatch.mark())
 
     def arrived(self, parameters: Iterable[int]) -> None:
         """Note that the gradients of these parameters have been computed."""
@@ -140,7 +149,7 @@ class ComputeProfiler:
     def backward_ends(self) -> None:
         """Note that all gradients have arrived."""
         if self._step is not None:
-            self._step.backward_end = self._stopwatch.mark()
+            self._step.backward_ends(self._stopwatch.mark())
 
     def profile(self) -> ComputeProfile:
         """Medians over the measured steps, taken for each time separately."""

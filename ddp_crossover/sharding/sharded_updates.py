@@ -181,7 +181,7 @@ class ShardedUpdates(DeferredUpdates):
         [optimizer] = self._numbers
         is_shared = self._is_spread and isinstance(optimizer.state, ShardedState)
         is_shared = is_shared and self._layouts_seen == pipeline.layouts
-        return self._early.begin(pipeline.iteration, is_possible=is_shared and self.enabled)
+        return self._early.begin(pipeline.iteration, is_possible=is_shared and self._is_enabled)
 
     def update_early(self, group: GroupInFlight, updates: list[ToUpdate]) -> None:
         """Update this rank's part of a group in backward, on trial."""
@@ -206,7 +206,7 @@ class ShardedUpdates(DeferredUpdates):
 
     def is_deferred(self, optimizer: Optimizer) -> bool:
         pipeline = self.pipeline
-        return pipeline is not None and pipeline.phase is Phase.REDUCED and self.enabled
+        return pipeline is not None and pipeline.phase is Phase.REDUCED and self._is_enabled
 
     # One call of `optimizer.step()`.
 
@@ -228,7 +228,7 @@ class ShardedUpdates(DeferredUpdates):
         if self.pipeline is not None:
             self._finish_last_step(optimizer, self.pipeline)
         stand_in = StandIn(args[0], is_ours)
-        stand_in.optimizer.state = defaultdict(dict)
+        stand_in.use_state(defaultdict(dict))
 
         def closure() -> Any:
             # As in DeferredUpdates: the last moment before the optimizer reads gradients.
@@ -360,7 +360,7 @@ class ShardedUpdates(DeferredUpdates):
             self._update(call, self._without_elements(call))
         self._unscale(call)
         self._make_pending(pipeline, [(lazies, DeferredUpdate(call.snapshot, 0, edits_gradient=False))])
-        if not self.enabled:
+        if not self._is_enabled:
             pipeline.flush()
 
     def _step_at_once(self, call: _Call) -> None:
@@ -436,7 +436,7 @@ class ShardedUpdates(DeferredUpdates):
             for index in call.group_of:
                 slot = None if pipeline is None else pipeline.slots[index]
                 if slot is not None and pipeline is not None and pipeline.gradients.is_pending(slot):
-                    slot.scales = (*slot.scales, factor)
+                    slot.scale_by(factor)
                 else:
                     unwrapped(self._params.all[index].parameter.grad).mul_(factor)
 

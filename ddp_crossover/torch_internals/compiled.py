@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ddp_crossover.torch_internals.private import private
+from ddp_crossover.torch_internals.private import private, replaced
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -117,10 +117,7 @@ class _CallBefore:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Clear this flag, which torch 2.15 has set by now: optimizers that see it would add up in another way.
-        before, torch.compiler._is_compiling_flag = private(torch.compiler, "_is_compiling_flag"), False
-        try:
+        with replaced(torch.compiler, "_is_compiling_flag", False):
             for callback in self.callbacks:
                 callback()
-        finally:
-            torch.compiler._is_compiling_flag = before
         return self._compile_frame(*args, **kwargs)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket as GradBucket  # dist.GradBucket has no type stub
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_crossover.torch_internals.private import private
+from ddp_crossover.torch_internals.private import private, replaced
 
 
 def process_group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
@@ -51,12 +51,8 @@ def forget_comm_hooks(ddp: DistributedDataParallel) -> None:
 @contextlib.contextmanager
 def no_comm_hooks(ddp: DistributedDataParallel) -> Iterator[None]:
     """Context in which DDP's list of hooks is another one, and empty: copies and pickles made there have none."""
-    hooks = private(ddp, "_comm_hooks")
-    ddp._comm_hooks = []
-    try:
+    with replaced(ddp, "_comm_hooks", []):
         yield
-    finally:
-        ddp._comm_hooks = hooks
 
 
 def managed_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ddp_crossover.torch_internals.private import private
+from ddp_crossover.torch_internals.private import private, replaced
 
 
 class _Groups:
@@ -67,11 +67,11 @@ def new_group(ranks: Sequence[int], *, backend: str, timeout: timedelta, purpose
     has_all_ranks = len(ranks) == dist.get_world_size()
     groups.made[tuple(ranks)] += 1
     name = f"ddp_crossover {'_'.join(map(str, ranks))} {groups.made[tuple(ranks)]}"
-    name_of_torch, bound_to = private(distributed_c10d, "_process_group_name"), private(default, "bound_device_id")
-    setattr(distributed_c10d, "_process_group_name", lambda ranks, use_hashed_name: name)  # noqa: B010
-    if not has_all_ranks:
-        default.bound_device_id = None
-    try:
+    bound_to = private(default, "bound_device_id")
+    with (
+        replaced(distributed_c10d, "_process_group_name", lambda ranks, use_hashed_name: name),
+        replaced(default, "bound_device_id", bound_to if has_all_ranks else None),
+    ):
         group = dist.new_group(
             ranks=list(ranks),
             timeout=timeout,
@@ -80,9 +80,6 @@ def new_group(ranks: Sequence[int], *, backend: str, timeout: timedelta, purpose
             group_desc=f"ddp_crossover {purpose}",
             device_id=bound_to,
         )
-    finally:
-        default.bound_device_id = bound_to
-        setattr(distributed_c10d, "_process_group_name", name_of_torch)  # noqa: B010
     made = cast(dist.ProcessGroup, group)  # never NON_GROUP_MEMBER: only members call this
     groups.alive[name] = made
     return made

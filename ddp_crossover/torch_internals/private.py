@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,3 +25,14 @@ def private(owner: Any, name: str) -> Any:
             f"{torch.__version__} does not have (checked on torch {CHECKED_ON}); "
             "install one of these versions, or train without the hook"
         ) from None
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Context in which ``owner.name`` is ``value``. Raises RuntimeError if this version of torch does not have it."""
+    before = private(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

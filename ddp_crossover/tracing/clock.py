@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from ddp_crossover import device as gpu
@@ -25,6 +26,10 @@ class LegTimes:
         self.group = group
         self.started_s = time.perf_counter()
         self.posted_s = float("nan")
+
+    def post(self) -> None:
+        """Note that it is posted now."""
+        self.posted_s = time.perf_counter()
 
 
 class CommSums(NamedTuple):
@@ -80,6 +85,17 @@ class CommClock:
         self._exposed_s = 0.0
         self._gather_exposed_s = 0.0
 
+    @contextlib.contextmanager
+    def tracing(self, trace: Trace) -> Iterator[None]:
+        """Context in which spans are recorded. Raises RuntimeError inside of another one."""
+        if self.trace is not None:
+            raise RuntimeError("this model is being traced already: leave the other trace() first")
+        self.trace = trace
+        try:
+            yield
+        finally:
+            self.trace = None
+
     # Legs and waits in host time.
 
     def leg_started(self, kind: str, group: int) -> LegTimes:
@@ -88,7 +104,7 @@ class CommClock:
 
     def leg_posted(self, leg: LegTimes) -> None:
         """Note that the leg is under way: its first bytes may leave from now on."""
-        leg.posted_s = time.perf_counter()
+        leg.post()
         with self._lock:
             self._legs = self._legs.with_one_more(leg.posted_s)
             if leg.kind == "gather":

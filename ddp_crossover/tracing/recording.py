@@ -42,24 +42,21 @@ def recording(
                 f"{type(optimizer).__name__} does not call Optimizer.__init__(), so a trace cannot see its step(): "
                 "pass the optimizer that it wraps"
             )
-    if clock.trace is not None:
-        raise RuntimeError("this model is being traced already: leave the other trace() first")
-    clock.trace = trace
-    recorder = _Recorder(trace)
-    handles = [
-        ddp.register_forward_pre_hook(torch.compiler.disable(recorder.before_forward), prepend=True),
-        ddp.register_forward_hook(torch.compiler.disable(recorder.after_forward), always_call=True),
-    ]
-    for optimizer in optimizers:
-        handles.append(optimizer.register_step_pre_hook(recorder.before_step))
-        handles.append(optimizer.register_step_post_hook(recorder.after_step))
-    try:
-        yield trace
-    finally:
-        for handle in handles:
-            handle.remove()
-        clock.trace = None
-        trace.stop()
+    with clock.tracing(trace):
+        recorder = _Recorder(trace)
+        handles = [
+            ddp.register_forward_pre_hook(torch.compiler.disable(recorder.before_forward), prepend=True),
+            ddp.register_forward_hook(torch.compiler.disable(recorder.after_forward), always_call=True),
+        ]
+        for optimizer in optimizers:
+            handles.append(optimizer.register_step_pre_hook(recorder.before_step))
+            handles.append(optimizer.register_step_post_hook(recorder.after_step))
+        try:
+            yield trace
+        finally:
+            for handle in handles:
+                handle.remove()
+    trace.stop()
 
 
 class _Recorder(Hook):

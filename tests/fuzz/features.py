@@ -191,7 +191,7 @@ EVENTS = (
     EventFeature("forward_raises", ("begin",), has("closure")),
     EventFeature("loss_raises", ("begin",), either(has("closure", "scaler"), CHANGES_GRAPH)),
     EventFeature("step_raises", ("gradients",), has("closure", "scaler")),
-    EventFeature("step_skipped", ("gradients",), has("closure", "scaler")),
+    EventFeature("step_skipped", ("gradients",), has("closure", "scaler", average="own")),
     EventFeature("step_twice", ("gradients",), has("closure", "scaler", average="own")),  # dx.Ema averages after each
     EventFeature("thread_reads", by_one=True),
     EventFeature("thread_reads_gradients", ("gradients",), by_one=True),

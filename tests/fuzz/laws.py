@@ -63,6 +63,12 @@ def fit(program: Program) -> Program:
     if script.get("sizes") == "zeros":
         for arm in arms:
             arm["weighted"] = True
+        # Plain DDP runs a forward on a rank without data, which moves its statistics.
+        if script.get("model") == "batch_norm":
+            script["sizes"] = "unequal"
+        script.pop("batch_around", None)  # the last micro-batch, outside of no_sync(), must have samples
+    if script.get("average") == "own":
+        script.pop("overflow", None)  # the script averages after a step that the scaler skips, too, dx.Ema does not
     if any(law_of(script, arm) is Law.CLOSE for arm in arms):
         if script.get("model") == "recurrent":
             script.pop("model")
@@ -82,8 +88,10 @@ def fit(program: Program) -> Program:
     if script.get("model") in BRANCHES:
         script["find_unused"] = True
     events = tuple(event for event in program.events if not any(_is_refused(event, script, arm) for arm in arms))
-    if script.get("attach_at") or names & {"attached_again", "detached"}:
-        # After a change of dtype DDP reduces nothing more, but for a new reducer, which attach and detach make.
+    is_weighted = any(arm.get("weighted") for arm in arms)
+    if is_weighted or script.get("attach_at") or names & {"attached_again", "detached"}:
+        # After a change of dtype DDP reduces nothing more, but for a new reducer, which attach and detach make. What is
+        # not reduced is not weighted, which is refused.
         events = tuple(event for event in events if event.name != "to_double_and_back")
     unique = [dict(items) for items in dict.fromkeys(tuple(sorted(arm.items())) for arm in arms)]
     return replace(program, script=script, arms=tuple(unique), events=events)

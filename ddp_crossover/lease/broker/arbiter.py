@@ -79,11 +79,11 @@ class Arbiter:
         m = self._members[member]
         if request <= m.last_request:
             return []
-        m.last_request = request
+        m.has_asked(request)
         res, hold = m.resource, m.resource.hold
         if hold is not None and m.wish is Wish.HOLDING:
             return [Grant(member, request, hold.fence)]
-        m.wish = Wish.WAITING
+        m.waits()
         if hold is not None:
             fairness.charge(res, hold, now_s)  # the requesting job starts level with this time
         finds_free = hold is None and not res.queue
@@ -102,13 +102,12 @@ class Arbiter:
         if m.wish is not Wish.HOLDING or hold is None or hold.fence != fence:
             return self.request(member, again, now_s) if again else []
         now_s = max(now_s, hold.charged_until_s)  # a client may name a time in the past
-        wish = Wish.IDLE
-        if again > m.last_request:
-            m.last_request = again
-            wish = Wish.WAITING
+        asks_again = again > m.last_request
+        if asks_again:
+            m.has_asked(again)
             # Queue it later than EQUAL_S: it must come after every waiting job, not tie with the last one.
             self._enqueue(m, now_s + 2 * fairness.EQUAL_S)
-        self._stop_holding(m, hold, wish, now_s)
+        self._stop_holding(m, hold, now_s, asks_again=asks_again)
         return self._arbitrate(m.resource, now_s, handed=handed)
 
     def cancel(self, member: int, request: int, now_s: float) -> list[Grant]:
@@ -116,7 +115,7 @@ class Arbiter:
         m = self._members[member]
         if request < m.last_request:
             return []
-        m.last_request = request
+        m.has_asked(request)
         return self._give_up(m, now_s)
 
     # ---- time
@@ -128,7 +127,7 @@ class Arbiter:
         if hold is None:
             return []
         for m in res.members_of(hold.job, Wish.HOLDING):
-            self._stop_holding(m, hold, Wish.IDLE, now_s)
+            self._stop_holding(m, hold, now_s)
         return self._arbitrate(res, now_s)
 
     def overdue(self, now_s: float) -> list[str]:
@@ -207,14 +206,14 @@ class Arbiter:
     def _count_shared(self, res: Resource, *gone: Job) -> None:
         """Recount, after members of ``res`` changed, on how many resources its jobs compete with other jobs."""
         jobs = {m.job.key: m.job for m in res.members}
-        res.shared = len(jobs) > 1
+        res.is_shared_by(len(jobs))
         jobs |= {job.key: job for job in gone}
         used: dict[JobKey, set[str]] = {key: set() for key in jobs}
         for m in self._members.values():
             if m.job.key in used:
                 used[m.job.key].add(m.resource.name)
         for key, job in jobs.items():
-            job.shared_resources = sum(self._resources[name].shared for name in used[key])
+            job.competes_on(sum(self._resources[name].shared for name in used[key]))
 
     def _enqueue(self, m: Member, since_s: float) -> None:
         res, job = m.resource, m.job
@@ -226,22 +225,25 @@ class Arbiter:
         """Remove ``m`` from the queue or from the hold."""
         res = m.resource
         if m.wish is Wish.WAITING:
-            m.wish = Wish.IDLE
+            m.idles()
             if not res.members_of(m.job, Wish.WAITING):
                 del res.queue[m.job.key]
         elif m.wish is Wish.HOLDING and res.hold is not None:
-            self._stop_holding(m, res.hold, Wish.IDLE, now_s)
+            self._stop_holding(m, res.hold, now_s)
         return self._arbitrate(res, now_s)
 
-    def _stop_holding(self, m: Member, hold: Hold, wish: Wish, now_s: float) -> None:
-        """End the part of ``m`` in ``hold``; its wish is ``wish`` from then on. The last member ends the hold."""
+    def _stop_holding(self, m: Member, hold: Hold, now_s: float, asks_again: bool = False) -> None:
+        """End the part of ``m`` in ``hold``. The last member ends the hold."""
         res = m.resource
-        m.wish = wish
+        if asks_again:
+            m.waits()
+        else:
+            m.idles()
         hold.served.add(m)
         if res.members_of(hold.job, Wish.HOLDING):
             return
         fairness.charge(res, hold, now_s)
-        res.hold = None
+        res.end_hold()
         if hold.found_free:
             waiting = res.queue.items()
             rivals = {key: each.since_s for key, each in waiting if each.job.role is hold.job.role}
@@ -254,16 +256,16 @@ class Arbiter:
             job = self._next_job(res, now_s, finds_free, handed)
             if job is None:
                 return []
-            hold = res.hold = self._start(res, job, now_s, finds_free)
+            hold = self._start(res, job, now_s, finds_free)
         else:
             fairness.charge(res, hold, now_s)
-        hold.contested = res.presses(hold)
+        hold.note_contested(res.presses(hold))
         waiting = res.members_of(hold.job, Wish.WAITING)
         # While another job waits, admit each member once per fence: alternating ranks would never end the hold.
         admitted = waiting - hold.served if hold.contested else waiting
         grants = []
         for m in sorted(admitted, key=lambda m: m.number):
-            m.wish = Wish.HOLDING
+            m.holds()
             grants.append(Grant(m.number, m.last_request, hold.fence))
         if admitted == waiting:
             res.queue.pop(hold.job.key, None)
@@ -273,9 +275,10 @@ class Arbiter:
 
     def _start(self, res: Resource, job: Job, now_s: float, found_free: bool) -> Hold:
         fence = succession.promised_fence(res, job) or self._new_fence()
-        res.promises.clear()
         fairness.start_holding(res, job)
-        return Hold(job, fence, start_s=now_s, found_free=found_free, charged_until_s=now_s)
+        hold = Hold(job, fence, start_s=now_s, found_free=found_free, charged_until_s=now_s)
+        res.begin(hold)
+        return hold
 
     def _new_fence(self) -> int:
         fence = self._next_fence
@@ -297,6 +300,4 @@ class Arbiter:
         if hold.contested:
             yields = hold.job.role is Role.FILLER and res.peer_waits
             limit_s = self.limits.filler_s if yields else self.limits.hold_s
-        if limit_s != hold.limit_s:
-            hold.limit_s = limit_s
-            hold.ends_s = now_s + limit_s
+        hold.end_within(limit_s, now_s)

@@ -48,6 +48,15 @@ class Connection:
         except BlockingIOError:
             return None
 
+    def join(self, joined: Joined) -> None:
+        """Note what it has joined."""
+        self.joined = joined
+
+    def open_note(self) -> NoteReader:
+        """Make the note on which it tells what it has handed over; the caller closes its descriptor."""
+        self.note = NoteReader()
+        return self.note
+
     def make_alarm(self) -> int:
         """Make the alarm and return it, for the client to read. Raises ``OSError``."""
         self.alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

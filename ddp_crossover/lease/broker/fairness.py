@@ -63,7 +63,7 @@ def start_waiting(res: Resource, job: Job) -> None:
     if virtual_s:
         res.floors_s[job.role] = max(res.floors_s[job.role], min(virtual_s))
     if res.hold is None or res.hold.job is not job:
-        job.virtual_s = max(job.virtual_s, res.floors_s[job.role] - CREDIT_S)
+        job.start_level_with(res.floors_s[job.role] - CREDIT_S)
 
 
 def start_holding(res: Resource, job: Job) -> None:
@@ -77,10 +77,8 @@ def charge(res: Resource, hold: Hold, now_s: float) -> None:
     If several jobs are connected, uncontested time counts as well, up to a limit: a job that fills another job's gaps
     must have used up its turn when the other job returns.
     """
-    elapsed_s = now_s - hold.charged_until_s
-    hold.charged_until_s = now_s
+    elapsed_s = hold.charge_until(now_s)
     if not hold.contested:
         elapsed_s = min(elapsed_s, _LONGEST_UNCONTESTED_S - hold.uncontested_s) if res.shared else 0.0
-        hold.uncontested_s += elapsed_s
-    # Virtual time is the mean over shared resources: four GPUs must not count fourfold.
-    hold.job.virtual_s += elapsed_s / (hold.job.weight * max(1, hold.job.shared_resources))
+        hold.charge_uncontested(elapsed_s)
+    hold.job.charge(elapsed_s)

@@ -23,6 +23,20 @@ class _Job:
     filled_s: float = 0.0
     handoffs: int = 0
 
+    def has_held(self, seconds: float) -> None:
+        self.held_s += seconds
+
+    def has_waited(self, seconds: float) -> None:
+        self.waited_s += seconds
+
+    def was_in_gap(self, seconds: float, *, is_filled: bool) -> None:
+        self.gap_s += seconds
+        if is_filled:
+            self.filled_s += seconds
+
+    def was_handed_over_to(self) -> None:
+        self.handoffs += 1
+
 
 class ResourceFigures:
     """Figures of one resource, kept by the broker. A job's times and counts accumulate from when it joined."""
@@ -47,16 +61,14 @@ class ResourceFigures:
         passed_s = max(0.0, now_s - self._since_s)
         for key, job in self._jobs.items():
             if key == self.holder:
-                job.held_s += passed_s
+                job.has_held(passed_s)
             elif key in self._waiting:
-                job.waited_s += passed_s
+                job.has_waited(passed_s)
             else:
-                job.gap_s += passed_s
-                if self.holder is not None:
-                    job.filled_s += passed_s
+                job.was_in_gap(passed_s, is_filled=self.holder is not None)
         # Count a hand-off only if the resource passed directly between two jobs: then the new holder has waited.
         if holder is not None and self.holder is not None and holder != self.holder:
-            self._jobs[holder].handoffs += 1
+            self._jobs[holder].was_handed_over_to()
         self.holder, self._waiting, self._since_s = holder, waiting, self._since_s + passed_s
 
     def as_dicts(self) -> list[dict[str, Any]]:

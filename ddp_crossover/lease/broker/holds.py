@@ -30,6 +30,19 @@ class Member:
     last_request: int = 0
     wish: Wish = Wish.IDLE
 
+    def has_asked(self, request: int) -> None:
+        """Note its latest request; earlier ones are void."""
+        self.last_request = request
+
+    def waits(self) -> None:
+        self.wish = Wish.WAITING
+
+    def holds(self) -> None:
+        self.wish = Wish.HOLDING
+
+    def idles(self) -> None:
+        self.wish = Wish.IDLE
+
 
 class Promise(NamedTuple):
     """``request`` of ``member`` is granted under ``fence`` once ``holder`` has released the resource."""
@@ -61,6 +74,25 @@ class Hold:
     ends_s: float = math.inf
     promise: Promise | None = None  # for the hold that follows this one, see succession.py
 
+    def charge_until(self, now_s: float) -> float:
+        """Seconds since the last charge; the next one begins now."""
+        elapsed_s, self.charged_until_s = now_s - self.charged_until_s, now_s
+        return elapsed_s
+
+    def charge_uncontested(self, elapsed_s: float) -> None:
+        self.uncontested_s += elapsed_s
+
+    def end_within(self, limit_s: float, now_s: float) -> None:
+        """Give it so many seconds from now on, unless they are what it has been given."""
+        if limit_s != self.limit_s:
+            self.limit_s, self.ends_s = limit_s, now_s + limit_s
+
+    def note_contested(self, contested: bool) -> None:
+        self.contested = contested
+
+    def promise_to(self, promise: Promise | None) -> None:
+        self.promise = promise
+
 
 class Waiting(NamedTuple):
     """A job in the queue of a resource, and since when it waits."""
@@ -82,6 +114,17 @@ class Resource:
     shared: bool = False  # whether members of several jobs are connected
     # Per role, a lower bound on the virtual time of active jobs, see fairness.start_waiting().
     floors_s: dict[Role, float] = field(default_factory=lambda: dict.fromkeys(Role, 0.0))
+
+    def begin(self, hold: Hold) -> None:
+        """Begin a hold; what was promised before is void."""
+        self.promises.clear()
+        self.hold = hold
+
+    def end_hold(self) -> None:
+        self.hold = None
+
+    def is_shared_by(self, jobs: int) -> None:
+        self.shared = jobs > 1
 
     def members_of(self, job: Job, wish: Wish) -> set[Member]:
         return {member for member in self.members if member.job is job and member.wish is wish}

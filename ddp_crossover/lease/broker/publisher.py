@@ -42,6 +42,9 @@ class Publisher:
         self._introduce = introduce
         self._resources: dict[str, _Resource] = {}
 
+    def count_eviction(self) -> None:
+        self.evictions += 1
+
     def has_room(self, resource: str) -> bool:
         """Whether ``resource`` has a slot on the page or can be given one."""
         return resource in self._resources or len(self._resources) < RESOURCE_SLOTS

@@ -16,7 +16,6 @@ import time
 from dataclasses import dataclass, field
 
 from ..directory import BrokerDirectory
-from ..note import NoteReader
 from ..peer_process import is_stopped
 from ..protocol import TAKES_OVER, Hello, Kind, Message, ProtocolError, Refusal, decode, decode_hello
 from .arbiter import Arbiter, MismatchError
@@ -196,19 +195,19 @@ class Broker:
             self._arbiter.join(connection.member, key, hello.resource, hello.role, hello.weight)
         except MismatchError as error:
             raise ProtocolError(Refusal.MISMATCH, str(error)) from None
-        connection.joined = Joined(key, hello.resource)
+        connection.join(Joined(key, hello.resource))
         slot = self._publisher.add_job(hello.resource, key, hello.role, time.monotonic())
         welcome = Message(Kind.WELCOME, value=slot, request=connection.member).encode()
         try:
             if not takes_over:
                 socket.send_fds(connection.sock, [welcome], [self._publisher.page.fd])
                 return
-            connection.note = NoteReader()
+            note = connection.open_note()
             try:
-                fds = [self._publisher.page.fd, connection.make_alarm(), connection.note.fd]
+                fds = [self._publisher.page.fd, connection.make_alarm(), note.fd]
                 socket.send_fds(connection.sock, [welcome], fds)
             finally:
-                os.close(connection.note.fd)
+                os.close(note.fd)
         except OSError as error:
             self._drop(connection, str(error))
 
@@ -276,7 +275,7 @@ class Broker:
 
     def _evict(self, resource: str, now_s: float, why: str) -> None:
         logger.warning("%s is taken from %s: %s", resource, self._arbiter.holding_job(resource), why)
-        self._publisher.evictions += 1
+        self._publisher.count_eviction()
         self._publisher.publish(resource, self._arbiter.evict(resource, now_s), now_s)
 
     def _owns_socket(self) -> bool:

@@ -27,7 +27,7 @@ class Pair(NamedTuple):
 
 def promise_next(res: Resource, hold: Hold, new_fence: Callable[[], int]) -> None:
     """Decide to whom the holder of ``res`` may hand it over. The promise is None if nobody can be told beforehand."""
-    hold.promise = None
+    hold.promise_to(None)
     if not res.queue:
         return
     queue = list(res.queue.values())
@@ -44,7 +44,8 @@ def promise_next(res: Resource, hold: Hold, new_fence: Callable[[], int]) -> Non
     fence = known.fence if known is not None and known.stands_for(member) else new_fence()
     # While the job holds, its virtual time grows: if it comes last now, it will at the end of its hold.
     last = hold.job.key not in res.queue and fairness.next_job([*queue, Waiting(hold.job, _LAST_S)]) is job
-    hold.promise = res.promises[job.key] = Promise(member, member.last_request, fence, holder, last)
+    res.promises[job.key] = Promise(member, member.last_request, fence, holder, last)
+    hold.promise_to(res.promises[job.key])
 
 
 def promised_fence(res: Resource, job: Job) -> int:
