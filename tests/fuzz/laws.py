@@ -79,6 +79,7 @@ def fit(program: Program) -> Program:
                 arm.pop("wire")
     if script.get("sizes", "equal") != "equal" and any(arm.get("weighted") for arm in arms):
         script.pop("attach_at", None)  # plain DDP would train the first steps with equal weights
+        script.pop("reduce_each", None)  # each reduced backward has weights of its own, and losses would be others
     names = {event.name for event in program.events}
     for arm in arms:
         if arm.get("schedule") == "allreduce" and arm.get("wire") == "int8":

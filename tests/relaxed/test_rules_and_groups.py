@@ -264,8 +264,9 @@ def _by_gram(vectors: Tensor) -> Tensor:
 
 
 @pytest.mark.quick
-@given(st.sampled_from([1, 2, 3, 4, 5, 8]), st.integers(1, 40), st.integers(0, 10**6), st.floats(-1.0, 1.0))
+@given(st.sampled_from([1, 2, 3, 4, 5, 8]), st.integers(8, 40), st.integers(0, 10**6), st.floats(0.0, 1.0))
 def test_the_tree_and_the_gram_matrix_agree(ranks, numel, seed, alike) -> None:
+    # Not of vectors that nearly cancel out, as short and opposite ones do: nothing but rounding is left of their sum.
     generator = torch.Generator().manual_seed(seed)
     vectors = torch.randn(ranks, numel, generator=generator, dtype=torch.float64)
     vectors = vectors + 5 * alike * vectors[0]
