@@ -242,10 +242,11 @@ def _memory(
     planning: Planning, named: Sequence[tuple[str, Parameter]], link: Link, wire: Wire, device: torch.device
 ) -> tuple[dict[str, Tensor], Feedback | None]:
     """Arenas that are large enough for every plan, and what codes need to remember; made now, while there is room."""
-    memory = make_arenas(planning.plain_specs, named, link, wire.plain)
+    parameters = [parameter for _, parameter in named]
+    memory = make_arenas(planning.plain_specs, parameters, link, wire.plain)
     if not wire.has_codes:
         return memory, None
-    memory |= make_arenas(planning.specs, named, link, wire)
+    memory |= make_arenas(planning.specs, parameters, link, wire)
     feedback = Feedback(
         wire,
         planning.specs,

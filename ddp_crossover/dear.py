@@ -35,7 +35,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from ddp_crossover import device as gpu
 from ddp_crossover.codecs.wire import Wire
@@ -52,6 +51,7 @@ from ddp_crossover.fusion_buffers.in_place import lay_out
 from ddp_crossover.fusion_buffers.staging import Staging, gradient_stride, plan_staging
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.parameters.kept_gradients import KeptGradients
+from ddp_crossover.parameters.lazy_params import LazyParam
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.reduced_gradients import GradientUser, ReducedGradients
 from ddp_crossover.parameters.slots import GroupInFlight, GroupState, Slot
@@ -92,7 +92,7 @@ class Pipeline:
 
     Args:
         plan: which gradient travels in which group.
-        parameters: named parameters, in the plan's numbering.
+        params: the parameters, in the plan's numbering.
         link: runs the legs.
         turns: notified of waits, so that another job may compute meanwhile.
         updater: runs updates; it makes entries in ``updates``, which are opaque to the pipeline.
@@ -111,7 +111,7 @@ class Pipeline:
     def __init__(
         self,
         plan: FusionPlan,
-        parameters: Sequence[tuple[str, Parameter]],
+        params: Sequence[LazyParam],
         link: Link,
         turns: Turns,
         updater: Updater,
@@ -148,7 +148,8 @@ class Pipeline:
         self.awaits_backward = False
         self._versions: dict[int, int] = {}
 
-        self.device = parameters[0][1].device
+        self.device = params[0].parameter.device
+        parameters = [lazy.parameter for lazy in params]
         arena_of = {p.parameter: group.arena for group in plan.groups for p in group.pieces}
         self._wire = wire if plan.is_coded else wire.plain
         self._arenas = {
@@ -163,9 +164,7 @@ class Pipeline:
         self._padding = _padding(plan, self.device) if plan.is_coded else {}
         link.use_arenas(self._arenas.values())
         allow_foreach(PendingGrad)
-        self.slots = [
-            self._slot(index, name, parameter, arena_of[index]) for index, (name, parameter) in enumerate(parameters)
-        ]
+        self.slots = [self._slot(lazy, arena_of[lazy.index]) for lazy in params]
         self.gradients = ReducedGradients(
             self.slots,
             link,
@@ -183,12 +182,13 @@ class Pipeline:
         self.groups = [self._group(spec) for spec in plan.groups]
         self._announced_legs = _announced_legs(plan)
 
-    def _slot(self, index: int, name: str, parameter: Parameter, arena_name: str) -> Slot:
+    def _slot(self, lazy: LazyParam, arena_name: str) -> Slot:
+        parameter = lazy.parameter
         arena, stride = self._arenas.get(arena_name), gradient_stride(parameter)
-        dtype = self._wire.travels_as(parameter.dtype, is_coded=self.plan.gradients[index].is_coded)
-        slot = Slot(index, name, parameter, stride, dtype, self.lock, is_in_place=arena is None)
+        dtype = self._wire.travels_as(parameter.dtype, is_coded=self.plan.gradients[lazy.index].is_coded)
+        slot = Slot(lazy, stride, dtype, self.lock, is_in_place=arena is None)
         if arena is not None:
-            slot.view = arena.as_strided(parameter.shape, stride, self.plan.offsets[index])
+            slot.view = arena.as_strided(parameter.shape, stride, self.plan.offsets[lazy.index])
         return slot
 
     def _group(self, spec: FusionGroup) -> GroupInFlight:

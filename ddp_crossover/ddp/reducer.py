@@ -397,7 +397,7 @@ class Reducer:
         make = Pipeline if owners is None else functools.partial(ShardedPipeline, owners=owners)
         return make(
             plan,
-            self._named,
+            self._params.all,
             self._link,
             self._turns,
             self._updates,

@@ -27,7 +27,7 @@ class ArenaMemory(NamedTuple):
 
 def make_arenas(
     specs: Sequence[GradientSpec],
-    named: Sequence[tuple[str, torch.nn.Parameter]],
+    parameters: Sequence[torch.nn.Parameter],
     link: Link,
     wire: Wire,
 ) -> dict[str, Tensor]:
@@ -35,7 +35,7 @@ def make_arenas(
 
     Args:
         specs: the gradients.
-        named: names and parameters of the gradients, in the same order.
+        parameters: their parameters, in the same order.
         link: the link that will carry the gradients.
         wire: what gradients are on the wire.
 
@@ -45,15 +45,15 @@ def make_arenas(
     numel = arena_capacity(specs, link.world_size, link.shard_align_bytes)
     return {
         arena: torch.empty(numel[arena], dtype=memory.dtype, device=memory.device)
-        for arena, memory in memory_of_arenas(specs, named, link, wire).items()
+        for arena, memory in memory_of_arenas(specs, parameters, link, wire).items()
     }
 
 
 def memory_of_arenas(
-    specs: Sequence[GradientSpec], named: Sequence[tuple[str, torch.nn.Parameter]], link: Link, wire: Wire
+    specs: Sequence[GradientSpec], parameters: Sequence[torch.nn.Parameter], link: Link, wire: Wire
 ) -> dict[str, ArenaMemory]:
     """The arenas that are needed, because their gradients do not travel in place; arguments as above."""
-    like = {spec.arena: (spec, parameter) for spec, (_, parameter) in zip(specs, named, strict=True)}
+    like = {spec.arena: (spec, parameter) for spec, parameter in zip(specs, parameters, strict=True)}
     return {
         arena: ArenaMemory(wire.travels_as(parameter.dtype, is_coded=spec.is_coded), parameter.device)
         for arena, (spec, parameter) in like.items()

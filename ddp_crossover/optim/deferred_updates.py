@@ -201,7 +201,7 @@ class DeferredUpdates:
         # Updates that are being written are needed, too: a signal handler may read gradients meanwhile.
         pipeline = self.pipeline
         assert pipeline is not None
-        return slot in pipeline.updates or self._params.all[slot.index] in self._params.updating
+        return slot in pipeline.updates or slot.lazy in self._params.updating
 
     def _note_waits(self, optimizer: Optimizer, reason: str | None) -> None:
         self._early_reads.explain()

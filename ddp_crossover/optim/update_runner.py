@@ -88,7 +88,7 @@ class UpdateRunner:
             raise error
         with unrecorded():
             for slot in list(pipeline.updates):  # a signal handler may apply some
-                lazy = self._params.all[slot.index]
+                lazy = slot.lazy
                 lazy.show_value()
                 lazy.uncover()
                 lazy.end_wait()
@@ -106,7 +106,7 @@ class UpdateRunner:
         self.note_written()
         slots.sort(key=lambda slot: slot.index)  # the usual order, which matters for parameters that share memory
         params = self._params
-        lazies = [params.all[slot.index] for slot in slots]
+        lazies = [slot.lazy for slot in slots]
         claimed: dict[Slot, DeferredUpdate] = {}
         with unrecorded():
             for lazy in lazies:
@@ -142,8 +142,7 @@ class UpdateRunner:
         gradients = pipeline.gradients.for_update(claimed, edited)
         members: dict[DeferredUpdate, list[ToUpdate]] = {}
         for slot, update in claimed.items():
-            lazy = self._params.all[slot.index]
-            memory = lazy.memory
+            lazy, memory = slot.lazy, slot.lazy.memory
             if self._strict or lazy.is_written:
                 lazy.show_value()
             memory.grad = _placed_as_by_autograd(gradients[slot], update)

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.leg import Leg, ScatterLeg
 from ddp_crossover.fusion import FusionGroup
+from ddp_crossover.parameters.lazy_params import LazyParam
 from ddp_crossover.parameters.pending_gradient import PendingGradPool
 
 
@@ -30,12 +30,11 @@ class Place(NamedTuple):
 
 
 class Slot:
-    """One parameter and its place in the fusion buffers.
+    """The gradient of one parameter, and its place in the fusion buffers of a plan.
 
     Attributes:
-        index: position among the parameters that DDP manages.
-        name: full name, for messages.
-        parameter: the parameter.
+        lazy: the parameter's value, and whether its update is pending; it outlives the plan.
+        index, name, parameter: as there.
         stride: stride of its gradient.
         is_in_place: whether its gradient travels from DDP's bucket; else a copy travels from an arena.
         neighbours: the fusion groups with a part in the bucket that it is in, if it travels in place.
@@ -57,6 +56,7 @@ class Slot:
         "is_in_place",
         "is_kept",
         "is_shared",
+        "lazy",
         "name",
         "neighbours",
         "parameter",
@@ -70,17 +70,17 @@ class Slot:
 
     def __init__(
         self,
-        index: int,
-        name: str,
-        parameter: Parameter,
+        lazy: LazyParam,
         stride: tuple[int, ...],
         wire_dtype: torch.dtype,
         lock: threading.RLock,
         *,
         is_in_place: bool,
     ) -> None:
-        self.index = index
-        self.name = name
+        parameter = lazy.parameter
+        self.lazy = lazy
+        self.index = lazy.index
+        self.name = lazy.name
         self.parameter = parameter
         self.stride = stride
         self.is_in_place = is_in_place

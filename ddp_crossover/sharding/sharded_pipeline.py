@@ -43,9 +43,6 @@ _SPREAD = (GroupState.SCATTERING, GroupState.UPDATING, GroupState.UPDATED)
 class ShardUpdater(Updater, Protocol):
     """Runs the updates of parameters that ranks share."""
 
-    def memory_of(self, index: int) -> Tensor:
-        """The memory of a parameter."""
-
     def is_trained(self, index: int) -> bool:
         """Whether a parameter has an optimizer."""
 
@@ -217,7 +214,7 @@ class ShardedPipeline(Pipeline):
         self._keep_gradients(group, group.scatter.shards())
         pieces = list(group.shard_pieces(self.link.rank, self.link.world_size))
         outs = [piece.of(own) for piece in pieces]
-        values = [flat_of(self._updater.memory_of(piece.slot.index), piece.slot.stride) for piece in pieces]
+        values = [flat_of(piece.slot.lazy.memory.detach(), piece.slot.stride) for piece in pieces]
         if pieces:
             torch._foreach_copy_(outs, [v[p.start : p.stop] for v, p in zip(values, pieces, strict=True)])
         return [

@@ -88,7 +88,7 @@ class GatheredUpdates(UpdateRunner):
         assert isinstance(pipeline, ShardedPipeline)
         targets: list[Tensor] = []
         for slot in claimed:
-            lazy = self._params.all[slot.index]
+            lazy = slot.lazy
             if self._strict or lazy.is_written:
                 lazy.show_value()
             targets.append(lazy.memory)
@@ -163,10 +163,6 @@ class ShardedUpdates(DeferredUpdates):
 
     # What the pipeline asks for, see `sharded_pipeline.ShardUpdater`.
 
-    def memory_of(self, index: int) -> Tensor:
-        """The memory of a parameter."""
-        return self._params.all[index].memory.detach()
-
     def is_trained(self, index: int) -> bool:
         """Whether a parameter has an optimizer."""
         return index in self._trained
@@ -186,7 +182,7 @@ class ShardedUpdates(DeferredUpdates):
     def update_early(self, group: GroupInFlight, updates: list[ToUpdate]) -> None:
         """Update this rank's part of a group in backward, on trial."""
         assert self._early is not None
-        self._early.update(updates, [self._params.all[slot.index] for slot in group.slots])
+        self._early.update(updates, [slot.lazy for slot in group.slots])
 
     def consolidate(self, ranks: Iterable[int]) -> None:
         """Give the optimizers of these ranks their whole state. A collective."""
@@ -340,7 +336,7 @@ class ShardedUpdates(DeferredUpdates):
         if not pipeline.can_update_between_legs(slots):
             return False
         # Memory that a script refers to in another way may be written at any time.
-        return not self._params.why_not_lazy([self._params.all[slot.index] for slot in slots])
+        return not self._params.why_not_lazy([slot.lazy for slot in slots])
 
     def _step_between_legs(self, call: _Call, pipeline: ShardedPipeline, lazies: Sequence[LazyParam]) -> None:
         self._params.follow_moved(lazies)
@@ -374,7 +370,7 @@ class ShardedUpdates(DeferredUpdates):
         for each in self.states.mine:
             if each.parameter in gradients:
                 # In place, unless that has gaps; the exchange then brings it there.
-                values = self._elements(self.memory_of(each.parameter), each)
+                values = self._elements(self._memory_of(each.parameter), each)
                 updates.append(self._shard(each, values, gradients[each.parameter]))
         self._update(call, updates)
         self._unscale(call)
@@ -397,10 +393,13 @@ class ShardedUpdates(DeferredUpdates):
                 # Also if that is the same memory, for the version.
                 lazy.memory.copy_(shaped(whole[lazy.index], one.parameter.shape, one.stride))
 
+    def _memory_of(self, index: int) -> Tensor:
+        return self._params.all[index].memory.detach()
+
     def _without_elements(self, call: _Call) -> list[ToUpdate]:
         """The parameters without elements that this rank updates: no fusion group has a piece of them."""
         empty = [each for each in self.states.mine if not each.numel and each.parameter in call.group_of]
-        memories = [self.memory_of(each.parameter) for each in empty]
+        memories = [self._memory_of(each.parameter) for each in empty]
         return [
             self._shard(each, self._elements(memory, each), memory)
             for each, memory in zip(empty, memories, strict=True)
