@@ -340,11 +340,16 @@ class LazyParams:
 
     def follow_moved(self, candidates: Sequence[LazyParam]) -> None:
         """Use the new memory of those that have been moved, by ``parameter.data = ...`` for instance."""
-        moved = [
-            lazy for lazy in candidates if not is_armed(lazy.parameter) and not lazy.parameter.is_set_to(lazy.memory)
-        ]
+        idle = [lazy for lazy in candidates if not lazy.is_waiting]
+        moved = [lazy for lazy in idle if not is_armed(lazy.parameter) and not lazy.parameter.is_set_to(lazy.memory)]
         for lazy in moved:
             lazy.follow_memory()
+        # Those that are armed only so that their first use is seen may have moved before. This look is no use.
+        if watched := [lazy for lazy in idle if is_armed(lazy.parameter)]:
+            with torch._C.DisableTorchFunctionSubclass():
+                moved += (late := [lazy for lazy in watched if not lazy.parameter.is_set_to(lazy.memory)])
+                for lazy in late:
+                    lazy.follow_memory()
         if moved:
             self._find_neighbours()
 

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 from .campaign import Report, campaign  # noqa: E402
+from .pairs import Meetings, Wanted  # noqa: E402
 from .pool import FuzzPool  # noqa: E402
 from .program import Program  # noqa: E402
 
@@ -30,6 +31,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         default=[],
         metavar="KEY=VALUE",
         help="a feature that every program has, as shard_optimizer=true or clip=own; may be repeated",
+    )
+    parser.add_argument(
+        "--least", type=int, default=0, metavar="N", help="draw for pairs of features until each has met N times"
+    )
+    parser.add_argument(
+        "--after",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="count pairs of earlier campaigns, too, from their --json",
     )
     parser.add_argument("--tuned", action="store_true", help="nothing is set: the tuner runs, in 110 steps")
     parser.add_argument("--no-shrink", action="store_true", help="show failures as they were drawn")
@@ -82,7 +93,9 @@ def main(arguments: list[str] | None = None) -> int:
             pool,
             first_seed=args.seed,
             count=args.programs,
-            fixed=dict(map(value_of, args.only)),
+            wanted=Wanted.of(dict(map(value_of, args.only))),
+            meetings=Meetings(args.after),
+            least=args.least,
             tuned=args.tuned,
             shrinks=not args.no_shrink,
             on_progress=on_progress,
@@ -91,6 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"seed {args.seed}, {args.ranks} ranks: {report.programs} programs in {report.seconds:.0f} s, by arms:")
     for kind, count in sorted(report.counts.items(), key=lambda item: -item[1]):
         print(f"{count:6d}  {kind}")
+    print(report.meetings.summary(args.least or 30))
     return bool(report.failures)
 
 
@@ -107,7 +121,7 @@ def to_json(report: Report, args: argparse.Namespace) -> str:
                 {"program": json.loads(failure.program.to_json()), "detail": failure.detail}
                 for failure in report.failures
             ],
-            "pairs": [[*pair, count] for pair, count in report.pairs.most_common()],
+            "pairs": [[*pair, count] for pair, count in report.meetings.counts.most_common()],
         },
         indent=1,
     )

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 
 from .drawing import programs
+from .pairs import Meetings, Wanted, pairs_of
 from .pool import FuzzPool
-from .program import Choices, Program
+from .program import Program
 
 # So many programs share one seed of hypothesis: it learns from what it has drawn, and repeats itself.
 OF_ONE_SEED = 50
+# For a pair of features that has met least.
+OF_ONE_PAIR = 3
 
 
 @dataclass
@@ -34,14 +37,14 @@ class Report:
         programs: programs drawn, without those tried in shrinking.
         seconds: of these.
         failures: all that failed.
-        pairs: how often two features have met in a program without a failure.
+        meetings: how often two features have met in a program without a failure.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     programs: int = 0
     seconds: float = 0.0
     failures: list[Failure] = field(default_factory=list)
-    pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    meetings: Meetings = field(default_factory=Meetings)
 
 
 class _Failed(AssertionError):
@@ -53,18 +56,31 @@ def campaign(
     *,
     first_seed: int,
     count: int,
-    fixed: Choices | None = None,
+    wanted: Wanted | None = None,
+    meetings: Meetings | None = None,
+    least: int = 0,
     tuned: bool = False,
     shrinks: bool = True,
     on_progress: Callable[[Report], None] = lambda report: None,
     most_failures: int = 1_000_000,
     seconds: float = float("inf"),
 ) -> Report:
-    """Run `count` programs from `first_seed` on; goes on after failures."""
-    report, at = Report(), first_seed
+    """Run `count` programs from `first_seed` on; goes on after failures.
+
+    With `least`, a few programs each are drawn for the pair of features that has met least, until every one has met so
+    often; `meetings` is what earlier campaigns have seen.
+    """
+    wanted = wanted or Wanted()
+    report, at = Report(meetings=meetings or Meetings()), first_seed
     start_s = time.monotonic()
     while report.programs < count and time.monotonic() - start_s < seconds and len(report.failures) < most_failures:
-        _run_seed(pool, report, at, min(OF_ONE_SEED, count - report.programs), fixed, tuned, shrinks, on_progress)
+        of_seed, here = OF_ONE_SEED, wanted
+        if least:
+            pair = report.meetings.next(least)
+            if pair is None:
+                break
+            of_seed, here = OF_ONE_PAIR, wanted | pair
+        _run_seed(pool, report, at, min(of_seed, count - report.programs), here, tuned, shrinks, on_progress)
         at += 1
     return report
 
@@ -74,7 +90,7 @@ def _run_seed(
     report: Report,
     at: int,
     count: int,
-    fixed: Choices | None,
+    wanted: Wanted,
     tuned: bool,
     shrinks: bool,
     on_progress: Callable[[Report], None],
@@ -91,7 +107,7 @@ def _run_seed(
         phases=(Phase.generate, Phase.shrink) if shrinks else (Phase.generate,),
         report_multiple_bugs=False,
     )
-    @given(programs(pool.ranks, fixed, tuned))
+    @given(programs(pool.ranks, wanted, tuned))
     def run(program: Program) -> None:
         start_s = time.monotonic()
         outcome = pool.judge(program)
@@ -100,7 +116,7 @@ def _run_seed(
             report.seconds += time.monotonic() - start_s
             report.counts.update(outcome.counts)
             if not outcome.failure:
-                report.pairs.update(pairs_of(program))
+                report.meetings.counts.update(set(pairs_of(program)))
             on_progress(report)
         if outcome.failure:
             smallest[:] = [Failure(program, outcome.failure)]
@@ -114,14 +130,3 @@ def _run_seed(
         on_progress(report)
     if report.programs == before:
         report.programs += 1  # hypothesis has found nothing new to draw
-
-
-def pairs_of(program: Program) -> Iterator[tuple[str, str]]:
-    """All pairs of features that meet in a program."""
-    of_script = {f"{name}={value}" if isinstance(value, str) else name for name, value in program.script.items()}
-    names = {*of_script, *(event.name for event in program.events)}
-    for arm in program.arms:
-        every = sorted(names | {f"{name}={value}" if isinstance(value, str) else name for name, value in arm.items()})
-        for index, one in enumerate(every):
-            for other in every[index + 1 :]:
-                yield one, other

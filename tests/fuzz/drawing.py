@@ -6,43 +6,47 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from .features import ARM, EVENTS, SCRIPT, STEPS, TUNED_STEPS, Feature
+from .features import ARM, EVENTS, SCRIPT, STEPS, TUNED_STEPS, EventFeature, Feature
 from .laws import fit
+from .pairs import Wanted
 from .program import Choices, Event, Program
 
 # In how many of ten programs, or of its features, something is drawn: from nearly nothing to nearly all at once.
 DENSITIES = (1, 2, 4)
 MOST_EVENTS = 5
+_NOTHING = Wanted()
 
 
 @st.composite
-def programs(draw: st.DrawFn, ranks: int, fixed: Choices | None = None, tuned: bool = False) -> Program:
+def programs(draw: st.DrawFn, ranks: int, wanted: Wanted = _NOTHING, tuned: bool = False) -> Program:
     """Programs on so many ranks.
 
     Args:
         draw: given by hypothesis.
         ranks: world size.
-        fixed: features of the script or of each arm that are not drawn.
+        wanted: what every program, and each of its arms, has.
         tuned: whether arms find their plans by themselves, in `TUNED_STEPS` steps.
     """
-    fixed = dict(fixed or {})
     density = draw(st.sampled_from(DENSITIES))
-    script = _choices(draw, SCRIPT, density, fixed)
+    script = _choices(draw, SCRIPT, density, wanted)
     arms = [
-        _choices(draw, ARM, density, fixed, beside=script) | ({"tuned": True} if tuned else {})
+        _choices(draw, ARM, density, wanted, beside=script) | ({"tuned": True} if tuned else {})
         for _ in range(1 if tuned else draw(st.integers(1, 2)))
     ]
     steps = TUNED_STEPS if tuned else STEPS
-    events = [_event(draw, script, ranks, steps) for _ in range(draw(st.integers(0, MOST_EVENTS)))]
+    events = [_event(draw, event, script, ranks, steps) for event in EVENTS if event.name in wanted.events]
+    for _ in range(draw(st.integers(0, MOST_EVENTS))):
+        events.append(_event(draw, draw(st.sampled_from(EVENTS)), script, ranks, steps))
     kept = tuple(sorted((event for event in events if event), key=lambda event: (event.step, event.place, event.name)))
     return fit(Program(ranks, draw(st.integers(0, 99)), steps, script, tuple(arms), kept))
 
 
 def _choices(
-    draw: st.DrawFn, table: tuple[Feature, ...], density: int, fixed: Choices, beside: Choices | None = None
+    draw: st.DrawFn, table: tuple[Feature, ...], density: int, wanted: Wanted, beside: Choices | None = None
 ) -> dict[str, Any]:
     chosen: dict[str, Any] = dict(beside or {})
     before = set(chosen)
+    fixed = wanted.script if table is SCRIPT else wanted.arm
     for feature in table:
         if feature.name in fixed:
             chosen[feature.name] = fixed[feature.name]
@@ -52,13 +56,12 @@ def _choices(
         if draw(st.integers(0, 9)) < 10 - density * feature.often:
             continue
         value = draw(st.sampled_from(feature.values))
-        if value != feature.values[0]:
+        if value != feature.values[0] and not wanted.is_refused({**chosen, feature.name: value}, chosen):
             chosen[feature.name] = value
     return {name: value for name, value in chosen.items() if name not in before}
 
 
-def _event(draw: st.DrawFn, script: Choices, ranks: int, steps: int) -> Event | None:
-    feature = draw(st.sampled_from(EVENTS))
+def _event(draw: st.DrawFn, feature: EventFeature, script: Choices, ranks: int, steps: int) -> Event | None:
     step = draw(st.integers(0, steps - 1))
     place = draw(st.sampled_from(feature.places))
     rank = draw(st.sampled_from((None, *range(ranks)))) if feature.by_one else None

@@ -60,6 +60,9 @@ def reference_of(script: Choices, arm: Choices) -> Choices:
 def fit(program: Program) -> Program:
     """The program with what its laws need: fp64 where sums are compared within rounding."""
     script, arms = dict(program.script), [dict(arm) for arm in program.arms]
+    for arm in arms:
+        if arm.get("schedule") == "allreduce" and arm.get("wire") == "int8":
+            arm.pop("wire")  # refused
     if script.get("sizes") == "zeros":
         for arm in arms:
             arm["weighted"] = True
@@ -67,6 +70,9 @@ def fit(program: Program) -> Program:
         if script.get("model") == "batch_norm":
             script["sizes"] = "unequal"
         script.pop("batch_around", None)  # the last micro-batch, outside of no_sync(), must have samples
+        if script.get("second") == "one_optimizer":
+            script.pop("micro_batches", None)  # a rank without data takes any sample, beside which .grad must be empty
+            script.pop("reduce_each", None)
     if script.get("average") == "own":
         script.pop("overflow", None)  # the script averages after a step that the scaler skips, too, dx.Ema does not
     if any(law_of(script, arm) is Law.CLOSE for arm in arms):
@@ -82,8 +88,6 @@ def fit(program: Program) -> Program:
         script.pop("reduce_each", None)  # each reduced backward has weights of its own, and losses would be others
     names = {event.name for event in program.events}
     for arm in arms:
-        if arm.get("schedule") == "allreduce" and arm.get("wire") == "int8":
-            arm.pop("wire")  # refused
         if "detached" in names and arm.get("wire") in ("bfloat16", "float16"):
             arm.pop("wire")  # plain DDP keeps the hook that stands for it
     if script.get("model") in BRANCHES:
@@ -102,7 +106,7 @@ def _is_refused(event: Event, script: Choices, arm: Choices) -> bool:
     """Whether the ranks of an arm could not do this, as the documentation says."""
     reads_alone = event.rank is not None and event.name in READS_GRADIENTS and event.place in OUTSIDE
     # The loop goes on with the next batch, where the others wait for as many samples as they were told of.
-    skips_a_batch = event.name == "loss_raises" and script.get("sizes", "equal") != "equal"
+    skips_a_batch = event.name in ("forward_raises", "loss_raises") and script.get("sizes", "equal") != "equal"
     return bool(
         (arm.get("weighted") and (event.name in OUTSIDE_OF_BATCHES or skips_a_batch))
         or (arm.get("shard_optimizer") and reads_alone)

@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import find
 
 from .campaign import Report, campaign
+from .drawing import programs
+from .pairs import Meetings, pairs_of, possible_pairs
 from .pool import FuzzPool
 from .program import Program
 
@@ -90,3 +93,19 @@ def test_a_defect_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch, pool_of: 
     assert failure.program.script == {"clip": "value"}
     assert not failure.program.events
     assert Program.from_json(failure.program.to_json()) == failure.program
+
+
+def test_a_pair_of_features_that_is_wanted_is_drawn() -> None:
+    for pair in sorted(possible_pairs())[::499]:
+        smallest = find(programs(2, possible_pairs()[pair]), lambda program: True)
+        assert set(pairs_of(smallest)) >= {pair}
+
+
+def test_the_pair_that_has_met_least_comes_next() -> None:
+    meetings = Meetings()
+    meetings.counts.update(dict.fromkeys(possible_pairs(), 30))
+    assert meetings.next(30) is None
+    rare = ("clip=own", "shard_optimizer")
+    meetings.counts[rare] = 29
+    assert meetings.next(30) == possible_pairs()[rare]
+    assert meetings.next(30) is None, "it is not drawn for ever, whatever comes of it"

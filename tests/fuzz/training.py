@@ -366,7 +366,8 @@ class Run:
         return losses
 
     def _micro_batch(self, index: int, count: int, mine: int, total: int, step: int) -> Tensor:
-        if not count and self.weights:
+        # Of a backward through two models nobody can tell beforehand: it takes any sample, through both.
+        if not count and self.weights and self.script.get("second") != "one_optimizer":
             return torch.zeros(())
         with torch.random.fork_rng([], enabled=not count):  # nor does a rank without data draw random numbers here
             return self._train_on(index, count, mine, total, step)
