@@ -227,7 +227,7 @@ class ReducedGradients:
             if slot.pending.current.resolved:  # for an update that changes it as well
                 return slot.pending.current.resolve()
         # A script that has got a part of a bucket may move the storage of all of it.
-        for group in slot.neighbours if slot.is_shared else slot.groups:
+        for group in slot.groups_to_await:
             self._complete(group)
         if slot.is_shared and not slot.scales:
             if slot.pending.current.becomes_zero and self._user.needs_gradient(slot):

@@ -118,6 +118,11 @@ class Slot:
             self.place = None
             del self.view
 
+    @property
+    def groups_to_await(self) -> list[GroupInFlight]:
+        """The fusion groups that write where its gradient is: all those of the bucket, if ``.grad`` is a part of it."""
+        return self.neighbours if self.is_shared else self.groups
+
     def reset(self) -> None:
         """Begin with the gradient of another backward."""
         self.is_kept = self.is_shared = False

@@ -281,7 +281,7 @@ class ShardedPipeline(Pipeline):
     # Readers of gradients.
 
     def _is_lost(self, slot: Slot) -> bool:
-        return any(group.state in _SPREAD for group in (slot.neighbours if slot.is_shared else slot.groups))
+        return any(group.state in _SPREAD for group in slot.groups_to_await)
 
     def complete(self, group: GroupInFlight) -> None:
         if not group.is_complete and self.link.is_closed:
@@ -403,9 +403,10 @@ class ShardedPipeline(Pipeline):
         if self.phase is Phase.REDUCED and self.awaits_backward:
             with self.lock:
                 # Backward adds to a gradient that is still in `.grad`. To gather it then would overwrite buckets that
-                # backward has written into. One that becomes zero is not gathered.
-                if any(self.gradients.is_pending(slot) for slot in self.slots):
-                    for group in self.groups:
+                # backward has written into. One that becomes zero is not gathered. No other groups: on another rank a
+                # backward under no_sync() may have needed these gradients before, and has asked nobody about others.
+                for slot in filter(self.gradients.is_pending, self.slots):
+                    for group in slot.groups_to_await:
                         self.complete(group)
         super()._before_backward()
 
