@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -92,10 +92,10 @@ class _Owner:
 
     __slots__ = ("_averaging", "average", "has_average", "source")
 
-    def __init__(self, source: Tensor, average: Tensor, averaging: _Averaging) -> None:
+    def __init__(self, source: Tensor, average: Tensor, averaging: _Averaging, *, has_average: bool) -> None:
         self.source = source
         self.average = average
-        self.has_average = False
+        self.has_average = has_average
         self._averaging = averaging
 
     def restart(self, *, has_average: bool) -> None:
@@ -154,7 +154,7 @@ class _Averaging(Hook):
                 handle.remove()
 
     def _updated(self, parameters: list[Tensor]) -> None:
-        owners = list(self._owners_of(parameters))
+        owners = self._owners_of(parameters)
         if is_dropped := self._ema() is None:
             owners = [owner for owner in owners if is_armed_by(owner.average, owner)]
         # Out of sight of `__torch_function__`: the averages may be pending, and are written here.
@@ -192,25 +192,22 @@ class _Averaging(Hook):
             ema.n_averaged += 1
         self._has_average = True
 
-    def _owners_of(self, parameters: Iterable[Tensor]) -> Iterator[_Owner]:
-        for parameter in parameters:
-            owner = self._owners.get(id(parameter))
-            if owner is None and id(parameter) not in self._elsewhere:
-                self._pair()  # a parameter was added or replaced
-                owner = self._owners.get(id(parameter))
-                if owner is None:
-                    self._elsewhere.add(id(parameter))  # the optimizer has parameters of another model, too
-            if owner is not None:
-                yield owner
+    def _owners_of(self, parameters: Iterable[Tensor]) -> list[_Owner]:
+        parameters = list(parameters)
+        if strange := {id(each) for each in parameters} - self._owners.keys() - self._elsewhere:
+            self._pair()  # a parameter was added or replaced
+            self._elsewhere |= strange - self._owners.keys()  # the optimizer has parameters of another model, too
+        return [self._owners[id(each)] for each in parameters if id(each) in self._owners]
 
     def _pair(self) -> None:
         if (ema := self._ema()) is None:
             return
         before, self._owners = self._owners, {}
         for source, average in zip(self._model.parameters(), ema.module.parameters(), strict=True):
-            self._owners[id(source)] = owner = _Owner(source, average, self)
             known = before.get(id(source))
-            owner.restart(has_average=self._has_average if known is None else known.has_average)
+            if known is None or known.average is not average:
+                known = _Owner(source, average, self, has_average=known.has_average if known else self._has_average)
+            self._owners[id(source)] = known
 
     def _average(self, values: Iterable[tuple[Tensor, Tensor, bool]]) -> None:
         """Move averages towards new values as ``AveragedModel.update_parameters`` does, or copy the first values."""
