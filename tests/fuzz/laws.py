@@ -93,6 +93,8 @@ def fit(program: Program) -> Program:
     if script.get("model") in BRANCHES:
         script["find_unused"] = True
     events = tuple(event for event in program.events if not any(_is_refused(event, script, arm) for arm in arms))
+    if program.ranks > 2:  # what is left is DDP's own sum, in another order than that of the hook that stands for it
+        events = tuple(event for event in events if event.name != "detached")
     is_weighted = any(arm.get("weighted") for arm in arms)
     if is_weighted or script.get("attach_at") or names & {"attached_again", "detached"}:
         # After a change of dtype DDP reduces nothing more, but for a new reducer, which attach and detach make. What is
