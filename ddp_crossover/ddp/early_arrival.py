@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover import device as gpu
@@ -91,7 +92,7 @@ def _refuse_backward_of_earlier_forward(
         A callback that allows backward again.
     """
 
-    def refuse(gradient: Tensor) -> NoReturn:
+    def refuse(gradients: object) -> NoReturn:
         raise RuntimeError(
             "dear_hook was attached between a forward and its backward, whose gradients DDP would not reduce: "
             "attach before the forward"
@@ -101,6 +102,7 @@ def _refuse_backward_of_earlier_forward(
         for handle in handles:
             handle.remove()
 
-    handles = [parameter.register_hook(refuse) for parameter in parameters]
+    # Not hooks on the parameters: `torch.autograd.grad()` runs these, too, and it adds nothing to gradients.
+    handles = [get_gradient_edge(parameter).node.register_prehook(refuse) for parameter in parameters]
     handles.append(ddp.register_forward_pre_hook(torch.compiler.disable(allow)))  # also works after detach()
     return allow
