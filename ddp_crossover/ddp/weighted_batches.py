@@ -104,8 +104,7 @@ class WeightedBatches:
         self._count: int | None = None
         self._share = 0
         self._has_reduced = self._was_unsynced = self._has_no_data = False
-        # Not those of the DDP object, which has none while a rank without data takes part.
-        self._unreduced = UnreducedSamples(lambda: [lazy.parameter for lazy in params.all])
+        self._unreduced = UnreducedSamples(self._parameters)
         self._trained = 0  # samples of the last step
         self._total: int | None = None
         self._told: _Told | None = None
@@ -202,6 +201,10 @@ class WeightedBatches:
                 parameter.grad = None
             else:
                 parameter.grad.copy_(gradient)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        # The DDP object has none while a rank without data takes part; `params` has none after detach.
+        return [lazy.parameter for lazy in self._params.all] or list(self._model.parameters())
 
     def _in_use_order(self) -> list[nn.Parameter]:
         return [lazy.parameter for lazy in self._use_order.sorted(self._params.all)]
