@@ -241,8 +241,10 @@ class DearState:
     def synchronized(self) -> Iterator[None]:
         """Context in which no update is pending, so that parameters may be read and written in any way."""
         self.synchronize()
-        with self._updates.at_once():
-            yield
+        try:
+            with self._updates.at_once():
+                yield
+        finally:
             self.synchronize()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

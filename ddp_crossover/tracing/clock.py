@@ -87,7 +87,7 @@ class CommClock:
 
     @contextlib.contextmanager
     def tracing(self, trace: Trace) -> Iterator[None]:
-        """Context in which spans are recorded. Raises RuntimeError inside of another one."""
+        """Context in which spans are recorded; its end stops the trace. Raises RuntimeError inside of another one."""
         if self.trace is not None:
             raise RuntimeError("this model is being traced already: leave the other trace() first")
         self.trace = trace
@@ -95,6 +95,7 @@ class CommClock:
             yield
         finally:
             self.trace = None
+            trace.stop()
 
     # Legs and waits in host time.
 

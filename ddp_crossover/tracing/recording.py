@@ -56,7 +56,6 @@ def recording(
         finally:
             for handle in handles:
                 handle.remove()
-    trace.stop()
 
 
 class _Recorder(Hook):

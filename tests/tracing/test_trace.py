@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -226,3 +227,18 @@ def test_stats_tell_of_single_steps(on_ranks) -> None:
             assert step.fallbacks == {}
         assert sum(step.communication_s for step in steps) > 0
         assert min(s.duration_s for s in steps) <= median.duration_s <= max(s.duration_s for s in steps)
+
+
+def _ends_of_traces() -> list[float]:
+    job = Job(True)
+    with pytest.raises(KeyError), job.timed.trace() as failed:
+        raise KeyError("of the script")
+    with job.timed.trace() as later:  # the first one is not under way any more
+        pass
+    job.timed.detach()
+    return [failed.ended_s, later.ended_s]
+
+
+def test_an_error_of_the_script_ends_a_trace(on_ranks) -> None:
+    for ended, later in on_ranks(_ends_of_traces, 2):
+        assert ended <= later < math.inf
