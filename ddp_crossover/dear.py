@@ -379,7 +379,7 @@ class Pipeline:
                     outside_of_modes(functools.partial(self._apply, due))
 
     def _complete_for_update(self, group: GroupInFlight) -> None:
-        self.complete(group)
+        self._await_gather(group)
 
     def _is_ready_for_update(self, group: GroupInFlight) -> bool:
         return group.is_complete
@@ -394,14 +394,21 @@ class Pipeline:
         with self.link.meter.host.of("update") if self.link.streams is not None else contextlib.nullcontext():
             self._updater.apply(slots)
         self.link.clock.span("update", begin)
-        self.order.mark()
+        self.order.publish()
 
     def complete(self, group: GroupInFlight) -> None:
         """Wait until the group's buffer holds the reduced gradients."""
+        if self._await_gather(group):
+            self.order.publish()
+
+    def _await_gather(self, group: GroupInFlight) -> bool:
+        """Complete the group, on the current stream alone; whether nobody had done so before."""
         self.order.join()
-        if not group.is_complete:
-            self._wait_for_gather(group)
-            group.complete()
+        if group.is_complete:
+            return False
+        self._wait_for_gather(group)
+        group.complete()
+        return True
 
     def _wait_for_gather(self, group: GroupInFlight) -> None:
         self._refuse_capture()

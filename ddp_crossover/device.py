@@ -13,6 +13,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ddp_crossover.torch_internals.current_streams import Watcher, current_streams
+
 # Strings: a build for another device may lack the classes.
 Stream: TypeAlias = "torch.cuda.Stream"
 Event: TypeAlias = "torch.cuda.Event"
@@ -35,13 +37,33 @@ def current_stream(device: torch.device | None = None) -> Stream:
 
 @contextmanager
 def on_stream(stream: Stream | None) -> Iterator[None]:
-    """Context manager in which ``stream`` and its device are the current ones; does nothing for None."""
+    """Context manager in which ``stream`` and its device are the current ones; does nothing for None.
+
+    It is not noticed by watchers of :func:`watch_switches`.
+    """
     if stream is None:
         yield
         return
+    switch = current_streams().set_unnoticed
     # Outside, a thread that has used no device yet would come back to device 0, and make a context there.
-    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-        yield
+    with torch.cuda.device(stream.device):
+        before = torch.cuda.current_stream(stream.device)
+        switch(stream)
+        try:
+            yield
+        finally:
+            switch(before)
+
+
+def watch_switches(watcher: Watcher) -> None:
+    """Tell ``watcher`` of each stream that a script makes the current one, for as long as the watcher lives."""
+    current_streams().watch(watcher)
+
+
+def streams_of_threads(device: torch.device) -> set[Stream]:
+    """The streams of ``device`` on which any thread may be about to queue work."""
+    found = {stream for stream in current_streams().of_threads() if stream.device == device}
+    return found | {torch.cuda.default_stream(device)}
 
 
 def record(stream: Stream, *, timed: bool = False, awaited: bool = False) -> Event:

@@ -9,6 +9,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "ddp_crossover"
 
 NOT_OURS = {
+    "set_stream": "torch.cuda's, which tells of streams that scripts switch to",
     "grad": "of a parameter",
     "state": "of an optimizer",
     "param_groups": "of an optimizer",

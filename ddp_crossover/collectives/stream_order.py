@@ -24,6 +24,18 @@ class CudaStreams:
         """The caller's current stream on the link's device."""
         return gpu.current_stream(self._device)
 
+    def of_threads(self) -> set[gpu.Stream]:
+        """The streams on which any thread may be about to use the link's device."""
+        return gpu.streams_of_threads(self._device)
+
+    def is_of_device(self, stream: gpu.Stream) -> bool:
+        """Whether ``stream`` is one of the link's device."""
+        return bool(stream.device == self._device)
+
+    def is_capturing(self) -> bool:
+        """Whether the caller's current stream is recorded into a CUDA graph."""
+        return gpu.is_capturing(self._device)
+
     def keep_until_done(self, memory: Tensor) -> None:
         """Let the allocator keep ``memory`` until legs are done with it, even if it is dropped before."""
         # The memory is allocated at attach, possibly on another stream than the training stream.
@@ -32,11 +44,11 @@ class CudaStreams:
 
 
 class StreamOrder:
-    """Orders the CUDA streams on which a forward may run: a reading stream waits for writes on other streams.
+    """Orders the CUDA streams on which a script may run: a reading stream waits for writes on other streams.
 
-    An update is applied once, on the stream that is current at the first wait point that needs it. If a module on
-    another stream then uses parameters of the same fusion group, no update is left to apply, so its stream has to wait
-    for the earlier one.
+    An update is applied once, on the stream that is current at the first wait point that needs it, and a gradient is
+    delivered once. Later uses of either are not seen. So a stream waits for what was written last when a thread makes
+    it the current one, and the streams that other threads are on wait at the time of the write.
 
     Args:
         streams: the streams of the link; None on CPU, where there is nothing to order.
@@ -46,14 +58,13 @@ class StreamOrder:
         self._streams = streams
         self._stream: gpu.Stream | None = None
         self._written: gpu.Event | None = None
+        if streams is not None:
+            gpu.watch_switches(self)
 
     def join(self) -> None:
         """Wait for the work noted by :meth:`mark`; call it before reading or writing the same data. Free on CPU."""
-        if self._stream is None or self._written is None or self._streams is None:
-            return
-        stream = self._streams.current()
-        if stream != self._stream:
-            stream.wait_event(self._written)
+        if self._streams is not None:
+            self._order(self._streams.current())
 
     def mark(self) -> None:
         """Note the current stream's work; call it after reading or writing.
@@ -64,6 +75,24 @@ class StreamOrder:
             return
         self._stream = self._streams.current()
         self._written = gpu.record(self._stream)
+
+    def publish(self) -> None:
+        """Note the current stream's work as :meth:`mark` does, on what scripts may use on other streams next."""
+        if self._streams is None:
+            return
+        self.mark()
+        for stream in self._streams.of_threads():
+            self._order(stream)
+
+    def switched_to(self, stream: gpu.Stream) -> None:
+        """Make a stream wait that a script has made the current one."""
+        # A stream that is recorded into a graph cannot wait for an event outside of it.
+        if self._streams is not None and self._streams.is_of_device(stream) and not self._streams.is_capturing():
+            self._order(stream)
+
+    def _order(self, stream: gpu.Stream) -> None:
+        if self._written is not None and stream != self._stream:
+            stream.wait_event(self._written)
 
     def keep(self, tensor: Tensor) -> None:
         """Keep ``tensor``, maybe from another stream, until the current stream has read it, even if it is dropped."""

@@ -274,7 +274,7 @@ class ReducedGradients:
             self._order.keep(factor)
             [value] = torch._foreach_mul([value.to(memory.dtype)], factor)
         memory.copy_(value)
-        self._order.mark()
+        self._order.publish()
 
     @torch.inference_mode(False)  # a touch during evaluation would make inference tensors, useless to the optimizer
     def for_update(self, slots: Iterable[Slot], edited: Collection[Slot] = ()) -> dict[Slot, Tensor]:

@@ -380,7 +380,7 @@ class ShardedPipeline(Pipeline):
                 parts = exchange(self.link, have, everything(have, range(world_size)), mine, alike[0].buffer.parts[0])
             for part, values in parts:
                 self._gradient_memory(self.slots[part.parameter])[part.start : part.stop] = values
-        self.order.mark()
+        self.order.publish()
         for group in groups:
             group.complete()
             group.keep([])

@@ -12,6 +12,7 @@ the host `launch_s`, and nothing else takes any.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,6 +29,7 @@ from ddp_crossover.collectives import make_link, meter, nccl_codes, nccl_link
 from ddp_crossover.ddp import reducer
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.torch_internals.autograd import call_after_backward
+from ddp_crossover.torch_internals.current_streams import CurrentStreams
 from virtual_time import HostClock, Hosts, Instant
 
 # They make another tensor of the same memory, and neither read nor write it.
@@ -168,7 +170,9 @@ class Gpu(TorchDispatchMode):
         self.host_waits: Counter[str] = Counter()
         self._wire = wire
         self._launch_s = launch_s
-        self.main = self.current = FakeStream()
+        self.main = FakeStream()
+        self._thread = threading.local()
+        self.streams = CurrentStreams(self._set_current)
         self.watched: set[int] = set()
         self.recorded: set[tuple[int, FakeStream]] = set()
         self.races: Counter[tuple[str, str]] = Counter()
@@ -177,14 +181,27 @@ class Gpu(TorchDispatchMode):
         self.kept: list[torch.Tensor] = []
         self._accesses: list[Access] = []
 
+    @property
+    def current(self) -> FakeStream:
+        """The calling thread's current stream."""
+        return getattr(self._thread, "current", self.main)
+
+    def _set_current(self, stream: FakeStream) -> None:
+        self._thread.current = stream
+
     @contextmanager
-    def on(self, stream: FakeStream) -> Iterator[None]:
-        """What `torch.cuda.stream` does."""
-        before, self.current = self.current, stream
+    def on(self, stream: FakeStream, switch: Any = None) -> Iterator[None]:
+        """Switch to a stream as the package does, unnoticed."""
+        before, switch = self.current, switch or self._set_current
+        switch(stream)
         try:
             yield
         finally:
-            self.current = before
+            switch(before)
+
+    def stream(self, stream: FakeStream) -> Any:
+        """What `torch.cuda.stream` does, for scripts."""
+        return self.on(stream, self.streams.switch)
 
     def compute(self, seconds: float) -> None:
         """Queue a kernel on the current stream that takes so long."""
@@ -359,6 +376,8 @@ def fake_gpu(
         # Code that leaves out the device gets the stream of another one, where the user has not called `set_device`.
         (device, "current_stream", lambda device: gpu.current),
         (device, "on_stream", gpu.on),
+        (device, "watch_switches", gpu.streams.watch),
+        (device, "streams_of_threads", lambda device: gpu.streams.of_threads() | {gpu.main}),
         (device, "record", FakeEvent),
         (device, "sleep_until", gpu.sleep_until),
         (device, "seconds_between", seconds_between),
