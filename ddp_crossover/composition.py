@@ -19,8 +19,10 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddp_crossover.codecs.coding import Coding
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.all_reduce import backend_for, family_of
+from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.make_link import make_link
 from ddp_crossover.collectives.nccl_settings import refuse_unsafe_settings, why_streams_block
@@ -182,9 +184,10 @@ def _compose_on(
     memory: dict[str, Tensor] = {}
     feedback: Feedback | None = None
     if plain_reason is None and planning.why_not_at_all() is None:
-        memory, feedback = _memory(planning, named, link, wire, device)
+        memory, feedback = _memory(planning, named, link, wire, device, lands=table is not None)
+        coded = () if feedback is None or link.codes_on_host else _all_coded(planning, memory, link, wire)
         # Lets it create what it would otherwise create at its first legs.
-        link.connect(memory.values())
+        link.connect(memory.values(), coded, exchanges_numbers=options.weighted or table is not None)
         planning.measure_link()
         buckets.make_small_at_attach(parameters)
     early_reads = EarlyReads()
@@ -239,14 +242,20 @@ def _compose_on(
 
 
 def _memory(
-    planning: Planning, named: Sequence[tuple[str, Parameter]], link: Link, wire: Wire, device: torch.device
+    planning: Planning,
+    named: Sequence[tuple[str, Parameter]],
+    link: Link,
+    wire: Wire,
+    device: torch.device,
+    *,
+    lands: bool,
 ) -> tuple[dict[str, Tensor], Feedback | None]:
     """Arenas that are large enough for every plan, and what codes need to remember; made now, while there is room."""
     parameters = [parameter for _, parameter in named]
-    memory = make_arenas(planning.plain_specs, parameters, link, wire.plain)
+    memory = make_arenas(planning.plain_specs, parameters, link, wire.plain, lands=lands)
     if not wire.has_codes:
         return memory, None
-    memory |= make_arenas(planning.specs, parameters, link, wire)
+    memory |= make_arenas(planning.specs, parameters, link, wire, lands=lands)
     feedback = Feedback(
         wire,
         planning.specs,
@@ -256,3 +265,14 @@ def _memory(
         streams=None if link.codes_on_host else link.streams,
     )
     return memory, feedback
+
+
+def _all_coded(planning: Planning, memory: dict[str, Tensor], link: Link, wire: Wire) -> list[FusionBuffer]:
+    """For each arena whose gradients are coded, a buffer over all of it."""
+    assert wire.scatter is not None
+    arenas = [memory[name] for name in dict.fromkeys(spec.arena for spec in planning.specs if spec.is_coded)]
+    quantum = link.world_size * wire.align_numel
+    return [
+        FusionBuffer((arena[: len(arena) // quantum * quantum].zero_(),), coding=Coding(wire.scatter, wire.gather))
+        for arena in arenas
+    ]

@@ -45,7 +45,7 @@ from ddp_crossover.collectives.rank_weights import RankWeights
 from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.collectives.wire import scale_into
 from ddp_crossover.fusion import FusionGroup, FusionPlan, Schedule, gathers_behind_scatters, order_of_use
-from ddp_crossover.fusion_buffers.arenas import memory_of_arenas
+from ddp_crossover.fusion_buffers.arenas import memory_of_arenas, whole_of, zeros
 from ddp_crossover.fusion_buffers.feedback import Feedback, Range
 from ddp_crossover.fusion_buffers.in_place import lay_out
 from ddp_crossover.fusion_buffers.staging import Staging, gradient_stride, plan_staging
@@ -60,7 +60,6 @@ from ddp_crossover.torch_internals.ddp import GradBucket
 from ddp_crossover.torch_internals.dispatch import allow_foreach, is_traced, outside_of_modes
 from ddp_crossover.torch_internals.profiling import named_range
 
-_SPARE_NUMEL = 2**14
 # Receives of scatter legs are posted some legs ahead, so that a faster rank can send. They cost memory: together not
 # more than a sixteenth of all gradients, unless that is little, or one leg alone does.
 _MAX_ANNOUNCED_LEGS = 4
@@ -153,7 +152,7 @@ class Pipeline:
         arena_of = {p.parameter: group.arena for group in plan.groups for p in group.pieces}
         self._wire = wire if plan.is_coded else wire.plain
         self._arenas = {
-            arena: _zeros(plan.arena_numel[arena], made_of.dtype, made_of.device, memory.get(arena))
+            arena: zeros(plan.arena_numel[arena], made_of.dtype, made_of.device, memory.get(arena))
             for arena, made_of in memory_of_arenas(plan.gradients, parameters, link, self._wire).items()
         }
         self._feedback = feedback if plan.is_coded else None
@@ -552,7 +551,7 @@ class Pipeline:
         """Return the arenas by name, for the next plan's pipeline. This pipeline must not be used again."""
         assert self.phase is Phase.IDLE
         self._forget_buckets()
-        return {name: arena._base if arena._base is not None else arena for name, arena in self._arenas.items()}
+        return {name: whole_of(arena) for name, arena in self._arenas.items()}
 
     def _forget_buckets(self) -> None:
         """Drop all references to DDP's buckets, which would count as a script's."""
@@ -590,14 +589,6 @@ def _padding(plan: FusionPlan, device: torch.device) -> dict[str, Tensor]:
 
 def _range_of(group: FusionGroup) -> Range:
     return Range(group.arena, group.offset, group.offset + group.numel)
-
-
-def _zeros(numel: int, dtype: torch.dtype, device: torch.device, memory: Tensor | None) -> Tensor:
-    """Return ``numel`` flat zeros, in ``memory`` if that is large enough."""
-    if memory is not None and memory.numel() >= numel:
-        return memory[:numel].zero_()
-    # Plans differ in their padding: the spare elements let the next plan's arena fit in the same memory.
-    return torch.zeros(numel + _SPARE_NUMEL, dtype=dtype, device=device)[:numel]
 
 
 def _announced_legs(plan: FusionPlan) -> int:

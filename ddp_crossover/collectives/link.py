@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -185,8 +185,16 @@ class Link(ABC):
         """Exchange slices as ``nodes`` says, if the link does not choose by itself. No leg may have been started."""
         # A link that does reduces the slice of this rank's number, wherever the ranks are.
 
-    def connect(self, arenas: Collection[Tensor]) -> None:
-        """Take the first arenas, and connect to the peers now instead of at the first legs. All ranks must call it."""
+    def connect(
+        self, arenas: Collection[Tensor], coded: Sequence[FusionBuffer] = (), *, exchanges_numbers: bool = False
+    ) -> None:
+        """Take the first arenas, and make now what the first legs would make. All ranks must call it.
+
+        Args:
+            arenas: the arenas.
+            coded: buffers as large as all that is going to be coded at a time; their values do not count.
+            exchanges_numbers: whether :meth:`exchange_numbers` is going to be called.
+        """
         self.use_arenas(arenas)
 
     def use_arenas(self, arenas: Collection[Tensor]) -> None:

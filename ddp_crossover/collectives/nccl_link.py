@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -215,10 +215,13 @@ class NcclLink(Link):
         with gpu.on_stream(self._stream):
             yield
 
-    def connect(self, arenas: Collection[Tensor]) -> None:
+    def connect(
+        self, arenas: Collection[Tensor], coded: Sequence[FusionBuffer] = (), *, exchanges_numbers: bool = False
+    ) -> None:
         """Make NCCL create its communicators and connections now, with legs that overwrite the largest arena.
 
         NCCL chooses its algorithm by size and connects for each algorithm on first use, so small and large legs run.
+        What codes need beside the arenas comes from the allocator, which keeps it for the stream of the legs.
         """
         super().connect(arenas)
         memory = max(arenas, key=lambda arena: arena.nbytes)
@@ -227,7 +230,11 @@ class NcclLink(Link):
                 buffer = FusionBuffer((memory[: numel // self.world_size * self.world_size].zero_(),))
                 self.all_gather(self.reduce_scatter(0, buffer)).wait()
                 self.all_reduce_leg(0, buffer).wait()
+            for buffer in coded:
+                self.all_gather(self.reduce_scatter(0, buffer)).wait()
             self.all_gather_small(torch.zeros(1, device=self._device))
+        if exchanges_numbers:
+            self.exchange_numbers(0)()
 
     def shut_down(self) -> None:
         self.watch.close()

@@ -17,6 +17,8 @@ from ddp_crossover.collectives.link import Link
 from ddp_crossover.fusion import GradientSpec, arena_capacity
 from ddp_crossover.fusion_buffers.in_place import travels_in_place
 
+_SPARE_NUMEL = 2**14
+
 
 class ArenaMemory(NamedTuple):
     """What an arena is made of."""
@@ -30,6 +32,8 @@ def make_arenas(
     parameters: Sequence[torch.nn.Parameter],
     link: Link,
     wire: Wire,
+    *,
+    lands: bool = False,
 ) -> dict[str, Tensor]:
     """Allocate arenas that are large enough for every plan; uninitialized, so on CPU they take no memory until used.
 
@@ -38,15 +42,30 @@ def make_arenas(
         parameters: their parameters, in the same order.
         link: the link that will carry the gradients.
         wire: what gradients are on the wire.
+        lands: whether gather legs bring parameters, which need arenas of their own where gradients travel in another
+            dtype.
 
     Returns:
-        A flat tensor for each arena that is needed, in its wire dtype.
+        A flat tensor for each arena that is needed, in its wire dtype; for each :func:`landing_of`, in the parameters'.
     """
     numel = arena_capacity(specs, link.world_size, link.shard_align_bytes)
+    needed = memory_of_arenas(specs, parameters, link, wire)
+    if lands:
+        dtypes = {spec.arena: parameter.dtype for spec, parameter in zip(specs, parameters, strict=True)}
+        needed |= {
+            landing_of(arena): ArenaMemory(dtypes[arena], memory.device)
+            for arena, memory in needed.items()
+            if dtypes[arena] is not memory.dtype
+        }
+        numel |= {landing_of(arena): size for arena, size in numel.items()}
     return {
-        arena: torch.empty(numel[arena], dtype=memory.dtype, device=memory.device)
-        for arena, memory in memory_of_arenas(specs, parameters, link, wire).items()
+        arena: torch.empty(numel[arena], dtype=memory.dtype, device=memory.device) for arena, memory in needed.items()
     }
+
+
+def landing_of(arena: str) -> str:
+    """The name of the arena in which updated parameters arrive whose gradients travel in ``arena``."""
+    return f"{arena}, landing"
 
 
 def memory_of_arenas(
@@ -59,3 +78,16 @@ def memory_of_arenas(
         for arena, (spec, parameter) in like.items()
         if not travels_in_place(parameter.dtype, link, wire)
     }
+
+
+def whole_of(arena: Tensor) -> Tensor:
+    """All the memory that :func:`zeros` was given for an arena."""
+    return arena._base if arena._base is not None else arena
+
+
+def zeros(numel: int, dtype: torch.dtype, device: torch.device, memory: Tensor | None) -> Tensor:
+    """Return ``numel`` flat zeros, in ``memory`` if that is large enough."""
+    if memory is not None and memory.numel() >= numel:
+        return memory[:numel].zero_()
+    # Plans differ in their padding: the spare elements let the next plan's arena fit in the same memory.
+    return torch.zeros(numel + _SPARE_NUMEL, dtype=dtype, device=device)[:numel]

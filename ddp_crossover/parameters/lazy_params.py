@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from ddp_crossover import device as gpu
 from ddp_crossover.hooks import Hook
 from ddp_crossover.own_threads import refuse_to_wait
 from ddp_crossover.parameters.bystanders import may_look
@@ -205,6 +206,14 @@ class LazyParam:
         if self.memory.device.type == "cpu" and self.storage.is_shared():
             return "is in shared memory, where another process may read it at any time"
         return None
+
+    @property
+    def raises_when_read(self) -> bool:
+        """Whether any read of the value since ``step()`` has raised, or applied the update.
+
+        On a GPU none is sure to: the replay of a graph reads memory by its address.
+        """
+        return self.was_covered and not gpu.has_streams(self.memory.device)
 
     @property
     def is_written(self) -> bool:
@@ -397,7 +406,7 @@ class StaleReadGuard:
         self._suspects: list[LazyParam] = []
 
     def end_forward(self, call_before_backward: Callable[[Callable[[], None]], bool]) -> None:
-        """Hook the gradients of parameters that are untouched, and that were readable because they were not covered.
+        """Hook the gradients of parameters that are untouched, and that could be read although they were pending.
 
         Args:
             call_before_backward: calls a function when a backward comes to what this forward has returned, or returns
@@ -409,7 +418,7 @@ class StaleReadGuard:
         self._handles = [
             lazy.parameter.register_hook(_Gradient(lazy, self))
             for lazy in self._params.armed()
-            if lazy.parameter.requires_grad and not lazy.was_covered
+            if lazy.parameter.requires_grad and not lazy.raises_when_read
         ]
         self._forwards += 1
         if self._handles:

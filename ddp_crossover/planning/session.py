@@ -242,11 +242,15 @@ class Planning:
         if self._options.schedule is not Schedule.AUTO:
             return
         measured = probe_link(self._link, self._model_bytes, self._device)
-        mine = {"link": measured.to_json(), "codec": probe_codecs(self._wire) if self._has_codes else 0.0}
+        mine = {"link": measured.to_json(), "codec": self._probe_codecs()}
         of_rank_0 = self._exchange(mine)[0]
         self.link_model = LinkModel.from_json(of_rank_0["link"])
         self._codec_s_per_element = of_rank_0["codec"]
         self._link.set_pace(self.link_model.s_per_byte)
+
+    def _probe_codecs(self) -> float:
+        coded_on = torch.device("cpu") if self._link.codes_on_host else self._device
+        return probe_codecs(self._wire, coded_on) if self._has_codes else 0.0
 
     def _leave_profiling(self) -> FusionPlan | None:
         assert self.profiler is not None

@@ -24,6 +24,7 @@ from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.leg import Leg, LegError, ScatterLeg
 from ddp_crossover.dear import Phase, Pipeline, Updater
 from ddp_crossover.fusion import FusionGroup, Schedule
+from ddp_crossover.fusion_buffers.arenas import landing_of, whole_of, zeros
 from ddp_crossover.fusion_buffers.in_place import lay_out
 from ddp_crossover.optim.optimizer_snapshot import ToUpdate
 from ddp_crossover.parameters.flat import flat_of, shaped
@@ -71,6 +72,7 @@ class ShardedPipeline(Pipeline):
     def __init__(self, *args: Any, owners: Mapping[int, int], **kwargs: Any) -> None:
         self._owners = owners
         self._landing_arenas: dict[str, Tensor] = {}
+        self._memory: Mapping[str, Tensor] = kwargs.get("memory", {})
         self._kept: dict[GroupInFlight, list[Tensor]] = {}
         self.is_early = False
         self._launched: list[GroupInFlight] = []
@@ -93,7 +95,8 @@ class ShardedPipeline(Pipeline):
         landing = arena
         if like.dtype is not arena.dtype:
             if spec.arena not in self._landing_arenas:
-                self._landing_arenas[spec.arena] = torch.zeros(arena.numel(), dtype=like.dtype, device=like.device)
+                memory = self._memory.get(landing_of(spec.arena))
+                self._landing_arenas[spec.arena] = zeros(arena.numel(), like.dtype, like.device, memory)
             landing = self._landing_arenas[spec.arena]
         owners = [self._owners.get(slot.index) for slot in group.slots]
         if owners[0] is None:
@@ -437,10 +440,15 @@ class ShardedPipeline(Pipeline):
             if group.spec.arena not in self._arenas:
                 group.land_in(None)
 
+    def release(self) -> dict[str, Tensor]:
+        landings = {landing_of(arena): whole_of(memory) for arena, memory in self._landing_arenas.items()}
+        return super().release() | landings
+
     def drop_references(self) -> None:
         for group in self.groups:
             group.land_in(None)
         self._landing_arenas.clear()
+        self._memory = {}
         super().drop_references()
 
 

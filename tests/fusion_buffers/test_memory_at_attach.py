@@ -18,9 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
 from ddp_crossover import dear
-from ddp_crossover.collectives import nccl_link
+from ddp_crossover.codecs.block_int8 import BlockInt8
+from ddp_crossover.codecs.wire import Wire
+from ddp_crossover.collectives import nccl_codes, nccl_link
 from ddp_crossover.dear import Pipeline
 from ddp_crossover.planning import session as planning
+from ddp_crossover.planning.codec_probe import probe_codecs
+from ddp_crossover.sharding.sharded_pipeline import ShardedPipeline
 from fake_streams import fake_gpu
 from models import INPUTS, DeepNet, MixedDtypeNet, OddNet
 from plans import random_plans
@@ -131,6 +135,91 @@ def first_uses(schedule: str) -> tuple[set[str], set[str]]:
         groups = {"legs": link.process_group, "norms": link._small_group}
         state.detach()
     return set(groups), {name for name, group in groups.items() if group in used}
+
+
+def landings(options: dict[str, Any]) -> tuple[set[int], list[set[int]]]:
+    """Where memory lies after attach, and where each of many plans has updated parameters arrive."""
+    used: list[set[int]] = []
+    make_pipeline = ShardedPipeline.__init__
+
+    def no_allocation(pipeline: ShardedPipeline, *args: Any, **more: Any) -> None:
+        with mock.patch.object(torch, "zeros", _refuse):
+            make_pipeline(pipeline, *args, **more)
+        used.append(_storages(pipeline._landing_arenas.values()))
+
+    with random_plans(11, schedules=("dear", "auto")), mock.patch.object(ShardedPipeline, "__init__", no_allocation):
+        ddp = DistributedDataParallel(DeepNet())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        state = dx.attach(ddp, optimizer, shard_optimizer=True, **options)
+        made = _storages(state._reducer._memory.values())
+        _train(ddp, optimizer, STEPS)
+        state.detach()
+    return made, used
+
+
+def test_updated_parameters_arrive_in_the_memory_of_attach(on_ranks) -> None:
+    for made, used in on_ranks(landings, 2, {"wire_dtype": torch.bfloat16}):
+        assert len(used) > 4
+        assert all(storages and storages < made for storages in used)
+
+
+def first_uses_of_modes(options: dict[str, Any]) -> tuple[int, bool, list[str]]:
+    """All-to-alls in attach, whether hosts have a group then, and where codes were probed."""
+    probed: list[str] = []
+    probe = planning.probe_codecs
+    with ExitStack() as stack:
+        stack.enter_context(fake_gpu())
+        to_all = stack.enter_context(mock.patch.object(nccl_codes, "_all_to_all", side_effect=nccl_codes._all_to_all))
+
+        def note(wire: Any, device: torch.device) -> float:
+            probed.append(device.type)
+            return probe(wire, torch.device("cpu"))
+
+        stack.enter_context(mock.patch.object(planning, "probe_codecs", note))
+        ddp = DistributedDataParallel(DeepNet())
+        state = dx.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), **options)
+        link: Any = state._link
+        assert link.sent_bytes == 0  # of no step
+        at_attach = to_all.call_count, link._host_group is not None
+        state.detach()
+    return *at_attach, probed
+
+
+@pytest.mark.parametrize(
+    ("options", "has_all_to_all", "has_host_group"),
+    [
+        ({}, False, False),
+        ({"wire_dtype": torch.int8}, True, False),
+        ({"compress": dx.TopK(0.1), "fusion_mb": 1.0}, True, False),  # sums travel as they are
+        ({"shard_optimizer": True}, False, True),
+        ({"weighted": True}, False, True),
+    ],
+    ids=["plain", "int8", "top-k", "sharded", "weighted"],
+)
+def test_what_a_mode_needs_is_connected_at_attach(on_ranks, options, has_all_to_all, has_host_group) -> None:
+    for seen, hosts, _ in on_ranks(first_uses_of_modes, 2, options):
+        assert (seen > 0, hosts) == (has_all_to_all, has_host_group)
+
+
+def where_codes_are_probed(device_type: str) -> str:
+    """The device of what is encoded."""
+    devices = set()
+    encode = BlockInt8.encode
+
+    def note(codec: BlockInt8, values: torch.Tensor, *rest: Any) -> None:
+        devices.update(each.device.type for each in (values, *rest))
+        if values.device.type == "cpu":
+            encode(codec, values, *rest)
+
+    with mock.patch.object(BlockInt8, "encode", note), mock.patch.object(BlockInt8, "add", lambda *args: None):
+        probe_codecs(Wire.of(torch.int8), torch.device(device_type))
+    [device] = devices
+    return device
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "meta"])
+def test_codes_are_probed_where_they_are_made(device_type) -> None:
+    assert where_codes_are_probed(device_type) == device_type
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
