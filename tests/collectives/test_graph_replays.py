@@ -28,7 +28,7 @@ def _memory_of(parameter: Tensor) -> Tensor:
 
 
 class Replay(torch.autograd.Function):
-    """As a callable of `torch.cuda.make_graphed_callables`: parameters are inputs, and no operator is called on them."""
+    """As `torch.cuda.make_graphed_callables` makes: parameters are inputs, and no operator is called on them."""
 
     @staticmethod
     def forward(ctx: Any, memory: Tensor, x: Tensor, weight: Tensor) -> Tensor:
