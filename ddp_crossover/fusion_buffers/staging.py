@@ -63,6 +63,8 @@ def plan_staging(
             counts[group] = counts.get(group, 0) + 1
     arrivals = sorted(counts.items(), key=lambda item: item[0].spec.index)
     starts = [int(gradient.storage_offset()) - int(buffer.storage_offset()) for gradient in gradients]
+    for slot, start in zip(slots, starts, strict=True):
+        slot.note_address(buffer.data_ptr() + start * buffer.element_size())
     answer: torch.futures.Future[Tensor] = torch.futures.Future()
     answer.set_result(buffer)
     if not slots[0].is_in_place:  # a bucket's gradients have one dtype

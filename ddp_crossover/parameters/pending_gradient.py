@@ -118,7 +118,7 @@ class PendingGrad(Tensor):
             zero: sets ``memory`` to zero in place of the reduced gradient; False if that has to wait for ``deliver``.
             answer_early: called with a torch function, its arguments and its keyword arguments; returns the result if
                 it needs no gathered gradients for it, else ``NotImplemented``.
-            note_sum: called when a backward has added this rank's own gradient to the reduced one.
+            note_sum: called when a backward is about to add this rank's own gradient to the reduced one.
         """
         self._note_sum = note_sum
         self._answer_early = answer_early
@@ -191,6 +191,11 @@ class PendingGrad(Tensor):
 
         self._deliver = refuse
 
+    def move(self) -> None:
+        """Wait for it, and put it into memory of its own: what it stands for is about to be overwritten."""
+        self._value = self.resolve().clone()
+        self._memory = None
+
     def disarm(self) -> None:
         """Drop the gradient, which can no longer be read because only the pool refers to this object."""
         self._deliver = None
@@ -235,12 +240,17 @@ class PendingGrad(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Called from C++ only: AccumulateGrad adds to the gradient, DDP's reducer copies from and to it.
+        written = args[0] if args and isinstance(args[0], PendingGrad) and _writes_to_first(func) else None
+        if written is not None:
+            written._note_sum()
         plain_args, plain_kwargs = tree_map_only(PendingGrad, PendingGrad.resolve, (args, kwargs or {}))
         out = func(*plain_args, **plain_kwargs)
-        in_place = bool(args) and isinstance(args[0], PendingGrad) and out is plain_args[0]
-        if in_place:
-            args[0]._note_sum()
-        return args[0] if in_place else out
+        return out if written is None else written
+
+
+def _writes_to_first(func: Any) -> bool:
+    alias = func._schema.arguments[0].alias_info
+    return alias is not None and alias.is_write
 
 
 def _answer_early(args: Sequence[Any]) -> Callable[..., Any] | None:

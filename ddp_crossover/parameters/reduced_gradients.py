@@ -28,6 +28,11 @@ _OVERWRITTEN = (
     "the backward that has begun, which did not come from the model's output: read or clone gradients before a forward"
 )
 
+_EXCHANGED = (
+    "a script has given {} the gradient of another parameter (p.grad = q.grad), and a backward has added to it: with "
+    "gradient_as_bucket_view=True, DDP then takes each for the other's. Give it a copy: p.grad = q.grad.clone()"
+)
+
 _LOST = (
     "the gradient of {} that the script took from .grad was not read before the next backward, and is spread over the "
     "ranks (shard_optimizer=True): read or clone gradients before optimizer.step()"
@@ -102,12 +107,14 @@ class ReducedGradients:
         # By index. Made once: every backward arms every gradient with them.
         self._delivers = [functools.partial(self._deliver, slot) for slot in slots]
         self._zeroes = [functools.partial(self._zero, slot) for slot in slots]
+        self._sums = [functools.partial(self._note_sum, slot) for slot in slots]
 
     def drop_references(self) -> None:
         """Drop all parameters and gradients now, not at the next garbage collection."""
         self.untaken.clear()
         self._delivers.clear()
         self._zeroes.clear()
+        self._sums.clear()
 
     # Backward.
 
@@ -182,15 +189,34 @@ class ReducedGradients:
 
     def _make_one_pending(self, slot: Slot, grad: Tensor, pending: PendingGrad) -> None:
         memory = grad.resolve() if type(grad) is PendingGrad else grad
+        self._require_own_place(slot, memory)
         slot.note_memory(memory)
         deliver, zero = self._delivers[slot.index], self._zeroes[slot.index]
-        pending.arm(deliver, memory, zero, self._answer_early, self._note_sum)
+        pending.arm(deliver, memory, zero, self._answer_early, self._sums[slot.index])
         if pending is not grad:
             slot.parameter.grad = pending
 
-    def _note_sum(self) -> None:
+    def _require_own_place(self, slot: Slot, memory: Tensor) -> None:
+        """Refuse a ``.grad`` that is the part of a bucket where DDP has the gradient of another parameter."""
+        is_elsewhere = self._in_buckets and memory.numel() and memory.data_ptr() != slot.address
+        if is_elsewhere and self._kept.is_in_bucket(memory):
+            raise RuntimeError(_EXCHANGED.format(slot.name))
+
+    def _note_sum(self, slot: Slot) -> None:
         self.are_reduced = False
         self.were_added_to = True
+        if slot.parameter.grad is not slot.pending.current:
+            self._part_exchanged()
+
+    def _part_exchanged(self) -> None:
+        """Keep apart what a script has put into the ``.grad`` of other parameters, to which a backward now adds.
+
+        DDP then writes the sum where the gradient of that parameter belongs. It does not see that a PendingGrad is a
+        part of a bucket; of a plain gradient it does, and leaves it where it is.
+        """
+        for slot in self._slots:
+            if slot.parameter.grad is not slot.pending.current and not slot.pending.current.is_free:
+                slot.pending.current.move()
 
     def deliver_kept(self, slot: Slot) -> None:
         """Wait for a gradient whose memory a script keeps, and put it there."""
@@ -199,11 +225,12 @@ class ReducedGradients:
         for group in slot.neighbours or slot.groups:
             self._complete(group)
         memory = grad.resolve() if isinstance(grad, PendingGrad) else grad
+        self._require_own_place(slot, memory)
         self._copy_out(slot, memory)
         if self._answer_early is not None and memory is grad:
             # Another rank, whose script does not keep it, may call `answer_early`: so must this one.
             pending = slot.pending.current
-            pending.arm(_itself, memory, self._zeroes[slot.index], self._answer_early, self._note_sum)
+            pending.arm(_itself, memory, self._zeroes[slot.index], self._answer_early, self._sums[slot.index])
             pending.resolve()
             slot.parameter.grad = pending
 

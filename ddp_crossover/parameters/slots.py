@@ -38,6 +38,7 @@ class Slot:
         stride: stride of its gradient.
         is_in_place: whether its gradient travels from DDP's bucket; else a copy travels from an arena.
         neighbours: the fusion groups with a part in the bucket that it is in, if it travels in place.
+        address: where in a bucket DDP has put it, once it has arrived; else 0.
         place: where DDP has put it, if it travels in place and has arrived once.
         view: its gradient inside the fusion buffers, in the wire dtype; set once it has a place there.
         is_cast: whether the wire dtype differs from the parameter's dtype.
@@ -50,6 +51,7 @@ class Slot:
     """
 
     __slots__ = (
+        "address",
         "groups",
         "index",
         "is_cast",
@@ -84,6 +86,7 @@ class Slot:
         self.parameter = parameter
         self.stride = stride
         self.is_in_place = is_in_place
+        self.address = 0
         self.place: Place | None = None
         self.neighbours: list[GroupInFlight] = []
         self.view: Tensor
@@ -93,6 +96,10 @@ class Slot:
         self.scales: tuple[Tensor, ...] = ()
         self.is_kept = self.is_shared = False
         self.version_before = -1
+
+    def note_address(self, address: int) -> None:
+        """Note where in a bucket DDP has put the gradient."""
+        self.address = address
 
     def put(self, place: Place, view: Tensor, neighbours: list[GroupInFlight]) -> None:
         """Note where DDP has put the gradient; its fusion buffers have to be made anew.

@@ -9,6 +9,7 @@ REFUSALS = {
     "sharded: a parameter given after attach": r"after attach, and shard_optimizer=True shares only those that it had",
     # After a change of dtype torch has another place to accumulate, and DDP's own hooks never run again.
     "sharded: gradients that DDP no longer reduces": r"or has had another dtype or device, since DDP was built",
+    "a gradient where another parameter's belongs": r"a script has given .* the gradient of another parameter",
     "weighted: a forward outside of batch()": r"attached with weighted=True: put its forward and its backward into",
 }
 
