@@ -105,6 +105,34 @@ def codes_train_alike(device: torch.device, recipe: Recipe) -> dict[str, Any]:
     }
 
 
+def relaxed_ranks_meet(device: torch.device, recipe: Recipe, every: int) -> dict[str, Any]:
+    """Ranks that train alone between means have the same finite parameters after one, and wait for none between two."""
+    import ddp_crossover as dx  # here, so that plain DDP runs without it
+
+    _deterministic()
+    job = Job(recipe, device, dist.get_rank(), with_dear=False)
+    state = dx.attach(job.ddp, job.optimizer, sync=dx.relaxed.LocalSGD(every=every))
+    for index in range(3 * every + 1):
+        job.step([job.batch(index)])
+    batches = [job.batch(index) for index in range(every - 2)]
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches:
+            job.step([batch])
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    state.consolidate()
+    seen = {f"model.{name}": value.detach().cpu().clone() for name, value in job.ddp.module.state_dict().items()}
+    assert all(value.isfinite().all() for value in seen.values()), "not finite"
+    stats = state.stats()
+    assert stats.means >= 2, f"only {stats.means} means in {stats.steps} steps"
+    state.detach()
+    return {"digest": digest(seen), "noticed": f"{stats.means} means in {stats.steps} steps"}
+
+
 def dropped_model(device: torch.device, recipe: Recipe) -> dict[str, Any]:
     """Models that are dropped, by each rank at another time, keep no rank from training the next one."""
     _deterministic()

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+import ddp_crossover as dx
 from bench_kit.ranks import Launch
 from gpu_check_parts import checks, two_ranks
 from gpu_check_parts.case import Case, one_rank, two_ranks_over_gloo
@@ -174,7 +175,10 @@ def over_nccl_cases(device: str, launch: Launch) -> Iterator[Case]:
     group = "two ranks, NCCL"
     yield from two_rank_cases(device, launch, group)
     int8 = Recipe("AdamW", ADAMW, wire_dtype="int8")
+    top_k = Recipe("AdamW", ADAMW, attached={"compress": dx.TopK(0.1)})
     yield Case(group, "int8 on the wire", checks.codes_train_alike, (int8,), launch, alone=True)
+    yield Case(group, "top-k on the wire", checks.codes_train_alike, (top_k,), launch, alone=True)
+    yield Case(group, "local steps", checks.relaxed_ranks_meet, (Recipe("AdamW", ADAMW), 6), launch, alone=True)
     steady = {
         "AdamW": Recipe("AdamW", ADAMW),
         "own clipping": Recipe("AdamW", ADAMW, clip="own"),
@@ -187,6 +191,7 @@ def over_nccl_cases(device: str, launch: Launch) -> Iterator[Case]:
         "sharded LARS": Recipe("LARS", {"lr": 0.1}, attached=SHARDED),
         "sharded LAMB": Recipe("LAMB", {"lr": 0.01}, attached=SHARDED),
         "int8 on the wire": int8,
+        "top-k on the wire": top_k,
         "weighted batches": Recipe("AdamW", ADAMW, attached={"weighted": True}),
     }
     for name, recipe in steady.items():

@@ -42,6 +42,6 @@ PARTS = (
     Part("exact", "the bits of plain DDP at world size 1, in every setting", USUAL_S, exact.run_exact),
     Part("streams", "no wait of the host, and no stream that reads too early", USUAL_S, exact.run_streams),
     Part("two-ranks", "the bits of plain DDP on two ranks, over gloo and NCCL", USUAL_S, exact.run_two_ranks),
-    Part("rest", "traces, DDP built on another stream, no set_device, torch.compile, alignment of groups", 400.0,
+    Part("rest", "traces, CUDA graphs, DDP built on another stream, torch.compile, alignment of groups", 400.0,
          rest.run),
 )  # fmt: skip

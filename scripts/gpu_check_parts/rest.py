@@ -1,4 +1,4 @@
-"""The part `rest`: traces, DDP built on another stream, no `set_device`, `torch.compile`, alignment of groups."""
+"""The part `rest`: traces, CUDA graphs, DDP built on another stream, no `set_device`, `torch.compile`, alignment."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from bench_kit.ranks import Launch
-from gpu_check_parts import alignment, checks, odd_setups, two_ranks
+from gpu_check_parts import alignment, checks, graphs, odd_setups, two_ranks
 from gpu_check_parts.case import ENVIRONMENT, Case, one_rank
 from gpu_check_parts.exact import ADAMW, SGD, WIDE
 from gpu_check_parts.runner import Runner
@@ -36,6 +36,9 @@ def _setups(device: str) -> Iterator[Case]:
     yield Case(GROUP, "trace", odd_setups.trace, (wide,), launch, alone=True)
     built = odd_setups.built_on_another_stream
     yield Case(GROUP, "DDP built on another stream", built, (wide,), launch, alone=True, needs_cuda=True)
+    for late in (False, True):
+        name = f"a CUDA graph, captured {'after' if late else 'before'} the first plan"
+        yield Case(GROUP, name, graphs.graph_captured, (Recipe(options=SGD), late), launch, alone=True, needs_cuda=True)
     # What inductor generates makes no difference to hooks, and a CPU may lack the compiler that it needs.
     compiled = replace(adamw, compiled="aot_eager" if device == "cpu" else "inductor")
     yield Case(GROUP, "torch.compile", checks.equivalence, (compiled,), launch, alone=True, limit_s=COMPILE_LIMIT_S)
