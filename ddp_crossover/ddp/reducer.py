@@ -149,7 +149,7 @@ class Reducer:
         self._gradients_before: list[Mark | None] = []
         self._in_backward = False
         self._last_bucket = -1
-        self._seen_forward = False
+        self._seen_forward = self._had_begun = False
         self._awaits_backward = False
         self.is_detached = False
 
@@ -452,7 +452,8 @@ class Reducer:
         self._updates.refuse_to_go_on()
         if self._planning.profiler is not None:
             self._planning.profiler.forward_begins()
-        if self._plain_reason is None and not self._planning.has_begun:
+        self._had_begun = self._planning.has_begun  # a plan may begin in the backward of this forward
+        if self._plain_reason is None and not self._had_begun:
             self._params.arm_all()  # no update is pending yet: arm parameters only to learn the use order
         note_use = self._use_order.begin_forward()
         self._params.watch_uses(note_use if self._planning.profiler is None else self._timing(note_use))
@@ -515,8 +516,8 @@ class Reducer:
 
     def _stale_read(self, lazy: LazyParam) -> None:
         """Handle a gradient that arrives for a parameter which this forward has not touched."""
-        if not self._planning.has_begun:
-            # No update was pending yet, so this read was right; never defer updates of this parameter.
+        if not self._had_begun or lazy.why_never_lazy is not None:
+            # No update was pending, so this read was right; never defer updates of this parameter.
             lazy.never_defer(
                 "is read in forward by code that bypasses __torch_function__ (TorchScript or a C++ extension)"
             )

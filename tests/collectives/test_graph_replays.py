@@ -60,9 +60,10 @@ class Graphed(nn.Module):
 def _train(make_at: int, attach: bool, before_replay: Callable[[Any], None]) -> Tensor:
     torch.manual_seed(0)
     model = Graphed()
-    ddp = DistributedDataParallel(model)
+    # Several buckets: the plan is made with the first one, and the gradient of the graph's weight comes with the last.
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    state = dx.attach(ddp, optimizer, fusion_mb=1.0) if attach else None
+    state = dx.attach(ddp, optimizer, fusion_mb=1e-4) if attach else None
     for step in range(STEPS):
         if step == make_at:
             if state is not None:
