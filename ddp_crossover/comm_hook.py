@@ -24,7 +24,6 @@ from ddp_crossover.balance.sampler import BalancedSampler
 from ddp_crossover.collectives.leg import LegError
 from ddp_crossover.composition import compose
 from ddp_crossover.ddp.forks import watch_forks
-from ddp_crossover.ddp.shared_batch import SharedBatch
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
 from ddp_crossover.figures.stats import DearStats
 from ddp_crossover.figures.summary import about, in_force, summary
@@ -338,49 +337,6 @@ class DearState:
             ValueError: if the sampler is for other ranks.
         """
         self._parts.weighted.balance(sampler)
-
-    def share(
-        self, batch: Any, size: int, *, first: int | None = None, tickets: Sequence[int] | None = None
-    ) -> SharedBatch:
-        """With ``weighted=True``, let ranks take micro-batches of one batch as they get done with them.
-
-        For ranks that are slow for moments; if a rank is always slower, see :class:`BalancedSampler`. Gradients add up
-        under ``no_sync()`` and are reduced in the backward of each rank's last micro-batch. Each loss is a mean over
-        its micro-batch; gradients are those of the mean over ``batch``. They must be None at the beginning.
-
-        A micro-batch without a backward counts as gradients of zero; the last one of a rank must have one.
-
-        Which rank takes what, and so the last bits of the sums, depends on time. To repeat a run bit for bit, write
-        down ``tickets`` of each step and rank, and give them to ``share()`` in the second run.
-
-        Args:
-            batch: the samples of all ranks, the same on all of them: a tensor with the samples in its first dimension,
-                a list, for example of indices of samples, or a tuple or dict of these. What a ``DataLoader`` makes is
-                often a list of tensors: pass ``tuple(batch)``.
-            size: number of samples of a micro-batch. With at least four micro-batches for each rank, the wait for the
-                slowest one is short.
-            first: the same of the first micro-batch of each rank; default: ``size``. A large one spares the fixed costs
-                of small ones, and gives gathers of gradients more to hide behind. Half of a rank's equal share costs
-                nothing as long as no rank is more than three times slower than the others.
-            tickets: what this rank has taken in the run to be repeated.
-
-        Returns:
-            An iterable of micro-batches of this rank, with ``tickets``, what it has taken so far.
-
-        Raises:
-            RuntimeError: without ``weighted=True``.
-            TypeError, ValueError: for data whose samples cannot be counted; for tickets of another batch.
-
-        Example::
-
-            for step, indices in enumerate(batches_of_indices):
-                optimizer.zero_grad()
-                for micro in state.share(indices, size=8):
-                    x, y = load(micro)
-                    loss_fn(ddp(x), y).backward()
-                optimizer.step()
-        """
-        return self._parts.weighted.share(batch, size, first=first, tickets=tickets)
 
     def state_dict(self) -> dict[str, Any]:
         """What codes of gradients have left out on this rank, for a checkpoint; next to nothing without codes.

@@ -25,17 +25,16 @@ class RankWeights:
         """This rank's weight."""
         return self.of_ranks[self._rank]
 
-    def set_counts(self, counts: Sequence[int], total: int | None = None) -> None:
-        """Give each rank the weight ``count / total``. Equal counts give exactly ``1 / world_size``.
+    def set_counts(self, counts: Sequence[int]) -> None:
+        """Give each rank the weight of its share of all counts. Equal counts give exactly ``1 / world_size``.
 
         Args:
             counts: one for each rank.
-            total: by default, their sum.
 
         Raises:
-            ValueError: if the total is 0.
+            ValueError: if all are 0.
         """
-        total = sum(counts) if total is None else total
+        total = sum(counts)
         if not total:
             raise ValueError(
                 "no rank has a sample in this step, so there is no gradient: leave out the step on all ranks"

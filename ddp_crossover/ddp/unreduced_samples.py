@@ -35,7 +35,6 @@ class UnreducedSamples:
         self._parameters = parameters
         self.number = self.earlier = 0
         self._is_part = False
-        self._is_followed = True
         self._unsynced_forwards = 0
         # The gradients before the first backward of the batch under way that is not reduced, if there may be one, and
         # those after the last batch.
@@ -45,16 +44,10 @@ class UnreducedSamples:
 
     def begin_batch(self, count: int, *, is_unsynced: bool) -> None:
         """Note a batch of ``count`` samples; under ``no_sync()`` its backward may add to gradients without DDP."""
-        self._is_followed = True
         self.earlier = self.number
         self.number += count
         self._unsynced_forwards = 0
         self._before = marks_of(self._parameters()) if is_unsynced else None
-
-    def begin_share(self, count: int) -> None:
-        """Note a micro-batch that counts as ``count`` samples, with those in ``.grad``, whatever happens there."""
-        self._is_followed = False
-        self.earlier, self.number = 0, count
 
     def forward_begins(self, *, reduces: bool) -> None:
         """Note a forward, before the backward that is going to add up with what is in ``.grad``.
@@ -62,8 +55,6 @@ class UnreducedSamples:
         Raises:
             RuntimeError: if that is a part of a batch.
         """
-        if not self._is_followed:
-            return
         self.forget_what_was_dropped()
         if self._is_part:
             raise RuntimeError(_PART)
@@ -79,7 +70,7 @@ class UnreducedSamples:
             is_whole: whether gradients in ``.grad`` are those of all of its samples.
             has_raised: whether an error has ended it; then of several forwards some may have had no backward.
         """
-        if not self._is_followed or self._before is None:
+        if self._before is None:
             self.number = self.earlier
             return
         self.forget_what_was_dropped()

@@ -52,20 +52,16 @@ _DROPPED = (
     "the gradients of earlier micro-batches were set to None or to zeros between a forward and its backward, when the "
     "other ranks had been told of their samples: call optimizer.zero_grad() before the forward"
 )
-# Numbers of samples are smaller than this; what ranks tell each other is one number.
-_SAMPLES = 2**40
 
 
 class _Told(NamedTuple):
     """What this rank has told the others about the step that comes next.
 
     Attributes:
-        share: number of the `share()` call, from 1; 0 for `batch()`.
         samples: number of samples.
         of_ranks: waits for what the others have told.
     """
 
-    share: int
     samples: int
     of_ranks: Callable[[], list[int]]
 
@@ -102,11 +98,9 @@ class WeightedBatches:
         self._use_order = use_order
         # Of the batch under way; None outside of one.
         self._count: int | None = None
-        self._share = 0
         self._has_reduced = self._was_unsynced = self._has_no_data = False
         self._unreduced = UnreducedSamples(self._parameters)
         self._trained = 0  # samples of the last step
-        self._total: int | None = None
         self._told: _Told | None = None
         # The same, of a batch that has raised before its backward: it counts for the step that the others are in.
         self._owed: _Told | None = None
@@ -124,16 +118,11 @@ class WeightedBatches:
     # What users call.
 
     @contextlib.contextmanager
-    def batch(
-        self, count: int, *, weight: int | None = None, total: int | None = None, share: int = 0
-    ) -> Iterator[None]:
+    def batch(self, count: int) -> Iterator[None]:
         """Context of the forward and backward of a batch of ``count`` samples on this rank.
 
         Args:
             count: number of samples.
-            weight: with ``total``, the numerator of this rank's weight, if that is not the count.
-            total: its denominator; by default, the sum over ranks.
-            share: number of the ``share()`` call, from 1, in which all ranks must be.
 
         Raises:
             TypeError, ValueError: unless ``count`` is a whole number from 0.
@@ -146,14 +135,11 @@ class WeightedBatches:
             yield  # an evaluation
             return
         ddp = self._model
-        self._count, self._total, self._share = count, total, share
+        self._count = count
         self._has_reduced = self._was_unsynced = False
         self._broadcasts = 0
         is_unsynced = not ddp.require_backward_grad_sync
-        if weight is None:
-            self._unreduced.begin_batch(count, is_unsynced=is_unsynced)
-        else:
-            self._unreduced.begin_share(weight)
+        self._unreduced.begin_batch(count, is_unsynced=is_unsynced)
         has_raised = True
         if self.timer is not None:
             self.timer.batch_begins()
@@ -232,14 +218,6 @@ class WeightedBatches:
         """Number of samples whose gradients are in ``.grad`` and have not been reduced; from now on none."""
         return self._unreduced.take()
 
-    def require_reduced(self) -> None:
-        """Raise RuntimeError unless the batch under way has had its backward."""
-        if not self._has_reduced:
-            raise RuntimeError(
-                "the last micro-batch of share() has had no backward, for which the other ranks wait: call "
-                "backward() for each micro-batch, in the loop"
-            )
-
     # What the reducer calls.
 
     def refuse_unreduced(self, optimizer: Optimizer, *, were_added_to: bool) -> None:
@@ -287,14 +265,14 @@ class WeightedBatches:
     def _tell(self) -> _Told:
         """Tell the others this rank's number of samples in this step, unless they have been told."""
         if self._owed is None:
-            of_ranks = self._link.exchange_numbers(self._share * _SAMPLES + self._unreduced.number)
-            self._told = _Told(self._share, self._unreduced.number, of_ranks)
-        elif self._owed[:2] == (self._share, self._unreduced.number):
+            of_ranks = self._link.exchange_numbers(self._unreduced.number)
+            self._told = _Told(self._unreduced.number, of_ranks)
+        elif self._owed.samples == self._unreduced.number:
             self._told, self._owed = self._owed, None
         else:
             raise RuntimeError(
-                f"the last {'share()' if self._owed.share else 'batch()'} of this rank has raised between forward and "
-                f"backward, when the others knew of its {self._owed.samples} samples, and they wait for its gradients: "
+                "the last batch() of this rank has raised between forward and backward, "
+                f"when the others knew of its {self._owed.samples} samples, and they wait for its gradients: "
                 "repeat it with as many samples, and multiply the loss by 0 to have none of them count; if all ranks "
                 "skip such a step, catch the error inside of state.batch()"
             )
@@ -304,8 +282,7 @@ class WeightedBatches:
         """Wait for the counts of all ranks, and set the weights of the backward that begins.
 
         Raises:
-            RuntimeError: outside of a batch; if gradients of no sample would be added to others; on all ranks, if they
-                are in different steps.
+            RuntimeError: outside of a batch; if gradients of no sample would be added to others.
             ValueError: if no rank has a sample.
         """
         if self._count is None:
@@ -325,15 +302,9 @@ class WeightedBatches:
         told = self._told or self._tell()  # a forward may not go through DDP
         since_s = time.perf_counter()
         with self._turns.released(), self._turns.gap("counts of samples"):
-            numbers = told.of_ranks()
+            counts = told.of_ranks()
         self._link.clock.waited(since_s, "counts of samples")
-        shares, counts = zip(*(divmod(number, _SAMPLES) for number in numbers), strict=True)
-        if len(set(shares)) > 1:
-            raise RuntimeError(
-                "ranks are in different steps, because some have left the loop over state.share() before its end: "
-                "leave it on all ranks, or on none"
-            )
-        self._weights.set_counts(counts, self._total)
+        self._weights.set_counts(counts)
         self._told = None
         self._has_reduced = True
         self._trained = told.samples

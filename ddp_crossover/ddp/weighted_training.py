@@ -5,7 +5,7 @@ On a state that is detached, loops go on as far as plain DDP, which weights rank
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -18,15 +18,13 @@ from ddp_crossover.ddp.batch_timer import BatchTimer
 from ddp_crossover.ddp.equal_batches import batches_of_equal_ranks, require_equal
 from ddp_crossover.ddp.loader_ends import batches_of_all
 from ddp_crossover.ddp.reducer import Reducer
-from ddp_crossover.ddp.shared_batch import SharedBatch
 from ddp_crossover.ddp.weighted_batches import WeightedBatches
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.options import SWITCH, switched_off
-from ddp_crossover.torch_internals.store import Store, store_of_job
 
 
 class WeightedTraining:
-    """Batches, loaders, a balanced sampler and shared batches of one model.
+    """Batches, loaders and a balanced sampler of one model.
 
     Args:
         reducer: knows the model, and weights its gradients.
@@ -40,8 +38,6 @@ class WeightedTraining:
         self._link = link
         self._turns = turns
         self._device = device
-        self._shared_batches = 0
-        self._store: Store | None = None
 
     def batch(self, samples: int) -> AbstractContextManager[None]:
         """See :meth:`DearState.batch`."""
@@ -74,29 +70,6 @@ class WeightedTraining:
             raise RuntimeError("state.balance() was called before: one sampler is balanced for a model")
         balancer = Balancer(sampler, self._link.exchange_numbers)
         batches.timer = BatchTimer(self._reducer.model.module, self._device, self._turns, balancer)
-
-    def share(self, batch: Any, size: int, *, first: int | None, tickets: Sequence[int] | None) -> SharedBatch:
-        """See :meth:`DearState.share`."""
-        batches = self._batches("share")
-        self._shared_batches += 1
-        if self._store is None:
-            # A process group may serve several models, one after the other.
-            of_ranks = self._link.exchange_numbers(store_of_job("ddp_crossover").add("stores", self._link.rank == 0))
-            self._store = store_of_job(f"ddp_crossover/{self._link.process_group.group_name}/{of_ranks()[0]}")
-        if self._link.rank == 0 and self._shared_batches > 2:
-            # All ranks have summed up gradients of the one after it.
-            self._store.delete_key(f"batch {self._shared_batches - 2}")
-        return SharedBatch(
-            self._reducer.model,
-            batches,
-            self._link,
-            batch,
-            size,
-            first=first,
-            tickets=tickets,
-            store=self._store,
-            number=self._shared_batches,
-        )
 
     def _batches(self, name: str) -> WeightedBatches:
         if self._reducer.is_detached:

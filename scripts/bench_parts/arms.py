@@ -41,10 +41,9 @@ OURS: dict[str, dict[str, Any]] = {
     "top-k-node": {"groups": "node", "compress": dx.TopK(0.01)},
     "shard": {"schedule": "auto", "shard_optimizer": True},
     "balance": {"schedule": "auto", "weighted": True},
-    "share": {"schedule": "auto", "weighted": True},
 }
 NOT_BY_DEFAULT = (
-    *("top-k", "top-k-int8", "auto-node", "int8-node", "top-k-node", "shard", "balance", "share"),
+    *("top-k", "top-k-int8", "auto-node", "int8-node", "top-k-node", "shard", "balance"),
     *relaxed.MEANING,
 )
 """Arms that need another network to be worth a look, or have a bench of their own."""
@@ -68,7 +67,6 @@ MEANING = {
     "allreduce": 'ddp_crossover, schedule="allreduce"',
     "shard": 'ddp_crossover, schedule="auto", shard_optimizer=True',
     "balance": "ddp_crossover, ranks get as many samples as they are fast; for --stragglers",
-    "share": "ddp_crossover, ranks take micro-batches as they get done; for --stragglers",
     **relaxed.MEANING,
 }
 

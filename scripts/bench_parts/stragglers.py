@@ -1,4 +1,4 @@
-"""Ranks that compute slowly, always or for moments, and arms that share work unequally.
+"""Ranks that compute slowly, always or for moments, and an arm that shares work unequally.
 
 All arms of a case see the same moments: what slows a rank down in the nth step of a turn is drawn from a seed of turn
 and rank.
@@ -20,7 +20,6 @@ from bench_kit.training import Arm, Workload
 
 SAMPLES = 64
 """Samples of a rank's batch where all ranks have equally many. Compute takes time in proportion to samples."""
-MICRO_BATCH, FIRST_MICRO_BATCH = 8, 32
 BALANCED_STEPS = 70
 """Steps after which balance has settled: a few looks at the times, eight steps apart."""
 FORMS = "slow@FACTOR: the last rank is slower by it; stalls@PROBABILITY: a rank's step takes 3 times as long"
@@ -121,24 +120,7 @@ class BalancedArm(SlowedArm):
         return super().facts() | {"shares": self._sampler.sizes()}
 
 
-class SharedArm(SlowedArm):
-    """Ranks take micro-batches as they get done with them."""
-
-    def __init__(
-        self, workload: Workload, network: nn.Module, optimizer: Optimizer, state: dx.DearState, straggler: Straggler
-    ) -> None:
-        super().__init__(workload, network, optimizer, state, straggler)
-        self._state = state
-
-    def _step(self, slower: float) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        for micro in self._state.share(range(SAMPLES * dist.get_world_size()), MICRO_BATCH, first=FIRST_MICRO_BATCH):
-            self._pace.factor = slower * len(micro) / SAMPLES
-            self._workload.loss(self._network).backward()
-        self.optimizer.step()
-
-
-ARMS = {"balance": BalancedArm, "share": SharedArm}
+ARMS = {"balance": BalancedArm}
 
 
 def make_slowed_arm(

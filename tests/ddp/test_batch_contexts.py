@@ -237,8 +237,6 @@ def _loop_with_the_switch(what: str) -> str:
         run = _run()
         sampler = dx.BalancedSampler(24, 12)
         run.state.balance(sampler)
-        if what == "share":
-            run.state.share(list(range(4)), size=2)
         indices = list(sampler) if what == "equal" else list(sampler)[run.rank :]
         for batch in run.state.batches(indices):
             run.optimizer.zero_grad()
@@ -258,7 +256,6 @@ def _loop_with_the_switch(what: str) -> str:
     [
         ("equal", "trained"),
         ("unequal", "some ranks have no batch left.*without DDP_CROSSOVER=off"),
-        ("share", "DDP_CROSSOVER=off is set"),
     ],
 )
 def test_loops_over_weighted_batches_run_with_the_switch(on_ranks, what, message) -> None:

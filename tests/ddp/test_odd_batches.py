@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddp_crossover as dx
-from harness import run_faulty_ranks
 from heard import heard
 from weighted_loops import SAMPLES, Weighted, WeightedRun, plain, samples_of
 
@@ -307,102 +304,6 @@ def test_a_skipped_backward_is_named_once(on_ranks) -> None:
     for said in on_ranks(_skip_a_backward, 2):
         assert len(said) == 1
         assert "multiply its loss by 0 instead" in said[0]
-
-
-def _share(ranks: Ranks, number: int, *, leave: bool = False) -> list[int]:
-    x, y = samples_of(number, torch.float64)
-    seen = []
-    ranks.optimizer.zero_grad()
-    for indices in ranks.state.share(list(range(SAMPLES)), size=1):
-        seen += indices
-        mse(ranks.model(x[indices]), y[indices]).backward()
-        if leave:
-            break
-    ranks.optimizer.step()
-    return seen
-
-
-def _leave_a_shared_batch() -> bool:
-    ranks = Ranks()
-    before = [parameter.detach().clone() for parameter in ranks.run.net.parameters()]
-    with heard() as said:
-        for number in range(3):
-            _share(ranks, number, leave=True)
-    assert sum("was left before the last micro-batch" in line for line in said) == 3, said
-    same = all(map(torch.equal, before, ranks.run.net.parameters()))
-    seen = _share(ranks, 3)
-    counts = [0, 0]
-    dist.all_gather_object(counts, len(seen))
-    ranks.state.detach()
-    return same and sum(counts) == SAMPLES
-
-
-def test_a_shared_batch_that_is_left_by_all_is_no_step(on_ranks) -> None:
-    assert on_ranks(_leave_a_shared_batch, 2) == [True, True]
-
-
-def _one_rank_leaves_a_shared_batch(how: str) -> str:
-    ranks = Ranks()
-    x, _ = samples_of(0, torch.float64)
-    for number in range(3):
-        _share(ranks, number)
-    try:
-        if ranks.run.rank == 1:
-            ranks.optimizer.zero_grad()
-            with contextlib.suppress(KeyError):
-                for indices in ranks.state.share(list(range(SAMPLES)), size=SAMPLES // 2):
-                    if how == "after forward":
-                        ranks.model(x[indices])
-                    raise KeyError
-        for number in range(3, 5):
-            _share(ranks, number)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
-
-
-@pytest.mark.parametrize("how", ["before forward", "after forward"])
-def test_a_shared_batch_that_one_rank_leaves_is_refused(how) -> None:
-    first, second = run_faulty_ranks(_one_rank_leaves_a_shared_batch, 2, how, group_timeout_s=4.0)
-    why = {
-        "before forward": "some have left the loop over state.share() before its end",
-        "after forward": "the last share() of this rank has raised between forward and backward",
-    }[how]
-    assert why in second.result
-    assert re.search(f"peer|{re.escape(why)}", first.result or first.error)
-
-
-def _share_among_idle_ranks(ddp: dict[str, bool]) -> str:
-    run = WeightedRun(Weighted(plain, ddp=ddp), on_ranks=True)
-    try:
-        list(run.state.share(list(range(4)), size=3))
-    except ValueError as error:
-        return str(error)
-    finally:
-        run.state.detach()
-    return "nothing"
-
-
-def test_fewer_micro_batches_than_ranks_are_refused_where_ddp_needs_a_forward(on_ranks) -> None:
-    for said in on_ranks(_share_among_idle_ranks, 3, {"find_unused_parameters": True}):
-        assert "2 micro-batches for 3 ranks, and with find_unused_parameters=True" in said
-
-
-def _share_with_several_states() -> list[int]:
-    group = dist.new_group()
-    counts = []
-    for _ in range(2):
-        ranks = Ranks(process_group=group)
-        for number in range(3):
-            of_ranks = [0, 0]
-            dist.all_gather_object(of_ranks, len(_share(ranks, number)))
-            counts.append(sum(of_ranks))
-        ranks.state.detach()
-    return counts
-
-
-def test_models_that_use_a_process_group_one_after_the_other_share_all_samples(on_ranks) -> None:
-    assert on_ranks(_share_with_several_states, 2) == [[SAMPLES] * 6] * 2
 
 
 def _places_in_the_epoch(workers: int) -> list[tuple[int, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_crossover as dx
 from harness import RankFailure
 from models import INPUTS, OUTPUTS, DeepNet
-from weighted_loops import SAMPLES, Weighted, WeightedRun, plain, samples_of, sgd, shared, train_both
+from weighted_loops import SAMPLES, Weighted, WeightedRun, plain, samples_of, sgd, train_both
 
 
 class _Normalized(nn.Sequential):
@@ -44,9 +43,8 @@ class _Scaled(DeepNet):
     [
         Weighted(plain, model=_Normalized, split="one"),
         Weighted(plain, model=_Scaled, split="zeros"),
-        Weighted(shared, model=_Scaled),
     ],
-    ids=["batch norm", "a buffer", "shared"],
+    ids=["batch norm", "a buffer"],
 )
 def test_a_rank_without_samples_takes_part_in_a_model_with_buffers(on_ranks, case) -> None:
     on_ranks(train_both, 3, case)
@@ -204,25 +202,6 @@ def _empty_last_micro_batch_that_ddp_wants() -> str:
 def test_an_empty_last_micro_batch_has_a_way_out_that_ddp_takes(on_ranks) -> None:
     for said in on_ranks(_empty_last_micro_batch_that_ddp_wants, 2):
         assert "share samples so that no rank's last micro-batch is empty" in said
-
-
-def _share(kind: str) -> str:
-    ranks = Ranks()
-    x, y = samples_of(0, torch.float64)
-    try:
-        if kind == "columns":
-            ranks.state.share([x, y], size=4)
-        elif kind == "no_sync":
-            with ranks.model.no_sync():
-                next(iter(ranks.state.share((x, y), size=4)))
-    except (RuntimeError, TypeError) as error:
-        return str(error)
-    return "nothing"
-
-
-@pytest.mark.parametrize(("kind", "named"), [("columns", "tuple\\(batch\\)"), ("no_sync", "leave it out")])
-def test_what_share_would_get_wrong_is_refused(on_ranks, kind, named) -> None:
-    assert all(re.search(named, said) for said in on_ranks(_share, 2, kind))
 
 
 def _failing(count: int) -> Iterator[int]:

@@ -248,16 +248,3 @@ def forgotten_zero_grad(run: WeightedRun) -> None:
             if len(x):
                 run.loss(run.model(x), y).backward()
         run.optimizer.step()
-
-
-def shared(run: WeightedRun) -> None:
-    """All ranks share the samples of each step, as they come."""
-    for step in range(STEPS):
-        x, y = samples_of(step, run.case.dtype)
-        run.optimizer.zero_grad()
-        if run.state is None:
-            run.loss(run.model(x), y).backward()
-        else:
-            for part_x, part_y in run.state.share((x, y), size=5 if step % 2 else 2, first=(None, 3, 4)[step % 3]):
-                run.loss(run.model(part_x), part_y).backward()
-        run.optimizer.step()
