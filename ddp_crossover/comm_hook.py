@@ -69,7 +69,6 @@ class DearState:
             they are. Default: gradients are sent in their own dtype. See ``docs/compression.md``.
         compress: a :class:`TopK`: reduce-scatters send only the largest part of the gradients, all-gathers the sums as
             ``wire_dtype`` says.
-        error_feedback: False drops what codes leave out; only to see what it is worth.
         groups: ``"node"``: over gloo, a scatter leg first adds up inside of each node, then across nodes between the
             ranks with the same place on theirs; a gather leg goes the other way. Fewer messages and bytes of a rank
             cross between nodes. Gradients are added up in rank order on each node, then in the order of the nodes'
@@ -118,7 +117,6 @@ class DearState:
         schedule: str = "auto",
         wire_dtype: torch.dtype | None = None,
         compress: TopK | None = None,
-        error_feedback: bool = True,
         groups: str | None = None,
         norms: str = "exact",
         tune: bool = True,
@@ -133,7 +131,6 @@ class DearState:
             schedule=schedule,  # type: ignore[arg-type]  # a string is as good
             wire_dtype=wire_dtype,
             compress=compress,
-            error_feedback=error_feedback,
             groups=groups,
             norms=norms,  # type: ignore[arg-type]
             tune=tune,

@@ -120,12 +120,7 @@ def compose(
     is_nccl = family_of(backend_for(group_of_legs, device)) == "nccl"
     if plain_reason is None and is_nccl:
         refuse_unsafe_settings()
-    wire = Wire.of(
-        asked.wire_dtype,
-        asked.compress,
-        error_feedback=asked.error_feedback,
-        device_type=device.type if is_nccl else "cpu",
-    )
+    wire = Wire.of(asked.wire_dtype, asked.compress, device_type=device.type if is_nccl else "cpu")
     link = make_link(
         ddp.process_group,
         device,

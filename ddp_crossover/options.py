@@ -45,7 +45,6 @@ class Options:
         schedule: when legs are sent.
         wire_dtype: dtype to which wider gradients are cast on the wire, int8 for codes of 8 bits, or None.
         compress: a sparse wire, or None.
-        error_feedback: whether what codes leave out is made up for later.
         groups: ``"node"`` if legs have a round inside of each node, or None.
         tune: whether to try plans on real steps.
         norms: where torch's own functions take norms of gradients from.
@@ -62,7 +61,6 @@ class Options:
     schedule: Schedule = Schedule.AUTO
     wire_dtype: torch.dtype | None = None
     compress: TopK | None = None
-    error_feedback: bool = True
     groups: str | None = None
     norms: Norms = Norms.EXACT
     tune: bool = True
@@ -117,13 +115,6 @@ class Options:
             )
         if self.groups is not None and self.shard_optimizer:
             raise ValueError("shard_optimizer=True shares parameters among all ranks: leave out groups=")
-        if not self.error_feedback and not self.has_codes:
-            raise ValueError(
-                "error_feedback=False is about codes, which only wire_dtype=torch.int8 and compress= ask for: leave "
-                "it out"
-            )
-        if not self.error_feedback and self.compress is not None and self.compress.momentum_correction:
-            raise ValueError("momentum_correction keeps what is not sent: leave out error_feedback=False")
 
     @property
     def has_codes(self) -> bool:
@@ -148,7 +139,6 @@ class Options:
             "fusion_mb": self.fusion_mb,
             "wire_dtype": str(self.wire_dtype),
             "compress": None if self.compress is None else asdict(self.compress),
-            "error_feedback": self.error_feedback,
             "groups": self.groups,
             "norms": self.norms,
             "tune": self.tune,

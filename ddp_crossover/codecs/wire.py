@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,14 +36,14 @@ class Wire:
         scatter: codec of scatter legs, for parameters that are coded; None if none is.
         gather: codec of gather legs, likewise; None sends sums as they are.
         top_k: the options of a sparse scatter leg.
-        has_feedback: whether what codes leave out is made up for later.
+        has_feedback: whether what codes leave out is made up for later; False only to see what that is worth.
     """
 
     cast_to: torch.dtype | None = None
     scatter: Codec | None = None
     gather: Codec | None = None
     top_k: TopK | None = None
-    has_feedback: bool = True
+    has_feedback: ClassVar[bool] = True
 
     @classmethod
     def of(
@@ -51,7 +51,6 @@ class Wire:
         wire_dtype: torch.dtype | None,
         compress: TopK | None = None,
         *,
-        error_feedback: bool = True,
         device_type: str = "cpu",
     ) -> Wire:
         """What a user's options ask for; ``device_type`` is where gradients are encoded."""
@@ -60,9 +59,9 @@ class Wire:
         if compress is not None:
             gather = BlockInt8() if is_int8 else None if cast_to is None else Cast(cast_to)
             scatter = TopKCodec(compress.density, Selector(compress.selector), device_type)
-            return cls(cast_to, scatter, gather, compress, error_feedback)
+            return cls(cast_to, scatter, gather, compress)
         if is_int8:
-            return cls(None, BlockInt8(), BlockInt8(), None, error_feedback)
+            return cls(None, BlockInt8(), BlockInt8())
         return cls(cast_to)
 
     @property

@@ -30,6 +30,8 @@ from accuracy_parts.tasks import TASKS, final_window, loss_of
 from accuracy_parts.wires import NODE_RANKS, WIRES, State
 from bench_kit.launch import tell
 from ddp_crossover.balance.split import Speed, split
+from ddp_crossover.codecs.wire import Wire
+from ddp_crossover.torch_internals.private import replaced
 
 TIMEOUT = timedelta(seconds=120)
 TEST_BATCH_SIZE = 128
@@ -165,14 +167,17 @@ def _attach(
     ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, settings: CaseSettings
 ) -> tuple[State | None, dict[str, str]]:
     """The state, and all options as text. Plain DDP has neither."""
-    make_options = WIRES[settings.wire].options
+    wire = WIRES[settings.wire]
+    make_options = wire.options
     if make_options is None:
         return None, {}
     # Where time does not count, a plan that is fixed: the tuner would try plain all-reduces, which do not compress.
     is_tuned = settings.fusion_mb is None or WIRES[settings.wire].is_relaxed
     pipeline = {} if is_tuned else {"tune": False, "fusion_mb": settings.fusion_mb}
     options = pipeline | make_options()
-    return dx.attach(ddp, optimizer, **options), {name: str(value) for name, value in options.items()}
+    with replaced(Wire, "has_feedback", wire.has_feedback):
+        state: State = dx.attach(ddp, optimizer, **options)
+    return state, {name: str(value) for name, value in options.items()}
 
 
 def pipeline_facts(state: dx.DearState) -> dict[str, Any]:

@@ -27,12 +27,14 @@ class Wire:
         label: as in the picture.
         options: makes the options of `attach` beside those that all wires share; None trains plain DDP.
         speeds: shares of the global batch that ranks get, in turn; empty: equal ones.
+        has_feedback: whether what codes leave out is made up for later.
     """
 
     name: str
     label: str
     options: Callable[[], dict[str, Any]] | None
     speeds: tuple[int, ...] = ()
+    has_feedback: bool = True
 
     @property
     def is_relaxed(self) -> bool:
@@ -80,10 +82,11 @@ WIRES = {
         Wire(
             "topk-noef",
             "top-k 1%, no error feedback",
-            lambda: {"compress": dx.TopK(density=DENSITY), "error_feedback": False},
+            lambda: {"compress": dx.TopK(density=DENSITY)},
+            has_feedback=False,
         ),
         Wire("unequal", "shares of 3 to 1", lambda: {"weighted": True}, speeds=(3, 1)),
-        Wire("int8-noef", "int8, no error feedback", lambda: {"wire_dtype": torch.int8, "error_feedback": False}),
+        Wire("int8-noef", "int8, no error feedback", lambda: {"wire_dtype": torch.int8}, has_feedback=False),
         *(Wire(name, label, _synced(make)) for name, (label, make) in _RELAXED.items()),
     )
 }

@@ -439,8 +439,6 @@ def _refusals() -> None:
         ({"groups": "node", "shard_optimizer": True}, "leave out groups="),
         ({"groups": "node", "schedule": "allreduce"}, "leave out one of them"),
         ({"groups": "rack"}, "groups must be 'node' or None"),
-        ({"error_feedback": False}, "leave it out"),
-        ({"compress": corrected, "error_feedback": False}, r"leave out error_feedback=False"),
         ({"compress": 0.01}, "compress must be a dx.TopK"),
         ({"wire_dtype": torch.int16}, "wire_dtype must be"),
         ({"compress": corrected, "optimizer": momentum}, "or leave out momentum_correction"),

@@ -19,10 +19,10 @@ SPARSE = dx.TopK(density=0.05)
 CASES = {
     "int8": Coded(INT8),
     "int8, adam": Coded(INT8, ADAM, looks=False),
-    "int8 without feedback": Coded(INT8 | {"error_feedback": False}),
+    "int8 without feedback": Coded(INT8, feedback=False),
     "top-k": Coded({"compress": SPARSE}),
     "top-k, adam": Coded({"compress": SPARSE}, ADAM, looks=False),
-    "top-k without feedback": Coded({"compress": SPARSE, "error_feedback": False}, MOMENTUM_SGD),
+    "top-k without feedback": Coded({"compress": SPARSE}, MOMENTUM_SGD, feedback=False),
     "top-k and int8": Coded({"compress": SPARSE} | INT8, MOMENTUM_SGD),
     "top-k and bf16": Coded({"compress": SPARSE, "wire_dtype": torch.bfloat16}, ADAM),
     "exact": Coded({"compress": dx.TopK(0.05, "exact")}),

@@ -9,12 +9,14 @@ import copy
 import io
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import ddp_crossover as dx
+from ddp_crossover.codecs.wire import Wire
 from equivalence import SGD, STEPS, Case, Run, assert_same, snapshot, train_step
 from models import DeepNet
 from node_groups import (
@@ -134,9 +136,7 @@ def _compare_with_simulation(
     """With a restart the simulation goes on with the residuals that it has. The first iterations after it are dense."""
     simulation = Simulation(layout, density, feedback=feedback)
     dear = {**SPARSE, **dear, "compress": dx.TopK(density, selector="exact")}
-    if not feedback:
-        dear["error_feedback"] = False
-    with on_nodes(layout):
+    with on_nodes(layout), mock.patch.object(Wire, "has_feedback", feedback):
         steps = STEPS if restart_at < 0 else restart_at + 6
         run = Run(Case(model=DeepNet, optimizer=SGD, steps=steps, dear=dear), with_dear=True)
         run.attach()

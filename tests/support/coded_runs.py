@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
+from ddp_crossover.codecs import wire as codecs
 from equivalence import Factory, optimizer
 from models import INPUTS, OUTPUTS
 from node_groups import on_nodes
@@ -51,6 +53,7 @@ class Coded:
         options: of ``dx.attach``.
         nodes: the ranks of each node, for ``groups="node"``.
         looks: whether the script reads ``.grad`` and the parameters in every step.
+        feedback: whether what codes leave out is made up for later.
     """
 
     options: Mapping[str, Any]
@@ -59,6 +62,7 @@ class Coded:
     steps: int = 9
     nodes: tuple[tuple[int, ...], ...] = ()
     looks: bool = True
+    feedback: bool = True
     ddp: Mapping[str, Any] = field(default_factory=dict)
 
     def wire(self) -> Wire:
@@ -69,7 +73,7 @@ class Coded:
             density=None if top_k is None else partial(density_at, tuple(top_k.warmup), top_k.density),
             selector="auto" if top_k is None else top_k.selector,
             momentum=0.0 if top_k is None else float(top_k.momentum_correction),
-            feedback=self.options.get("error_feedback", True),
+            feedback=self.feedback,
             nodes=self.nodes,
         )
 
@@ -103,7 +107,10 @@ class Training:
         self.at_start = copy.deepcopy(network)
         self.model = DistributedDataParallel(network, **case.ddp)
         self.optimizer = case.optimizer(self.model.module)
-        with on_nodes(case.nodes) if case.nodes else nullcontext():
+        with (
+            on_nodes(case.nodes) if case.nodes else nullcontext(),
+            mock.patch.object(codecs.Wire, "has_feedback", case.feedback),
+        ):
             self.state = dx.attach(self.model, self.optimizer, **({"fusion_mb": GROUPS_MB} | dict(case.options)))
 
     def backward(self, step: int) -> None:
