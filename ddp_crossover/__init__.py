@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ddp_crossover.launch.auto import auto
     from ddp_crossover.lease.client import GpuLease
     from ddp_crossover.optim.grad_scaler import GradScaler
+    from ddp_crossover.options import Options
     from ddp_crossover.parameters.lazy_params import StaleParameterError
     from ddp_crossover.top_k import TopK
     from ddp_crossover.tracing.trace import Trace
@@ -44,6 +45,7 @@ _MODULES = {
     "GradScaler": "optim.grad_scaler",
     "LeaseUse": "figures.stats",
     "LegError": "collectives.leg",
+    "Options": "options",
     "StaleParameterError": "parameters.lazy_params",
     "StepStats": "figures.stats",
     "TopK": "top_k",
@@ -65,6 +67,7 @@ __all__ = [
     "GradScaler",
     "LeaseUse",
     "LegError",
+    "Options",
     "StaleParameterError",
     "StepStats",
     "TopK",

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeVar, Unpack, overload
 
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_crossover.comm_hook import DearState, dear_hook
 from ddp_crossover.ddp.unwrapping import unwrapped_model
-from ddp_crossover.options import switched_off
+from ddp_crossover.lease.client import GpuLease
+from ddp_crossover.options import GivenOptions, switched_off
 
 State = TypeVar("State", covariant=True)
+
+
+class StateArguments(GivenOptions, total=False):
+    """The keyword arguments of a :class:`DearState`."""
+
+    process_group: dist.ProcessGroup | None
+    lease: GpuLease | None
 
 
 class SyncPolicy(Protocol[State]):
@@ -29,7 +38,9 @@ def attach(
 
 
 @overload
-def attach(ddp: DistributedDataParallel, optimizer: Optimizer | Sequence[Optimizer], **options: Any) -> DearState: ...
+def attach(
+    ddp: DistributedDataParallel, optimizer: Optimizer | Sequence[Optimizer], **options: Unpack[StateArguments]
+) -> DearState: ...
 
 
 def attach(
@@ -48,7 +59,7 @@ def attach(
         optimizer: its optimizer, or a list of all of them.
         sync: a policy such as :class:`ddp_crossover.relaxed.LocalSGD`, which changes the algorithm and returns a state
             of another kind. Default: train exactly as DDP does.
-        options: see :class:`DearState`.
+        options: ``process_group`` and ``lease`` of :class:`DearState`, and any of :class:`Options`.
     """
     if isinstance(sync, type):
         raise TypeError(f"sync= takes a policy, not its class: attach(..., sync={sync.__name__}(...))")

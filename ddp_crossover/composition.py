@@ -37,7 +37,8 @@ from ddp_crossover.ddp.turn_points import TurnPoints
 from ddp_crossover.ddp.use_order import UseOrder
 from ddp_crossover.ddp.weighted_batches import WeightedBatches
 from ddp_crossover.ddp.weighted_training import WeightedTraining
-from ddp_crossover.figures.stats import FallbackLog
+from ddp_crossover.ddp.wire_checkpoint import WireCheckpoint
+from ddp_crossover.figures.stats import DearStats, FallbackLog
 from ddp_crossover.fusion import MB
 from ddp_crossover.fusion_buffers.arenas import make_arenas
 from ddp_crossover.fusion_buffers.feedback import Feedback
@@ -71,6 +72,7 @@ class Parts:
         updates: defers the optimizers' updates.
         reducer: reduces DDP's buckets.
         weighted: batches of different sizes.
+        wire_checkpoint: saves what codes have left out.
         turn_points: where a step begins and ends its turn; None without a lease.
     """
 
@@ -85,7 +87,29 @@ class Parts:
     updates: DeferredUpdates
     reducer: Reducer
     weighted: WeightedTraining
+    wire_checkpoint: WireCheckpoint
     turn_points: TurnPoints | None
+
+    def stats(self) -> DearStats:
+        """The figures of this rank since attach."""
+        sums = self.link.clock.sums()
+        steps = self.reducer.steps
+        return DearStats(
+            iterations=self.reducer.iterations,
+            pipelined_iterations=self.reducer.pipelined_iterations,
+            overlapped_steps=steps.overlapped,
+            finished_steps=steps.finished,
+            looks=dict(self.early_reads.counts),
+            deferred_steps=self.updates.deferred_steps,
+            elapsed_s=steps.elapsed_s(),
+            communication_s=sums.communication_s,
+            exposed_s=sums.exposed_s,
+            sent_bytes=self.link.sent_bytes,
+            fallbacks=dict(self.fallbacks.counts),
+            advice=dict(self.fallbacks.advice),
+            last_steps=steps.figures(),
+            lease=self.turns.stats(),
+        )
 
 
 def compose(
@@ -232,6 +256,7 @@ def _compose_on(
         updates=updates,
         reducer=reducer,
         weighted=WeightedTraining(reducer, link, turns, device),
+        wire_checkpoint=WireCheckpoint(reducer, link),
         turn_points=turn_points,
     )
 

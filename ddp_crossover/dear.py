@@ -52,12 +52,11 @@ from ddp_crossover.fusion_buffers.staging import Staging, gradient_stride, plan_
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.lazy_params import LazyParam
-from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.reduced_gradients import GradientUser, ReducedGradients
 from ddp_crossover.parameters.slots import GroupInFlight, GroupState, Slot
 from ddp_crossover.torch_internals.autograd import is_in_backward
 from ddp_crossover.torch_internals.ddp import GradBucket
-from ddp_crossover.torch_internals.dispatch import allow_foreach, is_traced, outside_of_modes
+from ddp_crossover.torch_internals.dispatch import is_traced, outside_of_modes
 from ddp_crossover.torch_internals.profiling import named_range
 
 # Receives of scatter legs are posted some legs ahead, so that a faster rank can send. They cost memory: together not
@@ -162,7 +161,6 @@ class Pipeline:
         self._loss_scale = loss_scale
         self._padding = _padding(plan, self.device) if plan.is_coded else {}
         link.use_arenas(self._arenas.values())
-        allow_foreach(PendingGrad)
         self.slots = [self._slot(lazy, arena_of[lazy.index]) for lazy in params]
         self.gradients = ReducedGradients(
             self.slots,

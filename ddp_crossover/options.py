@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import enum
 import os
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, TypedDict
 
 from ddp_crossover.fusion import Schedule
 from ddp_crossover.top_k import TopK
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 SWITCH = "DDP_CROSSOVER"
+# Options in which each rank may differ from the others.
+_OF_RANK = {"is_of_rank": True}
 WIRE_DTYPES = ("torch.bfloat16", "torch.float16", "torch.int8")
 
 
@@ -36,22 +39,66 @@ class Norms(enum.StrEnum):
     SHARDED = "sharded"
 
 
+class GivenOptions(TypedDict, total=False):
+    """The keyword arguments that :class:`Options` is made of, for type checkers and editors."""
+
+    fusion_mb: float | None
+    schedule: str
+    wire_dtype: torch.dtype | None
+    compress: TopK | None
+    groups: str | None
+    norms: str
+    tune: bool
+    tuned_file: str | os.PathLike[str] | None
+    strict: bool
+    shard_optimizer: bool
+    weighted: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a ``DearState``, which documents them.
+    """What :class:`DearState` and :func:`attach` take beside model and optimizer.
 
     Attributes:
-        fusion_mb: size of a fusion group on the wire in MiB, or None to search for it.
-        schedule: when legs are sent.
-        wire_dtype: dtype to which wider gradients are cast on the wire, int8 for codes of 8 bits, or None.
-        compress: a sparse wire, or None.
-        groups: ``"node"`` if legs have a round inside of each node, or None.
-        tune: whether to try plans on real steps.
-        norms: where torch's own functions take norms of gradients from.
-        tuned_file: where to keep what the tuner finds, or None.
-        strict: whether parameters hold NaN while they are pending.
-        shard_optimizer: whether each rank updates its share of the parameters only.
-        weighted: whether gradients are weighted by how many samples each rank has.
+        fusion_mb: size of a fusion group on the wire, in MiB. Larger groups cost less latency, smaller ones overlap
+            more finely. Default: the fastest size, found from measured times and by trials; with
+            ``schedule="dear"`` a sixteenth of the model, from 0.25 to 8 MiB.
+        schedule: ``"auto"``: reduce-scatters in backward; all-gathers whenever the link would be idle, in
+            backward and in the next forward. ``"dear"``: as in the paper: all reduce-scatters, then all-gathers in
+            use order. ``"allreduce"``: plain all-reduce in the hook, nothing deferred.
+        wire_dtype: ``torch.bfloat16`` or ``torch.float16``: gradients of a wider dtype are cast to it, after the
+            division by the world size, and cast back when they are used. Gloo adds 16-bit gradients up in fp32, in
+            rank order, and rounds the sum once; NCCL adds in the wire dtype. This halves the bytes of fp32, and the
+            parameters are no longer those of plain fp32 DDP. float16 ends at 65504: use it with a loss scaler.
+            ``torch.int8``: gradients travel as 8-bit codes in blocks of 64 with a 16-bit scale, 1.03 bytes per element,
+            and what a code leaves out is added to later gradients. Gradients of one-dimensional parameters travel as
+            they are. Default: gradients are sent in their own dtype. See ``docs/compression.md``.
+        compress: a :class:`TopK`: reduce-scatters send only the largest part of the gradients, all-gathers the sums as
+            ``wire_dtype`` says.
+        groups: ``"node"``: over gloo, a scatter leg first adds up inside of each node, then across nodes between the
+            ranks with the same place on theirs; a gather leg goes the other way. Fewer messages and bytes of a rank
+            cross between nodes. Gradients are added up in rank order on each node, then in the order of the nodes'
+            lowest ranks, so from three ranks on the last bits are not those without it; 16-bit sums are rounded once
+            in each round. Codes travel across nodes only. Nodes are torchrun's, else hosts, and need equally many
+            ranks. NCCL chooses by itself. Default: all ranks exchange with all others.
+        norms: ``"exact"``: ``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` give the bits of plain DDP,
+            and wait for all gradients, so that no update is deferred in a step that clips. ``"sharded"``: they take
+            norms from the ranks' shards and leave the factor pending, so the overlap is kept; the last bits of the norm
+            may differ. Then every rank must make the same calls of these functions, in the same order.
+        tune: with ``schedule="auto"`` and no ``fusion_mb``: try group sizes, plain all-reduce, and DDP as it was, on
+            at most 68 training steps, 104 where their times are spread (results stay exact), and keep the fastest. If
+            that is DDP as it was, it is left alone, see :attr:`DearState.detached`. False: use what the measured times
+            predict.
+        tuned_file: path of a JSON file in which rank 0 stores the result of tuning, for the next run to load.
+        shard_optimizer: each rank updates its share of the parameters and keeps their optimizer state only, which then
+            takes 1/world_size of the memory; gather legs carry updated parameters instead of gradients. For optimizers
+            whose updates can be deferred; one that works on whole matrices or tensors (Muon) updates each on one rank.
+            ``optimizer.state_dict()`` needs :meth:`DearState.consolidate` first, and a read of ``.grad`` becomes a
+            collective, which every rank must make: clip with ``norms="sharded"``. See ``docs/sharded.md``.
+        weighted: ranks may have batches of different sizes, which :meth:`DearState.batch` tells; gradients are those of
+            the mean over all samples of all ranks. With equal sizes they have the bits of plain DDP.
+        strict: debugging aid. Parameters hold NaN while their update is pending, so that a read which was not
+            intercepted shows in the results. Costs a copy of the parameters.
 
     Raises:
         ValueError: for options that are out of range or contradict each other.
@@ -64,10 +111,26 @@ class Options:
     groups: str | None = None
     norms: Norms = Norms.EXACT
     tune: bool = True
-    tuned_file: str | os.PathLike[str] | None = None
-    strict: bool = False
+    tuned_file: str | os.PathLike[str] | None = field(default=None, metadata=_OF_RANK)
+    strict: bool = field(default=False, metadata=_OF_RANK)
     shard_optimizer: bool = False
     weighted: bool = False
+
+    @classmethod
+    def given(cls, options: GivenOptions) -> Options:
+        """The options that a user has given.
+
+        Raises:
+            TypeError: for one that does not exist.
+            ValueError: as the class.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                way_out = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+                raise TypeError(f"there is no option {name}: {way_out}")
+        return cls(**options)  # type: ignore[arg-type]  # strings are as good as enums
 
     def __post_init__(self) -> None:
         if self.schedule not in list(Schedule):
@@ -134,15 +197,12 @@ class Options:
 
     def shared_by_ranks(self) -> dict[str, object]:
         """Return the options in which all ranks must agree, as JSON values."""
-        return {
-            "schedule": self.schedule,
-            "fusion_mb": self.fusion_mb,
-            "wire_dtype": str(self.wire_dtype),
-            "compress": None if self.compress is None else asdict(self.compress),
-            "groups": self.groups,
-            "norms": self.norms,
-            "tune": self.tune,
-            "tuned_file": self.tuned_file is not None,
-            "shard_optimizer": self.shard_optimizer,
-            "weighted": self.weighted,
+        return {each.name: _as_json(getattr(self, each.name)) for each in fields(self) if not each.metadata} | {
+            "tuned_file": self.tuned_file is not None
         }
+
+
+def _as_json(value: object) -> object:
+    if isinstance(value, TopK):
+        return asdict(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

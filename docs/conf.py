@@ -30,7 +30,9 @@ _OTHERS = ("torch", "numpy", *_FRAMEWORKS, "collections", "contextlib", "os", "t
 nitpick_ignore_regex = [
     ("py:.*", rf"({'|'.join(_OTHERS)})\b.*"),
     # What attach(sync=...) takes and returns, for type checkers.
-    ("py:.*", r"ddp_crossover\.attaching\.(State|SyncPolicy)$"),
+    ("py:.*", r"ddp_crossover\.attaching\.(State|StateArguments|SyncPolicy)$"),
+    # The options once more, for type checkers, and what a string becomes.
+    ("py:.*", r"(ddp_crossover\.options\.)?(GivenOptions|Norms)$"),
     # Tried, and not public, see docs/relaxed.md.
     ("py:.*", r"ddp_crossover\.relaxed\.rules\.GradientChange$"),
     # Aliases of torch's classes, see ddp_crossover/device.py.

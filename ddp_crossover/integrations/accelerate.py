@@ -19,7 +19,7 @@ from ddp_crossover.ddp.unwrapping import unwrapped_model
 logger = logging.getLogger("ddp_crossover")
 
 
-def attach(accelerator: Any, model: nn.Module, optimizer: Optimizer, **options: object) -> DearState | None:
+def attach(accelerator: Any, model: nn.Module, optimizer: Optimizer, **options: Any) -> DearState | None:
     """Attach to a model and an optimizer that ``accelerator.prepare`` has returned.
 
     Args:
@@ -50,4 +50,5 @@ def attach(accelerator: Any, model: nn.Module, optimizer: Optimizer, **options: 
             f"{error}. With Accelerate: pass the model that accelerator.prepare(...) has returned, and use neither "
             "FSDP nor DeepSpeed"
         ) from None
-    return attach_to_ddp(ddp, optimizer, **options)
+    state: DearState = attach_to_ddp(ddp, optimizer, **options)
+    return state

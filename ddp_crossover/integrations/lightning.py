@@ -44,7 +44,7 @@ class DearCallback(Callback):  # type: ignore[misc]  # frameworks are not instal
         Trainer(strategy="ddp", callbacks=[DearCallback()])
     """
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         self.state: DearState | None = None
         self._options = options
 

@@ -36,7 +36,7 @@ class DearCallback(TrainerCallback):  # type: ignore[misc]  # frameworks are not
         Trainer(model, args, train_dataset=data, callbacks=[DearCallback()])
     """
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         self.state: DearState | None = None
         self._options = options
 

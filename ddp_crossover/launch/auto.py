@@ -70,7 +70,7 @@ class Auto:
         models: the models attached to so far, in order.
     """
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         self.models: list[AttachedModel] = []
         self._options = options
         self._forwards: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()

@@ -213,6 +213,9 @@ class DeferredUpdates:
         """Raise StaleParameterError if the last ``step()`` was taken back, or if an update failed midway."""
         self._runner.refuse_to_go_on()
 
+    def consolidate(self, ranks: Iterable[int]) -> None:
+        """Give the optimizers of these ranks their whole state. A collective, if it is not there already."""
+
     @property
     def pending(self) -> bool:
         """Whether any parameter is pending."""

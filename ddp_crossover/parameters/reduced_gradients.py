@@ -205,7 +205,8 @@ class ReducedGradients:
     def _note_sum(self, slot: Slot) -> None:
         self.are_reduced = False
         self.were_added_to = True
-        if slot.parameter.grad is not slot.pending.current:
+        # Under the next plan, what this one has armed may still be in `.grad`, and the slots are gone.
+        if self._slots and slot.parameter.grad is not slot.pending.current:
             self._part_exchanged()
 
     def _part_exchanged(self) -> None:

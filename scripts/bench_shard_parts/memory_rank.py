@@ -22,6 +22,7 @@ from bench_kit.launch import tell
 from bench_kit.training import Arm, ArmRefused, Workload
 from bench_parts.arms import ArmName, make_arm
 from bench_shard_parts.settings import MemorySettings
+from ddp_crossover.sharding.sharded_updates import ShardedUpdates
 
 TIMEOUT = timedelta(seconds=120)
 TINY_LAYERS, TINY_WIDTH = 4, 64
@@ -79,7 +80,9 @@ def optimizer_state_bytes(arm: Arm, name: str) -> int:
     """Bytes of optimizer state that this rank holds."""
     if ArmName.parse(name).kind == "shard":
         assert arm.state is not None
-        return int(arm.state.optimizer_state_bytes())
+        updates = arm.state._updates
+        assert isinstance(updates, ShardedUpdates)
+        return updates.states.nbytes()
     # `optim` is ZeRO's optimizer of this rank's part.
     optimizer = arm.optimizer.optim if isinstance(arm.optimizer, ZeroRedundancyOptimizer) else arm.optimizer
     held = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]

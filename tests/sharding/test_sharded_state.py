@@ -46,7 +46,7 @@ def made(optimizer: Any = AdamW, **options: Any) -> tuple[DistributedDataParalle
 def _bytes_of_shards() -> tuple[int, int, int]:
     ddp, optimizer, state = made()
     train(ddp, [optimizer], range(6))
-    mine = state.optimizer_state_bytes()
+    mine = state._updates.states.nbytes()
     state.consolidate()
     whole = sum(value.nbytes for one in optimizer.state.values() for value in one.values())
     return mine, whole, len(state.plan.groups)

@@ -1,0 +1,159 @@
+"""One model that is attached: its parts, from attach until something ends it.
+
+It ends by ``detach()`` on all ranks, because nothing can be gained, with the model, or in a forked child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddp_crossover.collectives.leg import LegError
+from ddp_crossover.composition import compose
+from ddp_crossover.ddp.forks import watch_forks
+from ddp_crossover.lease.client import GpuLease
+from ddp_crossover.options import Options
+from ddp_crossover.own_threads import is_own_thread
+
+
+class Attachment:
+    """The parts of one model, and their end.
+
+    Args:
+        ddp: the model.
+        optimizers: its optimizers.
+        options: what the user asked for.
+        process_group: process group for our traffic, or None for one of our own.
+        lease: with which jobs share the device, or None.
+
+    Attributes:
+        parts: all parts.
+        is_ended: whether DDP trains as it was before attach.
+        left_because: why it was left as it was; None if it was not.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        optimizers: Sequence[Optimizer],
+        options: Options,
+        *,
+        process_group: dist.ProcessGroup | None,
+        lease: GpuLease | None,
+    ) -> None:
+        self.is_ended = False
+        self.left_because: str | None = None
+        self._is_in_child = False
+        self._after_leaving: Callable[[], object] = lambda: None
+        self.parts = parts = compose(
+            ddp,
+            optimizers,
+            options,
+            process_group=process_group,
+            lease=lease,
+            on_leave=_weakly(weakref.WeakMethod(self._leave)),
+        )
+        # End when the DDP object is dropped, not the user's state: a variable may hold the state while the network is
+        # wrapped and attached again.
+        self._when_model_is_dropped: weakref.finalize[..., object] = weakref.finalize(ddp, self._model_is_dropped)
+        self._when_model_is_dropped.atexit = False  # code that runs at exit still gets pending updates and gradients
+        # These run at the end of the program.
+        self._finalizers: list[weakref.finalize[..., object]] = [
+            weakref.finalize(self, parts.link.shut_down),
+            weakref.finalize(self, parts.turns.release),
+            self._when_model_is_dropped,
+        ]
+        watch_forks(self)
+
+    def after_leaving(self, function: Callable[[], object]) -> None:
+        """Call ``function()`` when DDP is left as it was because nothing can be gained."""
+        self._after_leaving = function
+
+    def end(self) -> None:
+        """Apply what is pending and remove all hooks. Every rank must call it."""
+        if not self.is_ended:
+            self.parts.updates.consolidate(range(self.parts.link.world_size))
+        try:
+            self._end_alone()
+        finally:
+            if not self._is_in_child:
+                # Also if this rank's model was dropped before, as other ranks may not have found theirs yet.
+                self.parts.link.close()
+
+    def _end_alone(self) -> None:
+        """End it without the other ranks."""
+        if self.is_ended:
+            return
+        self.is_ended = True
+        try:
+            self.parts.reducer.detach()
+        finally:
+            if self.parts.turn_points is not None:
+                self.parts.turn_points.remove()
+            self.parts.turns.release()
+            self.parts.link.shut_down()
+        self._when_model_is_dropped.detach()  # it keeps this object alive, and a model may be attached many times
+
+    def _leave(self, why: str) -> None:
+        """End it because nothing can be gained. Every rank does, at its next forward."""
+        self.left_because = f"DDP trains as it was before attach: {why}"
+        # If plans have settled, the planner has said it.
+        self.parts.fallbacks.note(self.left_because, is_said=self.parts.planning.settled)
+        self.end()
+        self._after_leaving()
+
+    def _model_is_dropped(self) -> None:
+        """End it when the DDP object is collected: its network may stay in use, or be wrapped again."""
+        if is_own_thread():
+            # The garbage collector runs on a thread of the link, which must not wait for legs that it has to run.
+            threading.Thread(target=self._take_apart, name="ddp_crossover-close", daemon=True).start()
+        else:
+            self._take_apart()
+
+    def _take_apart(self) -> None:
+        self.parts.link.shut_down()  # every leg has succeeded or failed after this, so nothing below waits for peers
+        for step in (self.parts.updates.flush, self._end_alone):
+            with contextlib.suppress(LegError):
+                step()
+
+    # Forks.
+
+    def before_fork(self) -> None:
+        """Finish pending updates and gradients, because a forked child has none of our threads; take the lock."""
+        self.parts.params.lock.acquire()
+        self.parts.updates.flush()
+        self.parts.reducer.deliver_gradients()
+
+    def after_fork_in_parent(self) -> None:
+        """Release the lock that :meth:`before_fork` has taken."""
+        self.parts.params.lock.release()
+
+    def after_fork_in_child(self) -> None:
+        """Leave a plain model in the child: without hooks, and without finalizers, which need the parent's threads."""
+        self.parts.params.lock.release()
+        for finalizer in self._finalizers:
+            finalizer.detach()
+        self._is_in_child = True
+        if self.is_ended:
+            return
+        self.parts.reducer.finish_gradients_in_child()
+        self.parts.reducer.become_plain()
+        if self.parts.turn_points is not None:
+            self.parts.turn_points.remove()
+        self.is_ended = True
+
+
+def _weakly(method: weakref.WeakMethod[Callable[[str], None]]) -> Callable[[str], None]:
+    """Call the method while its object is there: a cycle of references would keep the model's memory for long."""
+
+    def call(why: str) -> None:
+        if (bound := method()) is not None:
+            bound(why)
+
+    return call
