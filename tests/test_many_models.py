@@ -98,8 +98,8 @@ def one_model():
     return net, optimizer
 
 seen = []
-for index in range(100):
-    if index == 50:
+for index in range(40):
+    if index == 20:
         show_an_exception()
     seen.append(figures(*one_model()))
 write(seen)
@@ -107,7 +107,7 @@ write(seen)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_hundred_models_leave_nothing_behind(answers, world_size) -> None:
+def test_forty_models_leave_nothing_behind(answers, world_size) -> None:
     for seen in answers(_MANY, world_size):
         _assert_flat(seen)
 
