@@ -33,7 +33,7 @@ from ddp_crossover.ddp.early_arrival import Buckets
 from ddp_crossover.ddp.reducer import Reducer
 from ddp_crossover.ddp.refusals import refuse_model, refuse_momentum, refuse_optimizers, why_plain_all_reduce
 from ddp_crossover.ddp.same_setup import require_same_setup
-from ddp_crossover.ddp.turn_points import TurnPoints
+from ddp_crossover.ddp.turn_points import TurnPoints, why_turns_stand
 from ddp_crossover.ddp.use_order import UseOrder
 from ddp_crossover.ddp.weighted_batches import WeightedBatches
 from ddp_crossover.ddp.weighted_training import WeightedTraining
@@ -191,6 +191,8 @@ def _compose_on(
     if link.spins_on_device:
         if lease is not None and not mps_runs():
             fallbacks.note_here(WITHOUT_MPS)
+        if lease is not None and (reason := why_turns_stand(ddp)) is not None:
+            fallbacks.note_here(reason)
         if (reason := why_streams_block()) is not None:
             fallbacks.note_here(reason)
     backend = dist.get_backend(link.process_group)

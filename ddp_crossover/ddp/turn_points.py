@@ -112,3 +112,14 @@ class _BeforeCompute(Hook):
             self._run_eagerly()
         else:
             self._run()
+
+
+def why_turns_stand(ddp: DistributedDataParallel) -> str | None:
+    """What lets a turn on a GPU last although the GPU waits for a peer; None if nothing does."""
+    if not (ddp.broadcast_buffers and any(True for _ in ddp.module.buffers())):
+        return None
+    return (
+        "DDP broadcasts the model's buffers before each forward, which the lease does not know of: while a peer is "
+        "late there, other jobs may wait for this one's turn to end for up to 10 s. If ranks may have buffers of their own, "
+        "build DistributedDataParallel with broadcast_buffers=False"
+    )
