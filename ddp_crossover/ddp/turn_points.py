@@ -120,6 +120,6 @@ def why_turns_stand(ddp: DistributedDataParallel) -> str | None:
         return None
     return (
         "DDP broadcasts the model's buffers before each forward, which the lease does not know of: while a peer is "
-        "late there, other jobs may wait for this one's turn to end for up to 10 s. If ranks may have buffers of their own, "
-        "build DistributedDataParallel with broadcast_buffers=False"
+        "late there, other jobs may wait for this one's turn to end for up to 10 s. If ranks may have buffers of their "
+        "own, build DistributedDataParallel with broadcast_buffers=False"
     )
