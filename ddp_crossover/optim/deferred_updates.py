@@ -138,7 +138,7 @@ class DeferredUpdates:
     # What parameters ask for.
 
     def join(self) -> None:
-        """See :class:`ddp_crossover.parameters.lazy_params.Updater`."""
+        """See :class:`ddp_crossover.parameters.lazy_params.Deferrer`."""
         if self._order is not None:
             self._order.join()
 

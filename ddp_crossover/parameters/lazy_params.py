@@ -44,7 +44,7 @@ class StaleParameterError(RuntimeError):
     """A parameter was read or written while its update was pending, by code that bypasses ``__torch_function__``."""
 
 
-class Updater(Protocol):
+class Deferrer(Protocol):
     """Who has made parameters pending, and updates them."""
 
     def bring_up_to_date(self, lazies: Iterable[LazyParam]) -> None:
@@ -140,11 +140,11 @@ class LazyParam:
         with params.lock:
             if self in params.updating:
                 return
-            if params.updater is not None:
+            if params.deferrer is not None:
                 if self.is_waiting:
-                    params.updater.bring_up_to_date((self,))
+                    params.deferrer.bring_up_to_date((self,))
                 else:
-                    params.updater.join()
+                    params.deferrer.join()
             if is_armed(self.parameter):
                 params.on_use(self)
                 disarm(self.parameter)
@@ -241,7 +241,7 @@ class LazyParams:
     Attributes:
         updating: the parameters whose updates are being written.
         lock: held while updates are deferred, applied or checked. Re-entrant, because signal handlers take it too.
-        updater: who has made parameters pending; None before the first time.
+        deferrer: who has made parameters pending; None before the first time.
         why_none_is_lazy: why no update may be deferred, or None.
         on_use: called at the first touch of a parameter after it was armed.
     """
@@ -249,7 +249,7 @@ class LazyParams:
     def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
         self.lock = threading.RLock()
         self.updating: frozenset[LazyParam] = frozenset()
-        self.updater: Updater | None = None
+        self.deferrer: Deferrer | None = None
         self.why_none_is_lazy: str | None = None
         self.on_use: Callable[[LazyParam], None] = lambda _: None
         # Reference counts of a storage without aliases. Measured, because they differ between versions of torch.
@@ -280,8 +280,8 @@ class LazyParams:
         """Apply all pending updates, and make all parameters plain."""
         refuse_to_wait()
         with self.lock:
-            if self.updater is not None:
-                self.updater.bring_up_to_date(self.all)
+            if self.deferrer is not None:
+                self.deferrer.bring_up_to_date(self.all)
             for lazy in self.all:
                 if lazy not in self.updating and is_armed(lazy.parameter):
                     disarm(lazy.parameter)
@@ -308,7 +308,7 @@ class LazyParams:
         lazies: Sequence[LazyParam],
         note_update: Callable[[LazyParam], None],
         *,
-        by: Updater,
+        by: Deferrer,
         hide_values: bool,
     ) -> None:
         """Make these parameters pending. Call it under the lock.
@@ -319,7 +319,7 @@ class LazyParams:
             by: applies the updates when they are needed.
             hide_values: fill their memory with NaN until the update, instead of covering it.
         """
-        self.updater = by
+        self.deferrer = by
         # The update would raise the version, too, so that a backward of an older graph fails.
         torch.autograd.graph.increment_version([lazy.memory for lazy in lazies])
         # A cover would break two valid readers: another thread that has looked up `__torch_function__` and not yet
