@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,15 @@ def test_every_public_name_is_on_the_api_page(site: Path) -> None:
 def test_every_recipe_is_on_a_page() -> None:
     page = (DOCS / "recipes.md").read_text()
     assert [recipe.name for recipe in DOCS.glob("recipes/*.py") if f"recipes/{recipe.name}" not in page] == []
+
+
+def test_the_design_page_has_every_room() -> None:
+    page = (DOCS / "design.md").read_text()
+    rooms = page[page.index("## Rooms") : page.index("## Changes that")]
+    named = set(re.findall(r"`(\w+)(?:/|\.py)`", rooms))
+    package = ROOT / "ddp_crossover"
+    there = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert named == there - {"__init__"}
 
 
 def test_the_readme_is_short() -> None:
