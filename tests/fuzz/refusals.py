@@ -7,6 +7,7 @@ import re
 REFUSALS = {
     "sharded: a parameter of another model": r"trains a parameter of shape .* that this DDP model does not reduce",
     "sharded: a parameter given after attach": r"after attach, and shard_optimizer=True shares only those that it had",
+    "sharded: a gradient kept over a backward": r"was not read before the next backward, and is spread over the ranks",
     # After a change of dtype torch has another place to accumulate, and DDP's own hooks never run again.
     "sharded: gradients that DDP no longer reduces": r"or has had another dtype or device, since DDP was built",
     "a gradient where another parameter's belongs": r"a script has given .* the gradient of another parameter",
