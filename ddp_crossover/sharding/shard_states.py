@@ -107,7 +107,12 @@ class ShardStates:
                 }
         for number, whole in states.items():
             whole.update(self._others.get(number, {}))
-            self._optimizers[number].state = whole
+            optimizer = self._optimizers[number]
+            # In the order in which a step makes them, which whoever iterates over the state sees.
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            places = {parameter: place for place, parameter in enumerate(parameters)}
+            in_order = sorted(whole.items(), key=lambda item: places.get(item[0], len(places)))
+            optimizer.state = defaultdict(dict, in_order)
 
     def _as_parameter(self, value: Any, each: Range) -> Any:
         one = self._table.parameters[each.parameter]
