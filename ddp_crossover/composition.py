@@ -277,7 +277,12 @@ def _memory(
     memory = make_arenas(planning.plain_specs, parameters, link, wire.plain, lands=lands)
     if not wire.has_codes:
         return memory, None
-    memory |= make_arenas(planning.specs, parameters, link, wire, lands=lands)
+    coded = make_arenas(planning.specs, parameters, link, wire, lands=lands)
+    # A plan without codes has the same arena for more gradients than those that are not coded.
+    memory = {
+        name: max((each[name] for each in (memory, coded) if name in each), key=Tensor.numel)
+        for name in memory | coded  # in one order on all ranks
+    }
     feedback = Feedback(
         wire,
         planning.specs,

@@ -565,6 +565,7 @@ class Pipeline:
         """Drop all parameters and fusion buffers now, not at the next garbage collection. Ends the pipeline."""
         self._forget_buckets()
         for slot in self.slots:
+            slot.pending.current.leave()
             del slot.parameter, slot.pending
         for group in self.groups:
             del group.buffer, group.scatter, group.gather

@@ -62,8 +62,7 @@ def watch_switches(watcher: Watcher) -> None:
 
 def streams_of_threads(device: torch.device) -> set[Stream]:
     """The streams of ``device`` on which any thread may be about to queue work."""
-    found = {stream for stream in current_streams().of_threads() if stream.device == device}
-    return found | {torch.cuda.default_stream(device)}
+    return current_streams().of_threads(device) | {torch.cuda.default_stream(device)}
 
 
 def record(stream: Stream, *, timed: bool = False, awaited: bool = False) -> Event:
@@ -119,6 +118,12 @@ def future_on(device: torch.device) -> torch.futures.Future[Tensor]:
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream is recorded into a CUDA graph."""
     return has_streams(device) and bool(torch.cuda.is_current_stream_capturing())
+
+
+def is_recorded(stream: Stream) -> bool:
+    """Whether any thread records ``stream`` into a CUDA graph."""
+    with on_stream(stream):
+        return is_capturing(stream.device)
 
 
 def is_in_use() -> bool:

@@ -82,11 +82,12 @@ class StreamOrder:
             return
         self.mark()
         for stream in self._streams.of_threads():
-            self._order(stream)
+            # A stream that is recorded into a graph cannot wait for an event outside of it: later, when it is left.
+            if stream != self._stream and not gpu.is_recorded(stream):
+                self._order(stream)
 
     def switched_to(self, stream: gpu.Stream) -> None:
         """Make a stream wait that a script has made the current one."""
-        # A stream that is recorded into a graph cannot wait for an event outside of it.
         if self._streams is not None and self._streams.is_of_device(stream) and not self._streams.is_capturing():
             self._order(stream)
 

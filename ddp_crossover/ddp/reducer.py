@@ -381,7 +381,8 @@ class Reducer:
     def _use(self, plan: FusionPlan) -> None:
         """Switch plans. Called between iterations, when no update is pending and no leg is under way."""
         if self.pipeline is not None:
-            self._memory = self.pipeline.release()
+            # A plan without codes leaves arenas of codes alone.
+            self._memory = {**self._memory, **self.pipeline.release()}
             # Now: until it is collected, what it has of gradients would count as a script's references to them.
             self.pipeline.drop_references()
         if plan.schedule is Schedule.ALLREDUCE:
@@ -477,9 +478,10 @@ class Reducer:
         has_declined = self._planning.settled and self.feedback is not None
         if has_declined and (self.pipeline is None or not self.pipeline.plan.is_coded):
             self.feedback = None  # the tuner has declined codes
-        if self._memory and self.pipeline is None and self._planning.has_begun and self._planning.settled:
-            self._memory = {}
-            self._link.use_arenas(())
+        if self._memory and self._planning.has_begun and self._planning.settled:
+            self._memory = {}  # the pipeline has what it uses
+            if self.pipeline is None:
+                self._link.use_arenas(())
         return False
 
     def _after_forward(self, returned: bool, output: object) -> None:

@@ -208,12 +208,12 @@ class LazyParam:
         return None
 
     @property
-    def raises_when_read(self) -> bool:
-        """Whether any read of the value since ``step()`` has raised, or applied the update.
+    def may_have_been_read(self) -> bool:
+        """Whether code may have read the value unseen although it was pending.
 
-        On a GPU none is sure to: the replay of a graph reads memory by its address.
+        Where it was covered, only a replay of a CUDA graph can have, which reads memory by its address.
         """
-        return self.was_covered and not gpu.has_streams(self.memory.device)
+        return not self.was_covered or gpu.has_streams(self.memory.device)
 
     @property
     def is_written(self) -> bool:
@@ -403,6 +403,7 @@ class StaleReadGuard:
         self._handles: list[RemovableHandle] = []
         self._forwards = 0
         self._is_reached = False
+        self._is_awaited = False  # whether a forward has had no backward yet that DDP reduces
         self._suspects: list[LazyParam] = []
 
     def end_forward(self, call_before_backward: Callable[[Callable[[], None]], bool]) -> None:
@@ -418,8 +419,12 @@ class StaleReadGuard:
         self._handles = [
             lazy.parameter.register_hook(_Gradient(lazy, self))
             for lazy in self._params.armed()
-            if lazy.parameter.requires_grad and not lazy.raises_when_read
+            if lazy.parameter.requires_grad
+            and lazy.may_have_been_read
+            # A gradient may also come from a forward before the last `step()`, and covers are the rule.
+            and not (lazy.was_covered and self._is_awaited)
         ]
+        self._is_awaited = True
         self._forwards += 1
         if self._handles:
             self._is_reached = not call_before_backward(functools.partial(self._reach, self._forwards))
@@ -448,6 +453,7 @@ class StaleReadGuard:
         if not self._is_reached:
             for lazy in self._suspects:
                 self._on_stale_read(lazy)
+        self._is_awaited = False
 
     def remove(self) -> None:
         """Remove the gradient hooks."""

@@ -191,6 +191,13 @@ class PendingGrad(Tensor):
 
         self._deliver = refuse
 
+    def leave(self) -> None:
+        """Stand for the value alone, which has been delivered: what it was armed with is about to be dropped."""
+        if self._deliver is None:
+            self._answer_early = None
+            self._note_sum = lambda: None
+            self._zero = lambda memory: False
+
     def move(self) -> None:
         """Wait for it, and put it into memory of its own: what it stands for is about to be overwritten."""
         self._value = self.resolve().clone()

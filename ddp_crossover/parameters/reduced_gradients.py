@@ -20,12 +20,18 @@ from ddp_crossover.parameters.gradient_marks import version_of
 from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.slots import GroupInFlight, GroupState, Slot
-from ddp_crossover.torch_internals.autograd import is_in_backward
+from ddp_crossover.torch_internals.autograd import graph_task, is_in_backward
 from ddp_crossover.torch_internals.dispatch import outside_of_modes
 
 _OVERWRITTEN = (
     "the gradient of {} that the script took from .grad after the last forward, without reading it, was overwritten by "
     "the backward that has begun, which did not come from the model's output: read or clone gradients before a forward"
+)
+
+_ONE_FOR_TWO = (
+    "the gradient of {} is that of another parameter, too, because a script has given both the same tensor "
+    "(p.grad = q.grad) and a backward has added to it: with several ranks DDP then takes one for the sum of both. Give "
+    "it a copy: p.grad = q.grad.clone()"
 )
 
 _EXCHANGED = (
@@ -107,14 +113,13 @@ class ReducedGradients:
         # By index. Made once: every backward arms every gradient with them.
         self._delivers = [functools.partial(self._deliver, slot) for slot in slots]
         self._zeroes = [functools.partial(self._zero, slot) for slot in slots]
-        self._sums = [functools.partial(self._note_sum, slot) for slot in slots]
+        self._parted_in = -1
 
     def drop_references(self) -> None:
         """Drop all parameters and gradients now, not at the next garbage collection."""
         self.untaken.clear()
         self._delivers.clear()
         self._zeroes.clear()
-        self._sums.clear()
 
     # Backward.
 
@@ -149,9 +154,14 @@ class ReducedGradients:
         self.were_added_to = False
         doubtful = []
         self.untaken.clear()
+        seen: set[int] = set()
         for slot in self._slots:
             grad = slot.parameter.grad
             slot.reset()
+            if grad is not None:
+                if id(grad) in seen:
+                    raise RuntimeError(_ONE_FOR_TWO.format(slot.name))
+                seen.add(id(grad))
             if (
                 grad is None
                 or slot in skipped
@@ -192,7 +202,7 @@ class ReducedGradients:
         self._require_own_place(slot, memory)
         slot.note_memory(memory)
         deliver, zero = self._delivers[slot.index], self._zeroes[slot.index]
-        pending.arm(deliver, memory, zero, self._answer_early, self._sums[slot.index])
+        pending.arm(deliver, memory, zero, self._answer_early, self._note_sum)
         if pending is not grad:
             slot.parameter.grad = pending
 
@@ -202,21 +212,25 @@ class ReducedGradients:
         if is_elsewhere and self._kept.is_in_bucket(memory):
             raise RuntimeError(_EXCHANGED.format(slot.name))
 
-    def _note_sum(self, slot: Slot) -> None:
+    def _note_sum(self) -> None:
         self.are_reduced = False
         self.were_added_to = True
-        # Under the next plan, what this one has armed may still be in `.grad`, and the slots are gone.
-        if self._slots and slot.parameter.grad is not slot.pending.current:
+        # Before DDP has replaced any `.grad` in this backward. Under the next plan, what this one has armed may still
+        # be there, and the slots are gone.
+        if self._in_buckets and self._slots and (task := graph_task()) != self._parted_in:
+            self._parted_in = task
             self._part_exchanged()
 
     def _part_exchanged(self) -> None:
-        """Keep apart what a script has put into the ``.grad`` of other parameters, to which a backward now adds.
+        """Keep apart what a script has put into the ``.grad`` of other parameters, to which a backward may add.
 
         DDP then writes the sum where the gradient of that parameter belongs. It does not see that a PendingGrad is a
         part of a bucket; of a plain gradient it does, and leaves it where it is.
         """
-        for slot in self._slots:
-            if slot.parameter.grad is not slot.pending.current and not slot.pending.current.is_free:
+        away = [slot for slot in self._slots if slot.parameter.grad is not slot.pending.current]
+        elsewhere = {id(slot.parameter.grad) for slot in away}
+        for slot in away:
+            if id(slot.pending.current) in elsewhere and not slot.pending.current.is_free:
                 slot.pending.current.move()
 
     def deliver_kept(self, slot: Slot) -> None:
@@ -231,7 +245,7 @@ class ReducedGradients:
         if self._answer_early is not None and memory is grad:
             # Another rank, whose script does not keep it, may call `answer_early`: so must this one.
             pending = slot.pending.current
-            pending.arm(_itself, memory, self._zeroes[slot.index], self._answer_early, self._sums[slot.index])
+            pending.arm(_itself, memory, self._zeroes[slot.index], self._answer_early, self._note_sum)
             pending.resolve()
             slot.parameter.grad = pending
 

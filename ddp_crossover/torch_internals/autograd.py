@@ -16,9 +16,14 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     private(Variable._execution_engine, "queue_callback")(callback)
 
 
+def graph_task() -> int:
+    """The number of the autograd graph task of which this thread is running a part; -1 outside of a backward."""
+    return int(private(torch._C, "_current_graph_task_id")())
+
+
 def is_in_backward() -> bool:
     """Whether this thread is running part of an autograd graph task."""
-    return bool(private(torch._C, "_current_graph_task_id")() != -1)
+    return graph_task() != -1
 
 
 def keeps_overwritten_values() -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -26,13 +26,28 @@ class Watcher(Protocol):
 
 
 class _Place:
-    """The stream that one thread has switched to last. It ends with the thread."""
+    """The stream of each device that one thread has switched to last. It ends with the thread."""
 
     def __init__(self) -> None:
-        self.stream: Stream | None = None
+        self.streams: dict[torch.device, Stream] = {}
 
-    def move(self, stream: Stream) -> None:
-        self.stream = stream
+
+_One = TypeVar("_One")
+
+
+class _Alive(Generic[_One]):
+    """Objects, as long as they live. Safe to walk through while other threads add some, which a WeakSet is not."""
+
+    def __init__(self) -> None:
+        self._of_id: dict[int, weakref.ref[_One]] = {}
+
+    def add(self, one: _One) -> None:
+        key = id(one)
+        self._of_id[key] = weakref.ref(one, lambda _: self._of_id.pop(key, None))
+
+    def all(self) -> list[_One]:
+        # One call of C makes the copy: no other thread runs meanwhile.
+        return [one for reference in list(self._of_id.values()) if (one := reference()) is not None]
 
 
 class CurrentStreams:
@@ -44,9 +59,9 @@ class CurrentStreams:
 
     def __init__(self, set_stream: Any) -> None:
         self.set_unnoticed = set_stream
-        self._watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._watchers: _Alive[Watcher] = _Alive()
+        self._places: _Alive[_Place] = _Alive()
         self._of_thread = threading.local()
-        self._places: weakref.WeakSet[_Place] = weakref.WeakSet()
 
     def watch(self, watcher: Watcher) -> None:
         """Tell ``watcher`` of changes for as long as it lives."""
@@ -59,19 +74,19 @@ class CurrentStreams:
             self.note(stream)
 
     def note(self, stream: Stream) -> None:
-        """Note that ``stream`` is the current one of this thread from now on."""
+        """Note that ``stream`` is the current one of this thread and its device from now on."""
         place = getattr(self._of_thread, "place", None)
         if place is None:
             place = _Place()
             vars(self._of_thread)["place"] = place
             self._places.add(place)
-        place.move(stream)
-        for watcher in list(self._watchers):
+        place.streams[stream.device] = stream
+        for watcher in self._watchers.all():
             watcher.switched_to(stream)
 
-    def of_threads(self) -> set[Stream]:
-        """The stream that each thread has switched to last."""
-        return {place.stream for place in list(self._places) if place.stream is not None}
+    def of_threads(self, device: torch.device) -> set[Stream]:
+        """The stream of this device that each thread has switched to last."""
+        return {stream for place in self._places.all() if (stream := place.streams.get(device)) is not None}
 
 
 @functools.cache

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -35,19 +37,63 @@ def test_the_context_of_torch_goes_through_the_function_that_is_replaced() -> No
     assert set_stream.call_args.args == (before,)
 
 
+class Hashable(SimpleNamespace):
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def _stream(device: str = "cuda:0") -> Any:
+    return Hashable(device=torch.device(device))
+
+
 def test_threads_and_watchers_are_forgotten_when_they_end() -> None:
     streams = CurrentStreams(lambda stream: None)
     watcher, gone = Watcher(), Watcher()
     for each in (watcher, gone):
         streams.watch(each)
     seen = gone.seen
-    streams.switch("main's")  # type: ignore[arg-type]
+    mains, anothers = _stream(), _stream()
+    streams.switch(mains)
     del gone, each
     gc.collect()
-    thread = threading.Thread(target=streams.switch, args=("another's",))
+    thread = threading.Thread(target=streams.switch, args=(anothers,))
     thread.start()
     thread.join()
     streams.switch(None)  # does nothing, as torch says
-    assert (watcher.seen, seen) == (["main's", "another's"], ["main's"])
+    assert (watcher.seen, seen) == ([mains, anothers], [mains])
     gc.collect()
-    assert streams.of_threads() == {"main's"}
+    assert streams.of_threads(mains.device) == {mains}
+
+
+def test_a_thread_has_a_stream_of_each_device() -> None:
+    streams = CurrentStreams(lambda stream: None)
+    first, second = _stream("cuda:0"), _stream("cuda:1")
+    streams.switch(first)
+    streams.switch(second)
+    assert [streams.of_threads(each.device) for each in (first, second)] == [{first}, {second}]
+
+
+def test_threads_may_come_and_go_while_streams_are_listed() -> None:
+    streams = CurrentStreams(lambda stream: None)
+    stream, stop = _stream(), threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            thread = threading.Thread(target=streams.switch, args=(stream,))
+            thread.start()
+            thread.join()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    churning = [threading.Thread(target=churn) for _ in range(2)]
+    try:
+        for each in churning:
+            each.start()
+        ends_s = time.monotonic() + 1.0
+        while time.monotonic() < ends_s:
+            streams.of_threads(stream.device)
+            streams.switch(stream)
+    finally:
+        stop.set()
+        sys.setswitchinterval(before)
+        for each in churning:
+            each.join()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -107,3 +108,52 @@ def test_it_is_exact_after_synchronize(on_ranks) -> None:
 @pytest.mark.parametrize("make_at", range(0, STEPS, 2))
 def test_no_replay_is_wrong_in_silence(on_ranks, make_at) -> None:
     assert on_ranks(replays, 1, make_at, False) != ["wrong"]
+
+
+class SometimesBiased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.gain = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, has_bias: bool) -> Tensor:
+        return (x + self.bias if has_bias else x) + self.gain
+
+
+def two_forwards_and_a_step_between(on_gpu: bool) -> str:
+    """The last backward goes through two forwards; the bias, which is pending in the second, is used in the first."""
+
+    def train(attached: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(SometimesBiased())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        state = dx.attach(ddp, optimizer, fusion_mb=1.0) if attached else None
+        for step in range(STEPS):
+            first = ddp(torch.randn(4, WIDTH), True)
+            if step < STEPS - 3:
+                optimizer.zero_grad()
+                first.square().mean().backward()
+                if step < STEPS - 4:
+                    optimizer.step()
+                continue
+            optimizer.step()
+            second = ddp(torch.randn(4, WIDTH), False)
+            optimizer.zero_grad()
+            (first + second).sum().backward()
+        optimizer.step()
+        found = [parameter.detach().clone() for parameter in ddp.module.parameters()]
+        if state is not None:
+            state.detach()
+        return found
+
+    expected = train(False)
+    with fake_gpu() if on_gpu else nullcontext():
+        try:
+            found = train(True)
+        except RuntimeError as error:
+            return str(error)
+    return "exact" if all(map(torch.equal, expected, found)) else "wrong"
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_gradient_of_an_earlier_forward_is_no_replay(on_ranks, on_gpu) -> None:
+    assert on_ranks(two_forwards_and_a_step_between, 1, on_gpu) == ["exact"]

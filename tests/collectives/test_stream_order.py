@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_crossover as dx
 from ddp_crossover import device
 from ddp_crossover.collectives import nccl_link
-from ddp_crossover.collectives.stream_order import StreamOrder
+from ddp_crossover.collectives.stream_order import CudaStreams, StreamOrder
 from fake_streams import FakeStream, Gpu, fake_gpu
 from gpu_check_parts.training import Job, Recipe
 
@@ -192,3 +192,19 @@ def capture_with_pending_updates() -> None:
 
 def test_a_capture_that_would_have_to_wait_says_what_to_do(on_ranks) -> None:
     on_ranks(capture_with_pending_updates, 1)
+
+
+def publish_beside_a_capture() -> tuple[bool, bool]:
+    """Whether a stream waits that another thread records into a graph, and whether it does once that has ended."""
+    with fake_gpu() as gpu:
+        order, recorded = StreamOrder(CudaStreams(torch.device("cpu"), ())), FakeStream()
+        gpu.streams.note(recorded)
+        with mock.patch.object(device, "is_recorded", lambda stream: stream is recorded):
+            order.publish()
+        before = recorded.clock[gpu.main] > 0
+        order.switched_to(recorded)
+        return before, recorded.clock[gpu.main] > 0
+
+
+def test_a_stream_under_capture_waits_when_it_is_switched_to_afterwards(on_ranks) -> None:
+    assert on_ranks(publish_beside_a_capture, 1) == [(False, True)]

@@ -22,6 +22,7 @@ from ddp_crossover.codecs.block_int8 import BlockInt8
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives import nccl_codes, nccl_link
 from ddp_crossover.dear import Pipeline
+from ddp_crossover.fusion import FusionPlan
 from ddp_crossover.planning import session as planning
 from ddp_crossover.planning.codec_probe import probe_codecs
 from ddp_crossover.sharding.sharded_pipeline import ShardedPipeline
@@ -155,6 +156,33 @@ def landings(options: dict[str, Any]) -> tuple[set[int], list[set[int]]]:
         _train(ddp, optimizer, STEPS)
         state.detach()
     return made, used
+
+
+def arenas_of_coded_and_plain_plans() -> tuple[set[int], list[tuple[bool, set[int]]]]:
+    """Where memory lies after attach, and where plans with codes and without have their fusion buffers, in turn."""
+    used: list[tuple[bool, set[int]]] = []
+    make_pipeline = Pipeline.__init__
+
+    def note(pipeline: Pipeline, plan: FusionPlan, *args: Any, **more: Any) -> None:
+        make_pipeline(pipeline, plan, *args, **more)
+        used.append((plan.is_coded, _storages(pipeline._arenas.values())))
+
+    with fake_gpu(), mock.patch.object(Pipeline, "__init__", note):
+        ddp = DistributedDataParallel(DeepNet())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        state = dx.attach(ddp, optimizer, wire_dtype=torch.int8)
+        made = _storages(state._reducer._memory.values())
+        _train(ddp, optimizer, 5 * STEPS)
+        assert not state._reducer._memory or state.tuning
+        state.detach()
+    return made, used
+
+
+def test_plans_with_codes_and_without_use_the_memory_of_attach(on_ranks) -> None:
+    for made, used in on_ranks(arenas_of_coded_and_plain_plans, 2):
+        assert {is_coded for is_coded, _ in used} == {False, True}
+        assert len(used) > 2
+        assert all(storages <= made for _, storages in used)
 
 
 def test_updated_parameters_arrive_in_the_memory_of_attach(on_ranks) -> None:
