@@ -82,6 +82,7 @@ class PendingGrad(Tensor):
     _becomes_zero: bool
     _answer_early: Callable[..., Any] | None
     _note_sum: Callable[[], None]
+    _was_added_to: bool
 
     @staticmethod
     def __new__(
@@ -98,7 +99,7 @@ class PendingGrad(Tensor):
         pending._deliver = None
         pending._memory = None
         pending._answer_early = None
-        pending._becomes_zero = False
+        pending._becomes_zero = pending._was_added_to = False
         return pending
 
     def arm(
@@ -123,7 +124,7 @@ class PendingGrad(Tensor):
         self._note_sum = note_sum
         self._answer_early = answer_early
         self._zero = zero
-        self._becomes_zero = False
+        self._becomes_zero = self._was_added_to = False
         self._value = None
         self._memory = memory
         self._deliver = deliver  # last, because a signal handler may resolve it in between
@@ -177,6 +178,16 @@ class PendingGrad(Tensor):
     def is_answered_by(self, answer: Callable[..., Any]) -> bool:
         """Whether it was armed with this function as ``answer_early``."""
         return self._answer_early == answer
+
+    def is_added_to(self) -> None:
+        """Note that a backward adds to it."""
+        self._was_added_to = True
+        self._note_sum()
+
+    @property
+    def was_added_to(self) -> bool:
+        """Whether a backward has added to it since it was armed."""
+        return self._was_added_to
 
     @property
     def is_free(self) -> bool:
@@ -249,7 +260,7 @@ class PendingGrad(Tensor):
         # Called from C++ only: AccumulateGrad adds to the gradient, DDP's reducer copies from and to it.
         written = args[0] if args and isinstance(args[0], PendingGrad) and _writes_to_first(func) else None
         if written is not None:
-            written._note_sum()
+            written.is_added_to()
         plain_args, plain_kwargs = tree_map_only(PendingGrad, PendingGrad.resolve, (args, kwargs or {}))
         out = func(*plain_args, **plain_kwargs)
         return out if written is None else written
@@ -296,8 +307,9 @@ class PendingGradPool:
         if type(grad) is PendingGrad and grad.stride() == self._stride:
             self._object = grad  # made under the last plan; its holders expect it to follow `param.grad`
         elif not pending.is_free:
+            follows = pending.was_added_to  # as a part of the bucket, where DDP has put the sum
             del pending  # this name would count as a reference
-            if self.held_elsewhere():
+            if not follows and self.held_elsewhere():
                 self._object = self._make()
             self._object.disarm()
         return self._object

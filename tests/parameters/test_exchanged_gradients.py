@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -99,3 +100,35 @@ def links_alive_after_detach(options: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("options", [{}, {"wire_dtype": torch.bfloat16}], ids=["as they are", "bf16"])
 def test_a_gradient_that_a_script_holds_keeps_nothing_else_alive_after_detach(on_ranks, options) -> None:
     assert on_ranks(links_alive_after_detach, 1, options) == [False]
+
+
+def held_over_a_step(attached: bool, options: dict[str, Any]) -> list[Tensor]:
+    """`.grad` is taken between a forward and its backward, which adds to it, and read after the next forward."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    state = dx.attach(ddp, optimizer, fusion_mb=1.0, **options) if attached else None
+    torch.manual_seed(dist.get_rank())
+    held, seen = None, []
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=step != STEPS - 2)
+        loss = ddp(torch.randn(4, WIDTH)).square().mean()
+        if step == STEPS - 2:
+            held = net[0].weight.grad
+        elif held is not None:
+            seen = [held.clone()]
+        loss.backward()
+        optimizer.step()
+    if state is not None:
+        state.detach()
+    return [*seen, *(parameter.detach().clone() for parameter in net.parameters())]
+
+
+def held_is_that_of_plain_ddp(options: dict[str, Any]) -> bool:
+    return all(map(torch.equal, held_over_a_step(False, {}), held_over_a_step(True, options)))
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}], ids=["plain", "sharded"])
+def test_a_held_gradient_follows_what_ddp_puts_into_its_bucket(on_ranks, options) -> None:
+    assert on_ranks(held_is_that_of_plain_ddp, 2, options) == [True, True]
