@@ -36,7 +36,8 @@ class _ZeroGradients(nn.Module):
 
     def forward(self) -> list[Tensor]:
         """A number made of each parameter."""
-        return [parameter.sum() for parameter in self._of_model]
+        # Of a single element the sum hands on the gradient itself, which would look like one that a script keeps.
+        return [(parameter * 1 if parameter.numel() == 1 else parameter).sum() for parameter in self._of_model]
 
 
 def why_not_without_data(ddp: DistributedDataParallel) -> str | None:
