@@ -58,6 +58,12 @@ def either(*conditions: Without) -> Without:
     return lambda choices: any(condition(choices) for condition in conditions)
 
 
+def _adds_to_views(choices: Choices) -> bool:
+    """Plain DDP leaves views where they are: what is added to another parameter's depends on its bucket."""
+    adds_up = choices.get("zero") in ("zeros_before", "zeros_after", "never", "some_steps")
+    return adds_up and bool(choices.get("bucket_view"))
+
+
 # Parameters that take part in some forwards only. DDP must look for them, and no graph is static.
 BRANCHES = ("branched", "by_rank")
 # What reads gradients. With a sharded optimizer a rank may do that alone before `step()` only.
@@ -171,7 +177,7 @@ EVENTS = (
     EventFeature("gradients_replaced"),
     EventFeature("gradient_dropped"),
     EventFeature("gradients_kept", by_one=True),
-    EventFeature("gradients_taken"),
+    EventFeature("gradients_taken", without=_adds_to_views),
     EventFeature("parameters_read", by_one=True),
     EventFeature("parameters_clamped", OUTSIDE),
     EventFeature("parameters_copied_into", OUTSIDE),
