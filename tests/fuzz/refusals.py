@@ -13,7 +13,7 @@ REFUSALS = {
     "a gradient where another parameter's belongs": r"a script has given .* the gradient of another parameter",
     # `managed_parameters` are those that require gradients at attach; DDP has had more since it was built.
     "a parameter that was frozen at attach": r"DDP reduces a parameter that this DearState does not know",
-    "weighted: unequal batches after detach": r"in this batch, and the model is not attached, so DDP would weight ranks",
+    "weighted: unequal batches after detach": r"the model is not attached, so DDP would weight ranks equally",
     "weighted: a forward outside of batch()": r"attached with weighted=True: put its forward and its backward into",
 }
 
