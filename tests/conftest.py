@@ -99,7 +99,10 @@ def on_ranks(_pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
         except BaseException:
             pool.kill()
             raise
-        _pools[world_size] = pool
+        if pool.is_spent:
+            pool.kill()
+        else:
+            _pools[world_size] = pool
         return results
 
     return run

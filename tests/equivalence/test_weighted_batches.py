@@ -36,12 +36,11 @@ def test_any_partition_is_training_on_the_whole_batch(on_ranks, split, world_siz
         loops.batches_add_up,
         loops.two_losses,
         loops.forgotten_zero_grad,
-        loops.shared,
     ],
     ids=lambda loop: loop.__name__,
 )
 def test_loops(on_ranks, loop) -> None:
-    world_size, dtype = (2, torch.float32) if loop in (loops.sums, loops.scaled, loops.shared) else (3, torch.float64)
+    world_size, dtype = (2, torch.float32) if loop in (loops.sums, loops.scaled) else (3, torch.float64)
     on_ranks(train_both, world_size, Weighted(loop, dtype=dtype))
 
 
@@ -63,9 +62,10 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("loop", often([loops.clipped, loops.shared], loops.clipped), ids=lambda one: one.__name__)
-def test_with_options(on_ranks, loop, name) -> None:
-    on_ranks(train_both, 3, Weighted(loop, split="zeros", dear=OPTIONS[name], ddp={"gradient_as_bucket_view": True}))
+def test_with_options(on_ranks, name) -> None:
+    on_ranks(
+        train_both, 3, Weighted(loops.clipped, split="zeros", dear=OPTIONS[name], ddp={"gradient_as_bucket_view": True})
+    )
 
 
 def _train_on_nodes(layout: Layout, case: Weighted) -> None:
@@ -75,8 +75,8 @@ def _train_on_nodes(layout: Layout, case: Weighted) -> None:
 
 @pytest.mark.parametrize(
     ("loop", "layout"),
-    [(loops.empty_batches, TWO_BY_TWO), (loops.shared, INTERLEAVED)],
-    ids=["empty_batches-two_by_two", "shared-interleaved"],
+    [(loops.empty_batches, TWO_BY_TWO), (loops.clipped, INTERLEAVED)],
+    ids=["empty_batches-two_by_two", "clipped-interleaved"],
 )
 def test_on_nodes(on_ranks, loop, layout) -> None:
     on_ranks(_train_on_nodes, 4, layout, Weighted(loop, split="zeros", dear={"groups": "node"}))

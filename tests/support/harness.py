@@ -124,6 +124,7 @@ class RankPool:
         if start_method == "forkserver":
             context.set_forkserver_preload(_FORKSERVER_PRELOAD)
         self.world_size = world_size
+        self.is_spent = False  # whether a function has left something behind that the next one would notice
         # mkdtemp makes it 0700: whoever can write a rendezvous file can join the group.
         self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._pipes: list[Connection] = []
@@ -162,7 +163,8 @@ class RankPool:
                     exitcode = self._processes[rank].exitcode
                     self.kill()
                     raise RankFailure(f"rank {rank} of {self.world_size} died, exit code {exitcode}")
-                result, error = answer
+                result, error, is_disturbed = answer
+                self.is_spent = self.is_spent or is_disturbed
                 if error is not None:
                     self.kill()
                     raise RankFailure(f"rank {rank} of {self.world_size} failed:\n{error}")
@@ -187,7 +189,7 @@ class RankPool:
                 # Read before looking at the exit: a rank that waits for its reader would never
                 # leave.
                 if rank not in answers and self._pipes[rank].poll():
-                    answers[rank] = self._receive(rank) or (None, None)
+                    answers[rank] = (self._receive(rank) or (None, None, True))[:2]
                 if not self._processes[rank].is_alive():
                     ended_at[rank] = time.monotonic() - start
             time.sleep(0.01)
@@ -229,8 +231,8 @@ class RankPool:
         for pipe in self._pipes:
             pipe.send_bytes(task)
 
-    def _receive(self, rank: int) -> tuple[Any, str | None] | None:
-        """The rank's (result, error), or None when it died instead of answering."""
+    def _receive(self, rank: int) -> tuple[Any, str | None, bool] | None:
+        """The rank's result, error, and whether its process is disturbed; or None when it died instead of answering."""
         try:
             return load(self._pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):

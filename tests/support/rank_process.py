@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_crossover.parameters.bystanders import may_look
+
 # Every stack of a rank that hangs is written at this signal, so that a timeout says where it hung.
 DUMP_SIGNAL = signal.SIGUSR1
 
@@ -60,13 +62,15 @@ def _answer(pipe: Connection, task: bytes) -> bool:
     try:
         fn, args, last = load(task)
     except Exception:
-        pipe.send_bytes(dump((None, traceback.format_exc())))
+        pipe.send_bytes(dump((None, traceback.format_exc(), True)))
         return True
     try:
-        answer = dump((fn(*args), None))
+        result = fn(*args)
+        # Whoever comes next finds a thread or a signal handler that may read parameters, and so gets no covers.
+        answer = dump((result, None, may_look()))
     # SystemExit and KeyboardInterrupt are outcomes as well, and tests of faults ask for them.
     except BaseException:
-        answer = dump((None, traceback.format_exc()))
+        answer = dump((None, traceback.format_exc(), True))
     pipe.send_bytes(answer)
     return last
 
