@@ -208,14 +208,6 @@ class LazyParam:
         return None
 
     @property
-    def may_have_been_read(self) -> bool:
-        """Whether code may have read the value unseen although it was pending.
-
-        Where it was covered, only a replay of a CUDA graph can have, which reads memory by its address.
-        """
-        return not self.was_covered or gpu.has_streams(self.memory.device)
-
-    @property
     def is_written(self) -> bool:
         """Whether C++ wrote to the memory since ``step()``.
 
@@ -419,15 +411,20 @@ class StaleReadGuard:
         self._handles = [
             lazy.parameter.register_hook(_Gradient(lazy, self))
             for lazy in self._params.armed()
-            if lazy.parameter.requires_grad
-            and lazy.may_have_been_read
-            # A gradient may also come from a forward before the last `step()`, and covers are the rule.
-            and not (lazy.was_covered and self._is_awaited)
+            if lazy.parameter.requires_grad and self._may_be_read_unseen(lazy)
         ]
         self._is_awaited = True
         self._forwards += 1
         if self._handles:
             self._is_reached = not call_before_backward(functools.partial(self._reach, self._forwards))
+
+    def _may_be_read_unseen(self, lazy: LazyParam) -> bool:
+        """Whether code can have read the value although it was pending, so that its gradient tells of that.
+
+        Where it was covered, only a replay of a CUDA graph can have, which reads memory by its address; and if a
+        forward before this one is still awaited, the gradient may come from there, and tells nothing.
+        """
+        return not lazy.was_covered or (gpu.has_streams(lazy.memory.device) and not self._is_awaited)
 
     def _reach(self, forward: int) -> None:
         if forward == self._forwards:

@@ -81,6 +81,7 @@ class ShardedPipeline(Pipeline):
         self._decided_in = -1
         self._is_early_wrong = False  # known to all ranks in this iteration
         super().__init__(*args, **kwargs)
+        self._memory = {}  # the landing arenas have what they use
         self._gathers_early = False
         self._followers = {}
 
@@ -448,7 +449,6 @@ class ShardedPipeline(Pipeline):
         for group in self.groups:
             group.land_in(None)
         self._landing_arenas.clear()
-        self._memory = {}
         super().drop_references()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from bench_kit.ranks import Skipped
 from gpu_check_parts import disturbances
 from gpu_check_parts.models import device_sleep
-from gpu_check_parts.training import Job, Recipe, difference, digest
+from gpu_check_parts.training import Job, Recipe, difference, digest, model_values
 
 # Past the iterations of which DDP times every one (the first ten) and past DeAR's own start.
 WARM_STEPS = 15
@@ -125,7 +125,7 @@ def relaxed_ranks_meet(device: torch.device, recipe: Recipe, every: int) -> dict
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     state.consolidate()
-    seen = {f"model.{name}": value.detach().cpu().clone() for name, value in job.ddp.module.state_dict().items()}
+    seen = model_values(job.ddp.module)
     assert all(value.isfinite().all() for value in seen.values()), "not finite"
     stats = state.stats()
     assert stats.means >= 2, f"only {stats.means} means in {stats.steps} steps"

@@ -8,17 +8,14 @@ from torch import Tensor, nn
 
 import ddp_crossover as dx
 from bench_kit.ranks import Skipped
-from gpu_check_parts.training import Job, Recipe, difference, digest
+from gpu_check_parts.training import Job, Recipe, difference, digest, model_values
 
 WARM_UP = 3
 CAPTURED_AT = 10
 
 
 class Replayed:
-    """A linear layer whose output a CUDA graph computes from the addresses of its parameters.
-
-    Gradients are computed by operators, as far as parameters need none of them.
-    """
+    """A linear layer whose output a CUDA graph computes from the addresses of its parameters; its backward does not."""
 
     def __init__(self, layer: nn.Linear, x: Tensor) -> None:
         self.layer = layer
@@ -97,7 +94,7 @@ def _train(
             elif synchronizes and replayed is not None:
                 job.state.synchronize()
             seen[f"loss of step {index}"] = job.step([batch])["loss"].cpu()
-        seen |= {f"model.{name}": value.detach().cpu().clone() for name, value in net.state_dict().items()}
+        seen |= model_values(net)
         pipelined = "" if job.state is None else f"{job.state.stats().pipelined_iterations}/{recipe.steps}"
         return seen, pipelined
     finally:

@@ -209,6 +209,11 @@ class Job:
             self.state.detach()
 
 
+def model_values(module: nn.Module) -> dict[str, Tensor]:
+    """What a model's state dict holds, on the host, by the paths that :func:`digest` looks for."""
+    return {f"model.{name}": value.detach().cpu().clone() for name, value in module.state_dict().items()}
+
+
 def _leaves(value: Any, path: str = "") -> dict[str, Any]:
     """Nested dicts and lists as one dict from path to value; tensors copied to the host."""
     if isinstance(value, (Mapping, list, tuple)):
