@@ -23,6 +23,7 @@ class AfterUpdate:
         self._at_steps: OrderedDict[int, Callable[[Optimizer, Sequence[Tensor]], object]] = OrderedDict()
         # Weak: DDP's reducer, which is opaque to the garbage collector, refers to this object.
         self._left_alone: list[weakref.ref[Optimizer]] = []
+        self._left_out: list[weakref.ref[Tensor]] = []
         self._others_of: Callable[[Optimizer], Iterable[int]] = lambda optimizer: ()
 
     def __bool__(self) -> bool:
@@ -35,6 +36,10 @@ class AfterUpdate:
     def add_at_steps(self, function: Callable[[Optimizer, Sequence[Tensor]], object]) -> RemovableHandle:
         """Call ``function`` at the end of each ``step()``, with the optimizer and its parameters that are pending."""
         return self._added(self._at_steps, function)
+
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        """Never call functions with these: they are another model's, also when that is no longer attached."""
+        self._left_out += map(weakref.ref, parameters)
 
     def leave_alone(self, optimizers: Iterable[Optimizer], others_of: Callable[[Optimizer], Iterable[int]]) -> None:
         """Follow these optimizers by plain hooks from now on, once there is a function.
@@ -86,7 +91,7 @@ class AfterUpdate:
         """
         if not self or was_skipped(vars(optimizer)):
             return
-        others = frozenset(others)
+        others = frozenset(others).union(id(parameter()) for parameter in self._left_out)
         self.updated([parameter for parameter in optimizer_parameters(optimizer) if id(parameter) not in others])
         for function in list(self._at_steps.values()):
             function(optimizer, pending)

@@ -121,7 +121,11 @@ class DeferredUpdates:
 
     def remove(self) -> None:
         """Give the optimizers back. What was given to ``after_update`` is called by plain hooks from now on."""
-        self.after_update.leave_alone(filter(has_hooks, self._separable), _parameters_of_models)
+        optimizers = list(filter(has_hooks, self._separable))
+        for other in {other for optimizer in optimizers for other in _owners_of(optimizer)} - {self}:
+            self.after_update.leave_out(lazy.parameter for lazy in other._params.all)
+            other.after_update.leave_out(lazy.parameter for lazy in self._params.all)
+        self.after_update.leave_alone(optimizers, _parameters_of_models)
         for optimizer in self._separable:
             make_state_plain(optimizer, self)
         self._separable.drop_references()
@@ -369,8 +373,12 @@ def pipeline_of(optimizer: Optimizer) -> Pipeline | None:
 
 def _parameters_of_models(optimizer: Optimizer, but: DeferredUpdates | None = None) -> set[int]:
     """Ids of the parameters of all attached models, ``but`` one, that this optimizer trains."""
-    owners = [hook.__self__ for hook in step_pre_hooks(optimizer) if is_ours(hook)]
-    return {key for owner in owners if owner is not but for key in owner._params.of_id}
+    return {key for owner in _owners_of(optimizer) if owner is not but for key in owner._params.of_id}
+
+
+def _owners_of(optimizer: Optimizer) -> list[DeferredUpdates]:
+    """Those that defer updates of this optimizer: one for each attached model."""
+    return [hook.__self__ for hook in step_pre_hooks(optimizer) if is_ours(hook)]
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -314,6 +314,10 @@ class PendingGradPool:
             self._object.disarm()
         return self._object
 
+    def part(self) -> None:
+        """Leave the object to another parameter, whose ``.grad`` it is now."""
+        self._object = self._make()
+
     def is_current(self, grad: Tensor) -> bool:
         """Whether ``grad`` is the object that was taken last, and was neither read nor set to zero."""
         return grad is self._object and self._object.is_reduced_gradient

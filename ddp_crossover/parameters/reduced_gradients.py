@@ -217,21 +217,27 @@ class ReducedGradients:
         self.were_added_to = True
         # Before DDP has replaced any `.grad` in this backward. Under the next plan, what this one has armed may still
         # be there, and the slots are gone.
-        if self._in_buckets and self._slots and (task := graph_task()) != self._parted_in:
+        if self._slots and (task := graph_task()) != self._parted_in:
             self._parted_in = task
             self._part_exchanged()
 
     def _part_exchanged(self) -> None:
         """Keep apart what a script has put into the ``.grad`` of other parameters, to which a backward may add.
 
-        DDP then writes the sum where the gradient of that parameter belongs. It does not see that a PendingGrad is a
-        part of a bucket; of a plain gradient it does, and leaves it where it is.
+        It belongs to that parameter from now on. With bucket views DDP then writes the sum where the gradient of that
+        parameter belongs: it does not see that a PendingGrad is a part of a bucket; of a plain gradient it does, and
+        leaves it where it is.
         """
         away = [slot for slot in self._slots if slot.parameter.grad is not slot.pending.current]
         elsewhere = {id(slot.parameter.grad) for slot in away}
         for slot in away:
-            if id(slot.pending.current) in elsewhere and not slot.pending.current.is_free:
-                slot.pending.current.move()
+            exchanged = slot.pending.current
+            if id(exchanged) in elsewhere and not exchanged.is_free:
+                if self._in_buckets:
+                    exchanged.move()
+                else:
+                    exchanged.resolve()
+                slot.pending.part()
 
     def deliver_kept(self, slot: Slot) -> None:
         """Wait for a gradient whose memory a script keeps, and put it there."""
