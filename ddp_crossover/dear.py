@@ -59,8 +59,9 @@ from ddp_crossover.torch_internals.ddp import GradBucket
 from ddp_crossover.torch_internals.dispatch import is_traced, outside_of_modes
 from ddp_crossover.torch_internals.profiling import named_range
 
-# Receives of scatter legs are posted some legs ahead, so that a faster rank can send. They cost memory: together not
-# more than a sixteenth of all gradients, unless that is little, or one leg alone does.
+# Receives of scatter legs are posted some legs ahead, so that a faster rank can send: gloo sends no data before the
+# receiver has posted, and ranks drift apart by milliseconds. They cost memory: together not more than a sixteenth of
+# all gradients, unless that is little, or one leg alone does.
 _MAX_ANNOUNCED_LEGS = 4
 _ANNOUNCED_PART = 1 / 16
 _LITTLE_BYTES = 2**20

@@ -1,4 +1,8 @@
-"""Decides when the link is idle enough for a gather leg, which would delay every scatter leg behind it."""
+"""Decides when the link is idle enough for a gather leg, which would delay every scatter leg behind it.
+
+By what the kernel says: a clock that estimated the backlog from bytes and speed drifted by tens of milliseconds within
+one backward.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,8 @@ class Pace:
             is_most_urgent: whether no unposted gather leg is more urgent than this one.
         """
         # The gather leg that the next forward needs first is ready last: 8 ms of other legs ahead of it would lengthen
-        # every step by 8 ms.
+        # every step by 8 ms. Where nothing can follow it, to hold it back until the link is almost dry cost 12 ms of a
+        # step of 400.
         lead_s = _RELAXED_LEAD_S if self.is_relaxed and is_most_urgent else _LEAD_S
         lead_bytes = lead_s / self.s_per_byte if self.s_per_byte else _LEAD_BYTES
         too_much_bytes = self._backlog.unacknowledged_bytes() - lead_bytes

@@ -6,7 +6,8 @@ kernel gives up for a killed process, so a sample is there or it is not. What a 
 leaves behind, checksums find. Nobody waits for long: what cannot be stored now is made again next time.
 
 The files are read, not mapped: the page cache holds one copy for all processes either way, and a mapped file that
-somebody truncates ends its readers with SIGBUS.
+somebody truncates ends its readers with SIGBUS. No library does this: lmdb hangs after forks, diskcache is unmaintained
+and pickles, and streaming formats (litdata, MDS) want the data set converted first and loaders of their own.
 """
 
 from __future__ import annotations

@@ -98,6 +98,10 @@ _raise_failure = _RaiseFailure()
 class _UseBeforeAnswering:
     """The ``__torch_function__`` of a pending parameter: looking it up applies the update.
 
+    Not a handler that applies it and calls the function again: that dispatches twice, must know which functions need no
+    value, comes second if an activation has a handler of its own, and leaves the class in place for code that only
+    looks at it, as ``TransformerEncoder``'s fast path does. The look-up comes before all of these.
+
     Torch swallows exceptions raised by the look-up and would continue with the old value. So the exception is stored,
     and the look-up returns a function that raises it.
     """

@@ -1,4 +1,7 @@
-"""Keeps a turn until the device has done what was queued in it, while the host goes on."""
+"""Keeps a turn until the device has done what was queued in it, while the host goes on.
+
+To drain before a release instead would keep the lease while the stream stands at a leg whose peer needs its own turn.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 
 Each client has an *alarm*, an eventfd that the broker has made and given to clients of the same user. Waking is adding
 the promised fence to it. An eventfd wakes the other process on another core if one is free. A socket would wake it on
-this core, on the assumption that this process is about to sleep.
+this core, on the assumption that this process is about to sleep. A pipe raises SIGPIPE, and a futex takes longer to
+call through ``ctypes``. Clients do not spin while they wait: on two cores that took the core of the holder, and one
+hand-off in ten took half a millisecond.
 """
 
 from __future__ import annotations
