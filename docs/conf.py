@@ -33,8 +33,6 @@ nitpick_ignore_regex = [
     ("py:.*", r"ddp_crossover\.attaching\.(State|StateArguments|SyncPolicy)$"),
     # The options once more, for type checkers, and what a string becomes.
     ("py:.*", r"(ddp_crossover\.options\.)?(GivenOptions|Norms)$"),
-    # Tried, and not public, see docs/relaxed.md.
-    ("py:.*", r"ddp_crossover\.relaxed\.rules\.GradientChange$"),
     # Aliases of torch's classes, see ddp_crossover/device.py.
     ("py:.*", r"(gpu\.)?(Stream|Event|Moment)$"),
 ]

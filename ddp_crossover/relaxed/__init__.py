@@ -1,7 +1,6 @@
 """Training with less synchronization than DDP's: ``dx.attach(ddp, optimizer, sync=dx.relaxed.LocalSGD(every=8))``.
 
-This changes the algorithm, and so the result. docs/relaxed.md begins with when not to use it. ``GradientChange`` in
-``rules`` and ``Late`` in ``late`` were tried, and lose; they are not public.
+This changes the algorithm, and so the result. docs/relaxed.md begins with when not to use it.
 """
 
 from ddp_crossover.relaxed.policies import DiLoCo, LocalSGD

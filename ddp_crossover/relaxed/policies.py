@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ddp_crossover.relaxed.rules import GradientChange
-
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim import Optimizer
@@ -38,7 +36,7 @@ class LocalSGD:
     rank has learned meanwhile: x <- mean + (x - x_sent), as in CoCoD-SGD and Overlap-Local-SGD.
 
     Args:
-        every: steps between two means, or a ``rules.GradientChange``, which is no better than a number.
+        every: steps between two means.
         warmup: exact steps at the beginning, with the pipeline, under the options of :func:`ddp_crossover.attach`.
         delay: so many steps later the mean is merged, and until then it travels under compute. At most ``every``.
         wire_dtype: ``torch.bfloat16`` or ``torch.float16`` to send differences in 16 bits, ``torch.int8`` for 8-bit
@@ -55,7 +53,7 @@ class LocalSGD:
         ValueError: for numbers that are out of range, and what does not go together.
     """
 
-    every: int | GradientChange
+    every: int
     warmup: int = 0
     delay: int = 0
     wire_dtype: torch.dtype | None = None
@@ -66,8 +64,6 @@ class LocalSGD:
     def __post_init__(self) -> None:
         for name, least in (("every", 1), ("warmup", 0), ("delay", 0)):
             value = getattr(self, name)
-            if name == "every" and isinstance(value, GradientChange):
-                continue
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{type(self).__name__}: {name} must be a whole number from {least}, got {value!r}")
         for name, values in (("groups", GROUPS), ("merge", MERGES), ("reduction", REDUCTIONS)):
@@ -80,7 +76,7 @@ class LocalSGD:
             )
         if self.reduction != "mean" and (self.wire_dtype is not None or self.groups is not None):
             raise ValueError(f"reduction={self.reduction!r} is that of all ranks: leave out wire_dtype= and groups=")
-        if isinstance(self.every, int) and self.delay > self.every:
+        if self.delay > self.every:
             raise ValueError(
                 f"{type(self).__name__}: delay={self.delay} steps are more than every={self.every}, and a mean has to "
                 "be merged before the next one is made"
@@ -91,10 +87,8 @@ class LocalSGD:
     @property
     def kind(self) -> str:
         """What must be the same in the run that loads a checkpoint."""
-        rule = "steps" if isinstance(self.every, int) else type(self.every).__name__
         return (
-            f"{type(self).__name__}(every={rule}, groups={self.groups!r}, reduction={self.reduction!r}, "
-            f"wire_dtype={self.wire_dtype})"
+            f"{type(self).__name__}(groups={self.groups!r}, reduction={self.reduction!r}, wire_dtype={self.wire_dtype})"
         )
 
     @property

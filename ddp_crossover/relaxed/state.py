@@ -30,7 +30,6 @@ from ddp_crossover.relaxed.delta_merge import DeltaMerge
 from ddp_crossover.relaxed.partners import Partners
 from ddp_crossover.relaxed.policies import LocalSGD
 from ddp_crossover.relaxed.refusals import refuse_options, refuse_talk_in_local_steps
-from ddp_crossover.relaxed.rules import make_rule
 from ddp_crossover.torch_internals.ddp import (
     GradBucket,
     forget_comm_hooks,
@@ -99,7 +98,6 @@ class RelaxedState:
         self._loss_scale = LossScale(is_watched=True)
         self._partners = Partners(ddp, self._named, policy)
         self._when_dropped = weakref.finalize(self, self._partners.shut_down)
-        self._rule = make_rule(policy.every, self._partners.link.exchange_numbers)
         self._merge = DeltaMerge(self._parameters, policy, self._partners.exchanges, self._partners.replicas)
         if self._detached:
             self._when_dropped()
@@ -156,7 +154,6 @@ class RelaxedState:
             "steps": self._steps,
             "seen": self._seen,
             "due": self._due,
-            "rule": self._rule.state_dict(),
             "merge": self._merge.state_dict(),
         }
 
@@ -186,7 +183,6 @@ class RelaxedState:
             self._end_warmup()
         self._warmup_steps, self._due = state["warmup_steps"], state["due"]
         self._steps, self._seen = state["steps"], state["seen"]
-        self._rule.load_state_dict(state["rule"])
         self._merge.load_state_dict(state["merge"])
 
     def detach(self) -> None:
@@ -266,7 +262,6 @@ class RelaxedState:
                     "in local steps each rank has gradients of its own, and torch.amp.GradScaler would skip steps on "
                     "some ranks only: use ddp_crossover.GradScaler, with which all ranks skip the same steps"
                 )
-        self._rule.note(bucket.buffer(), self._loss_scale.now())
         if self._partners.node is not None:
             return allreduce_hook(self._partners.node, bucket)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -292,7 +287,7 @@ class RelaxedState:
         if self._seen == self._steps:
             return
         self._seen = self._steps
-        is_due = self._rule.is_due(self._steps)
+        is_due = self._steps % self.policy.every == 0
         if self._merge.is_under_way and (is_due or self._steps >= self._due):
             self._merge.merge()
         if is_due:

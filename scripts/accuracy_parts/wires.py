@@ -10,10 +10,8 @@ from typing import Any
 import torch
 
 import ddp_crossover as dx
-from ddp_crossover.relaxed.late import Late, LateState
-from ddp_crossover.relaxed.rules import GradientChange
 
-State = dx.DearState | dx.relaxed.RelaxedState | LateState
+State = dx.DearState | dx.relaxed.RelaxedState
 DENSITY = 0.01
 REFERENCE = "fp32"
 
@@ -44,7 +42,6 @@ class Wire:
 
 NODE_RANKS = 2
 """With `groups="node"`, so many ranks with consecutive numbers count as one node."""
-_CHANGE = GradientChange(threshold=0.05)
 _RELAXED: dict[str, tuple[str, Callable[[], Any]]] = {
     "local-8": ("local SGD, 8 steps", lambda: dx.relaxed.LocalSGD(every=8)),
     "local-32": ("local SGD, 32 steps", lambda: dx.relaxed.LocalSGD(every=32)),
@@ -54,12 +51,9 @@ _RELAXED: dict[str, tuple[str, Callable[[], Any]]] = {
     "local-8-warm": ("local SGD, 8 steps, 40 exact first", lambda: dx.relaxed.LocalSGD(every=8, warmup=40)),
     "local-8-node": ("local SGD between nodes, 8 steps", lambda: dx.relaxed.LocalSGD(every=8, groups="node")),
     "local-4-pairs": ("local SGD in pairs, 4 steps", lambda: dx.relaxed.LocalSGD(every=4, groups="pairs")),
-    "local-change": ("local SGD when gradients change", lambda: dx.relaxed.LocalSGD(every=_CHANGE)),
     "daso-8-late": ("DASO's merge, 8 steps, 4 late", lambda: dx.relaxed.LocalSGD(every=8, delay=4, merge="daso")),
     "adasum-1": ("Adasum, each step", lambda: dx.relaxed.LocalSGD(every=1, reduction="adasum")),
     "adasum-8": ("Adasum, 8 steps", lambda: dx.relaxed.LocalSGD(every=8, reduction="adasum")),
-    "late-50": ("half of the gradients late", lambda: Late(fraction=0.5)),
-    "late-100": ("all gradients late", lambda: Late(fraction=1.0)),
     "diloco-8": ("DiLoCo, 8 steps", lambda: dx.relaxed.DiLoCo(every=8)),
     "diloco-32": ("DiLoCo, 32 steps", lambda: dx.relaxed.DiLoCo(every=32)),
 }

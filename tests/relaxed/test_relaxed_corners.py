@@ -16,16 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
 from ddp_crossover.relaxed import DiLoCo, LocalSGD
-from ddp_crossover.relaxed.late import Late
-from ddp_crossover.relaxed.rules import GradientChange
-from relaxed_reference import adam, flat, net, samples, sgd, step_of, train_in_one_process
+from relaxed_reference import adam, flat, net, samples, sgd, train_in_one_process
 
 STEPS = 13
 POLICIES = [
     LocalSGD(every=4),
     LocalSGD(every=4, delay=2),
     DiLoCo(every=4),
-    LocalSGD(every=GradientChange(threshold=0.1, window=2)),
 ]
 
 
@@ -103,7 +100,6 @@ def _load_into(other: LocalSGD) -> str:
     [
         (LocalSGD(every=8, delay=2), "loaded"),
         (DiLoCo(every=4), "attach with the policy of the run"),
-        (LocalSGD(every=GradientChange(threshold=1.0)), "attach with the policy of the run"),
         (LocalSGD(every=4, wire_dtype=torch.int8), "attach with the policy of the run"),
     ],
     ids=str,
@@ -243,7 +239,6 @@ def _different_policies(policies: list[Any]) -> str:
         [LocalSGD(every=4), DiLoCo(every=4)],
         [LocalSGD(every=4), LocalSGD(every=2)],
         [LocalSGD(every=4, wire_dtype=torch.bfloat16), LocalSGD(every=4, wire_dtype=torch.float16)],
-        [Late(fraction=0.0), Late(fraction=0.5)],
     ],
     ids=str,
 )
@@ -382,39 +377,6 @@ def _refused(kind: str) -> str:
 )
 def test_what_cannot_be_right_is_refused(on_ranks, kind, named) -> None:
     assert all(named in said for said in on_ranks(_refused, 2, kind))
-
-
-def _late_then_plain() -> bool:
-    ddp, other = (DistributedDataParallel(net(), bucket_cap_mb=1e-3) for _ in range(2))
-    optimizer = sgd(ddp.parameters())
-    state = dx.attach(ddp, optimizer, sync=Late(fraction=1.0))
-    for step in range(6):
-        step_of(ddp, optimizer, step, dist.get_rank())
-    state.detach()
-    other.module.load_state_dict(ddp.module.state_dict())
-    for model in (ddp, other):
-        model.zero_grad()
-        x, y = samples(7, dist.get_rank())
-        nn.functional.mse_loss(model(x), y).backward()
-    dx.attach(ddp, optimizer).detach()
-    return all(torch.equal(p.grad, q.grad) for p, q in zip(ddp.parameters(), other.parameters(), strict=True))
-
-
-def test_late_gradients_end_with_detach(on_ranks) -> None:
-    assert on_ranks(_late_then_plain, 2) == [True, True]
-
-
-def _late_with_unused_parameters() -> str:
-    ddp = DistributedDataParallel(net(), find_unused_parameters=True)
-    try:
-        dx.attach(ddp, sgd(ddp.parameters()), sync=Late(fraction=0.5))
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_late_gradients_of_unused_parameters_are_refused(on_ranks) -> None:
-    assert all("find_unused_parameters" in said for said in on_ranks(_late_with_unused_parameters, 2))
 
 
 def test_the_reference_makes_a_mean_at_the_end_of_a_period() -> None:

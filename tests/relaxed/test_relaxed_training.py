@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
 from ddp_crossover.relaxed import DiLoCo, LocalSGD, RelaxedState
-from ddp_crossover.relaxed.rules import GradientChange
 from relaxed_reference import adam, flat, net, samples, sgd, step_of, train_in_one_process
 
 STEPS = 13
@@ -176,7 +175,6 @@ RESUMED = [
     LocalSGD(every=4, delay=1, wire_dtype=torch.int8),
     LocalSGD(every=4, delay=2, reduction="adasum"),
     LocalSGD(every=2, delay=1, groups="pairs"),
-    LocalSGD(every=GradientChange(threshold=0.1, window=2), delay=2),
 ]
 
 

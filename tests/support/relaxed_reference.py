@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import ddp_crossover as dx
-from ddp_crossover.relaxed.rules import GradientChange
 from models import INPUTS, OUTPUTS, DeepNet
 
 BATCH = 4
@@ -68,30 +67,6 @@ def _adasum_of_two(one: Tensor, other: Tensor) -> Tensor:
     return factors[0] * one + factors[1] * other
 
 
-class _Change:
-    """The decisions of `GradientChange`, from the gradients of all ranks."""
-
-    def __init__(self, rule: GradientChange, world_size: int) -> None:
-        self.rule = rule
-        self.averages: list[float | None] = [None] * world_size
-        self.flag = True
-        self.since = 0
-
-    def is_due(self, done: int, nets: Sequence[nn.Module]) -> bool:
-        flag_before = self.flag
-        self.flag = False
-        for rank, one in enumerate(nets):
-            square = sum(float(p.grad.square().sum()) for p in one.parameters())
-            before = self.averages[rank]
-            now = square if before is None else before * (1 - 1 / self.rule.window) + square / self.rule.window
-            self.averages[rank] = now
-            self.flag |= before is None or abs(now - before) / before >= self.rule.threshold
-        self.since += 1
-        is_due = flag_before or done <= self.rule.window or self.since >= self.rule.at_most
-        self.since = 0 if is_due else self.since
-        return is_due
-
-
 def _rounds(groups: str | None, world_size: int) -> list[list[list[int]]]:
     """Who shares with whom, round after round."""
     if groups == "grid":
@@ -128,13 +103,12 @@ def train_in_one_process(
     velocity = torch.zeros_like(flat(nets[0]))
     rounds, means = _rounds(policy.groups, world_size), 0
     replicas = world_size if nodes is None else len(nodes)
-    change = None if isinstance(policy.every, int) else _Change(policy.every, world_size)
     sent: list[Tensor] | None = None
     due = 0
     for done in range(1, steps + 1):
         for rank in range(world_size):
             backward_of(nets[rank], optimizers[rank], done - 1, rank)
-        is_due = done % policy.every == 0 if change is None else change.is_due(done, nets)
+        is_due = done % policy.every == 0
         for node in nodes or ():
             for of_ranks in zip(*(nets[rank].parameters() for rank in node), strict=True):
                 mean = torch.stack([parameter.grad for parameter in of_ranks]).mean(dim=0)

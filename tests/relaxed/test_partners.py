@@ -1,9 +1,8 @@
-"""Ranks that share when gradients change, or with some ranks at a time, or by other sums: what must hold exactly."""
+"""Ranks that share with some ranks at a time, or by other sums: what must hold exactly."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import math
 from typing import Any
@@ -13,16 +12,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from test_relaxed_training import STEPS, _train_plain, relaxed
-from torch import Tensor, nn
+from test_relaxed_training import STEPS, relaxed
+from torch import Tensor
 
-import ddp_crossover as dx
 from ddp_crossover.relaxed import DiLoCo, LocalSGD
 from ddp_crossover.relaxed.adasum import factors
 from ddp_crossover.relaxed.grid import lines, shape_of
-from ddp_crossover.relaxed.rules import GradientChange
 from node_groups import TWO_BY_TWO, TWO_NODES, Layout, on_nodes
-from relaxed_reference import adam, adasum, flat, net, samples, sgd, step_of, train_in_one_process
+from relaxed_reference import adam, adasum, flat, sgd, train_in_one_process
 
 NO_LIMIT = 10**9
 
@@ -55,9 +52,6 @@ def _check(on_ranks: Any, world_size: int, policy: LocalSGD, optimizer: Any, lay
         (2, LocalSGD(every=1, reduction="adasum")),
         (3, LocalSGD(every=4, delay=2, reduction="adasum")),
         (3, DiLoCo(every=4, reduction="adasum")),
-        (2, LocalSGD(every=GradientChange(threshold=0.15, window=3, at_most=4))),
-        (3, LocalSGD(every=GradientChange(threshold=0.2, window=2), delay=2)),
-        (2, DiLoCo(every=GradientChange(threshold=0.2, window=2))),
     ],
     ids=str,
 )
@@ -150,7 +144,6 @@ def _consolidated(policy: LocalSGD) -> tuple[list[Tensor], Tensor]:
     [
         LocalSGD(every=2, groups="grid"),
         LocalSGD(every=4, delay=3, groups="pairs"),
-        LocalSGD(every=GradientChange(threshold=0.5, window=2), delay=3),
         LocalSGD(every=4, delay=3, merge="daso"),
         LocalSGD(every=4, delay=3, reduction="adasum"),
     ],
@@ -161,99 +154,6 @@ def test_consolidated_ranks_have_the_same_bits(on_ranks, policy) -> None:
         assert all(torch.equal(one, of_ranks[0]) for one in of_ranks)
         if policy.merge == "delta" and policy.reduction == "mean":
             torch.testing.assert_close(of_ranks[0], before, rtol=1e-12, atol=1e-12)
-
-
-# Gradients that change.
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_threshold_of_0_is_plain_ddp_for_sgd(on_ranks, world_size) -> None:
-    policy = LocalSGD(every=GradientChange(threshold=0.0, window=2, at_most=NO_LIMIT))
-    plain = on_ranks(_train_plain, world_size)
-    for ours, means in on_ranks(_train, world_size, policy, sgd):
-        torch.testing.assert_close(ours, plain[0], rtol=1e-12, atol=1e-12)
-        assert means == STEPS
-
-
-def test_without_a_threshold_each_rank_is_a_lone_run_after_the_first_window(on_ranks) -> None:
-    policy = LocalSGD(every=GradientChange(threshold=math.inf, window=4, at_most=NO_LIMIT))
-    assert on_ranks(_alone_after_the_window, 2, policy) == [(True, 4)] * 2
-
-
-def _alone_after_the_window(policy: LocalSGD) -> tuple[bool, int]:
-    with relaxed(policy, adam) as one:
-        one.train(4)
-        one.parameters()  # merges the fourth mean
-        alone = net()
-        alone.load_state_dict(one.ddp.module.state_dict())
-        optimizer = adam(alone.parameters())
-        optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))
-        one.train(6)
-        for step in range(4, 10):
-            step_of(alone, optimizer, step, one.rank)
-        return torch.equal(one.parameters(), flat(alone)), one.state.stats().means
-
-
-def _decisions(change_at: int | None, scale: float, scaler: Any, factor: float = 30.0) -> list[int]:
-    """The steps after which this rank has shared; rank 1's loss is larger in one step."""
-    policy = LocalSGD(every=GradientChange(threshold=5.0, window=3, at_most=NO_LIMIT))
-    seen = []
-    with relaxed(policy, sgd, torch.float32) as one:
-        for step in range(12):
-            x, y = samples(step, one.rank, torch.float32)
-            one.optimizer.zero_grad()
-            loss = nn.functional.mse_loss(one.ddp(x), y) * scale
-            if step == change_at and one.rank == 1:
-                loss = loss * factor
-            (loss if scaler is None else scaler.scale(loss)).backward()
-            for parameter in one.ddp.parameters():
-                parameter.grad.div_(scale)
-            if scaler is None:
-                one.optimizer.step()
-            else:
-                scaler.step(one.optimizer)
-                scaler.update()
-            before = one.state.stats().means
-            one.parameters()
-            if one.state.stats().means > before:
-                seen.append(step + 1)
-    return seen
-
-
-def test_all_ranks_share_one_step_after_gradients_have_changed_on_one(on_ranks) -> None:
-    assert on_ranks(_decisions, 2, None, 1.0, None) == [[1, 2, 3]] * 2
-    assert on_ranks(_decisions, 2, 7, 1.0, None) == [[1, 2, 3, 9]] * 2  # the step numbered 8 has changed
-
-
-def test_an_overflow_is_a_change_and_not_remembered(on_ranks) -> None:
-    assert on_ranks(_decisions_with_a_scaler, 2, math.inf) == [[1, 2, 3, 9]] * 2
-
-
-@pytest.mark.parametrize("scale", [2.0**-20, 2.0**20])
-def test_the_scale_of_gradients_does_not_matter(on_ranks, scale) -> None:
-    assert on_ranks(_decisions, 2, 7, scale, None) == [[1, 2, 3, 9]] * 2
-
-
-def _decisions_with_a_scaler(factor: float) -> list[int]:
-    return _decisions(7, 1.0, dx.GradScaler("cpu", init_scale=8.0, growth_interval=2), factor)
-
-
-def test_a_growing_loss_scale_is_no_change_of_gradients(on_ranks) -> None:
-    assert on_ranks(_decisions_with_a_scaler, 2, 30.0) == [[1, 2, 3, 9]] * 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"threshold": -1.0}, "threshold"),
-        ({"threshold": math.nan}, "threshold"),
-        ({"threshold": 1, "window": 0}, "window"),
-    ],
-)
-def test_wrong_numbers_are_refused(arguments, named) -> None:
-    with pytest.raises(ValueError, match=named):
-        GradientChange(**arguments)
 
 
 # Adasum.
