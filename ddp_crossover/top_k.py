@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SELECTORS = ("auto", "exact", "chunked", "mstopk")
+SELECTORS = ("auto", "exact", "chunked")
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class TopK:
         density: which part of the elements is sent, above 0, at most 1.
         selector: how they are found. ``"auto"``: ``"chunked"`` on CPU, ``"exact"`` elsewhere. ``"exact"``: the largest.
             ``"chunked"``: the largest of each 4096 elements, which is several times as fast on CPU and needs smaller
-            indices. ``"mstopk"``: by a binary search for the threshold (arXiv 2010.10458).
+            indices.
         momentum_correction: factor of a momentum that is applied to gradients before they are selected, 0.9 for
             example, instead of the optimizer's, which must then be 0 (Deep Gradient Compression, arXiv 1712.01887).
             False: none, which works with every optimizer.

@@ -32,7 +32,7 @@ CODECS: dict[str, Codec] = {
     **{
         f"top-k {100 * density:g}%, {selector}": TopKCodec(density, selector)
         for density in (0.01, 0.001)
-        for selector in (Selector.CHUNKED, Selector.EXACT, Selector.MSTOPK)
+        for selector in (Selector.CHUNKED, Selector.EXACT)
     },
 }
 ROW = 1024

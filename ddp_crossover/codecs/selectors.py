@@ -10,14 +10,12 @@ infinity. So an entry that is not finite is selected before all finite ones, and
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 # 12 bits name a place inside a chunk.
 CHUNK_NUMEL = 2**12
-MSTOPK_ITERATIONS = 30
 # EXACT on CPU sorts magnitudes into bins by their upper bits: how many lower bits to shift out, and the number of bins.
 # The exponent stays, and 4 bits of the mantissa: 16 bins for each power of 2.
 _BINS = {torch.float32: (19, 2**12), torch.float64: (48, 2**15)}
@@ -31,14 +29,11 @@ class Selector(enum.StrEnum):
         EXACT: the largest entries of the slice; of equal ones those with the lowest indices.
         CHUNKED: the largest entries of each chunk of 4096. Magnitudes that differ by less than 1 part in 2048 may count
             as equal; of equal ones those with the lowest indices.
-        MSTOPK: a binary search for the threshold (Shi et al., MLSys 2021, arXiv 2010.10458, algorithm 1). All entries
-            above a threshold that slightly too few exceed, and a random window of those just below it.
     """
 
     AUTO = "auto"
     EXACT = "exact"
     CHUNKED = "chunked"
-    MSTOPK = "mstopk"
 
     def on(self, device_type: str) -> Selector:
         """This selector, or what ``AUTO`` stands for on ``"cpu"``, ``"cuda"`` and so on."""
@@ -69,52 +64,33 @@ def selected_numel(numel: int, density: float, selector: Selector) -> int:
     return _rounded(numel, density)
 
 
-def select(
-    values: Tensor,
-    density: float,
-    selector: Selector,
-    *,
-    generator: torch.Generator | None = None,
-    mstopk_iterations: int = MSTOPK_ITERATIONS,
-) -> Tensor:
+def select(values: Tensor, density: float, selector: Selector) -> Tensor:
     """Indices of entries that are largest in magnitude, or close to it.
 
-    If any entry is not finite, at least one such entry is among the selected. On a GPU the host does not wait for
-    ``EXACT`` and ``CHUNKED``; it does for ``MSTOPK``, in each iteration.
+    If any entry is not finite, at least one such entry is among the selected. On a GPU the host does not wait.
 
     Args:
         values: flat, fp32 or fp64, on any device.
         density: the fraction of entries to select.
         selector: how to select; not ``AUTO``.
-        generator: a generator on the CPU that draws the windows of ``MSTOPK``; the others ignore it.
-        mstopk_iterations: steps of the binary search of ``MSTOPK``.
 
     Returns:
         Exactly ``selected_numel(values.numel(), density, selector)`` different indices, int64, ascending, on the device
         of ``values``.
 
     Raises:
-        ValueError: as :func:`selected_numel` does, and for ``MSTOPK`` without a generator.
+        ValueError: as :func:`selected_numel` does.
 
     Example:
         >>> select(torch.tensor([1.0, -3.0, 0.0, 2.0]), 0.5, Selector.EXACT)
         tensor([1, 3])
     """
     assert values.dim() == 1 and values.dtype in (torch.float32, torch.float64), (values.shape, values.dtype)
-    if selector is Selector.MSTOPK and generator is None:
-        raise ValueError("selector='mstopk' draws random windows: pass a generator, seeded once per rank")
     numel = values.numel()
     k = selected_numel(numel, density, selector)
     if k == 0 or k == numel:
         return torch.arange(k, device=values.device)
-    match selector:
-        case Selector.CHUNKED:
-            return _largest_of_chunks(values, density)
-        case Selector.MSTOPK:
-            assert generator is not None
-            return _mstopk(values, k, generator, mstopk_iterations)
-        case _:
-            return _largest(values, k)
+    return _largest_of_chunks(values, density) if selector is Selector.CHUNKED else _largest(values, k)
 
 
 def _rounded(numel: int, density: float) -> int:
@@ -178,60 +154,3 @@ def _largest_of_rows(rows: Tensor, density: float) -> Tensor:
     largest = bits.topk(_rounded(width, density), dim=1, sorted=False).values
     places = (last - (largest & last)).sort(dim=1).values
     return (places + torch.arange(0, height * width, width, device=rows.device).unsqueeze(1)).view(-1)
-
-
-# --- MSTOPK
-
-
-class Bracket(NamedTuple):
-    """Where the binary search of MSTopK ended: ``k1 = len(above) <= k <= k2 = len(above) + len(below)``.
-
-    Attributes:
-        above: indices of the magnitudes that reach the upper threshold.
-        below: indices of those that only reach the lower one.
-    """
-
-    above: Tensor
-    below: Tensor
-
-
-def search_bracket(magnitudes: Tensor, k: int, iterations: int) -> Bracket | None:
-    """Search for thresholds that slightly less and slightly more than ``k`` magnitudes reach; both lists ascend.
-
-    None if fewer than ``k`` magnitudes reach the mean, below which the search does not look. Seldom do more than 40%;
-    none do if there is a NaN, or if rounding puts the mean of equal ones above them.
-    """
-    highest, mean = float(magnitudes.max()), float(magnitudes.mean())
-    # The paper counts over the whole slice each time. What is below the lower threshold will never count again.
-    places = (magnitudes >= mean).nonzero().view(-1)
-    if places.numel() < k:
-        return None
-    magnitudes = magnitudes[places]
-    low, high = 0.0, 1.0
-    upper_threshold = float("inf")  # stays if all are equal: then none are above
-    for _ in range(iterations):
-        middle = (low + high) / 2
-        threshold = mean + middle * (highest - mean)
-        reaching = magnitudes >= threshold
-        count = int(reaching.count_nonzero())
-        if count <= k:
-            high, upper_threshold = middle, threshold
-            if count == k:
-                break  # no other threshold can be better
-        else:
-            low = middle
-            if count < places.numel():
-                kept = reaching.nonzero().view(-1)
-                places, magnitudes = places[kept], magnitudes[kept]
-    is_above = magnitudes >= upper_threshold
-    return Bracket(places[is_above], places[~is_above])
-
-
-def _mstopk(values: Tensor, k: int, generator: torch.Generator, iterations: int) -> Tensor:
-    bracket = search_bracket(values.abs(), k, iterations)
-    if bracket is None:
-        return _largest(values, k)
-    above, below = bracket
-    missing = k - above.numel()
-    begin = int(torch.randint(below.numel() - missing + 1, (), generator=generator))
-    return torch.cat([above, below[begin : begin + missing]]).sort().values

@@ -42,11 +42,7 @@ class TopKCodec(Codec):
 
     def encode(self, values: Tensor, residual: Tensor | None, left_out: Tensor, payload: Tensor) -> None:
         add_residual(values, residual, left_out)
-        generator = None
-        if self._selector is Selector.MSTOPK:
-            # The same on every rank, and again in a run that is resumed. Its own, because legs encode on two threads.
-            generator = torch.Generator().manual_seed(values.numel())
-        chosen = select(left_out, self.density, self._selector, generator=generator)
+        chosen = select(left_out, self.density, self._selector)
         sent, places = self._split(payload)
         torch.index_select(left_out, 0, chosen, out=sent)
         base = self._bases(values.numel(), values.device)

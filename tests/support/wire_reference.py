@@ -1,7 +1,7 @@
 """Training with coded gradients, of all ranks in one process: what real ranks are compared with, bit for bit.
 
 Written from the papers and from the definitions in the docstrings, with nothing of the package but its plans (which
-element is where) and the search of MSTopK. Slow and simple: loops over ranks, elements by name.
+element is where). Slow and simple: loops over ranks, elements by name.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-
-from ddp_crossover.codecs.selectors import Selector, select
 
 BLOCK = 64
 CHUNK = 4096
@@ -51,10 +49,6 @@ def as_it_is(values: Tensor) -> Tensor:
 def largest_of(values: Tensor, density: float, selector: str) -> Tensor:
     """Which elements are sent."""
     mask = torch.zeros(values.numel(), dtype=torch.bool)
-    if selector == "mstopk":
-        generator = torch.Generator().manual_seed(values.numel())
-        mask[select(values, density, Selector.MSTOPK, generator=generator)] = True
-        return mask
     magnitudes = values.abs()
     if selector in ("auto", "chunked"):
         # Compared to 1 part in 2048: the 12 lowest bits do not count.
