@@ -1,10 +1,14 @@
 """The state of an optimizer with deferred updates: reading or changing it applies pending updates first.
 
 One optimizer may train several attached models; each has pending updates of its own.
+
+An optimizer makes the entry of a parameter in its first update. First updates that are deferred make entries in the
+order in which forward uses parameters; plain steps, in that of the param groups, which scripts see and files keep.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -17,15 +21,33 @@ class LazyState(defaultdict[Any, Any]):
 
     Attributes:
         before_look: by the model, what applies its pending updates; None while the optimizer itself steps.
+        optimizer: the optimizer.
+        settled: how many entries, from the first one on, are in the order of plain steps.
     """
 
     before_look: dict[object, Callable[[], None] | None]
+    optimizer: weakref.ref[Optimizer]
+    settled: int
 
     def apply_pending(self) -> None:
         """Apply the pending updates of all models."""
-        for apply in list(self.before_look.values()):
+        applies = list(self.before_look.values())
+        for apply in applies:
             if apply is not None:
                 apply()
+        if None not in applies:
+            self.settle()
+
+    def settle(self) -> None:
+        """Put the entries that the last steps have made in the order of plain steps."""
+        count, optimizer = dict.__len__(self), self.optimizer()
+        if count > self.settled + 1 and optimizer is not None:
+            order = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            places = {id(parameter): place for place, parameter in enumerate(order)}
+            new = list(dict.keys(self))[self.settled :]
+            for key in sorted(new, key=lambda key: places.get(id(key), len(places))):
+                dict.__setitem__(self, key, dict.pop(self, key))
+        self.settled = count
 
     def __reduce__(self) -> Any:
         self.apply_pending()
@@ -62,8 +84,12 @@ def make_state_lazy(optimizer: Optimizer, model: object, before_look: Callable[[
     if not isinstance(optimizer.state, LazyState):
         state = LazyState(getattr(optimizer.state, "default_factory", dict))
         state.before_look = {}
+        state.optimizer = weakref.ref(optimizer)
         dict.update(state, optimizer.state)
+        state.settled = dict.__len__(state)
         optimizer.state = state
+    if before_look is None:
+        optimizer.state.settle()
     optimizer.state.before_look[model] = before_look
 
 
