@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from ddp_crossover.top_k import TopK
     from ddp_crossover.tracing.trace import Trace
 
-    __version__: str
+# Spelled here, so that a checkout that is not installed has it, too.
+__version__ = "0.1.0"
 
 # Imported when they are first used: the commands that ask a broker must not wait for torch.
 _MODULES = {
@@ -79,10 +80,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "__version__":
-        value: object = import_module("importlib.metadata").version(__name__)
-    elif name in ("data", "integrations", "optim", "relaxed"):
-        value = import_module(f"{__name__}.{name}")
+    if name in ("data", "integrations", "optim", "relaxed"):
+        value: object = import_module(f"{__name__}.{name}")
     elif name in _MODULES:
         value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     else:
@@ -92,4 +91,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""The command line: ``python -m ddp_crossover COMMAND``.
+"""The command line: ``python -m ddp_crossover COMMAND``, or ``ddp-crossover COMMAND`` where torchrun is not needed.
 
 A command is a module with ``add_arguments(parser)`` and ``run(args) -> int``, the exit status; the first line of its
 docstring is its help. Commands raise ValueError, OSError or ImportError for errors that the user can fix.
@@ -10,6 +10,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import ddp_crossover
 
@@ -28,7 +29,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; ``argv`` defaults to the arguments of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="python -m ddp_crossover", description="Tools around DDP communication.")
+    parser = argparse.ArgumentParser(prog=_called_as(), description="Tools around DDP communication.")
     parser.add_argument("--version", action="version", version=f"ddp_crossover {ddp_crossover.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(COMMANDS) + "}")
     asked_for = [name for name in COMMANDS if name in arguments[:1]]
@@ -51,3 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _called_as() -> str:
+    name = Path(sys.argv[0]).name
+    return name if name.startswith("ddp-crossover") else "python -m ddp_crossover"
