@@ -63,6 +63,11 @@ def attach(
     """
     if isinstance(sync, type):
         raise TypeError(f"sync= takes a policy, not its class: attach(..., sync={sync.__name__}(...))")
+    if sync is not None and not callable(getattr(sync, "attach", None)):
+        raise TypeError(
+            f"sync= takes a policy such as ddp_crossover.relaxed.LocalSGD(every=8), got {sync!r}: leave it out to "
+            "train exactly as DDP does"
+        )
     if sync is not None:
         return sync.attach(ddp, optimizer, **options)
     state = DearState(ddp, optimizer, **options)

@@ -25,7 +25,7 @@ from ddp_crossover.figures.summary import about, in_force, summary
 from ddp_crossover.fusion import FusionPlan, Schedule
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.optim import sharded_norms as shards
-from ddp_crossover.options import GivenOptions, Options, switched_off
+from ddp_crossover.options import SWITCH, GivenOptions, Options, switched_off
 from ddp_crossover.parameters.pending_values import introduce_pending_values
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.torch_internals.ddp import GradBucket
@@ -69,6 +69,9 @@ class DearState:
         **options: Unpack[GivenOptions],
     ) -> None:
         asked = Options.given(options)
+        self._is_switched_off = switched_off()
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(f"process_group must be what torch.distributed.new_group() returns, got {process_group!r}")
         ddp = unwrapped_model(ddp)
         self._optimizers = [
             unwrapped_optimizer(one) for one in (optimizer if isinstance(optimizer, Sequence) else [optimizer])
@@ -76,7 +79,7 @@ class DearState:
         self._attachment = Attachment(
             ddp,
             self._optimizers,
-            Options(schedule=Schedule.ALLREDUCE) if switched_off() else asked,
+            Options(schedule=Schedule.ALLREDUCE) if self._is_switched_off else asked,
             process_group=process_group,
             lease=lease,
         )
@@ -125,13 +128,15 @@ class DearState:
 
     def tuning_progress(self) -> str:
         """Return one line about what is being measured or tried now, or what was found and what it gains."""
+        if self._is_switched_off:
+            return f"{SWITCH}=off in the environment: the model trains as plain DDP does"
         if self.detached:
             return self._attachment.left_because or "detached: the model trains as plain DDP does"
         return self._parts.plain_reason or self._planning.progress()
 
     def __repr__(self) -> str:
         """Show model, plan in force, how far tuning has come, and the latest step. Waits for nothing."""
-        return summary(self._about, self.plan, self.tuning_progress(), self.stats())
+        return summary(self._about, self.plan, self.tuning_progress(), self.stats(), is_detached=self.detached)
 
     def profile(self) -> ModelProfile | None:
         """Return measured compute times and link, for ``python -m ddp_crossover simulate``; None until known."""

@@ -54,6 +54,7 @@ from ddp_crossover.planning.session import Planning
 from ddp_crossover.sharding.sharded_updates import ShardedUpdates
 from ddp_crossover.sharding.table import ShardTable, refuse_sharding
 from ddp_crossover.torch_internals.ddp import bucket_cap_bytes, managed_parameters, process_group_timeout
+from ddp_crossover.tracing.clock import NOT_MEASURED
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Parts:
     def stats(self) -> DearStats:
         """The figures of this rank since attach."""
         sums = self.link.clock.sums()
+        times = sums if sums.are_measured else NOT_MEASURED
         steps = self.reducer.steps
         return DearStats(
             iterations=self.reducer.iterations,
@@ -102,8 +104,8 @@ class Parts:
             looks=dict(self.early_reads.counts),
             deferred_steps=self.updates.deferred_steps,
             elapsed_s=steps.elapsed_s(),
-            communication_s=sums.communication_s,
-            exposed_s=sums.exposed_s,
+            communication_s=times.communication_s,
+            exposed_s=times.exposed_s,
             sent_bytes=self.link.sent_bytes,
             fallbacks=dict(self.fallbacks.counts),
             advice=dict(self.fallbacks.advice),

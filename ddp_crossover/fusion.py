@@ -164,13 +164,17 @@ class FusionPlan:
         """Whether legs carry codes of some gradients."""
         return any(gradient.is_coded for gradient in self.gradients)
 
+    def largest_group(self) -> str:
+        """Return the size of the largest group, with its unit: of a small model it is far below ``fusion_mb``."""
+        return _size(max(map(self.group_bytes, self.groups)))
+
     def headline(self) -> str:
         """Return one line about all groups."""
         in_all = _size(sum(map(self.group_bytes, self.groups)))
         count = f"{len(self.groups)} groups" if len(self.groups) > 1 else "1 group"
         return (
-            f"schedule {self.schedule}: {count} of at most {short(self.fusion_mb)} MiB, {in_all} in all, "
-            f"{self.world_size} ranks"
+            f"schedule {self.schedule}: {count} of up to {self.largest_group()}, {in_all} in all, "
+            f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         )
 
     def __str__(self) -> str:

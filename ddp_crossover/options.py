@@ -139,8 +139,15 @@ class Options:
         if self.norms not in list(Norms):
             raise ValueError(f"norms must be one of {', '.join(Norms)}, got {self.norms!r}")
         object.__setattr__(self, "norms", Norms(self.norms))
-        if self.fusion_mb is not None and not self.fusion_mb > 0:
-            raise ValueError(f"fusion_mb must be greater than 0 (MiB per fusion group), got {self.fusion_mb}")
+        for name in ("tune", "strict", "shard_optimizer", "weighted"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.fusion_mb is not None and not (isinstance(self.fusion_mb, int | float) and self.fusion_mb > 0):
+            raise ValueError(
+                f"fusion_mb must be a number greater than 0 (MiB per fusion group), got {self.fusion_mb!r}"
+            )
+        if not isinstance(self.tuned_file, str | os.PathLike | None):
+            raise ValueError(f"tuned_file must be a path, got {self.tuned_file!r}")
         if self.tuned_file is not None and (self.schedule is not Schedule.AUTO or self.fusion_mb is not None):
             raise ValueError(
                 "tuned_file keeps the group size that the tuner finds, and the tuner runs only with schedule='auto' "

@@ -207,12 +207,13 @@ def test_a_plan_shows_parameters_by_name_and_their_size() -> None:
     specs = [GradientSpec(f"{name}.weight", numel, 4, "fp32") for name, numel in zip("abcde", sizes, strict=True)]
     plan = plan_fusion(specs, [4, 3, 2, 1, 0], range(5), world_size=2, fusion_mb=1.0)
     assert str(plan).splitlines() == [
-        "FusionPlan: schedule dear: 5 groups of at most 1 MiB, 4.58 MiB in all, 2 ranks",
+        "FusionPlan: schedule dear: 5 groups of up to 938 KiB, 4.58 MiB in all, 2 ranks",
         *(f"  [{i}] 938 KiB, gather position {5 - i}: a part of e.weight" for i in range(4)),
         "  [4] 938 KiB, gather position 1: a part of e.weight to a.weight (5 gradients)",
     ]
     assert repr(plan).splitlines()[3] == "  ... 1 more, which print(plan) shows"
     small = plan_fusion(specs[:2], [1, 0], range(2), world_size=2)
+    assert "1 group of up to 72 B, 72 B in all" in str(small)
     assert str(small).splitlines()[1] == "  [0] 72 B, gather position 1: b.weight, a.weight"
     assert repr(small) == str(small)
 

@@ -45,5 +45,19 @@ def test_an_option_that_does_not_exist_is_named_with_its_likeness(option, messag
         Options.given({option: 1})  # type: ignore[typeddict-item]
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("fusion_mb", "8", "fusion_mb must be a number greater than 0"),
+        ("tuned_file", 3, "tuned_file must be a path, got 3"),
+        ("strict", "no", "strict must be True or False, got 'no'"),
+        ("shard_optimizer", 1, "shard_optimizer must be True or False, got 1"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_in_a_sentence(option, value, message) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Options(**{option: value})
+
+
 def test_the_class_is_public() -> None:
     assert dx.Options is Options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -13,8 +14,12 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from ddp_crossover.balance.split import Speed, split
+from ddp_crossover.log import say
+from ddp_crossover.options import switched_off
 
 _EQUAL = Speed(0.0, 1.0)
+# So many batches are drawn before anything is said: a script may look at one, and workers draw ahead.
+_UNTIL_SAID = 20
 
 
 class Place(NamedTuple):
@@ -119,6 +124,8 @@ class BalancedSampler(Sampler[list[int]]):
         self._epoch = 0
         self._is_epoch_set = False
         self._start = 0
+        self._is_alone = True  # nothing has told it how fast ranks compute
+        self._drawn_alone = 0
         self._trained: int | None = None
         self._to_train: deque[int] = deque()  # sizes of batches that were drawn and not trained on
         self.drawn = Place(0, -1)
@@ -157,12 +164,32 @@ class BalancedSampler(Sampler[list[int]]):
         for batch in range(start, len(self._totals)):
             place = Place(epoch, batch)
             self._before_draw(place)
+            self._say_if_alone()
             self.drawn = place
             sizes = self.sizes(place)
             if self._trained is not None:
                 self._to_train.append(sizes[self.rank])
             low = batch * self.global_batch + sum(sizes[: self.rank])
             yield order[low : low + sizes[self.rank]]
+
+    def _say_if_alone(self) -> None:
+        if not self._is_alone:
+            return
+        self._drawn_alone += 1
+        if self._drawn_alone == _UNTIL_SAID and self.rank == 0 and self.world_size > 1 and not switched_off():
+            say(
+                "BalancedSampler gives all ranks equal shares, because nothing tells it how fast they compute: attach "
+                "with weighted=True, and call state.balance(sampler)",
+                logging.WARNING,
+            )
+
+    def __repr__(self) -> str:
+        """Show the sizes of the next whole batch on all ranks."""
+        shares = f"shares {self.sizes()}" if not self._is_alone else "equal shares, without state.balance(sampler)"
+        return (
+            f"BalancedSampler of {self._samples} samples in batches of {self.global_batch}; rank {self.rank} of "
+            f"{self.world_size}; {shares}"
+        )
 
     def _order(self, epoch: int) -> list[int]:
         if not self._shuffle:
@@ -203,6 +230,7 @@ class BalancedSampler(Sampler[list[int]]):
             before_restart: called before an epoch with a lower number than the last one.
         """
         self._before_draw, self._before_restart = before_draw, before_restart
+        self._is_alone = False
         if self._trained is None:
             self._trained = self._start if self.drawn.batch < self._start else self.drawn.batch + 1
 

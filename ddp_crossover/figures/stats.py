@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ddp_crossover.log import say
-from ddp_crossover.tracing.clock import CommSums
+from ddp_crossover.tracing.clock import NOT_MEASURED, CommSums
 
 STEPS_KEPT = 100
 # An iteration counts as overlapped if compute hides at least this share of the time of its gather legs.
@@ -34,10 +34,11 @@ class StepStats:
 
     Attributes:
         duration_s: wall-clock time.
-        communication_s: time in which at least one leg was under way. 0 on NCCL, whose legs do not run in host time.
-        exposed_s: time in which the training thread waited for a leg. 0 on NCCL.
-        gather_s: time in which at least one gather leg was under way. 0 on NCCL.
-        gather_exposed_s: time in which the training thread waited for a gather leg. 0 on NCCL.
+        communication_s: time in which at least one leg was under way. NaN where no
+            leg is timed, as on NCCL, whose legs do not run in host time.
+        exposed_s: time in which the training thread waited for a leg. NaN where no leg is timed.
+        gather_s: time in which at least one gather leg was under way. NaN where no leg is timed.
+        gather_exposed_s: time in which the training thread waited for a gather leg. NaN where no leg is timed.
         sent_bytes: payload bytes that this rank has sent. A leg may be sent one iteration after it was started.
         fallbacks: for each reason, how often a slower path was taken.
     """
@@ -58,7 +59,7 @@ class StepStats:
     @property
     def hidden_share(self) -> float | None:
         """Share of ``gather_s`` in which compute went on, 0 to 1; None if no gather leg was timed."""
-        return max(0.0, 1.0 - self.gather_exposed_s / self.gather_s) if self.gather_s else None
+        return max(0.0, 1.0 - self.gather_exposed_s / self.gather_s) if self.gather_s > 0 else None
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,9 @@ class DearStats:
         looks: lines of code (file and line) that needed updates or gradients at once, and in how many steps.
         deferred_steps: ``optimizer.step()`` calls with at least one update put off to the next forward.
         elapsed_s: wall-clock time since the first reduced backward ended.
-        communication_s: time in which at least one leg was under way. 0 on NCCL, whose legs do not run in host time.
-        exposed_s: time in which the training thread waited for a leg. 0 on NCCL.
+        communication_s: time in which at least one leg was under way. NaN where no
+            leg is timed, as on NCCL, whose legs do not run in host time.
+        exposed_s: time in which the training thread waited for a leg. NaN where no leg is timed.
         sent_bytes: payload bytes that this rank has sent.
         fallbacks: for each reason, how often a slower path was taken.
         advice: for some of these reasons, what would change it.
@@ -148,9 +150,12 @@ class DearStats:
     def __str__(self) -> str:
         """Return how many steps overlapped and, in a line each, what prevented it most often."""
         plain = self.iterations - self.pipelined_iterations
-        others = f"; {plain} more were plain all-reduces" if plain else ""
-        lines = [f"{self.overlapped_steps} of {self.finished_steps} pipelined steps overlapped{others}"]
-        lines += [f"  {times} times: {what}" for what, times in self.obstacles.most_common(_SHOWN)]
+        if self.pipelined_iterations:
+            overlapped, more = f"{self.overlapped_steps} of {self.finished_steps} pipelined steps overlapped", " more"
+        else:
+            overlapped, more = "no steps overlapped", ""
+        lines = [overlapped + (f"; {plain}{more} were plain all-reduces" if plain else "")]
+        lines += [f"  {_times(times)}: {what}" for what, times in self.obstacles.most_common(_SHOWN)]
         return "\n".join(lines)
 
     def flat(self, prefix: str = "ddp_crossover/") -> dict[str, float]:
@@ -158,10 +163,10 @@ class DearStats:
 
         Made for every step: it waits for nothing and reads a few numbers. Names of the latest iteration: ``step_s``,
         ``compute_s``, ``communication_s``, ``exposed_s``, ``gather_s``, ``gather_exposed_s``, ``sent_bytes``, as in
-        :class:`StepStats`; NaN before the second iteration has ended. Counters since attach: ``steps_total``,
-        ``pipelined_steps_total``, ``overlapped_steps_total``, ``fallbacks_total``, ``exposed_s_total``,
-        ``sent_bytes_total`` and, with ``lease=``, ``lease_held_s_total``, ``lease_given_s_total``,
-        ``lease_filled_s_total``, ``lease_regrant_s_total`` as in :class:`LeaseUse`.
+        :class:`StepStats`; NaN before the second iteration has ended, and what is not measured. Counters
+        since attach: ``steps_total``, ``pipelined_steps_total``, ``overlapped_steps_total``, ``fallbacks_total``,
+        ``exposed_s_total``, ``sent_bytes_total`` and, with ``lease=``, ``lease_held_s_total``,
+        ``lease_given_s_total``, ``lease_filled_s_total``, ``lease_regrant_s_total`` as in :class:`LeaseUse`.
 
         Args:
             prefix: put before each name. The default groups the figures in W&B and TensorBoard. Prometheus allows
@@ -213,6 +218,10 @@ class DearStats:
             statistics.median_low(step.sent_bytes for step in self.last_steps),
             dict(fallbacks),
         )
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 class _Sample(NamedTuple):
@@ -273,7 +282,9 @@ class StepLog:
 
 
 def _between(before: _Sample, after: _Sample) -> StepStats:
-    times = CommSums(*(late - early for late, early in zip(after.sums, before.sums, strict=True)))
+    times = NOT_MEASURED
+    if after.sums.are_measured:
+        times = CommSums(*(late - early for late, early in zip(after.sums, before.sums, strict=True)))
     return StepStats(
         after.at_s - before.at_s,
         *times,

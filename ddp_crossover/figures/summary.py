@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,17 +26,24 @@ def about(ddp: DistributedDataParallel, rank: int) -> str:
 
 def in_force(plan: FusionPlan | None) -> str:
     """Return how gradients travel under this plan, as a title."""
-    return "plain all-reduces" if plan is None else f"schedule {plan.schedule}, groups of {short(plan.fusion_mb)} MiB"
+    return "plain all-reduces" if plan is None else f"schedule {plan.schedule}, groups of up to {plan.largest_group()}"
 
 
-def summary(about_model: str, plan: FusionPlan | None, tuning: str, stats: DearStats) -> str:
-    """Return what is in force, how far tuning has come, and the figures of the latest step."""
+def summary(about_model: str, plan: FusionPlan | None, tuning: str, stats: DearStats, *, is_detached: bool) -> str:
+    """Return what is in force, how far tuning has come, and the figures of the latest step that is like the next."""
     lines = [f"DearState of {about_model}"]
-    lines += (in_force(plan) if plan is None else repr(plan)).splitlines()
+    if not is_detached:
+        lines += (in_force(plan) if plan is None else repr(plan)).splitlines()
     lines.append(tuning)
     if stats.iterations == 0:
         return "\n  ".join(lines)
-    if (last := stats.last_step) is not None:
-        lines.append(f"last step {short(1e3 * last.duration_s)} ms, {short(1e3 * last.exposed_s)} ms of it exposed")
+    if (last := stats.last_step) is not None and not is_detached:
+        lines.append(f"last step {short(1e3 * last.duration_s)} ms, {_exposed(last.exposed_s)}")
     lines += str(stats).splitlines()
     return "\n  ".join(lines)
+
+
+def _exposed(exposed_s: float) -> str:
+    if math.isnan(exposed_s):
+        return "exposed communication not measured"
+    return f"{short(1e3 * exposed_s)} ms of it exposed"

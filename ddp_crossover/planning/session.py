@@ -221,6 +221,8 @@ class Planning:
 
     def progress(self) -> str:
         """The state of planning in one line, for people."""
+        if (why := self.why_not_at_all()) is not None:
+            return f"DDP will train as it was before attach, from the next step on: {why}"
         if self.stage is Stage.TUNING and self._tuner is not None:
             return self._tuner.progress()
         given = given_plan(self._options, self._first_mb(), self._known)

@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 
 def refuse_options(options: Mapping[str, object], *, has_warmup: bool) -> None:
     """Raise ValueError for options of exact steps that relaxed training does not have."""
-    if options and not has_warmup:
-        raise ValueError(f"{', '.join(options)}: options of the exact steps, of which warmup=0 has none")
     if options.get("weighted"):
         raise ValueError(
             "sync= takes the mean of what ranks have learned, with equal weights: leave out weighted=, and give all "
@@ -22,6 +20,11 @@ def refuse_options(options: Mapping[str, object], *, has_warmup: bool) -> None:
     if options.get("lease") is not None:
         raise ValueError(
             "sync= holds no lease in local steps: leave out lease=, and call lease.instrument(model, optimizer)"
+        )
+    if options and not has_warmup:
+        raise ValueError(
+            f"{', '.join(options)}: for the exact steps of a warm-up, of which warmup=0 has none: leave it out, or set "
+            "warmup= of the policy"
         )
 
 

@@ -8,7 +8,7 @@ next training forward, when all of the step's updates are there.
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,14 +22,16 @@ from ddp_crossover.comm_hook import DearState
 from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers
 from ddp_crossover.ddp.refused_methods import allow_methods, refuse_methods
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
+from ddp_crossover.figures.summary import about
 from ddp_crossover.optim.grad_scaler import GradScaler
 from ddp_crossover.optim.overflow import agree_on_overflow
 from ddp_crossover.optim.same_state import take_state_of_rank_0
-from ddp_crossover.options import switched_off
+from ddp_crossover.options import SWITCH, switched_off
 from ddp_crossover.relaxed.delta_merge import DeltaMerge
 from ddp_crossover.relaxed.partners import Partners
 from ddp_crossover.relaxed.policies import LocalSGD
 from ddp_crossover.relaxed.refusals import refuse_options, refuse_talk_in_local_steps
+from ddp_crossover.relaxed.stats import RelaxedStats, summary
 from ddp_crossover.torch_internals.ddp import (
     GradBucket,
     forget_comm_hooks,
@@ -37,22 +39,6 @@ from ddp_crossover.torch_internals.ddp import (
     rebuild_buckets,
 )
 from ddp_crossover.torch_internals.loss_scale import LossScale
-
-
-class RelaxedStats(NamedTuple):
-    """Figures of relaxed training on this rank.
-
-    Attributes:
-        steps: backward passes that DDP would have reduced.
-        means: how often ranks have shared their parameters.
-        divergence: how far this rank's parameters were from the mean when it was last made, relative to its norm.
-        sent_bytes: what this rank has sent for means.
-    """
-
-    steps: int
-    means: int
-    divergence: float
-    sent_bytes: int
 
 
 class RelaxedState:
@@ -89,7 +75,8 @@ class RelaxedState:
         self._ddp = weakref.ref(ddp)  # DDP's reducer, which the garbage collector does not see into, holds this object
         self._named = managed_parameters(ddp)
         self._parameters = [parameter for _, parameter in self._named]
-        self._detached = switched_off()
+        self._about = about(ddp, dist.get_rank(ddp.process_group))
+        self._is_switched_off = self._detached = switched_off()
         # Exact steps at first, then local ones; both are counted.
         self._warmup: DearState | None = None
         self._is_plain = False  # the warm-up goes on as plain DDP
@@ -121,6 +108,19 @@ class RelaxedState:
         """Figures of this rank."""
         merge = self._merge
         return RelaxedStats(self._steps_done(), merge.means, merge.divergence, merge.sent_bytes)
+
+    def __repr__(self) -> str:
+        """Show model, policy, what is done now, and the figures. Waits for the latest divergence."""
+        return summary(self._about, self.policy, self._doing(), self.stats())
+
+    def _doing(self) -> str:
+        if self._is_switched_off:
+            return f"{SWITCH}=off in the environment: the model trains as plain DDP does"
+        if self._detached:
+            return "detached: the model trains as plain DDP does"
+        if self._warmup is not None:
+            return f"exact steps until step {self.policy.warmup}, the end of the warm-up"
+        return "each rank trains alone between means"
 
     @torch.no_grad()
     def consolidate(self) -> None:

@@ -47,6 +47,14 @@ class CommSums(NamedTuple):
     gather_s: float
     gather_exposed_s: float
 
+    @property
+    def are_measured(self) -> bool:
+        """Whether any leg was timed. None is on NCCL, whose legs do not run in host time."""
+        return any(self)
+
+
+NOT_MEASURED = CommSums(*[float("nan")] * 4)
+
 
 class _UnderWay(NamedTuple):
     """Sums up the time in which at least one leg is under way. Immutable, so readers need no lock."""

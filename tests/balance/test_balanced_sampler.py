@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ddp_crossover import BalancedSampler
 from ddp_crossover.balance.sampler import Place
 from ddp_crossover.balance.split import Speed
+from heard import heard
 
 SPEEDS = [Speed(0.0, 0.01), Speed(0.1, 0.02), Speed(0.0, 0.03)]
 
@@ -190,3 +191,21 @@ def test_a_rest_that_is_too_small_for_other_ranks_is_refused() -> None:
 def test_a_rank_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="rank=3 is none of 3"):
         BalancedSampler(100, 16, rank=3, world_size=3)
+
+
+def _heard_of(sampler: BalancedSampler, draws: int) -> list[str]:
+    with heard() as said:
+        for _ in range(draws):
+            list(sampler)
+    return said
+
+
+def test_equal_shares_that_nothing_balances_are_said_once_by_rank_0() -> None:
+    alone, second, _ = _samplers()
+    [said] = _heard_of(alone, 10)
+    assert "call state.balance(sampler)" in said and "equal shares, without state.balance" in repr(alone)
+    assert _heard_of(second, 10) == []
+    followed = _samplers()[0]
+    followed.follow_training(lambda place: None, lambda: None)
+    assert _heard_of(followed, 10) == [] and repr(followed).endswith("rank 0 of 3; shares [6, 5, 5]")
+    assert _heard_of(_samplers(samples=10, global_batch=3)[0], 1) == []

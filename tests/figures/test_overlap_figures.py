@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,6 +38,7 @@ def test_a_step_overlaps_when_compute_hides_half_of_its_gather_legs() -> None:
 def test_where_gather_legs_are_not_measured_a_look_tells() -> None:
     log = _log([0.0] * 4, [False, True, False, True], gather_s=0.0)
     assert (log.overlapped, log.finished) == (1, 3)
+    assert all(math.isnan(step.exposed_s) and step.hidden_share is None for step in log.figures())
 
 
 def test_gather_legs_that_overlap_each_other_count_once() -> None:

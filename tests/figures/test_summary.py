@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
+from collections import Counter
 from logging.handlers import BufferingHandler
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
+from ddp_crossover.figures.stats import DearStats, StepLog
+from ddp_crossover.figures.summary import summary
 from ddp_crossover.fusion import Schedule
 from ddp_crossover.log import logger
+from ddp_crossover.tracing.clock import CommSums
 from equivalence import Case, Run, train_step
 from models import DeepNet
 from plans import judged_plans
@@ -56,7 +62,8 @@ def test_a_state_shows_what_is_in_force(on_ranks) -> None:
     assert re.search(r"last step \S+ ms, \S+ ms of it exposed", after) and "steps overlapped" in after
     assert len(after.splitlines()) < 12
     assert "rank 1 of 2" in second["trained"][0]
-    assert "detached: the model trains as plain DDP does" in first["detached"][0]
+    detached, _ = first["detached"]
+    assert "detached: the model trains as plain DDP does" in detached and "last step" not in detached
 
 
 @pytest.mark.parametrize(
@@ -76,6 +83,55 @@ def test_tuning_progress_says_what_is_so(on_ranks, options, attached, first_plan
         assert attached in before
         assert before.startswith("schedule=" if "allreduce" in before[:20] else "waiting until DDP's buckets")
         assert first_plan in shown["first plan"][1]
+
+
+def _on_one_rank() -> list[str]:
+    run = Run(Case(model=DeepNet, steps=2, strict=False, dear={"fusion_mb": None}), with_dear=True)
+    run.attach()
+    shown = [repr(run.state)]
+    for x, y in run.batches():
+        train_step(run, x, y)
+    return [*shown, repr(run.state)]
+
+
+def test_on_one_rank_a_state_says_that_there_is_nothing_to_do(on_ranks) -> None:
+    [(before, after)] = on_ranks(_on_one_rank, 1)
+    assert "there is one rank, so nothing is sent" in before and "are tried" not in before
+    assert "DDP trains as it was before attach: there is one rank" in after and "last step" not in after
+
+
+def _switched_off() -> str:
+    with mock.patch.dict(os.environ, {"DDP_CROSSOVER": "off"}):
+        ddp = DistributedDataParallel(DeepNet())
+        return repr(dx.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)))
+
+
+def test_a_state_says_that_the_environment_has_switched_it_off(on_ranks) -> None:
+    [shown] = on_ranks(_switched_off, 1)
+    assert shown.splitlines()[1] == "  DDP_CROSSOVER=off in the environment: the model trains as plain DDP does"
+
+
+def test_times_that_no_leg_has_shown_are_not_measured() -> None:
+    log = StepLog()
+    for _ in range(2):
+        log.note(CommSums(0.0, 0.0, 0.0, 0.0), 0, Counter(), is_pipelined=True, was_looked_at=False)
+    stats = DearStats(2, 2, 0, 1, {}, 0, 1.0, math.nan, math.nan, 0, {}, log.figures())
+    shown = summary("a model", None, "tuned", stats, is_detached=False)
+    assert re.search(r"last step \S+ ms, exposed communication not measured", shown)
+    assert math.isnan(stats.flat()["ddp_crossover/exposed_s"])
+
+
+def test_a_prediction_stands_beside_no_figure_of_steps_before_it() -> None:
+    log = StepLog()
+    for waited_s in (0.0, 1.0):
+        log.note(CommSums(1.0 + waited_s, waited_s, 0.0, 0.0), 0, Counter(), is_pipelined=False, was_looked_at=False)
+    stats = DearStats(2, 0, 0, 0, {}, 0, 1.0, 2.0, 1.0, 0, {}, log.figures())
+    left = "not tuned: DDP as it was: the measured link is so fast that this should leave under 1% of a step exposed"
+    assert "ms of it exposed" in summary("a model", None, left, stats, is_detached=False)
+    assert summary("a model", None, left, stats, is_detached=True).splitlines()[1:] == [
+        f"  {left}",
+        "  no steps overlapped; 2 were plain all-reduces",
+    ]
 
 
 def _figures() -> list[dict[str, float]]:

@@ -351,6 +351,10 @@ def _refused(kind: str) -> str:
             dx.attach(ddp, optimizer, sync=LocalSGD(every=2))
         elif kind == "class":
             dx.attach(ddp, optimizer, sync=LocalSGD)  # type: ignore[arg-type]
+        elif kind == "string":
+            dx.attach(ddp, optimizer, sync="local")  # type: ignore[call-overload]
+        elif kind == "weighted":
+            dx.attach(ddp, optimizer, sync=LocalSGD(every=2), weighted=True)
         else:
             state = dx.attach(ddp, optimizer, sync=LocalSGD(every=2))
             if kind == "join":
@@ -370,6 +374,8 @@ def _refused(kind: str) -> str:
     [
         ("zero", "use the optimizer that it wraps"),
         ("class", "sync=LocalSGD(...)"),
+        ("string", "sync= takes a policy such as ddp_crossover.relaxed.LocalSGD(every=8), got 'local'"),
+        ("weighted", "leave out weighted=, and give all ranks batches of one size"),
         ("join", "join() shadows only plain all-reduces"),
         ("ema", "without sync="),
         ("copy", "copy ddp.module instead"),
@@ -377,6 +383,30 @@ def _refused(kind: str) -> str:
 )
 def test_what_cannot_be_right_is_refused(on_ranks, kind, named) -> None:
     assert all(named in said for said in on_ranks(_refused, 2, kind))
+
+
+def _shown() -> list[str]:
+    ddp = DistributedDataParallel(net(), broadcast_buffers=False)
+    optimizer = sgd(ddp.parameters())
+    state = dx.attach(ddp, optimizer, sync=LocalSGD(every=2, warmup=1))
+    shown = [repr(state)]
+    for step in range(4):
+        step_of(ddp, optimizer, step, dist.get_rank())
+    shown.append(repr(state))
+    state.detach()
+    return [*shown, repr(state)]
+
+
+def test_a_state_shows_its_policy_what_it_does_and_its_figures(on_ranks) -> None:
+    for rank, (warming_up, training, detached) in enumerate(on_ranks(_shown, 2)):
+        assert warming_up.splitlines()[0].endswith(f"rank {rank} of 2 over gloo")
+        assert warming_up.splitlines()[1:] == [
+            "  LocalSGD(every=2, warmup=1)",
+            "  exact steps until step 1, the end of the warm-up",
+            "  0 steps, no mean yet",
+        ]
+        assert "each rank trains alone between means\n  4 steps, 1 mean, " in training
+        assert "detached: the model trains as plain DDP does" in detached
 
 
 def test_the_reference_makes_a_mean_at_the_end_of_a_period() -> None:
