@@ -7,8 +7,11 @@ little). How often a feature is drawn does not depend on how many values it has.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from torch.nn.parallel import DistributedDataParallel
 
 from .program import Choices
 
@@ -64,6 +67,8 @@ def _adds_to_views(choices: Choices) -> bool:
     return adds_up and bool(choices.get("bucket_view"))
 
 
+# Whether this version of torch can copy the gradients of a bucket into it together.
+BATCHES_COPIES = "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters
 # Parameters that take part in some forwards only. DDP must look for them, and no graph is static.
 BRANCHES = ("branched", "by_rank")
 # What reads gradients. With a sharded optimizer a rank may do that alone before `step()` only.
@@ -87,6 +92,7 @@ SCRIPT = (
         often=3,
     ),
     Feature("bucket_view", (False, True)),
+    Feature("batched_grad_copy", (False, True), lambda choices: not BATCHES_COPIES),
     Feature("find_unused", (False, True)),  # always, with branches
     Feature("static_graph", (False, True), has("find_unused", model=(*BRANCHES, "frozen"))),
     Feature("broadcast_buffers", (True, False)),
@@ -103,7 +109,7 @@ SCRIPT = (
     Feature("overflow", (False, True), lambda choices: not choices.get("scaler")),
     Feature("autocast", (False, True), has(dtype=("float64", "bfloat16"), model="recurrent")),
     Feature("closure", (False, True), has("scaler", optimizer=("two", "interleaved"))),
-    Feature("forwards", (1, 2), has("static_graph", model=(*BRANCHES, "batch_norm"))),
+    Feature("forwards", (1, 2), has("static_graph", model=BRANCHES)),
     Feature("penalty", ("", "input", "weights"), has("static_graph", "autocast", "scaler", "find_unused",
                                                      model=(*BRANCHES, "checkpointed", "attending", "recurrent"))),
     Feature("scheduler", ("", "step", "cycle")),

@@ -55,6 +55,7 @@ class Part:
             static_graph=script.get("static_graph", False),
             broadcast_buffers=script.get("broadcast_buffers", True),
             **({"bucket_cap_mb": 5e-4} if script.get("small_buckets") else {}),
+            **({"batched_grad_copy": True} if script.get("batched_grad_copy") else {}),
         )
         self.optimizers = optimizers.make(optimizer, self.net.parameters()) if optimizer else []
         self.state: Any = None
