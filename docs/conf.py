@@ -1,11 +1,11 @@
 """Sphinx settings. CONTRIBUTING.md says how to build the site."""
 
-from importlib.metadata import version as version_of
+import ddp_crossover
 
 project = "ddp_crossover"
 author = "the ddp_crossover authors"
 copyright = author
-version = release = version_of("ddp_crossover")
+version = release = ddp_crossover.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]

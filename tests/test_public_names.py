@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import ddp_crossover as dx
 
+ROOT = Path(dx.__file__).parents[1]
+
 
 def _in_a_new_interpreter(*arguments: str, status: int = 0) -> str:
-    job = subprocess.run(
-        [sys.executable, *arguments], cwd=Path(dx.__file__).parents[1], capture_output=True, text=True, timeout=60
-    )
+    job = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert job.returncode == status, job.stderr
     return job.stdout + job.stderr
 
@@ -42,8 +41,9 @@ def test_what_is_not_there_is_an_attribute_error_that_names_it() -> None:
         dx.atach  # noqa: B018
 
 
-def test_the_version_is_that_of_the_package() -> None:
-    assert dx.__version__ == version("ddp_crossover")
+def test_the_version_is_that_of_the_package_and_of_the_citation() -> None:
+    assert f"\nversion: {dx.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## [{dx.__version__}] - " in (ROOT / "CHANGELOG.md").read_text()
     assert _in_a_new_interpreter("-m", "ddp_crossover", "--version") == f"ddp_crossover {dx.__version__}\n"
 
 

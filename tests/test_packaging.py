@@ -1,0 +1,121 @@
+"""What a new user starts: a checkout that is not installed, and the wheel and the sdist that are made of it.
+
+The wheel is installed without network into an environment of its own, which finds torch where these tests have it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import ddp_crossover as dx
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 240
+PACKAGES = Path(sysconfig.get_path("purelib"))
+
+pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
+needs_hatchling = pytest.mark.skipif(
+    importlib.util.find_spec("hatchling") is None,
+    reason="builds with hatchling, and without network: pip install hatchling",
+)
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    """What a command prints, in an environment with nothing but these variables and the search path."""
+    job = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd, env={"PATH": os.environ["PATH"], "HOME": str(cwd), **environment},
+        capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout + job.stderr
+    return job.stdout
+
+
+def python_with(packages: Path, folder: Path) -> Path:
+    """The interpreter of a new environment that finds these packages, too."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    (site_packages / "others.pth").write_text(f"{packages}\n")
+    return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All packages that these tests run with, but for this one."""
+    folder = tmp_path_factory.mktemp("others")
+    for package in PACKAGES.iterdir():
+        if "ddp_crossover" not in package.name:
+            (folder / package.name).symlink_to(package)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def python_without_us(others: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return python_with(others, tmp_path_factory.mktemp("checkout") / "venv")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("-c", "import ddp_crossover as dx; print(dx.__version__, dx.attach.__module__)"), "ddp_crossover.attaching"),
+        (("-m", "ddp_crossover", "--version"), f"ddp_crossover {dx.__version__}"),
+        (("-m", "ddp_crossover", "--help"), "usage: python -m ddp_crossover"),
+        ((ROOT / "scripts" / "train.py", "--help"), "usage: train.py"),
+        ((ROOT / "scripts" / "bench.py", "--help"), "usage: bench.py"),
+    ],
+    ids=["import", "version", "help", "train", "bench"],
+)
+def test_a_checkout_works_that_is_not_installed(
+    command: tuple[str | Path, ...], words: str, python_without_us: Path, tmp_path: Path
+) -> None:
+    assert words in run(python_without_us, *command, cwd=tmp_path, PYTHONPATH=str(ROOT))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a wheel and an sdist."""
+    folder = tmp_path_factory.mktemp("built")
+    program = f"import hatchling.build as b; b.build_wheel({str(folder)!r}); b.build_sdist({str(folder)!r})"
+    run(sys.executable, "-c", program, cwd=ROOT, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+    return folder
+
+
+@needs_hatchling
+def test_the_wheel_has_the_package_with_its_types_and_nothing_else(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+    assert {name.split("/")[0] for name in names} == {"ddp_crossover", f"ddp_crossover-{dx.__version__}.dist-info"}
+    assert {"ddp_crossover/py.typed", "ddp_crossover/launch/site/sitecustomize.py"} <= set(names)
+    assert f"\nVersion: {dx.__version__}\n" in metadata and "\nProject-URL: " in metadata
+
+
+@needs_hatchling
+def test_the_sdist_has_what_a_checkout_has(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "ddp_crossover/py.typed", "scripts/demo.sh", "tests/conftest.py"} <= names
+
+
+@needs_hatchling
+def test_the_installed_wheel_runs_its_command(built: Path, others: Path, tmp_path: Path) -> None:
+    python = python_with(others, tmp_path / "venv")
+    (wheel,) = built.glob("*.whl")
+    install = ("-m", "pip", "install", "--no-deps", "--no-index", "--disable-pip-version-check")
+    run(python, *install, wheel, cwd=tmp_path)
+    assert "usage: ddp-crossover" in run(python.parent / "ddp-crossover", "--help", cwd=tmp_path)
+    assert "usage: python -m ddp_crossover" in run(python, "-m", "ddp_crossover", "--help", cwd=tmp_path)
+    where = run(python, "-c", "import ddp_crossover as dx; print(dx.__file__, dx.attach)", cwd=tmp_path)
+    assert where.startswith(str(tmp_path / "venv"))
