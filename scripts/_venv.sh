@@ -1,18 +1,26 @@
 # Sourced by demo.sh, test.sh and .ci/run: sets ROOT and PY, and makes the virtual environment if need be.
 #
-# The environment is `.venv` in the repository root. It is complete when its stamp matches: the stamp is
-# written last and holds a hash of all that the environment depends on. One that is half made, out of date or
-# moved is made again from scratch, but never one that these scripts did not make.
+# The environment is in the repository root: `.venv` with all that the tests need, or what EXTRAS names in `.venv-demo`,
+# unless `.venv` is there. It is complete when its stamp matches: the stamp is written last and holds a hash of all that
+# the environment depends on. One that is half made, out of date or moved is made again from scratch, but never one that
+# these scripts did not make.
 #
 #   PYTHON=...   the interpreter to use, where the search below finds the wrong one
 #   DDP_CROSSOVER_TORCH=...   a version of torch, which gets an environment of its own (see torch_matrix.sh)
-#   pip's own settings (PIP_INDEX_URL, PIP_CACHE_DIR, HTTPS_PROXY, ...) are honoured
+#   pip's and uv's own settings (PIP_INDEX_URL, PIP_CACHE_DIR, UV_DEFAULT_INDEX, HTTPS_PROXY, ...) are honoured
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 VENV="$ROOT/.venv${DDP_CROSSOVER_TORCH:+-torch-$DDP_CROSSOVER_TORCH}"
-PY="$VENV/bin/python"
-MARKER="$VENV/.made-by-ddp-crossover"
-STAMP="$VENV/.complete"
+EXTRAS="${EXTRAS:-test}"
+CPU_INDEX="https://download.pytorch.org/whl/cpu"
+
+use_venv() {
+    VENV="$1"
+    PY="$VENV/bin/python"
+    MARKER="$VENV/.made-by-ddp-crossover"
+    STAMP="$VENV/.complete"
+}
+use_venv "$VENV"
 
 die() {
     printf '\nerror: %s\n' "$1" >&2
@@ -47,17 +55,65 @@ find_python() {
 # (an editable install points at the repository's absolute path).
 fingerprint() {
     "$1" - "$ROOT" <<'PYTHON'
-import hashlib, pathlib, sys
+import hashlib, json, pathlib, sys, tomllib
 root = pathlib.Path(sys.argv[1])
-parts = [(root / "pyproject.toml").read_bytes(), sys.version.encode(), str(root).encode()]
-print(hashlib.sha256(b"\0".join(parts)).hexdigest())
+settings = tomllib.loads((root / "pyproject.toml").read_text())
+names = ("requires-python", "dependencies", "optional-dependencies", "scripts")
+needs = [settings["build-system"], *(settings["project"].get(name) for name in names)]
+parts = [json.dumps(needs, sort_keys=True), sys.version, str(root)]
+print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
 PYTHON
 }
 
 is_complete() { [ -x "$PY" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$1" ] && "$PY" -c '' 2>/dev/null; }
 
+# What pyproject.toml says of torch.
+torch_needed() { sed -nE 's/^ *"(torch>=[^"]*)",?.*$/\1/p' "$ROOT/pyproject.toml"; }
+
+# Print the site-packages of an interpreter that has a torch which fits; fail if it has none.
+torch_of() {
+    "$1" - "$(torch_needed)" <<'PYTHON' 2>/dev/null
+import importlib.metadata, re, sys
+least, limit = (tuple(map(int, number.split("."))) for number in re.findall(r"\d+\.\d+", sys.argv[1]))
+torch = importlib.metadata.distribution("torch")
+if not least <= tuple(map(int, torch.version.split(".")[:2])) < limit:
+    sys.exit(1)
+print(torch.locate_file(""))
+PYTHON
+}
+
+is_reached() {
+    "$PY" -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1] + "/torch/", timeout=10)' "$CPU_INDEX" 2>/dev/null
+}
+
+# Install what the arguments name, with a line for each package that is fetched. All that pip says goes to a log.
+install() {
+    local log
+    if [ -z "$HAS_TORCH" ] && command -v uv >/dev/null 2>&1; then  # uv does not see packages that a .pth file adds
+        uv pip install --python "$PY" "$@" </dev/null
+        return
+    fi
+    log="$(mktemp)"
+    "$PY" -m pip install --disable-pip-version-check --no-input --progress-bar off "$@" </dev/null 2>&1 | tee "$log" |
+        sed -nE 's/^ *(Downloading|Using cached) ([^ ]*\/)?([^ \/-]+-[^ \/-]+)-[^ ]*\.whl( .*)?$/    \3\4/p'
+    if [ "${PIPESTATUS[0]}" -ne 0 ]; then
+        tail -n 15 "$log" >&2
+        rm -f "$log"
+        return 1
+    fi
+    rm -f "$log"
+}
+
+install_torch() {
+    if is_reached; then
+        echo "==> installing torch for the CPU from PyTorch's own index (about 200 MB)"
+        install --index-url "$CPU_INDEX" "$(torch_needed)" torchvision && return
+    fi
+    echo "==> PyTorch's own index is of no use here: torch comes from PyPI, on Linux with CUDA, which takes 6 GB of the disk"
+}
+
 make_venv() {
-    local python wanted
+    local python wanted packages
     # Each failure is taken up by hand: `set -e` is off inside `(make_venv) || exit`.
     python="$(find_python)" || exit 1
     wanted="$(fingerprint "$python")" || die "$python could not read $ROOT/pyproject.toml."
@@ -70,14 +126,29 @@ make_venv() {
     rm -rf "$VENV"
     mkdir -p "$VENV" && touch "$MARKER" || die "$VENV cannot be made; is $ROOT writable?"
     "$python" -m venv "$VENV" || die "$python -m venv failed; what it said stands above."
-    echo "==> installing ddp_crossover and its dependencies (with torch some GB: this can take minutes)"
-    "$PY" -m pip install --disable-pip-version-check --no-input --editable "$ROOT[examples,test]" \
-        ${DDP_CROSSOVER_TORCH:+"torch==$DDP_CROSSOVER_TORCH"} </dev/null ||
-        die "pip could not install the dependencies; its last lines above say which and why." \
+    HAS_TORCH=""
+    if [ "$EXTRAS" != test ]; then
+        if packages="$(torch_of "$python")"; then
+            HAS_TORCH=yes
+            echo "==> taking torch and what else is there from $packages"
+            echo "$packages" >"$("$PY" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth"
+        else
+            install_torch
+        fi
+    fi
+    echo "==> installing ddp_crossover and what it needs"
+    install --editable "$ROOT[$EXTRAS]" ${DDP_CROSSOVER_TORCH:+"torch==$DDP_CROSSOVER_TORCH"} ||
+        die "the dependencies could not be installed; the lines above say which and why." \
             "Without a network, or behind a proxy or a mirror, set HTTPS_PROXY or PIP_INDEX_URL." \
             "If the disk is full: about 10 GB are needed. Then run this again, it starts from where it can."
     printf '%s\n' "$wanted" >"$STAMP"
 }
+
+# The tests' environment has all that the demo needs.
+if [ "$EXTRAS" != test ]; then
+    if is_complete "$(fingerprint "$PY" 2>/dev/null)"; then return 0; fi
+    use_venv "$VENV-demo"
+fi
 
 # Two scripts started at once must not build over one another. macOS has no flock; there they may.
 if command -v flock >/dev/null 2>&1; then

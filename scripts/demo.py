@@ -186,7 +186,7 @@ def main() -> int:
     finally:
         dist.destroy_process_group()
     report.show(console, result)
-    console.print(f"Some steps of each as a picture: {args.timeline}", highlight=False, soft_wrap=True)
+    console.print(report.picture_sentence(args.timeline), highlight=False, soft_wrap=True)
     if is_first:
         record.write({"configuration": record.configuration(args, torch=torch.__version__)} | result, args.json)
     return int(is_first and bool(result["comparison"]["first_difference"]))

@@ -3,6 +3,7 @@
 # Ends with a table and a picture; exits non-zero if one bit of the models differs.
 # Extra arguments go to scripts/demo.py: ./scripts/demo.sh --model resnet50 --image-size 32
 set -euo pipefail
+EXTRAS="examples,plot"
 source "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"
 
 OUT="$ROOT/runs/demo"

@@ -1,6 +1,7 @@
 """The words, the table and the record of the demo."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich import box
@@ -21,7 +22,7 @@ NO_DIFFERENCE = 0.02
 CHANGED = 1.3
 CAPTION = (
     "MB: DDP's bucket_cap_mb. Medians and quartiles of rounds in which all take turns. Speedup: over the best DDP. "
-    "Exposed: part of a step in which gradients travel and nothing is computed."
+    "Exposed: part of a step in which gradients travel and nothing is computed, in the steps of the picture."
 )
 
 
@@ -232,6 +233,11 @@ def link_sentence(link: dict[str, Any]) -> str:
 def _bits(bytes_per_s: float) -> str:
     megabits = 8e-6 * bytes_per_s
     return f"{megabits / 1e3:.2g} Gb/s" if megabits >= 1e3 else f"{megabits:.0f} Mb/s"
+
+
+def picture_sentence(path: Path) -> str:
+    """Where the picture is, and why its times are others than the table's."""
+    return f"Some steps after these rounds, traced, so their times are a little different, as a picture: {path}"
 
 
 def overlap_sentence(result: dict[str, Any]) -> str:
