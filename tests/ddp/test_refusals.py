@@ -166,6 +166,10 @@ def _fp32_on_the_wire() -> None:
     _attach(_ddp(), wire_dtype=torch.float32)
 
 
+def _name_of_a_backend_for_a_group() -> None:
+    _attach(_ddp(), process_group="gloo")
+
+
 def _unknown_option() -> None:
     _attach(_ddp(), fusion_size=1.0)
 
@@ -219,6 +223,7 @@ def _refusal(provoke: Callable[[], None]) -> str | None:
         (_negative_fusion_mb, "fusion_mb", "greater than 0|positive"),
         (_integers_on_the_wire, r"wire_dtype.*torch\.int16", r"bfloat16.*float16.*leave it out"),
         (_fp32_on_the_wire, r"wire_dtype.*torch\.float32", r"bfloat16.*float16.*leave it out"),
+        (_name_of_a_backend_for_a_group, "process_group.*'gloo'", r"new_group\(\)"),
         (_unknown_option, "fusion_size", ""),
         (_deepcopy, "copy", r"detach|\.module"),
         (_pickle, "pickle", r"detach|state_dict"),
