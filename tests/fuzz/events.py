@@ -41,6 +41,10 @@ def _one(run: Run) -> nn.Parameter:
     return _draw(run).choice([p for p in run.main.parameters if p.numel()])
 
 
+def _has_hooks(run: Run) -> bool:
+    return bool(run.script.get("hooks") or run.script.get("hooks_write"))
+
+
 def _with_gradients(run: Run) -> list[nn.Parameter]:
     return [p for p in run.main.parameters if p.grad is not None]
 
@@ -55,6 +59,23 @@ def evaluate(run: Run) -> Any:
         output = net(run.batch(50_000)[0])
     net.train()
     return output
+
+
+@event
+def evaluate_inference(run: Run) -> Any:
+    net = run.main.net.eval()
+    with torch.inference_mode():
+        output = net(run.batch(50_000)[0])
+    net.train()
+    return output.clone()
+
+
+@event
+@torch.no_grad()
+def layer_called(run: Run) -> Any:
+    """One layer alone, not the model."""
+    layer = next(module for module in run.main.net.modules() if isinstance(module, nn.Linear))
+    return layer(torch.ones(2, layer.in_features, dtype=layer.weight.dtype, device="cpu"))
 
 
 @event
@@ -122,6 +143,11 @@ def state_dict(run: Run) -> Any:
 
 
 @event
+def state_dict_of_layer(run: Run) -> Any:
+    return next(run.main.net.children()).state_dict()
+
+
+@event
 def load_state_dict(run: Run) -> None:
     saved = snapshot(run.main.ddp.state_dict())
     first = next(iter(saved))
@@ -178,12 +204,12 @@ def optimizer_pickled(run: Run) -> Any:
 
 @event
 def module_copied(run: Run) -> Any:
-    return copy.deepcopy(run.main.net).state_dict() if not run.script.get("hooks") else None
+    return copy.deepcopy(run.main.net).state_dict() if not _has_hooks(run) else None
 
 
 @event
 def module_pickled(run: Run) -> Any:
-    if run.script.get("hooks"):
+    if _has_hooks(run):
         return None
     saved = io.BytesIO()
     torch.save(run.main.net, saved)

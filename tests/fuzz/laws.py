@@ -31,7 +31,7 @@ BUFFERS = ("running_", "num_batches_tracked")
 
 # Optimizers whose updates are proportional to gradients.
 _NOT_DIVIDING = ("sgd", "momentum", "nesterov", "asgd")
-_NORMS_FROM_SHARDS = ("norm", "loop", "one_norm")
+_NORMS_FROM_SHARDS = ("norm", "loop", "one_norm", "one_layer")
 
 
 def law_of(script: Choices, arm: Choices) -> Law:
@@ -68,8 +68,8 @@ def fit(program: Program) -> Program:
     if script.get("sizes") == "zeros":
         for arm in arms:
             arm["weighted"] = True
-        # Plain DDP runs a forward on a rank without data, which moves its statistics.
-        if script.get("model") == "batch_norm":
+        # Plain DDP runs a forward on a rank without data, which moves its statistics, or its count of forwards.
+        if script.get("model") in ("batch_norm", "wired"):
             script["sizes"] = "unequal"
         script.pop("batch_around", None)  # the last micro-batch, outside of no_sync(), must have samples
         if script.get("second") == "one_optimizer":
@@ -78,7 +78,7 @@ def fit(program: Program) -> Program:
     if script.get("average") == "own":
         script.pop("overflow", None)  # the script averages after a step that the scaler skips, too, dx.Ema does not
     if any(law_of(script, arm) is Law.CLOSE for arm in arms):
-        if script.get("model") == "recurrent":
+        if script.get("model") in ("recurrent", "mixed"):
             script.pop("model")
         # The bias of attention's keys has no gradient but rounding, which an optimizer that divides by it makes large.
         if script.get("model") == "attending" and script.get("optimizer", "sgd") not in _NOT_DIVIDING:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from models import (
@@ -18,6 +19,7 @@ from models import (
     DropoutNet,
     FrozenNet,
     MatrixNet,
+    MixedDtypeNet,
     OddNet,
 )
 
@@ -55,12 +57,14 @@ class Tied(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Computes a part of its forward again in backward."""
+    """Computes a part of its forward again in backward, and draws the same random numbers there."""
 
     def __init__(self) -> None:
         super().__init__()
         layers = list(DeepNet())
-        self.first, self.middle, self.last = (nn.Sequential(*part) for part in (layers[:5], layers[5:9], layers[9:]))
+        self.first, self.middle, self.last = (
+            nn.Sequential(*part) for part in (layers[:5], [*layers[5:9], nn.Dropout(0.2)], layers[9:])
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(checkpoint(self.middle, self.first(x), use_reentrant=False))
@@ -90,6 +94,29 @@ class Attending(nn.Module):
         return self.head(self.block(self.into(x.unsqueeze(2))).mean(1))
 
 
+class Wired(nn.Module):
+    """Registered against the order of use, which changes; parameters of the root itself, a weight whose module is never
+    called, and one that is computed from two parameters (Megatron-LM #728 and #950).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.9))
+        self.head = nn.Linear(HIDDEN, OUTPUTS)
+        self.layers = nn.ModuleList([nn.Linear(HIDDEN, HIDDEN) for _ in range(3)])
+        self.normed = weight_norm(nn.Linear(HIDDEN, HIDDEN))
+        self.owner = nn.Linear(INPUTS, HIDDEN)
+        self.scale = nn.Parameter(torch.full((INPUTS,), 1.1))
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(nn.functional.linear(x * self.scale, self.owner.weight, self.owner.bias))
+        for index in range(3):
+            hidden = torch.tanh(self.layers[(index + self.forwards) % 3](hidden))
+        self.forwards += self.training
+        return self.head(self.normed(hidden)) * self.gain
+
+
 NETS: dict[str, Callable[[], nn.Module]] = {
     "odd": OddNet,
     "deep": DeepNet,
@@ -104,4 +131,6 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "checkpointed": Checkpointed,
     "recurrent": Recurrent,
     "attending": Attending,
+    "wired": Wired,
+    "mixed": lambda: MixedDtypeNet(torch.bfloat16),
 }

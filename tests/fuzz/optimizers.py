@@ -10,16 +10,19 @@ from torch.optim import Optimizer
 
 _ONE: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda p: optim.SGD(p, lr=0.1),
+    "sgd_fused": lambda p: optim.SGD(p, lr=0.05, weight_decay=0.01, fused=True),  # with momentum torch's own may raise
     "momentum": lambda p: optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.1),
     "nesterov": lambda p: optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adam": lambda p: optim.Adam(p, lr=0.01, weight_decay=0.01),
     "adamw": lambda p: optim.AdamW(p, lr=0.01),
     "amsgrad": lambda p: optim.AdamW(p, lr=0.01, amsgrad=True),
     "adamw_foreach": lambda p: optim.AdamW(p, lr=0.01, foreach=True),
-    "adamw_loop": lambda p: optim.AdamW(p, lr=0.01, foreach=False),
+    "adamw_loop": lambda p: optim.AdamW(p, lr=0.01, foreach=False, maximize=True),
     "adamw_fused": lambda p: optim.AdamW(p, lr=0.01, fused=True),
     "rmsprop": lambda p: optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
     "adagrad": lambda p: optim.Adagrad(p, lr=0.05, lr_decay=0.01),
+    "adagrad_fused": lambda p: optim.Adagrad(p, lr=0.05, fused=True),
+    "rprop": lambda p: optim.Rprop(p, lr=0.01),
     "adadelta": lambda p: optim.Adadelta(p, lr=0.5),
     "adamax": lambda p: optim.Adamax(p, lr=0.01),
     "nadam": lambda p: optim.NAdam(p, lr=0.01),

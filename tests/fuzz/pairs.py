@@ -25,6 +25,7 @@ _NEEDS: dict[str, Choices] = {
     "batch_around": {"micro_batches": 2},
     "overflow": {"scaler": "stock"},
     "frozen": {"find_unused": True},
+    "eager": {"shard_optimizer": True},
 }
 
 
@@ -74,11 +75,11 @@ def traits() -> dict[str, Wanted]:
     for table in (SCRIPT, ARM):
         for feature in table:
             for value in feature.values[1:]:
-                needs = Wanted(_NEEDS.get(feature.name, {}))
+                needs = Wanted.of(_NEEDS.get(feature.name, {}))
                 chosen = Wanted({feature.name: value}) if table is SCRIPT else Wanted(arm={feature.name: value})
                 found.setdefault(label_of(feature.name, value), needs | chosen)
     for event in EVENTS:
-        found[event.name] = Wanted(_NEEDS.get(event.name, {}), events=(event.name,))
+        found[event.name] = Wanted.of(_NEEDS.get(event.name, {})) | Wanted(events=(event.name,))
     return found
 
 

@@ -40,19 +40,26 @@ class FuzzPool:
 
     def judge(self, program: Program) -> Outcome:
         """Run a program, and say how it ended."""
+        try:
+            of_ranks = self.verdicts(program)
+        except RankFailure as error:
+            return Outcome(f"hangs or crashes: {error}", Counter(["hangs or crashes"]))
+        return sum_up(program, of_ranks)
+
+    def verdicts(self, program: Program) -> list[list[Verdict]]:
+        """Run a program: for each rank the verdicts on its arms; `RankFailure` if it hangs or crashes."""
         if self._pool is None:
             self._pool = RankPool(self.ranks, group_timeout_s=GROUP_TIMEOUT_S)
             self._pool.run(judge, Program(self.ranks, arms=()).to_json())  # starts, which takes longer than programs
         limit_s = self.seconds + 0.3 * program.steps * len(program.arms)
         try:
             of_ranks: list[list[Verdict]] = self._pool.run(judge, program.to_json(), timeout_s=limit_s)
-        except RankFailure as error:
+        except RankFailure:
             self._pool = None
-            return Outcome(f"hangs or crashes: {error}", Counter(["hangs or crashes"]))
-        outcome = _sum_up(program, of_ranks)
+            raise
         if any(verdict.kind in ("raises", "plain fails") for verdicts in of_ranks for verdict in verdicts):
             self.close()  # what was under way when it raised must not meet the next program
-        return outcome
+        return of_ranks
 
     def close(self) -> None:
         """End the ranks."""
@@ -69,7 +76,8 @@ class FuzzPool:
         self.close()
 
 
-def _sum_up(program: Program, of_ranks: list[list[Verdict]]) -> Outcome:
+def sum_up(program: Program, of_ranks: list[list[Verdict]]) -> Outcome:
+    """How a program ended, of all verdicts on it."""
     counts: Counter[str] = Counter()
     for index, arm in enumerate(program.arms):
         verdicts = [verdicts[index] for verdicts in of_ranks]

@@ -24,6 +24,8 @@ class Verdict(NamedTuple):
         detail: what differs, or the error.
         digest: of parameters and optimizer state; empty if it raised, or plain DDP's ranks need not agree.
         finite: whether parameters are finite, or those of plain DDP are not, either.
+        fallbacks: why steps took a slower path, of all models that are attached in the end.
+        deferred: of how many steps the update of the main model was deferred.
     """
 
     kind: str
@@ -31,12 +33,15 @@ class Verdict(NamedTuple):
     digest: str = ""
     finite: bool = True
     plain_digest: str = ""
+    fallbacks: tuple[str, ...] = ()
+    deferred: int = 0
 
 
 class _Arm(NamedTuple):
     seen: list[Any]
     final: dict[str, Any]
     error: str
+    stats: tuple[Any, ...] = ()
 
 
 def judge(text: str) -> list[Verdict]:
@@ -64,7 +69,10 @@ def _compare(program: Program, arm: Choices, expected: _Arm) -> Verdict:
     law = law_of(program.script, arm)
     found = difference(seen.seen, expected.seen, law) or difference(seen.final, expected.final, law)
     finite = is_finite(seen.final) or not is_finite(expected.final)
-    return Verdict("differs" if found else "exact", found, digest(seen.final), finite, digest(expected.final))
+    fallbacks = tuple(reason for stats in seen.stats for reason in stats.fallbacks)
+    deferred = seen.stats[0].deferred_steps if seen.stats else 0
+    kind = "differs" if found else "exact"
+    return Verdict(kind, found, digest(seen.final), finite, digest(expected.final), fallbacks, deferred)
 
 
 def _train(program: Program, arm: Choices | None, reference: Choices) -> _Arm:
@@ -73,9 +81,10 @@ def _train(program: Program, arm: Choices | None, reference: Choices) -> _Arm:
         run = Run(program, arm, reference)
         seen = run.train()
         final = run.final()
+        stats = tuple(part.state.stats() for part in run.parts if part.state is not None)
         if not program.script.get("dropped"):
             run.detach()
-        return _Arm(seen, final, "")
+        return _Arm(seen, final, "", stats)
     except Exception:
         return _Arm([], {}, traceback.format_exc())
     finally:

@@ -1,4 +1,4 @@
-"""Some random programs in every run, and all that have failed once; thousands in `-m nightly`.
+"""Each feature by itself, some random programs in every run, and all that have failed once; thousands in `-m nightly`.
 
 A failure prints the program, shrunk, as one line of JSON: `python -m tests.fuzz --program FILE` runs it again. Once it
 is mended, it goes into `corpus/`.
@@ -6,6 +6,7 @@ is mended, it goes into `corpus/`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,11 +15,39 @@ from hypothesis import Phase, find, settings
 
 from .campaign import Report, campaign
 from .drawing import programs
-from .pairs import Meetings, pairs_of, possible_pairs
-from .pool import FuzzPool
-from .program import Program
+from .features import EVENTS
+from .laws import fit
+from .pairs import Meetings, pairs_of, possible_pairs, traits
+from .pool import FuzzPool, sum_up
+from .program import Event, Program
 
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.json"))
+
+ALONE_STEPS = 14
+ALONE_AT = 7  # in the pipeline
+CLIPS = "torch's clipping at .* needs all gradients before optimizer.step"
+READS = "gradients were read or replaced before optimizer.step"
+# Why updates wait, or are not deferred, with one feature only; all others must cost nothing.
+REASONS = {
+    "clip=norm": CLIPS,
+    "clip=loop": CLIPS,
+    "clip=one_norm": CLIPS,
+    "clip=one_layer": CLIPS,
+    "clip=log": CLIPS,
+    "clip=value": READS,
+    "scaler=stock": "torch's GradScaler at .* needs all gradients before optimizer.step",
+    "overflow": "torch's GradScaler at .* needs all gradients before optimizer.step",
+    "schedule=allreduce": "as asked for",
+    "parameters_kept_as_data": "shares its memory with another",
+    "thread_reads_gradients": READS,
+    "to_double_and_back": "between a forward and its backward",
+}
+# With shards also where gradients or settings change after their updates were made in backward.
+REASONS_WITH_SHARDS = "updated parameters are exchanged at once"
+REFUSED_WITH_SHARDS = {"schedule=allreduce", "second=one_optimizer", "to_double_and_back"}
+WAIT_WITH_SHARDS = {"frozen", "step_twice"}
+# Whose state ends or begins in the middle, or may choose plain all-reduces.
+DEFERS_FEWER = {"attached_again", "detached", "plans=random", "to_double_and_back"}
 
 
 @pytest.fixture(scope="module", name="pool_of")
@@ -45,6 +74,37 @@ def test_a_program_that_has_failed_once_agrees(file: Path, pool_of: dict[int, Fu
     outcome = _pool(pool_of, program.ranks).judge(program)
     assert not outcome.failure, outcome.failure
     assert set(outcome.counts) == {"exact"}, f"plain DDP cannot do it, or it is refused: {outcome.counts}"
+
+
+@pytest.mark.launches
+@pytest.mark.xdist_group("fuzz features")
+@pytest.mark.parametrize("label", traits())
+def test_a_feature_by_itself_is_exact_and_costs_what_is_said(label: str, pool_of: dict[int, FuzzPool]) -> None:
+    program = _with_one_feature(label)
+    of_ranks = _pool(pool_of, program.ranks).verdicts(program)
+    outcome = sum_up(program, of_ranks)
+    assert not outcome.failure, outcome.failure
+    assert set(outcome.counts) == {"exact"}, f"plain DDP cannot do it, or it is refused: {outcome.counts}"
+    for verdict, arm in zip(of_ranks[0], program.arms, strict=True):
+        if arm.get("shard_optimizer") and label in WAIT_WITH_SHARDS:
+            assert all(REASONS_WITH_SHARDS in reason for reason in verdict.fallbacks), verdict.fallbacks
+        elif label not in REASONS:
+            assert not verdict.fallbacks
+        elif not arm.get("shard_optimizer"):
+            assert any(re.search(REASONS[label], reason) for reason in verdict.fallbacks), verdict.fallbacks
+    if label not in REASONS.keys() | DEFERS_FEWER:
+        assert of_ranks[0][0].deferred >= ALONE_STEPS // 2
+
+
+def _with_one_feature(label: str) -> Program:
+    wanted = traits()[label]
+    places = {event.name: event.places for event in EVENTS}
+    events = [Event(ALONE_AT, "stepped" if "stepped" in places[n] else places[n][0], n) for n in wanted.events]
+    arms = [{"strict": True, **wanted.arm}, {"shard_optimizer": True, **wanted.arm}]
+    if wanted.is_refused(wanted.script, {"shard_optimizer": True}) or label in REFUSED_WITH_SHARDS:
+        arms.pop()
+    script = {"optimizer": "momentum", **wanted.script}  # one that has a state
+    return fit(Program(2, 1, ALONE_STEPS, script, tuple(arms), tuple(events)))
 
 
 # One worker has the programs of one test: the groups begin side by side.

@@ -47,7 +47,9 @@ class Part:
 
     def __init__(self, run: Run, name: str, optimizer: str) -> None:
         script = run.script
-        self.net = NETS[name]().to(getattr(torch, script.get("dtype", "float32")))
+        self.net = NETS[name]()
+        if "dtype" in script:
+            self.net.to(getattr(torch, script["dtype"]))
         self.ddp = DistributedDataParallel(
             self.net,
             gradient_as_bucket_view=script.get("bucket_view", False),
@@ -106,7 +108,7 @@ class Run:
             (optimizer,) = self.main.optimizers
             optimizer.add_param_group({"params": self.parts[1].parameters, "lr": 0.03})
             self.parts[1].optimizers = self.main.optimizers
-        with self._mode():
+        with self._mode(), self._eager():
             self._prepare()
             for step in range(self.program.steps):
                 if step == script.get("attach_at", 0):
@@ -130,6 +132,11 @@ class Run:
             self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.8)
         elif schedule == "cycle":
             self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 3))
+        elif schedule == "one_cycle":
+            moves_momentum = bool({"momentum", "betas"} & optimizer.defaults.keys())
+            self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, 0.05, self.program.steps + 1, cycle_momentum=moves_momentum
+            )
         if script.get("hooks") == "tensor":
             self.main.parameters[0].register_hook(lambda grad: grad * 0.5)
         elif script.get("hooks") == "accumulated":
@@ -138,6 +145,10 @@ class Run:
                     parameter.register_post_accumulate_grad_hook(self._see_accumulated)
         elif script.get("hooks") == "module":
             next(self.main.net.children()).register_forward_hook(lambda module, args, output: output * 1.0)
+        if script.get("hooks_write"):
+            for parameter in self.main.parameters:
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._decay)
         self.average: Any = None
         if script.get("average") in ("stock", "own"):
             self.average = AveragedModel(self.main.net, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
@@ -148,6 +159,10 @@ class Run:
         if self.script.get("sizes", "equal") == "equal":  # else weights multiply what a rank has by itself
             self.see(parameter.grad)
 
+    @staticmethod
+    def _decay(parameter: Tensor) -> None:
+        parameter.data.mul_(0.99)
+
     def attach(self) -> None:
         """Where the script has its line `dx.attach(...)`."""
         for part in self.parts:
@@ -157,7 +172,8 @@ class Run:
             import ddp_crossover as dx
 
             only = part.optimizers[0] if len(part.optimizers) == 1 else part.optimizers
-            part.state = dx.attach(part.ddp, only, **self._options())
+            with self._planned():
+                part.state = dx.attach(part.ddp, only, **self._options())
         if self.arm is None:
             if self.script.get("after_update"):
                 for optimizer in self.main.optimizers:
@@ -199,7 +215,25 @@ class Run:
         if arm.pop("own_group", False):
             options["process_group"] = dist.new_group()
         arm.pop("trace", None)
+        arm.pop("plans", None)
+        arm.pop("eager", None)
         return options | arm
+
+    def _eager(self) -> contextlib.AbstractContextManager[Any]:
+        """Updates in backward as often as it goes, with other groups on each rank."""
+        if self.arm is None or not self.arm.get("eager"):
+            return contextlib.nullcontext()
+        from eager_updates import eager_updates
+
+        return eager_updates(self.program.seed)
+
+    def _planned(self) -> contextlib.AbstractContextManager[Any]:
+        if self.arm is None or not self.arm.get("plans"):
+            return contextlib.nullcontext()
+        from plans import random_plans
+
+        schedules = ("auto", "dear") if self.arm.get("shard_optimizer") else ("auto", "dear", "allreduce")
+        return random_plans(self.program.seed, schedules=schedules)
 
     def _plain(self, part: Part) -> None:
         if (wire := self.reference.get("wire")) in ("bfloat16", "float16"):
@@ -240,10 +274,11 @@ class Run:
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """The mean over a batch, of one or several forwards."""
+        call = self.main.ddp.forward if self.script.get("by_name") else self.main.ddp
         with torch.autocast("cpu", torch.bfloat16, enabled=self.script.get("autocast", False)):
-            output = self.main.ddp(x)
+            output = call(x)
             for _ in range(self.script.get("forwards", 1) - 1):
-                output = output + self.main.ddp(x * 0.5)
+                output = output + call(x * 0.5)
             if len(self.parts) > 1 and self.script["second"] == "one_optimizer":
                 output = output + self.parts[1].ddp(x)
         if self.raises == "loss":
@@ -300,7 +335,8 @@ class Run:
         if self.script.get("closure"):
 
             def closure() -> Tensor:
-                self._zero(zero)
+                if zero != "between":
+                    self._zero(zero)
                 loss = self._backward(step)
                 self._happen(step, "gradients")
                 self._clip()
@@ -311,7 +347,7 @@ class Run:
             for optimizer in self.main.optimizers[1:]:
                 optimizer.step()
         else:
-            if not zero.endswith("after"):
+            if not zero.endswith(("after", "between")):
                 self._zero(zero)
             self._backward(step)
             self._happen(step, "gradients")
@@ -382,6 +418,8 @@ class Run:
             loss = loss * (mine * self.ranks / total)
         if self.script.get("overflow") and step == self.program.steps // 2:
             loss = loss * float("inf")
+        if self.script.get("zero") == "between" and not index % self.script.get("micro_batches", 1):
+            self._zero("between")
         self.scaler.scale(loss).backward()
         return shown.detach().float()
 
@@ -419,6 +457,8 @@ class Run:
             self.see(nn.utils.clip_grad_norm_(parameters, MAX_NORM, norm_type=1.0))
         elif how == "loop":
             self.see(nn.utils.clip_grad_norm_(parameters, MAX_NORM, foreach=False))
+        elif how == "one_layer":
+            self.see(nn.utils.clip_grad_norm_(parameters[:2], MAX_NORM))
         elif how == "log":
             self.see(nn.utils.clip_grad_norm_(parameters, float("inf")))
         elif how == "value":
