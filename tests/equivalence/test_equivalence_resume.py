@@ -9,7 +9,6 @@ import pytest
 import resume_loops as loops
 from equivalence import Case, check_case
 from matrix import spread
-from models import BatchNormNet
 from optimizers import grouped
 
 RESUMED = partial(Case, steps=loops.STEPS)
@@ -19,7 +18,6 @@ RESUME = {
     "after_forward": RESUMED(partial(loops.resume, after="forward")),
     "after_backward": RESUMED(partial(loops.resume, after="backward")),
     "after_step_bucket_view": RESUMED(partial(loops.resume, after="step"), ddp={"gradient_as_bucket_view": True}),
-    "after_step_batch_norm": RESUMED(partial(loops.resume, after="step"), model=BatchNormNet),
     "never_interrupted": RESUMED(loops.never_interrupted),
     "loaded_after_attach": RESUMED(partial(loops.resume, after="step", restart=loops.through_state_dicts_after_attach)),
 }

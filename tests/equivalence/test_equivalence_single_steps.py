@@ -21,7 +21,7 @@ from optimizers import OPTIMIZERS
 RTOL = 1e-6
 ATOL = 1e-7
 
-OPTIMIZERS_TO_STEP = {name: OPTIMIZERS[name] for name in ("sgd", "sgd_momentum", "adagrad", "rmsprop")} | {
+OPTIMIZERS_TO_STEP = {name: OPTIMIZERS[name] for name in ("sgd", "sgd_momentum")} | {
     # Adam divides each gradient by its own size, and so magnifies errors of the small ones. `eps`
     # bounds that.
     "adamw": optimizer(torch.optim.AdamW, lr=1e-3, eps=1e-3)
@@ -59,7 +59,7 @@ def compare_single_steps(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("name", "model"),
-    [(name, model) for name in OPTIMIZERS_TO_STEP for model in (OddNet, DeepNet)] + [("sgd", BatchNormNet)],
+    [("sgd_momentum", OddNet), ("adamw", DeepNet), ("sgd", BatchNormNet)],
 )
 def test_each_single_step_is_that_of_plain_ddp(on_ranks, name, model) -> None:
     world_size, strict = (3, True) if model is OddNet else (4, False)

@@ -52,22 +52,6 @@ def test_gradients_of_a_rank_without_samples_count_for_nothing(on_ranks, loop, v
     on_ranks(train_both, 3, Weighted(loop, split="zeros", ddp={"gradient_as_bucket_view": view}))
 
 
-OPTIONS = {
-    "plain": {"schedule": "allreduce"},
-    "dear": {"schedule": "dear"},
-    "sharded": {"shard_optimizer": True, "strict": False},
-    "tuned": {"fusion_mb": None, "strict": False},
-    "norms": {"norms": "sharded"},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_with_options(on_ranks, name) -> None:
-    on_ranks(
-        train_both, 3, Weighted(loops.clipped, split="zeros", dear=OPTIONS[name], ddp={"gradient_as_bucket_view": True})
-    )
-
-
 def _train_on_nodes(layout: Layout, case: Weighted) -> None:
     with on_nodes(layout):
         train_both(case)

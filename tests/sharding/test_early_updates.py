@@ -1,4 +1,7 @@
-"""Updates that are tried in backward count if the step is what they took it for; if not, they leave no trace."""
+"""Updates that are tried in backward count if the step is what they took it for; if not, they leave no trace.
+
+Most of what they meet the fuzzer draws (`eager`).
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-import forward_loops
 import gradient_loops
 import loops
 from eager_updates import eagerly
 from equivalence import ADAMW, SGD, Case, Run, check_case, optimizer, plain_loop
-from models import BatchNormNet, DeepNet, MatrixNet, OddNet
-from optimizers import MUON, OPTIMIZERS, grouped
-from random_loops import random_loop
-from wirings import CheckpointNet, SkippingNet, TiedNet
+from models import DeepNet, MatrixNet
+from optimizers import MUON, OPTIMIZERS
+from wirings import CheckpointNet
 
 
 def check(case: Case, on_ranks, at_least: int = 0, of_them_taken: bool = True) -> None:
@@ -37,16 +38,11 @@ def check(case: Case, on_ranks, at_least: int = 0, of_them_taken: bool = True) -
     check_case(case, on_ranks)
 
 
-@pytest.mark.parametrize("name", ["sgd", "sgd_momentum", "adamw", "adamw_fused", "rmsprop", "adagrad", "radam"])
+@pytest.mark.parametrize("name", ["sgd_momentum", "adamw", "adamw_fused"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_they_are_taken_in_plain_training(on_ranks, name: str, world_size: int) -> None:
     views = {"gradient_as_bucket_view": world_size == 3}
     check(Case(optimizer=OPTIMIZERS[name], world_size=world_size, ddp=views), on_ranks, at_least=4)
-
-
-@pytest.mark.parametrize("model", [BatchNormNet, DeepNet, TiedNet])
-def test_models(on_ranks, model) -> None:
-    check(Case(model=model, optimizer=grouped), on_ranks, at_least=4)
 
 
 def test_whole_matrices(on_ranks) -> None:
@@ -54,11 +50,7 @@ def test_whole_matrices(on_ranks) -> None:
 
 
 def test_in_a_model_that_checkpoints(on_ranks) -> None:
-    check(Case(model=partial(CheckpointNet, use_reentrant=True)), on_ranks)
-
-
-def test_with_unused_parameters(on_ranks) -> None:
-    check(Case(model=SkippingNet, ddp={"find_unused_parameters": True}), on_ranks)
+    check(Case(model=CheckpointNet), on_ranks)
 
 
 def decay_parameters_before_step(run: Run) -> Iterator[Any]:
@@ -149,44 +141,7 @@ def test_parameters_with_aliases_are_not_tried(on_ranks) -> None:
     check(Case(decay_through_aliases), on_ranks)
 
 
-LOOPS = [
-    loops.sometimes_no_step,
-    loops.accumulate_with_no_sync,
-    loops.accumulate_without_no_sync,
-    loops.two_steps_per_backward,
-    loops.never_zero_grad,
-    loops.zero_grad_in_place_after_step,
-    loops.scheduler_made_after_attach,
-    gradient_loops.log_one_gradient_sometimes,
-    gradient_loops.log_gradients_after_step,
-    gradient_loops.drop_a_gradient,
-    gradient_loops.replace_gradients,
-    partial(gradient_loops.scaler, own=True),
-    gradient_loops.clip_norm_on_shards_inactive,
-    gradient_loops.clip_norm,
-    forward_loops.evaluate_between_steps,
-    plain_loop,
-]
-
-
-@pytest.mark.parametrize(
-    ("loop", "views"),
-    [(loop, index % 2 == 1) for index, loop in enumerate(LOOPS)],
-    ids=lambda one: str(one) if isinstance(one, bool) else getattr(one, "__name__", "own_scaler"),
-)
-def test_loops(on_ranks, loop, views: bool) -> None:
-    case = Case(loop, optimizer=SGD if views else ADAMW, world_size=2 + views, ddp={"gradient_as_bucket_view": views})
-    check(case, on_ranks)
-
-
 @pytest.mark.parametrize("wire_dtype", [torch.bfloat16])
 @pytest.mark.parametrize("loop", [plain_loop, loops.sometimes_no_step, gradient_loops.log_one_gradient_sometimes])
 def test_16_bit_wire(on_ranks, loop, wire_dtype: torch.dtype) -> None:
     check(Case(loop, dear={"wire_dtype": wire_dtype}), on_ranks)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_random_loops(on_ranks, seed: int) -> None:
-    views = {"gradient_as_bucket_view": bool(seed % 2)}
-    model = DeepNet if seed % 3 else OddNet
-    check(Case(partial(random_loop, seed=seed), model=model, world_size=2 + seed % 2, ddp=views), on_ranks)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_
 
 from equivalence import Run
 
@@ -33,14 +33,6 @@ def clip_norm_of_one_layer(run: Run) -> Iterator[Any]:
         yield loss, norm
 
 
-def clip_value(run: Run) -> Iterator[Any]:
-    """The stock function."""
-    for loss in _backward(run):
-        clip_grad_value_(run.model.parameters(), 0.01)
-        run.optimizer.step()
-        yield loss
-
-
 def clip_norm_on_shards(run: Run, max_norm: float = ACTIVE_NORM, norm_type: float = 2.0) -> Iterator[Any]:
     """Our own, which adds up the norm in another order than the stock one."""
     for loss in _backward(run):
@@ -55,26 +47,6 @@ def clip_norm_on_shards_inactive(run: Run) -> Iterator[Any]:
         run.clip_grad_norm_(INACTIVE_NORM)
         run.optimizer.step()
         yield loss
-
-
-def clip_accumulated(run: Run) -> Iterator[Any]:
-    """Clipping after accumulation: the norm is that of the sum."""
-    for index, (x, y) in enumerate(run.batches(per_step=2)):
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        if index % 2:
-            norm = clip_grad_norm_(run.model.parameters(), ACTIVE_NORM)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-            yield loss, norm
-
-
-def log_norms_before_step(run: Run) -> Iterator[Any]:
-    """A logger that reads every gradient."""
-    for loss in _backward(run):
-        norms = [p.grad.norm() for p in run.model.parameters()]
-        run.optimizer.step()
-        yield loss, norms
 
 
 def log_one_gradient_sometimes(run: Run) -> Iterator[Any]:
@@ -94,41 +66,6 @@ def log_gradients_after_step(run: Run) -> Iterator[Any]:
         yield loss, [p.grad.clone() for p in run.model.parameters()]
 
 
-def scale_gradients_in_place(run: Run) -> Iterator[Any]:
-    """Every gradient, before the step."""
-    for loss in _backward(run):
-        for p in run.model.parameters():
-            p.grad.mul_(0.5)
-        run.optimizer.step()
-        yield loss
-
-
-def scale_one_gradient_in_place(run: Run) -> Iterator[Any]:
-    """One gradient, through `.data`, before the step."""
-    for loss in _backward(run):
-        run.model.module.second.bias.grad.data.mul_(3.0)
-        run.optimizer.step()
-        yield loss
-
-
-def replace_gradients(run: Run) -> Iterator[Any]:
-    """`p.grad = another tensor`, before the step."""
-    for loss in _backward(run):
-        run.model.module.first.weight.grad = torch.full_like(run.model.module.first.weight, 0.01)
-        run.model.module.second.bias.grad = run.model.module.second.bias.grad.sign()
-        run.optimizer.step()
-        yield loss
-
-
-def drop_a_gradient(run: Run) -> Iterator[Any]:
-    """`p.grad = None` before the step: this parameter is not updated, nor does it decay."""
-    for index, loss in enumerate(_backward(run)):
-        if index % 2:
-            run.model.module.first.weight.grad = None
-        run.optimizer.step()
-        yield loss
-
-
 def spoil_gradients_after_step(run: Run) -> Iterator[Any]:
     """The step has been asked for: what happens to `.grad` now is too late to matter."""
     for index, loss in enumerate(_backward(run)):
@@ -139,25 +76,6 @@ def spoil_gradients_after_step(run: Run) -> Iterator[Any]:
             else:
                 p.grad = None
         yield loss
-
-
-def hold_on_to_gradients(run: Run) -> Iterator[Any]:
-    """Tensors taken from `.grad` keep their values while later steps reuse the buffers."""
-    held: list[list[torch.Tensor]] = []
-    for loss in _backward(run):
-        held.append([p.grad.detach().clone() for p in run.model.parameters()])
-        run.optimizer.step()
-        yield loss, held[max(0, len(held) - 3)]
-
-
-def scale_in_tensor_hooks(run: Run) -> Iterator[Any]:
-    """Hooks of autograd on a parameter see and change the local gradient, before it travels."""
-    seen: list[torch.Tensor] = []
-    run.model.module.second.weight.register_hook(lambda gradient: seen.append(gradient.sum()))
-    run.model.module.first.weight.register_hook(lambda gradient: gradient * 0.5)
-    for loss in _backward(run):
-        run.optimizer.step()
-        yield loss, seen[-1], len(seen)
 
 
 def inject_inf(run: Run, index: int, loss: torch.Tensor) -> torch.Tensor:
@@ -199,17 +117,6 @@ def scaler_with_autocast(run: Run, own: bool = False) -> Iterator[Any]:
         grad_scaler.step(run.optimizer)
         grad_scaler.update()
         yield loss, grad_scaler.get_scale()
-
-
-def autocast(run: Run) -> Iterator[Any]:
-    """bf16 autocast: the casts of the weights are cached, and must be of the updated weights."""
-    for x, y in run.batches():
-        run.optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = run.loss(run.model(x).float(), y)
-        loss.backward()
-        run.optimizer.step()
-        yield loss
 
 
 def nan_in_one_rank(run: Run) -> Iterator[Any]:

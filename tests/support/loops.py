@@ -8,9 +8,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from equivalence import Run, train_step
+from equivalence import Run, plain_loop
 
 
 def zero_grad_keeping_memory(run: Run) -> Iterator[Any]:
@@ -18,53 +17,6 @@ def zero_grad_keeping_memory(run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         run.optimizer.zero_grad(set_to_none=False)
         loss = run.loss(run.model(x), y)
-        loss.backward()
-        run.optimizer.step()
-        yield loss
-
-
-def zero_grad_of_the_model(run: Run) -> Iterator[Any]:
-    """Through the module instead of the optimizer, and once more than needed."""
-    for x, y in run.batches():
-        run.model.zero_grad()
-        loss = train_step(run, x, y)
-        yield loss
-
-
-def zero_grad_after_step(run: Run) -> Iterator[Any]:
-    """The other usual place: the gradients are gone before the update has been applied."""
-    for x, y in run.batches():
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        yield loss
-
-
-def zero_grad_in_place_after_step(run: Run) -> Iterator[Any]:
-    """Zeroes the memory of gradients whose update has not been applied."""
-    for x, y in run.batches():
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad(set_to_none=False)
-        yield loss
-
-
-def zero_grad_between_forward_and_backward(run: Run) -> Iterator[Any]:
-    """The third place."""
-    for x, y in run.batches():
-        loss = run.loss(run.model(x), y)
-        run.optimizer.zero_grad()
-        loss.backward()
-        run.optimizer.step()
-        yield loss
-
-
-def never_zero_grad(run: Run) -> Iterator[Any]:
-    """Forgotten: each step accumulates on the averaged gradient of the one before."""
-    for x, y in run.batches():
-        loss = run.loss(run.model(x), y) * 0.1
         loss.backward()
         run.optimizer.step()
         yield loss
@@ -108,54 +60,6 @@ def accumulate_without_no_sync(run: Run) -> Iterator[Any]:
         yield loss
 
 
-def scheduler_made_before_attach(run: Run) -> Iterator[Any]:
-    """The scheduler wraps `optimizer.step` before we do."""
-    schedulers = [LambdaLR(each, _decay) for each in run.optimizers]
-    yield from _scheduled(run, schedulers)
-
-
-def scheduler_made_after_attach(run: Run) -> Iterator[Any]:
-    """The scheduler wraps `optimizer.step` after we did."""
-    run.attach()
-    schedulers = [LambdaLR(each, _decay) for each in run.optimizers]
-    yield from _scheduled(run, schedulers)
-
-
-def one_cycle(run: Run) -> Iterator[Any]:
-    """A scheduler that changes the momentum or the betas as well."""
-    run.attach()
-    cycle = OneCycleLR(run.optimizer, max_lr=0.05, total_steps=run.case.steps + 1)
-    yield from _scheduled(run, [cycle])
-
-
-def _decay(step: int) -> float:
-    return 1.0 / (1.0 + step)
-
-
-def _scheduled(run: Run, schedulers: list[Any]) -> Iterator[Any]:
-    for x, y in run.batches():
-        for each in run.optimizers:
-            each.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        for each in run.optimizers:
-            each.step()
-        for scheduler in schedulers:
-            scheduler.step()
-        yield loss, [scheduler.get_last_lr() for scheduler in schedulers]
-
-
-def edit_hyperparameters_after_step(run: Run) -> Iterator[Any]:
-    """By hand, and absurdly: an update that saw the edited values would be far off."""
-    for index, (x, y) in enumerate(run.batches()):
-        for group in run.optimizer.param_groups:
-            group["lr"], group["weight_decay"] = 0.01 / (1 + index), 0.01
-        loss = train_step(run, x, y)
-        for group in run.optimizer.param_groups:
-            group["lr"], group["weight_decay"] = 1e3, 1e3
-        yield loss
-
-
 def every_optimizer_steps(run: Run) -> Iterator[Any]:
     """The plain loop with several optimizers."""
     for x, y in run.batches():
@@ -177,24 +81,6 @@ def optimizers_take_turns(run: Run) -> Iterator[Any]:
         loss.backward()
         run.optimizers[index % len(run.optimizers)].step()
         yield loss
-
-
-def count_step_hooks(run: Run) -> Iterator[Any]:
-    """Hooks around `step` run once a step, and see the hyperparameters of that step."""
-    calls = {"before": 0, "after": 0}
-
-    def count(name: str) -> Any:
-        def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-            calls[name] += 1
-
-        return hook
-
-    run.optimizer.register_step_pre_hook(count("before"))
-    run.attach()
-    run.optimizer.register_step_post_hook(count("after"))
-    for x, y in run.batches():
-        loss = train_step(run, x, y)
-        yield loss, dict(calls)
 
 
 def backward_inside_closure(run: Run) -> Iterator[Any]:
@@ -247,14 +133,6 @@ def sometimes_no_step(run: Run) -> Iterator[Any]:
         yield loss
 
 
-def two_steps_per_backward(run: Run) -> Iterator[Any]:
-    """The same gradients are applied twice."""
-    for x, y in run.batches():
-        loss = train_step(run, x, y)
-        run.optimizer.step()
-        yield loss
-
-
 def add_a_param_group(run: Run) -> Iterator[Any]:
     """Gradual unfreezing: parameters get an optimizer in the middle of the run."""
     known = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
@@ -266,4 +144,30 @@ def add_a_param_group(run: Run) -> Iterator[Any]:
         loss = run.loss(run.model(x), y)
         loss.backward()
         run.optimizer.step()
+        yield loss
+
+
+def synchronize_and_read(run: Run) -> Iterator[Any]:
+    """Raw parameters, read in the way that nothing can intercept, after `synchronize()`."""
+    for loss in plain_loop(run):
+        run.synchronize()
+        yield loss, [p.data.clone() for p in run.model.parameters()]
+
+
+def read_in_synchronized(run: Run) -> Iterator[Any]:
+    """The context manager leaves nothing pending behind: the way to read parameters around a step."""
+    for x, y in run.batches():
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        with run.synchronized():
+            run.optimizer.step()
+        yield loss, [p.data.clone() for p in run.model.parameters()]
+
+
+def detach_halfway(run: Run) -> Iterator[Any]:
+    """The script goes on as plain DDP, right after a step whose update is pending."""
+    for index, loss in enumerate(plain_loop(run)):
+        if index == run.case.steps // 2:
+            run.detach()
         yield loss

@@ -1,12 +1,8 @@
-"""How features are crossed with optimizers, world sizes and strict mode.
-
-The fuzzer draws combinations at random. What is written out here says by its name what broke:
+"""How what the fuzzer does not draw is crossed with optimizers, world sizes and strict mode:
 
 * Each feature twice: on 2 ranks with AdamW and `strict`, or with SGD and without; and on 1, 3 or 4 ranks in the other
   mode with an optimizer out of the list in rotation (`spread`).
-* Each look at a parameter in one of both modes on 2 ranks, and every third in both, strict on 3 ranks (`in_turn`).
-* Each optimizer on 2 ranks with a quarter of the features that concern the update itself
-  (test_equivalence_optimizers.py).
+* Each look at a parameter once: on 2 ranks, or strict on 2 or 3 (`in_turn`).
 
 Which of them run before each change, selection.py says.
 """
@@ -55,18 +51,14 @@ def spread(
 
 
 def in_turn(features: Mapping[str, Case], quick: Collection[str] = ()) -> list[Any]:
-    """Parameters for `pytest.mark.parametrize("case", ...)`: each feature with the optimizer that it names, strict or
-    not in turn, and every third one in both modes.
+    """Parameters for `pytest.mark.parametrize("case", ...)`: each feature once, with the optimizer that it names, on 2
+    ranks or strict on 2 or 3. Those in `quick` are in the quick selection.
     """
-    modes = ([(2, False), (3, True)], [(2, True)], [(2, False)])
+    modes = ((3, True), (2, True), (2, False))
     return [
-        _param(
-            replace(case, world_size=world_size, strict=strict),
-            name,
-            is_quick=name in quick and world_size == 2,
-        )
+        _param(replace(case, world_size=world_size, strict=strict), name, is_quick=name in quick)
         for index, (name, case) in enumerate(features.items())
-        for world_size, strict in modes[index % len(modes)]
+        for world_size, strict in (modes[index % len(modes)],)
     ]
 
 

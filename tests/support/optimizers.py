@@ -47,15 +47,6 @@ def grouped(model: nn.Module) -> Optimizer:
     )
 
 
-def grouped_sgd(model: nn.Module) -> Optimizer:
-    """As DeAR's own code got wrong: the second group has another lr and another momentum."""
-    first, *rest = model.parameters()
-    return optim.SGD(
-        [{"params": [first], "momentum": 0.9}, {"params": rest, "lr": 0.03, "momentum": 0.2}],
-        lr=0.1,
-    )
-
-
 def two_optimizers(model: nn.Module) -> list[Optimizer]:
     """Muon for matrices (where there is one) and AdamW for the rest, the way Muon is used."""
     matrices = [p for p in model.parameters() if p.dim() == 2 and p.numel()]
@@ -71,8 +62,3 @@ def interleaved_optimizers(model: nn.Module) -> list[Optimizer]:
         optim.SGD(parameters[::2], lr=0.1, momentum=0.9),
         optim.AdamW(parameters[1::2], lr=0.01),
     ]
-
-
-def partial_optimizer(model: nn.Module) -> Optimizer:
-    """Some parameters get gradients but have no optimizer."""
-    return optim.AdamW(list(model.parameters())[::2], lr=0.01)
