@@ -8,7 +8,6 @@ import pickle
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adam
 
 from adversarial import GRADIENTS_READ, Script, adversarial
@@ -60,14 +59,6 @@ def test_accelerate_sets_require_backward_grad_sync(run: Script) -> None:
             optimizer.zero_grad()
 
 
-@adversarial(fallback="")
-def test_some_steps_train_through_the_bare_module(run: Script) -> None:
-    """Gradients of such a step are local."""
-    model, optimizer = run.train(mlp(), SGD, lr=0.1)
-    for step, (x, y) in enumerate(run.batches()):
-        run.log(train_step(model.module if step % 4 == 3 else model, optimizer, x, y))
-
-
 @adversarial()
 def test_backward_through_the_bare_module_whose_gradients_are_thrown_away(run: Script) -> None:
     model, optimizer = run.train(mlp(), SGD, lr=0.1, momentum=0.9)
@@ -84,16 +75,6 @@ def test_training_in_eval_mode_with_frozen_batch_norm(run: Script) -> None:
     model, optimizer = run.train(net, Adam, lr=0.02)
     for step, (x, y) in enumerate(run.batches()):
         model.train(step % 4 < 2)
-        run.log(train_step(model, optimizer, x, y))
-
-
-@adversarial(three=True)
-def test_buffers_are_not_broadcast_and_differ(run: Script) -> None:
-    net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, momentum=None), nn.Linear(16, 4))
-    model = run.ddp(net, broadcast_buffers=False)
-    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    run.attach(model, optimizer)
-    for x, y in run.batches():
         run.log(train_step(model, optimizer, x, y))
 
 
@@ -186,39 +167,6 @@ def test_second_backward_adds_to_gradients_without_communication(run: Script) ->
         optimizer.step()
 
 
-@adversarial(three=True, fallback=GRADIENTS_READ)
-def test_no_sync_around_the_whole_window_with_manual_all_reduce(run: Script) -> None:
-    """Every third step averages local gradients by hand; the others go through DDP."""
-    model, optimizer = run.train(mlp(), SGD, lr=0.1)
-    for step, (x, y) in enumerate(run.batches()):
-        optimizer.zero_grad()
-        if step % 3 == 2:
-            with model.no_sync():
-                mse(model(x), y).backward()
-            for p in model.parameters():
-                gathered = [torch.empty_like(p.grad) for _ in range(run.world_size)]
-                dist.all_gather(gathered, p.grad)
-                p.grad = torch.stack(gathered).mean(0)
-        else:
-            mse(model(x), y).backward()
-        optimizer.step()
-
-
-@adversarial()
-def test_large_buckets_and_static_graph_with_accumulation(run: Script) -> None:
-    model = run.ddp(mlp(), static_graph=True, bucket_cap_mb=100)
-    optimizer = Adam(model.parameters(), lr=0.02)
-    run.attach(model, optimizer)
-    for index, (x, y) in enumerate(run.batches(20)):
-        if index % 2 or index < 3:
-            mse(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            with model.no_sync():
-                mse(model(x), y).backward()
-
-
 @adversarial()
 def test_two_lines_of_the_readme_instead_of_attach(run: Script) -> None:
     model = run.ddp(mlp())
@@ -231,39 +179,6 @@ def test_two_lines_of_the_readme_instead_of_attach(run: Script) -> None:
         run.states.append(state)
     for x, y in run.batches():
         run.log(train_step(model, optimizer, x, y))
-
-
-@adversarial(fallback="")
-def test_default_settings_of_attach_with_a_deep_narrow_model(run: Script) -> None:
-    model = run.ddp(nn.Sequential(*(nn.Linear(8, 8) for _ in range(12))))
-    optimizer = SGD(model.parameters(), lr=0.02)
-    run.attach(model, optimizer, fusion_mb=None, schedule="auto")
-    for x, y in run.batches(50, outputs=8):
-        run.log(train_step(model, optimizer, x, y))
-
-
-@adversarial(fallback="", deferred=0)
-def test_schedule_that_is_plain_all_reduce(run: Script) -> None:
-    model = run.ddp(mlp())
-    optimizer = Adam(model.parameters(), lr=0.02)
-    run.attach(model, optimizer, schedule="allreduce", fusion_mb=None)
-    for x, y in run.batches():
-        run.log(train_step(model, optimizer, x, y))
-
-
-@adversarial(fallback="")
-def test_attach_again_after_detach(run: Script) -> None:
-    model = run.ddp(mlp())
-    optimizer = Adam(model.parameters(), lr=0.02)
-    run.attach(model, optimizer)
-    for round_ in range(3):
-        for x, y in run.batches(8):
-            run.log(train_step(model, optimizer, x, y))
-        if run.with_dear and round_ < 2:
-            import ddp_crossover as dx
-
-            run.states.pop().detach()
-            run.states.append(dx.attach(model, optimizer, fusion_mb=1e-4))
 
 
 @adversarial()
@@ -305,34 +220,6 @@ def test_ddp_of_a_submodule_only(run: Script) -> None:
         run.log(loss)
 
 
-@adversarial()
-def test_wrapper_around_the_ddp_delegates_attributes(run: Script) -> None:
-    """A custom wrapper calls ddp.forward and delegates attributes, as lightning-like frameworks do."""
-
-    class Wrapper(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def __getattr__(self, name: str) -> object:
-            try:
-                return super().__getattr__(name)
-            except AttributeError:
-                return getattr(self.inner.module, name)
-
-        def training_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-            return mse(self.inner(batch[0]), batch[1])
-
-    model, optimizer = run.train(mlp(), Adam, lr=0.02)
-    wrapper = Wrapper(model)
-    for batch in run.batches(10):
-        optimizer.zero_grad()
-        loss = wrapper.training_step(batch)
-        loss.backward()
-        optimizer.step()
-        run.log(loss, sum(p.sum() for p in wrapper.parameters()), len(wrapper.append.__name__))
-
-
 @adversarial(refused="pickle|detach|deepcopy")
 def test_refused_pickle_of_the_ddp(run: Script) -> None:
     model, optimizer = run.train(mlp(), Adam, lr=0.02)
@@ -351,15 +238,3 @@ def test_optimizer_in_backward_drifts_as_under_plain_ddp(run: Script) -> None:
     run.attach(model, *optimizers.values())
     for x, y in run.batches(3):
         mse(model(x), y).backward()
-
-
-@adversarial(fallback="")
-def test_prefixes_of_ddp_are_cut_from_its_state_dict(run: Script) -> None:
-    model, optimizer = run.train(mlp(), Adam, lr=0.02)
-    for step, (x, y) in enumerate(run.batches()):
-        train_step(model, optimizer, x, y)
-        if step % 3 == 2:
-            weights = {k.removeprefix("module."): v for k, v in model.state_dict().items()}
-            other = mlp()
-            other.load_state_dict(weights)
-            run.log(other(x), isinstance(model, DistributedDataParallel))

@@ -1,9 +1,12 @@
-"""Optimizers and wrappers that people install. Each is skipped where its package is missing."""
+"""Optimizers and wrappers that people install. Each is skipped where its package is missing. One of a kind runs before
+each change.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW
 
@@ -27,6 +30,7 @@ def test_optimizers_of_timm_by_name(run: Script) -> None:
         fit(run, optimizer, model, 7)
 
 
+@pytest.mark.nightly
 @adversarial(needs=("timm",), fallback="")
 def test_more_optimizers_of_timm_by_name(run: Script) -> None:
     from timm.optim import create_optimizer_v2
@@ -38,6 +42,7 @@ def test_more_optimizers_of_timm_by_name(run: Script) -> None:
         fit(run, optimizer, model, 7)
 
 
+@pytest.mark.nightly
 @adversarial(needs=("timm",), fallback="")
 def test_lookahead_of_timm(run: Script) -> None:
     from timm.optim import create_optimizer_v2
@@ -73,6 +78,7 @@ def test_lion_of_lucidrains(run: Script) -> None:
     fit(run, optimizer, model)
 
 
+@pytest.mark.nightly
 @adversarial(needs=("prodigyopt",), fallback="")
 def test_prodigy_adapts_one_distance_for_all_parameters(run: Script) -> None:
     from prodigyopt import Prodigy
@@ -92,6 +98,7 @@ def test_optimizers_of_torch_optimizer(run: Script) -> None:
         fit(run, optimizer, model, 7)
 
 
+@pytest.mark.nightly
 @adversarial(needs=("torch_optimizer",), fallback="")
 def test_lookahead_of_torch_optimizer_attached(run: Script) -> None:
     import torch_optimizer
@@ -103,6 +110,7 @@ def test_lookahead_of_torch_optimizer_attached(run: Script) -> None:
     optimizer.state_dict = dict  # its own raises, with plain DDP as well
 
 
+@pytest.mark.nightly
 @adversarial(needs=("came_pytorch",), fallback="")
 def test_came_factors_second_moments(run: Script) -> None:
     from came_pytorch import CAME
@@ -111,6 +119,7 @@ def test_came_factors_second_moments(run: Script) -> None:
     fit(run, optimizer, model)
 
 
+@pytest.mark.nightly
 @adversarial(needs=("grokfast_pytorch",), fallback="")
 def test_grokfast_adamw_filters_slow_gradients(run: Script) -> None:
     from grokfast_pytorch import GrokFastAdamW
@@ -119,6 +128,7 @@ def test_grokfast_adamw_filters_slow_gradients(run: Script) -> None:
     fit(run, optimizer, model)
 
 
+@pytest.mark.nightly
 @adversarial(needs=("bitsandbytes",), fallback="")
 def test_bitsandbytes_in_32_bits(run: Script) -> None:
     import bitsandbytes
@@ -149,6 +159,7 @@ def test_inner_loop_of_higher_between_outer_steps(run: Script) -> None:
             run.log(mse(copy(x), y), loss)
 
 
+@pytest.mark.nightly
 @adversarial(needs=("loralib",), three=True)
 def test_lora_merges_on_eval_and_unmerges_on_train(run: Script) -> None:
     import loralib
@@ -173,6 +184,7 @@ def test_lora_merges_on_eval_and_unmerges_on_train(run: Script) -> None:
             model.train()
 
 
+@pytest.mark.nightly
 @adversarial(needs=("vector_quantize_pytorch",))
 def test_vector_quantizer_with_ema_codebook(run: Script) -> None:
     from vector_quantize_pytorch import VectorQuantize
@@ -208,6 +220,7 @@ def test_optimizers_of_pytorch_optimizer(run: Script) -> None:
         fit(run, optimizer, model, 7)
 
 
+@pytest.mark.nightly
 @adversarial(needs=("pytorch_optimizer",), fallback="")
 def test_more_optimizers_of_pytorch_optimizer(run: Script) -> None:
     import pytorch_optimizer
@@ -219,6 +232,7 @@ def test_more_optimizers_of_pytorch_optimizer(run: Script) -> None:
         fit(run, optimizer, model, 7)
 
 
+@pytest.mark.nightly
 @adversarial(needs=("schedulefree",), fallback="")
 def test_schedule_free_wrapper_around_sgd(run: Script) -> None:
     from schedulefree import ScheduleFreeWrapper
@@ -234,6 +248,7 @@ def test_schedule_free_wrapper_around_sgd(run: Script) -> None:
         optimizer.train()
 
 
+@pytest.mark.nightly
 @adversarial(needs=("schedulefree",), fallback="")
 def test_schedule_free_sgd_closure_and_radam(run: Script) -> None:
     from schedulefree import RAdamScheduleFree, SGDScheduleFreeClosure
@@ -256,6 +271,7 @@ def test_schedule_free_sgd_closure_and_radam(run: Script) -> None:
         one.step()
 
 
+@pytest.mark.nightly
 @adversarial(needs=("dadaptation",), fallback="")
 def test_d_adaptation_of_adam_and_sgd(run: Script) -> None:
     import dadaptation
@@ -265,6 +281,7 @@ def test_d_adaptation_of_adam_and_sgd(run: Script) -> None:
         fit(run, optimizer, model, 8)
 
 
+@pytest.mark.nightly
 @adversarial(needs=("adabelief_pytorch",), fallback="")
 def test_adabelief_of_its_authors(run: Script) -> None:
     from adabelief_pytorch import AdaBelief
@@ -273,6 +290,7 @@ def test_adabelief_of_its_authors(run: Script) -> None:
     fit(run, optimizer, model)
 
 
+@pytest.mark.nightly
 @adversarial(needs=("adam_atan2_pytorch",), fallback="")
 def test_adam_atan2_and_its_relatives(run: Script) -> None:
     from adam_atan2_pytorch import AdamAtan2, AdoptAtan2
@@ -282,6 +300,7 @@ def test_adam_atan2_and_its_relatives(run: Script) -> None:
         fit(run, optimizer, model, 8)
 
 
+@pytest.mark.nightly
 @adversarial(needs=("torch_optimizer",), fallback="")
 def test_the_other_optimizers_of_torch_optimizer(run: Script) -> None:
     import torch_optimizer
@@ -293,6 +312,7 @@ def test_the_other_optimizers_of_torch_optimizer(run: Script) -> None:
         fit(run, optimizer, model, 7)
 
 
+@pytest.mark.nightly
 @adversarial(needs=("heavyball",), fallback="")
 def test_foreach_optimizers_of_heavyball(run: Script) -> None:
     import heavyball
@@ -303,6 +323,7 @@ def test_foreach_optimizers_of_heavyball(run: Script) -> None:
         fit(run, optimizer, model, 8)
 
 
+@pytest.mark.nightly
 @adversarial(needs=("ema_pytorch",))
 def test_post_hoc_ema_and_switch_ema(run: Script) -> None:
     from ema_pytorch import EMA
@@ -354,6 +375,7 @@ def test_peft_adapters_are_merged_and_disabled(run: Script) -> None:
             net.train()
 
 
+@pytest.mark.nightly
 @adversarial(needs=("pytorch_metric_learning",))
 def test_losses_of_metric_learning_with_parameters_of_their_own(run: Script) -> None:
     from pytorch_metric_learning.losses import ArcFaceLoss, ProxyAnchorLoss

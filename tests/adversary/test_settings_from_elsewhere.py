@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,9 @@ import torch
 from torch.optim import Optimizer
 
 from adversarial import Script, adversarial
-from adversary import nets
 from adversary.nets import mlp, train_step
 
 CONFIG = {"lr": 0.1, "done": 0}
-RATE = 0.1
 
 
 class Configured(Optimizer):
@@ -111,16 +108,6 @@ class Tagged(Optimizer):
                 if p.grad is not None:
                     p.sub_(p.grad, alpha=group["lr"] * getattr(p, "scale", 1.0))
         return loss
-
-
-@adversarial()
-def test_updates_are_scaled_by_an_attribute_of_the_parameter(run: Script) -> None:
-    net = mlp()
-    for index, p in enumerate(net.parameters()):
-        p.scale = 1.0 / (1 + index)
-    model, optimizer = run.train(net, Tagged, lr=0.3)
-    for x, y in run.batches():
-        run.log(train_step(model, optimizer, x, y))
 
 
 @adversarial()
@@ -224,135 +211,6 @@ def test_settings_are_an_object_in_the_group(run: Script) -> None:
     for x, y in run.batches():
         run.log(train_step(model, optimizer, x, y))
         config.lr *= 0.8
-
-
-def _rate_of(config: Config) -> float:
-    return config.lr
-
-
-@adversarial(fallback="hold a partial in 'rate'")
-def test_rate_is_a_partial_function_in_the_group(run: Script) -> None:
-    config = Config()
-    model, optimizer = run.train(mlp(), Scheduled, rate=partial(_rate_of, config))
-    for x, y in run.batches():
-        run.log(train_step(model, optimizer, x, y))
-        config.lr *= 0.8
-    optimizer.param_groups[0]["rate"] = None  # its repr() tells an address
-
-
-@adversarial(fallback="reads the class attribute OfClass.lr")
-def test_rate_is_an_attribute_of_the_class(run: Script) -> None:
-    class OfClass(Rated):
-        lr = 0.1
-
-        def rate(self, group: dict[str, Any], p: Any) -> Any:
-            return self.__class__.lr
-
-    model, optimizer = run.train(mlp(), OfClass)
-    for x, y in run.batches():
-        run.log(train_step(model, optimizer, x, y))
-        OfClass.lr *= 0.8
-
-
-def _rate_now() -> float:
-    return RATE
-
-
-@adversarial(fallback="reads the global variable RATE,")
-def test_helper_reads_a_number_that_the_script_sets_by_global(run: Script) -> None:
-    class ByHelper(Rated):
-        def rate(self, group: dict[str, Any], p: Any) -> Any:
-            return _rate_now()
-
-    global RATE
-    RATE = 0.1
-    model, optimizer = run.train(mlp(), ByHelper)
-    for x, y in run.batches():
-        run.log(train_step(model, optimizer, x, y))
-        RATE *= 0.8
-
-
-@adversarial(fallback="reads rates of an enclosing function")
-def test_rate_lives_in_a_list_around_the_class(run: Script) -> None:
-    rates = [0.1]
-
-    class ByClosure(Rated):
-        def rate(self, group: dict[str, Any], p: Any) -> Any:
-            return rates[0]
-
-    model, optimizer = run.train(mlp(), ByClosure)
-    for x, y in run.batches():
-        run.log(train_step(model, optimizer, x, y))
-        rates[0] *= 0.8
-
-
-@adversarial(fallback="reads the global variable CONFIG")
-def test_rate_is_a_property_that_reads_a_global(run: Script) -> None:
-    class ByProperty(Rated):
-        @property
-        def current(self) -> float:
-            return CONFIG["lr"]
-
-        def rate(self, group: dict[str, Any], p: Any) -> Any:
-            return self.current
-
-    CONFIG["lr"] = 0.1
-    model, optimizer = run.train(mlp(), ByProperty)
-    for x, y in run.batches():
-        run.log(train_step(model, optimizer, x, y))
-        CONFIG["lr"] *= 0.8
-
-
-class Current:
-    """What is in force when it is asked for."""
-
-    def __init__(self) -> None:
-        self.rate = CONFIG["lr"]
-
-
-@adversarial(fallback="reads the global variable CONFIG")
-def test_rate_is_read_where_an_object_is_made(run: Script) -> None:
-    class ByObject(Rated):
-        def rate(self, group: dict[str, Any], p: Any) -> Any:
-            return Current().rate
-
-    CONFIG["lr"] = 0.1
-    model, optimizer = run.train(mlp(), ByObject)
-    for x, y in run.batches():
-        run.log(train_step(model, optimizer, x, y))
-        CONFIG["lr"] *= 0.8
-
-
-@adversarial(fallback="reads the global variable CONFIG")
-def test_rate_is_an_attribute_that_is_made_when_it_is_asked_for(run: Script) -> None:
-    class ByName(Rated):
-        def __getattr__(self, name: str) -> float:
-            if name in CONFIG:
-                return CONFIG[name]
-            raise AttributeError(name)
-
-        def rate(self, group: dict[str, Any], p: Any) -> Any:
-            return self.lr
-
-    CONFIG["lr"] = 0.1
-    model, optimizer = run.train(mlp(), ByName)
-    for x, y in run.batches():
-        run.log(train_step(model, optimizer, x, y))
-        CONFIG["lr"] *= 0.8
-
-
-@adversarial(fallback="reads the attribute adversary.nets.rate")
-def test_rate_is_a_variable_of_a_module_that_goes_by_another_name(run: Script) -> None:
-    class ByModule(Rated):
-        def rate(self, group: dict[str, Any], p: Any) -> Any:
-            module = nets
-            return module.rate
-
-    nets.rate = 0.1
-    model, optimizer = run.train(mlp(), ByModule)
-    for x, y in run.batches():
-        run.log(train_step(model, optimizer, x, y))
-        nets.rate *= 0.8
 
 
 @adversarial(fallback="a trial on a small clone gave different results")
