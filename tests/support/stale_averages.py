@@ -13,7 +13,6 @@ from typing import Any
 import loralib
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from equivalence import Run, snapshot, train_step
 from models import HIDDEN, INPUTS, OUTPUTS
@@ -79,15 +78,6 @@ def average_of_timm(run: Run, version: int) -> Iterator[Any]:
         loss = train_step(run, x, y)
         average.update(run.model.module)
         yield loss, snapshot(average.module.state_dict())
-
-
-def average_of_torch(run: Run) -> Iterator[Any]:
-    """PyTorch's own."""
-    average = AveragedModel(run.model.module, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-    for x, y in run.batches():
-        loss = train_step(run, x, y)
-        average.update_parameters(run.model.module)
-        yield loss, snapshot(average.state_dict())
 
 
 class LoraNet(nn.Module):

@@ -99,30 +99,6 @@ def keep_state_dicts(run: Run) -> Iterator[Any]:
         yield loss, snapshot(kept)
 
 
-def load_in_mid_run(run: Run) -> Iterator[Any]:
-    """`load_state_dict` right after `step`, of DDP and of one layer, from what was saved earlier."""
-    saved = copy.deepcopy(run.model.state_dict())
-    for index, (x, y) in enumerate(run.batches()):
-        loss = train_step(run, x, y)
-        if index % 6 == 4:
-            saved, loaded = copy.deepcopy(run.model.state_dict()), saved
-            run.model.load_state_dict(loaded)
-        if index % 6 == 5:
-            layer = run.model.module.first
-            layer.load_state_dict({name: value * 0.5 for name, value in layer.state_dict().items()})
-        yield loss
-
-
-def replace_data(run: Run) -> Iterator[Any]:
-    """`p.data = ...` with new memory, between step and forward."""
-    parameters = list(run.model.parameters())
-    for index, (x, y) in enumerate(run.batches()):
-        loss = train_step(run, x, y)
-        for p in parameters[index % 3 :: 3]:
-            p.data = p.data * 0.95
-        yield loss
-
-
 def replace_data_unread(run: Run) -> Iterator[Any]:
     """The same with values that owe nothing to the old ones, as a restart of some layers."""
     parameters = list(run.model.parameters())

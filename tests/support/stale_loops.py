@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from equivalence import Run, snapshot, train_step
@@ -23,43 +22,12 @@ from models import HIDDEN, INPUTS, OUTPUTS
 LIMIT = 0.2
 
 
-def clip_data_of_a_list(run: Run) -> Iterator[Any]:
-    """WGAN, as its authors wrote it."""
-    parameters = list(run.model.parameters())
-    for x, y in run.batches():
-        loss = train_step(run, x, y)
-        for p in parameters:
-            p.data.clamp_(-LIMIT, LIMIT)
-        yield loss, snapshot(parameters)
-
-
-def clip_a_list_without_gradients(run: Run) -> Iterator[Any]:
-    """WGAN, as it is written today; nobody looks at the result before the next forward."""
-    parameters = list(run.model.parameters())
-    for x, y in run.batches():
-        loss = train_step(run, x, y)
-        with torch.no_grad():
-            for p in parameters:
-                p.clamp_(-LIMIT, LIMIT)
-        yield loss
-
-
 def clip_one_of_many(run: Run) -> Iterator[Any]:
     """Only one layer, so that the others stay pending meanwhile."""
     weight = run.model.module.second.weight
     for x, y in run.batches():
         loss = train_step(run, x, y)
         weight.data.clamp_(-LIMIT, LIMIT)
-        yield loss
-
-
-def decay_by_hand(run: Run) -> Iterator[Any]:
-    """Decoupled weight decay through `optimizer.param_groups`, after the step."""
-    for x, y in run.batches():
-        loss = train_step(run, x, y)
-        for group in run.optimizer.param_groups:
-            for p in group["params"]:
-                p.data.mul_(1 - group["lr"] * 0.5)
         yield loss
 
 
@@ -170,17 +138,6 @@ def through_numpy(run: Run) -> Iterator[Any]:
             array = p.data.numpy()
             array *= 0.98
         yield loss, sums
-
-
-def through_one_vector(run: Run) -> Iterator[Any]:
-    """All parameters as one vector and back, which makes them views of one storage from then on."""
-    parameters = list(run.model.parameters())
-    for index, (x, y) in enumerate(run.batches()):
-        loss = train_step(run, x, y)
-        vector = parameters_to_vector(parameters)
-        if index % 4 == 3:
-            vector_to_parameters(vector.detach() * 0.9, parameters)
-        yield loss, snapshot(vector)
 
 
 def gradients_through_parameters(run: Run) -> Iterator[Any]:

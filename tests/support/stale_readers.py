@@ -193,16 +193,6 @@ def default_device(run: Run) -> Iterator[Any]:
         torch.set_default_device(None)
 
 
-def device_context(run: Run) -> Iterator[Any]:
-    """`with torch.device(...)` around each step and around the read."""
-    parameters = list(run.model.parameters())
-    for x, y in run.batches():
-        with torch.device("cpu"):
-            loss = train_step(run, x, y)
-            sums = torch.stack([p.sum() for p in parameters])
-        yield loss, sums
-
-
 def count_flops(run: Run, whole_loop: bool) -> Iterator[Any]:
     """The counter sees what the script computes, and none of what updates cost."""
     weights = list(run.model.parameters())[:1]
