@@ -51,12 +51,13 @@ def _choices(
         if feature.name in fixed:
             chosen[feature.name] = fixed[feature.name]
             continue
-        if feature.without(chosen):
-            continue
         if draw(st.integers(0, 9)) < 10 - density * feature.often:
             continue
         value = draw(st.sampled_from(feature.values))
-        if value != feature.values[0] and not wanted.is_refused({**chosen, feature.name: value}, chosen):
+        # Asked only now: a feature that another forbids must not shift what is drawn next, or shrinking gets stuck.
+        if value == feature.values[0] or feature.without(chosen):
+            continue
+        if not wanted.is_refused({**chosen, feature.name: value}, chosen):
             chosen[feature.name] = value
     return {name: value for name, value in chosen.items() if name not in before}
 
