@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
 from ddp_crossover.relaxed import DiLoCo, LocalSGD
-from relaxed_reference import adam, flat, net, samples, sgd, train_in_one_process
+from relaxed_reference import adam, flat, net, samples, sgd, step_of, train_in_one_process
 
 STEPS = 13
 POLICIES = [
