@@ -269,16 +269,3 @@ def test_bad_input_is_refused_by_name(given: str, named: str, capsys: pytest.Cap
     with pytest.raises(SystemExit) as exit_of:
         options.parse_args("", given.split())
     assert exit_of.value.code == 2 and named in capsys.readouterr().err
-
-
-def test_the_cost_of_a_pending_parameter_is_named_part_by_part(tmp_path: Path) -> None:
-    record = tmp_path / "touch.json"
-    command = [sys.executable, str(ROOT / "scripts" / "bench_touch.py"), "--parameters", "20", "--rounds", "3"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    printed = subprocess.run(
-        [*command, "--json", str(record)], env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S
-    )
-    assert printed.returncode == 0, printed.stderr
-    costs_us = json.loads(record.read_text())["us"]
-    assert costs_us["first touch, by an operator (LazyParam.use)"] > 0
-    assert all(name in printed.stdout for name in costs_us)
