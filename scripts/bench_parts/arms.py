@@ -46,7 +46,7 @@ NOT_BY_DEFAULT = (
     *("top-k", "top-k-int8", "auto-node", "int8-node", "top-k-node", "shard", "balance"),
     *relaxed.MEANING,
 )
-"""Arms that need another network to be worth a look, or have a bench of their own."""
+"""Arms that need another network, or another optimizer, to be worth a look."""
 
 MEANING = {
     "noop": "DDP without communication (torch's noop_hook): compute alone",

@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable
 
 from bench_kit.options import (
     add_link_options,
@@ -25,42 +25,17 @@ from bench_parts.workloads import make_workload
 ARMS = "\n".join(f"  {name:14}{meaning}" for name, meaning in MEANING.items())
 EPILOG = f"arms:\n{ARMS}\nWith @MB at its end an arm runs on a DDP with that bucket_cap_mb instead of 25: ddp@4, auto@1"
 QUICK = {"rounds": 3, "ratios": [1.0], "buckets": [DEFAULT_BUCKET_MB, 2.0]}
-
-
-class Defaults(NamedTuple):
-    """What is measured where the command line does not say.
-
-    `swept` are the kinds of arms that run once for each bucket size.
-    """
-
-    arms: list[str]
-    buckets_mb: list[float]
-    ratios: list[float]
-    optimizer: str
-    swept: tuple[str, ...]
-
-
-DEFAULTS = Defaults(
-    arms=[kind for kind in MEANING if kind not in NOT_BY_DEFAULT],
-    buckets_mb=[25.0, 8.0, 4.0, 2.0, 1.0],
-    ratios=[0.5, 0.8, 1.0, 1.33, 2.0],
-    optimizer="sgd",
-    swept=("ddp",),
-)
+DEFAULT_ARMS = [kind for kind in MEANING if kind not in NOT_BY_DEFAULT]
 
 
 def parse_args(description: str | None, arguments: list[str] | None) -> argparse.Namespace:
     """Read and check the command line; bad input ends the program with a message that names it."""
-    return parse_cases(make_parser(description, EPILOG), arguments, DEFAULTS)
-
-
-def parse_cases(parser: argparse.ArgumentParser, arguments: list[str] | None, defaults: Defaults) -> argparse.Namespace:
-    """The same with a parser that has options of its own."""
-    _add_what(parser.add_argument_group("what is measured"), defaults)
+    parser = make_parser(description, EPILOG)
+    _add_what(parser.add_argument_group("what is measured"))
     _add_how(parser.add_argument_group("how"))
     add_results(parser, plot=True)
     args = parse(parser, arguments, QUICK)
-    args.arms = _written_out(args.arms, args.buckets, defaults.swept)
+    args.arms = _written_out(args.arms, args.buckets)
     for arm in args.arms:
         if (every := relaxed.period(arm)) is not None and args.steps_per_round % every:
             parser.error(f"{arm} shares every {every} steps: give --steps-per-round as a multiple of that")
@@ -72,20 +47,20 @@ def parse_cases(parser: argparse.ArgumentParser, arguments: list[str] | None, de
     return args
 
 
-def _add_what(group: argparse._ArgumentGroup, defaults: Defaults) -> None:
+def _add_what(group: argparse._ArgumentGroup) -> None:
     # fmt: off
     add = group.add_argument
     add("--workloads", type=names(["paced", *MODELS]), default=["paced"], metavar="NAME,...",
         help=f"paced, {', '.join(MODELS)} (paced)")
-    add("--arms", type=arms, default=defaults.arms, metavar="ARM,...",
-        help=f"listed below; noop always takes part ({','.join(defaults.arms)})")
-    add("--optimizer", choices=list(OPTIMIZERS), default=defaults.optimizer,
+    add("--arms", type=each(ArmName.parse), default=DEFAULT_ARMS, metavar="ARM,...",
+        help=f"listed below; noop always takes part ({','.join(DEFAULT_ARMS)})")
+    add("--optimizer", choices=list(OPTIMIZERS), default="sgd",
         help="of all arms; sgd is without momentum (%(default)s)")
-    add("--buckets", type=positive_numbers, default=defaults.buckets_mb, metavar="MB,...",
-        help=f"bucket_cap_mb of {' and '.join(defaults.swept)}, one after the other ({_listed(defaults.buckets_mb)})")
-    add("--ratios", type=positive_numbers, default=defaults.ratios, metavar="A/C,...",
-        help=f"paced: time of all communication over time of all compute ({_listed(defaults.ratios)})")
-    add("--stragglers", type=stragglers, default=[None], metavar="NAME,...", help=f"paced: {FORMS}")
+    add("--buckets", type=positive_numbers, default=[25.0, 8.0, 4.0, 2.0, 1.0], metavar="MB,...",
+        help="bucket_cap_mb of ddp, one after the other (25,8,4,2,1)")
+    add("--ratios", type=positive_numbers, default=[0.5, 0.8, 1.0, 1.33, 2.0], metavar="A/C,...",
+        help="paced: time of all communication over time of all compute (0.5,0.8,1,1.33,2)")
+    add("--stragglers", type=each(Straggler.parse), default=[None], metavar="NAME,...", help=f"paced: {FORMS}")
     add("--profile", type=names(list(GROWTH)), default=["uniform"], metavar="NAME,...",
         help="paced: uniform; heavy-end: parameters grow towards the end, as in ResNet (uniform)")
     add("--blocks", type=positive_int, default=8, help="paced: number of blocks (%(default)s)")
@@ -136,33 +111,23 @@ def make_cases(args: argparse.Namespace) -> list[CaseSettings]:
     return cases
 
 
-def _written_out(given: list[str], buckets_mb: list[float], swept: tuple[str, ...]) -> list[str]:
-    """Arms in their canonical names, each once, those to sweep once for each bucket size, `noop` first."""
+def _written_out(given: list[str], buckets_mb: list[float]) -> list[str]:
+    """Arms in their canonical names, each once, `ddp` once for each bucket size, `noop` first."""
     written = ["noop"]
     for arm in given:
-        written += [str(ArmName(arm, size)) for size in buckets_mb] if arm in swept else [str(ArmName.parse(arm))]
+        written += [str(ArmName(arm, size)) for size in buckets_mb] if arm == "ddp" else [str(ArmName.parse(arm))]
     return list(dict.fromkeys(written))
 
 
-def arms(text: str) -> list[str]:
-    """An argparse type: a comma-separated list of arms, as they were written."""
-    try:
-        for arm in text.split(","):
-            ArmName.parse(arm)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text.split(",")
+def each(parse_one: Callable[[str], object]) -> Callable[[str], list[str]]:
+    """An argparse type: a comma-separated list of what `parse_one` takes, as it was written."""
 
+    def parse_all(text: str) -> list[str]:
+        try:
+            for name in text.split(","):
+                parse_one(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return text.split(",")
 
-def stragglers(text: str) -> list[str]:
-    """An argparse type: a comma-separated list of stragglers, as they were written."""
-    try:
-        for straggler in text.split(","):
-            Straggler.parse(straggler)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text.split(",")
-
-
-def _listed(numbers: list[float]) -> str:
-    return ",".join(f"{number:g}" for number in numbers)
+    return parse_all

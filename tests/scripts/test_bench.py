@@ -31,17 +31,14 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 pytestmark = pytest.mark.xdist_group("bench")
 
 
-@pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, bytes]:
-    """The record, what was printed and the chart of a run with four small layers."""
-    directory = tmp_path_factory.mktemp("bench")
+def run(given: str, directory: Path) -> tuple[dict[str, Any], str, bytes]:
+    """The record, what was printed and the chart of a run with four small layers, started in a directory."""
     json_file, plot_file = directory / "new" / "bench.json", directory / "new" / "bench.png"
-    small = "--parameters 400000 --blocks 2 --weights-per-block 2 --ratios 0.05 --rounds 2 --steps-per-round 1"
-    arms = "--arms noop,ddp,dear,allreduce,fsdp2,local-1,post-local-1 --buckets 25,1"
+    small = "--parameters 400000 --blocks 2 --weights-per-block 2 --rounds 2 --steps-per-round 1"
     job = subprocess.Popen(
-        [sys.executable, str(ROOT / "scripts" / "bench.py"), "--no-lab", *small.split(), *arms.split(),
+        [sys.executable, str(ROOT / "scripts" / "bench.py"), *small.split(), *given.split(),
          "--json", str(json_file), "--plot", str(plot_file)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}, cwd=directory,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
@@ -52,6 +49,12 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
         pytest.fail(f"no end within {RUN_TIMEOUT_S} s:\n{output}")
     assert job.returncode == 0, output
     return json.loads(json_file.read_text()), output, plot_file.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, bytes]:
+    arms = "noop,ddp,dear,allreduce,fsdp2,local-1,post-local-1"
+    return run(f"--no-lab --ratios 0.05 --arms {arms} --buckets 25,1", tmp_path_factory.mktemp("bench"))
 
 
 def test_every_arm_is_measured_in_every_round(tiny_run: tuple[dict[str, Any], str, bytes]) -> None:
@@ -115,6 +118,19 @@ def test_ranks_run_on_the_hosts_of_a_lab() -> None:
         assert sorted(line.strip() for line in lines) == ["0 2 so", "1 2 so"]
         with pytest.raises(launch.CaseFailed, match="out of paper"):
             run_ranks(["-c", "raise SystemExit('out of paper')"], {}, lines.append)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(lab.why_no_lab() is not None, reason="needs the rights to build a lab")
+def test_hosts_of_a_lab_count_what_they_send(tmp_path: Path) -> None:
+    # A directory with another package of that name must not take the place of the one that is measured.
+    (tmp_path / "ddp_crossover.py").write_text("raise ImportError('not this one')")
+    record, _, _ = run("--ratios 1 --optimizer adamw --arms auto,zero@1", tmp_path)
+    (case,) = record["cases"]
+    assert record["configuration"]["is_network_measurement"] and case["settings"]["optimizer"] == "adamw"
+    assert [arm["arm"] for arm in case["arms"]] == ["noop", "auto", "zero@1"]
+    noop, *others = (arm["sent_bytes"]["median"] for arm in case["arms"])
+    assert all(noop < 0.1 * case["gradient_bytes"] < sent for sent in others)
 
 
 MEASURED: dict[str, Any] = {

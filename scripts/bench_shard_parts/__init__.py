@@ -1,1 +1,0 @@
-"""The parts of `bench_shard.py`: its command line, ratios of times, the memory of ranks, tables."""
