@@ -17,9 +17,12 @@ from typing import Any
 LEASE_PARENT = Path(__file__).resolve().parents[2] / "ddp_crossover"
 sys.path.append(str(LEASE_PARENT))
 
+from lease.client import GpuLease  # noqa: E402
 from lease.client.connection import ask_status  # noqa: E402
 from lease.client.spawn import spawn_broker  # noqa: E402
 from lease.directory import BrokerDirectory  # noqa: E402
+
+__all__ = ["BrokerDirectory", "GpuLease", "Program", "broker_pid", "start_broker"]
 
 BROKER_START_S = 10.0
 

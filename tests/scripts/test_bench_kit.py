@@ -74,7 +74,7 @@ def test_every_script_begins_with_the_command_to_run(script: Path) -> None:
 
 def test_every_step_of_the_lease_is_measured(tmp_path: Path) -> None:
     file = tmp_path / "handoff.json"
-    small = "--rounds 1 --turns 30 --kills 1 --stops 1 --share-s 0.1"
+    small = "--rounds 1 --turns 30"
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / "bench_handoff.py"), *small.split(), "--json", str(file)],
         env=os.environ | {"PYTHONPATH": str(SCRIPTS.parent)},
@@ -82,6 +82,6 @@ def test_every_step_of_the_lease_is_measured(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rounds = json.loads(file.read_text())["rounds"]
-    assert len(rounds) == 10 and all(name in done.stdout for name in rounds)
+    assert len(rounds) == 4 and all(name in done.stdout for name in rounds)
     assert all(figures[0].keys() == {"samples", "p50", "p99"} for figures in rounds.values())
     assert rounds["hand-off, us"][0]["p50"] > 0
