@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from accuracy_parts import chart, curves, measure, report
+from accuracy_parts import chart, measure, report
 from accuracy_parts.options import parse_args
 from accuracy_parts.summary import tasks_of
 from bench_kit import record
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     def write(result: dict[str, Any]) -> None:
         record.write(result, args.json, args.png if tasks_of(result) else None, chart.draw)
         if args.curves and tasks_of(result):
-            curves.draw(result, args.curves)
+            chart.draw_held_out(result, args.curves)
 
     if args.from_json:
         result = json.loads(args.from_json.read_text())

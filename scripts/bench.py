@@ -17,11 +17,13 @@ from typing import Any
 import torch
 
 from bench_kit import record
-from bench_kit.launch import RunRanks, on_lab, over_loopback
+from bench_kit.launch import OnProgress, RunRanks, on_lab, over_loopback
+from bench_kit.on_ranks import measure_on_ranks
 from bench_kit.run import Bench, run_cases
-from bench_parts import chart, report
-from bench_parts.measure import measure
+from bench_parts import chart, rank, report
 from bench_parts.options import make_cases, parse_args
+from bench_parts.settings import CaseSettings
+from bench_parts.summary import summarize
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,6 +31,11 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse_args(__doc__, arguments)
     bench = Bench("bench", network(args), measure, report.print_case, chart.draw, way_out=". Without a lab: --no-lab")
     return run_cases(bench, make_cases(args), args, configuration(args))
+
+
+def measure(settings: CaseSettings, run_ranks: RunRanks, on_progress: OnProgress) -> dict[str, Any]:
+    """Measure one case; returns its part of the record."""
+    return summarize(settings, measure_on_ranks(rank.measure, settings, run_ranks, on_progress))
 
 
 def network(args: argparse.Namespace) -> AbstractContextManager[RunRanks]:

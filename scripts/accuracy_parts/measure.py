@@ -3,26 +3,23 @@
 import argparse
 import hashlib
 import importlib.metadata
-import json
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from accuracy_parts import rank
 from accuracy_parts.samples import WINDOW_BYTES, topics_text
 from accuracy_parts.settings import CaseSettings
 from accuracy_parts.tasks import TASKS
 from bench_kit import record
 from bench_kit.display import Display
-from bench_kit.launch import CaseFailed, OnProgress, RunRanks, news_to, on_lab, over_loopback, rank_environment
+from bench_kit.launch import CaseFailed, OnProgress, RunRanks, on_lab, over_loopback
+from bench_kit.on_ranks import measure_on_ranks
 from lab import LabError
-
-RANK_MODULE = "accuracy_parts.rank"
 
 
 def make_cases(args: argparse.Namespace) -> list[CaseSettings]:
@@ -111,10 +108,5 @@ def train(settings: CaseSettings, run_ranks: RunRanks, on_progress: OnProgress) 
     Raises:
         CaseFailed: when a rank ended with an error.
     """
-    with tempfile.TemporaryDirectory(prefix="accuracy-") as directory:
-        settings_file, result_file = Path(directory, "settings.json"), Path(directory, "result.json")
-        settings.write(settings_file)
-        command = ["-m", RANK_MODULE, str(settings_file), str(result_file)]
-        run_ranks(command, rank_environment(), news_to(on_progress))
-        runs: list[dict[str, Any]] = json.loads(result_file.read_text())
-        return runs
+    runs: list[dict[str, Any]] = measure_on_ranks(rank.measure, settings, run_ranks, on_progress)
+    return runs

@@ -1,20 +1,15 @@
-"""The rank's side: `python -m accuracy_parts.rank SETTINGS RESULT`, with torchrun's environment.
+"""What each rank does: trains one wire on one task, with one seed after the other.
 
-Trains one wire on one task, with one seed after the other. Every wire begins from the same weights and sees the same
-batches. Rank 0 writes the result.
+Every wire begins from the same weights and sees the same batches.
 """
 
 import copy
 import hashlib
-import json
 import math
 import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,10 +28,16 @@ from ddp_crossover.balance.split import Speed, split
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.torch_internals.private import replaced
 
-TIMEOUT = timedelta(seconds=120)
 TEST_BATCH_SIZE = 128
 WARM_UP_SHARE = 0.05
 TELL_EVERY_STEPS = 10
+
+
+def measure(settings: CaseSettings) -> list[dict[str, Any]]:
+    """Train with all seeds; returns the runs."""
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // NODE_RANKS)
+    data = TASKS[settings.task].load()
+    return [train(settings, data, seed) for seed in range(settings.seeds)]
 
 
 def train(settings: CaseSettings, data: Data, seed: int) -> dict[str, Any]:
@@ -202,7 +203,7 @@ def pipeline_facts(state: dx.DearState) -> dict[str, Any]:
 
 
 def _tell_progress(settings: CaseSettings, seed: int, step: int) -> None:
-    if dist.get_rank() == 0 and step % TELL_EVERY_STEPS == 0:
+    if step % TELL_EVERY_STEPS == 0:
         behind = (seed + step / settings.steps) / settings.seeds
         tell(f"seed {seed + 1} of {settings.seeds}, step {step} of {settings.steps}", behind)
 
@@ -260,19 +261,3 @@ def mean_over_ranks(values: Tensor) -> Tensor:
 def finite(value: float) -> float | None:
     """The value, or None, which JSON has, for NaN and infinity, which it lacks."""
     return value if math.isfinite(value) else None
-
-
-def main() -> None:
-    """Run one rank."""
-    settings, result_file = CaseSettings.read(Path(sys.argv[1])), Path(sys.argv[2])
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    os.environ["GROUP_RANK"] = str(dist.get_rank() // NODE_RANKS)
-    data = TASKS[settings.task].load()
-    runs = [train(settings, data, seed) for seed in range(settings.seeds)]
-    if dist.get_rank() == 0:
-        result_file.write_text(json.dumps(runs))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

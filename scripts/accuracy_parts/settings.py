@@ -1,8 +1,6 @@
-"""The settings of one case, which its ranks read from a JSON file."""
+"""The settings of one case."""
 
 import dataclasses
-import json
-from pathlib import Path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +29,3 @@ class CaseSettings:
     def name(self) -> str:
         """The case in one short phrase."""
         return f"{self.task}, {self.wire}"
-
-    def write(self, path: Path) -> None:
-        """Write the settings to a file."""
-        path.write_text(json.dumps(dataclasses.asdict(self)))
-
-    @classmethod
-    def read(cls, path: Path) -> "CaseSettings":
-        """Read what `write` wrote."""
-        return cls(**json.loads(path.read_text()))

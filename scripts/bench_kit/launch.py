@@ -27,7 +27,9 @@ RunRanks = Callable[[list[str], dict[str, str], Callable[[str], None]], None]
 
 
 def tell(doing: str, behind: float) -> None:
-    """Print one line of news, on a rank: what is done now, and the share of a case that is over."""
+    """Print one line of news: what is done now, and the share of a case that is over. Rank 0 does so for all."""
+    if int(os.environ["RANK"]) != 0:
+        return
     # In one write, with its newline: other ranks write to the same pipe, and python -u would write the newline alone.
     sys.stdout.write(json.dumps({"doing": doing, "behind": behind}) + "\n")
     sys.stdout.flush()

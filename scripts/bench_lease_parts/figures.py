@@ -11,6 +11,7 @@ or job can be more than busy. What the host computes between kernels counts as c
 """
 
 import bisect
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -96,7 +97,7 @@ def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any
     return {
         "case": settings.name,
         "device": "emulated",
-        "settings": settings.as_dict(),
+        "settings": dataclasses.asdict(settings),
         "device_kernel_excess_s": measured["device"]["kernel_excess_s"],
         "sleep_excess_s": measured["device"]["sleep_excess_s"],
         "link_bytes_per_s": measured["link_bytes_per_s"],

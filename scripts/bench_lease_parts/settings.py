@@ -1,11 +1,11 @@
-"""The settings of one case, which hosts and jobs read from a JSON file."""
+"""The settings of one case, which hosts and jobs read from a file."""
 
 import dataclasses
-import json
+import pickle
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-_FILE = "settings.json"
+_FILE = "settings.pickle"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,16 +65,12 @@ class CaseSettings:
         place = job if host % 2 == 0 else len(self.jobs) - 1 - job
         return place * self.stagger_s
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return dataclasses.asdict(self)
-
     def write(self, directory: Path) -> None:
         """Write the settings to a file in a directory."""
-        (directory / _FILE).write_text(json.dumps(self.as_dict()))
+        (directory / _FILE).write_bytes(pickle.dumps(self))
 
-    @classmethod
-    def read(cls, directory: Path) -> "CaseSettings":
+    @staticmethod
+    def read(directory: Path) -> "CaseSettings":
         """Read what `write` wrote."""
-        values = json.loads((directory / _FILE).read_text())
-        return cls(**values | {"jobs": tuple(JobSettings(**job) for job in values["jobs"])})
+        settings: CaseSettings = pickle.loads((directory / _FILE).read_bytes())
+        return settings

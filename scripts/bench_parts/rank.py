@@ -1,13 +1,9 @@
-"""The rank's side: `python -m bench_parts.rank SETTINGS RESULT`, once per rank, with torchrun's environment.
+"""What each rank does.
 
 All arms live in this process and take turns, a few steps each, so that a slow moment of the machine hits all of them.
 """
 
 import gc
-import json
-import sys
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +23,12 @@ from bench_parts.workloads import make_workload
 ALL_REDUCES_PER_TURN = 2
 # Weights, gradients and one more buffer of that size, for an arm on one host; optimizer state comes on top.
 COPIES_PER_ARM = 3
-TIMEOUT = timedelta(seconds=120)
+
+
+def measure(settings: CaseSettings) -> dict[str, Any]:
+    """Measure one case on this rank."""
+    torch.set_flush_denormal(True)  # gradients of a network that has learned its one batch would slow it down
+    return Rank(settings).run()
 
 
 class Rank:
@@ -35,11 +36,10 @@ class Rank:
 
     Args:
         settings: the case.
-        progress: called with what is done now, and the share of all work that is behind.
     """
 
-    def __init__(self, settings: CaseSettings, progress: Callable[[str, float], None]) -> None:
-        self._settings, self._progress = settings, progress
+    def __init__(self, settings: CaseSettings) -> None:
+        self._settings = settings
         self._workload: Workload = make_workload(settings)
         numels = [parameter.numel() for parameter in self._workload.build().parameters()]
         self._parameters, self._tensors = sum(numels), len(numels)
@@ -98,7 +98,7 @@ class Rank:
         }
 
     def _start(self, name: str) -> None:
-        self._progress(f"warming up {name}", 0.0)
+        tell(f"warming up {name}", 0.0)
         try:
             settings = self._settings
             slow = None if settings.straggler is None else Straggler.parse(settings.straggler)
@@ -120,8 +120,7 @@ class Rank:
         flat_s: list[float] = []
         for turn in turns(len(names), self._settings.rounds):
             name = names[turn.index]
-            doing = f"round {turn.round + 1} of {self._settings.rounds}: {name or 'flat all-reduce'}"
-            self._progress(doing, turn.behind)
+            tell(f"round {turn.round + 1} of {self._settings.rounds}: {name or 'flat all-reduce'}", turn.behind)
             if name:
                 own_s[name].append(self._arms[name].turn_s(self._settings.steps))
             else:
@@ -139,24 +138,3 @@ def refuse_too_many_arms(arms: int, arm_bytes: int) -> None:
             f"{arms} arms on {dist.get_world_size()} hosts need about {wanted_bytes / 2**30:.0f} GiB of memory, and "
             f"{available_bytes / 2**30:.0f} GiB are free: choose fewer with --arms and --buckets"
         )
-
-
-def main() -> None:
-    """Run one rank; rank 0 prints its progress, one JSON object a line, and writes the result."""
-    settings, result_file = CaseSettings.read(Path(sys.argv[1])), Path(sys.argv[2])
-    torch.set_flush_denormal(True)  # gradients of a network that has learned its one batch would slow it down
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    is_first = dist.get_rank() == 0
-
-    def progress(what: str, behind: float) -> None:
-        if is_first:
-            tell(what, behind)
-
-    result = Rank(settings, progress).run()
-    if is_first:
-        result_file.write_text(json.dumps(result))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,6 @@
-"""The settings of one case, which its ranks read from a JSON file."""
+"""The settings of one case."""
 
 import dataclasses
-import json
-from pathlib import Path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +46,3 @@ class CaseSettings:
             return f"transformer, {self.tokens} tokens" if self.workload == "transformer" else self.workload
         slow = f", {self.straggler}" if self.straggler else ""
         return f"paced, {self.profile}, A/C {self.ratio:g}{slow}"
-
-    def write(self, path: Path) -> None:
-        """Write the settings to a file."""
-        path.write_text(json.dumps(dataclasses.asdict(self)))
-
-    @classmethod
-    def read(cls, path: Path) -> "CaseSettings":
-        """Read what `write` wrote."""
-        values = json.loads(path.read_text())
-        return cls(**values | {"arms": tuple(values["arms"])})

@@ -75,7 +75,7 @@ class Run:
             print(json.dumps(line), file=file)
 
     def _tell(self, step: int) -> None:
-        if self._rank == 0 and time.monotonic() >= self._next_news_s:
+        if time.monotonic() >= self._next_news_s:
             self._next_news_s = time.monotonic() + NEWS_EVERY_S
             tell(f"step {step} of {self._settings.steps}", step / self._settings.steps)
 
