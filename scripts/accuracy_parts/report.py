@@ -3,7 +3,6 @@
 from statistics import median
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -11,6 +10,7 @@ from rich.table import Table
 from accuracy_parts.summary import FIGURES, Spread, cases_of, first_with, held_out, spread, tasks_of
 from accuracy_parts.tasks import FINAL_SHARE, TASKS
 from accuracy_parts.wires import REFERENCE
+from bench_kit.tables import make_table
 
 WIDTH = 100
 LOSS_FACTORS = (1.2, 1.05)
@@ -43,21 +43,16 @@ def _print_held_out(console: Console, cases: list[dict[str, Any]]) -> None:
     """What each wire needs to come near the loss that the reference ends with."""
     curves = {case["wire"]: held_out(case) for case in cases}
     end = curves.get(REFERENCE, next(iter(curves.values())))[-1].test_loss
-    table = Table(box=box.SIMPLE, padding=(0, 1))
-    for heading in ("wire", "ms a step", "loss at the end"):
-        table.add_column(heading, justify="left" if heading == "wire" else "right", no_wrap=True)
-    losses = [factor * end for factor in LOSS_FACTORS]
-    for loss in losses:
-        table.add_column(f"s to {loss:.3f}", justify="right", no_wrap=True)
-        table.add_column("samples", justify="right", no_wrap=True)
+    losses, rows = [factor * end for factor in LOSS_FACTORS], []
     for case in cases:
         points, cells = curves[case["wire"]], []
         for loss in losses:
             found = first_with(points, loss)
             cells += ["", ""] if found is None else [f"{found.train_s:.1f}", f"{found.samples:.0f}"]
         step_ms = 1e3 * points[-1].train_s / case["steps"]
-        table.add_row(case["wire"], f"{step_ms:.0f}", f"{points[-1].test_loss:.3f}", *cells)
-    console.print(table)
+        rows.append([case["wire"], f"{step_ms:.0f}", f"{points[-1].test_loss:.3f}", *cells])
+    of_losses = [heading for loss in losses for heading in (f"s to {loss:.3f}", "samples")]
+    console.print(make_table(["wire", "ms a step", "loss at the end", *of_losses], rows))
     console.print(
         f"  Held-out loss of the mean over ranks. Losses are {' and '.join(f'{f:g}' for f in LOSS_FACTORS)} times that "
         f"with which {REFERENCE if REFERENCE in curves else cases[0]['wire']} ends\n",
@@ -67,18 +62,17 @@ def _print_held_out(console: Console, cases: list[dict[str, Any]]) -> None:
 
 
 def _table(cases: list[dict[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE, padding=(0, 1))
-    table.add_column("wire", no_wrap=True)
     to_reference = f"to {REFERENCE}"
-    for heading in ("train loss", to_reference, "test loss", to_reference, "accuracy %", to_reference, "MB sent"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for case in cases:
-        table.add_row(
+    headings = ["train loss", to_reference, "test loss", to_reference, "accuracy %", to_reference]
+    rows = [
+        [
             case["wire"],
             *(cell for figure in FIGURES for cell in _cells(spread(case, cases, figure), figure in _PERCENT)),
             _megabytes(case),
-        )
-    return table
+        ]
+        for case in cases
+    ]
+    return make_table(["wire", *headings, "MB sent"], rows)
 
 
 def _cells(figure: Spread, is_percent: bool) -> tuple[str, str]:

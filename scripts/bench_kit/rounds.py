@@ -5,11 +5,9 @@ alike, and ratios taken within a round are free of it.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
-
-T = TypeVar("T")
+from typing import Any, NamedTuple
 
 
 class Turn(NamedTuple):
@@ -40,6 +38,33 @@ def quantile(values: Iterable[float], part: float) -> float:
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median and quartiles."""
     return {"median": quantile(values, 0.5), "low": quantile(values, 0.25), "high": quantile(values, 0.75)}
+
+
+def best_ddp(rounds_s: Mapping[str, Sequence[float]]) -> str | None:
+    """The arm of plain DDP with the bucket size that has the shortest median step; None without such arms."""
+    sweep = {name: quantile(times, 0.5) for name, times in rounds_s.items() if name.startswith("ddp@")}
+    return min(sweep, key=lambda name: sweep[name], default=None)
+
+
+def arm_figures(
+    name: str, rounds_s: Mapping[str, Sequence[float]], bound_s: float, best: str | None, default: str
+) -> dict[str, Any]:
+    """One arm's step, also over the bound and over DDP at its best and its default bucket size, by their names."""
+    return {
+        "arm": name,
+        "step_s": spread(rounds_s[name]),
+        "over_bound": spread([step_s / bound_s for step_s in rounds_s[name]]),
+        "speedup_over_best_ddp": speedup(rounds_s.get(best or ""), rounds_s[name]),
+        "speedup_over_default_ddp": speedup(rounds_s.get(default), rounds_s[name]),
+    }
+
+
+def speedup(reference_s: Sequence[float] | None, times_s: Sequence[float]) -> dict[str, float | None] | None:
+    """How many times faster than `reference_s`: ratios of the same round, then their median, quartiles and bound."""
+    if reference_s is None:
+        return None
+    ratios = [reference / time for reference, time in zip(reference_s, times_s, strict=True)]
+    return {**spread(ratios), "at_least": median_at_least(ratios)}
 
 
 def median_at_least(values: Sequence[float]) -> float | None:

@@ -102,7 +102,7 @@ class Arm:
 
     def _is_settled(self) -> bool:
         """Whether the pipeline runs evenly, or is not going to run."""
-        if self.state is None:
+        if self.state is None or self.state.detached:
             return True
         stats = self.state.stats()
         return not self.state.tuning and (stats.pipelined_iterations >= PIPELINED_STEPS or bool(stats.fallbacks))

@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.table import Table
 
+from bench_kit.tables import make_table
 from bench_lease_parts.cases import MEANING
+
+_HEADINGS = ("", "over serial", "of S*", "over co-run", "slower", "idle", "Jain", "/s")
 
 
 def print_case(console: Console, case: dict[str, Any], network: str) -> None:
@@ -18,19 +19,10 @@ def print_case(console: Console, case: dict[str, Any], network: str) -> None:
     console.print(f"[bold]{escape(case['case'])}[/]: {MEANING[case['case']]}", highlight=False)
     for line in _description(case, network):
         console.print(Padding(line, (0, 0, 0, 2)), markup=False, highlight=False)
-    table = Table(
-        box=box.SIMPLE,
-        padding=(0, 1, 0, 0),
-        caption=f"EMULATED device: sleeps in slices of {settings['slice_s'] * 1e3:g} ms stand in for kernels",
-        caption_justify="left",
-    )
-    table.add_column("", no_wrap=True)
-    for heading in ("over serial", "of S*", "over co-run", "slower", "idle", "Jain", "/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_row("serial", "1.00", f"{1 / case['bound']:.2f}")
-    for name, arm in case["arms"].items():
-        table.add_row(name, *_cells(arm))
-    console.print(table)
+    caption = f"EMULATED device: sleeps in slices of {settings['slice_s'] * 1e3:g} ms stand in for kernels"
+    serial = ["serial", "1.00", f"{1 / case['bound']:.2f}"]
+    rows = [serial, *([name, *_cells(arm)] for name, arm in case["arms"].items())]
+    console.print(make_table(_HEADINGS, rows, padding=(0, 1, 0, 0), caption=caption, caption_justify="left"))
     for note in _notes(case):
         console.print(Padding(note, (0, 0, 0, 2)), markup=False, highlight=False)
 

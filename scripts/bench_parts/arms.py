@@ -105,6 +105,7 @@ def make_arm(
     Raises:
         ArmRefused: if torch or this version of ours cannot do it here.
     """
+    torch.manual_seed(0)  # all arms begin with the same weights
     network, optimizer_class = workload.build(), OPTIMIZERS[optimizer_name]
     if name.kind == "fsdp2":
         _shard_fully(network, workload.units(network))

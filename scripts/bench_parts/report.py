@@ -2,47 +2,31 @@
 
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from bench_kit.tables import make_table, say
+
+_HEADINGS = ("arm", "ms", "quartiles", "sim", "T/T*", "at best", "over best DDP", "95%", "25 MB", "cpu ms")
 _WIDTH = 112
 
 
 def print_case(console: Console, case: dict[str, Any], network: str) -> None:
     """A table with a row for each arm."""
-    print_heading(console, case, network)
-    table = Table(box=box.SIMPLE, padding=(0, 1))
-    table.add_column("arm", no_wrap=True)
-    for heading in ("ms", "quartiles", "sim", "T/T*", "at best", "over best DDP", "95%", "25 MB", "cpu ms"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for arm in case["arms"]:
-        if not arm["refused"]:
-            table.add_row(*_cells(arm, case["least_over_bound"]))
-    # Wide enough for all figures, also where the output is no terminal and rich assumes 80 columns.
-    console.print(table, width=max(console.width, _WIDTH), crop=False)
-    print_notes(console, case)
-
-
-def print_heading(console: Console, case: dict[str, Any], network: str) -> None:
-    """The case, what it trains, and the times of all compute and all communication."""
     console.print()
     console.print(f"[bold]{escape(case['case'])}[/]  ({escape(network)})", highlight=False)
-    console.print(
+    say(
+        console,
         f"{case['parameters'] / 1e6:.1f} M parameters in {case['tensors']} tensors. "
         f"A = {case['all_reduce_best_s'] * 1e3:.0f} ms at best (median {case['all_reduce_median_s'] * 1e3:.0f}), "
         f"C = {case['compute_s'] * 1e3:.0f} ms, A/C = {case['ratio_measured']:.2f}, "
         f"T* = max(C, A) = {case['bound_s'] * 1e3:.0f} ms",
-        highlight=False,
-        soft_wrap=True,
     )
-
-
-def print_notes(console: Console, case: dict[str, Any]) -> None:
-    """Lines below the table: refusals, tuning and fallbacks of each arm."""
+    rows = [_cells(arm, case["least_over_bound"]) for arm in case["arms"] if not arm["refused"]]
+    # Wide enough for all figures, also where the output is no terminal and rich assumes 80 columns.
+    console.print(make_table(_HEADINGS, rows), width=max(console.width, _WIDTH), crop=False)
     for note in _notes(case):
-        console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"  {note}")
 
 
 def _cells(arm: dict[str, Any], least_over_bound: float | None) -> list[str]:
@@ -62,6 +46,7 @@ def _cells(arm: dict[str, Any], least_over_bound: float | None) -> list[str]:
 
 
 def _notes(case: dict[str, Any]) -> list[str]:
+    """Lines below the table: refusals, tuning and fallbacks of each arm."""
     notes = [f"best bucket size of DDP: {case['best_ddp']}"] if case["best_ddp"] else []
     for arm in case["arms"]:
         if arm["refused"]:

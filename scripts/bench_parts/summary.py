@@ -4,9 +4,7 @@ import dataclasses
 import statistics
 from typing import Any
 
-import numpy as np
-
-from bench_kit.rounds import median_at_least, spread
+from bench_kit.rounds import arm_figures, best_ddp, spread
 from bench_parts.arms import DEFAULT_BUCKET_MB, ArmName
 from bench_parts.prediction import least_case_step_s
 from bench_parts.settings import CaseSettings
@@ -20,15 +18,13 @@ def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any
         settings: the case.
         measured: what `rank.Rank.run` returned.
     """
-    rounds_s = {name: np.array(times) for name, times in measured["rounds_s"].items()}
+    rounds_s = measured["rounds_s"]
     all_reduce_best_s = min(measured["all_reduces_s"])
-    compute_s = float(np.median(rounds_s["noop"]))
+    compute_s = statistics.median(rounds_s["noop"])
     bound_s = max(compute_s, all_reduce_best_s)
     profile = measured["profile"]
     least_s = least_case_step_s(ModelProfile.from_json(profile), compute_s, all_reduce_best_s) if profile else None
-    sweep = {name: times for name, times in rounds_s.items() if ArmName.parse(name).kind == "ddp"}
-    best = min(sweep, key=lambda name: float(np.median(sweep[name])), default=None)
-    default = str(ArmName("ddp", DEFAULT_BUCKET_MB))
+    best, default = best_ddp(rounds_s), str(ArmName("ddp", DEFAULT_BUCKET_MB))
     return {
         "case": settings.name,
         "settings": dataclasses.asdict(settings),
@@ -48,34 +44,19 @@ def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any
         "least_step_s": least_s,
         "least_over_bound": least_s / bound_s if least_s else None,
         "best_ddp": best,
-        "arms": [_arm(name, measured, bound_s, sweep.get(best or ""), sweep.get(default)) for name in settings.arms],
+        "arms": [_arm(name, measured, bound_s, best, default) for name in settings.arms],
     }
 
 
-def _arm(
-    name: str, measured: dict[str, Any], bound_s: float, best_ddp_s: np.ndarray | None, default_ddp_s: np.ndarray | None
-) -> dict[str, Any]:
-    """One arm's part; the last two are the rounds of DDP at its best and at its default bucket size."""
-    arm: dict[str, Any] = {"arm": name, "refused": measured["refused"].get(name)}
+def _arm(name: str, measured: dict[str, Any], bound_s: float, best: str | None, default: str) -> dict[str, Any]:
+    """One arm's part; the last two name DDP at its best and at its default bucket size."""
     if name not in measured["rounds_s"]:
-        return arm
-    rounds_s = np.array(measured["rounds_s"][name])
-    return arm | {
-        "step_s": spread(rounds_s),
-        "over_bound": spread(rounds_s / bound_s),
-        "speedup_over_best_ddp": _speedup(best_ddp_s, rounds_s),
-        "speedup_over_default_ddp": _speedup(default_ddp_s, rounds_s),
+        return {"arm": name, "refused": measured["refused"].get(name)}
+    return arm_figures(name, measured["rounds_s"], bound_s, best, default) | {
+        "refused": None,
         "warm_up_steps": measured["warm_up_steps"][name],
         "rounds_s": measured["rounds_s"][name],
-        "processor_s": spread(np.array(measured["processor_s"][name])),
+        "processor_s": spread(measured["processor_s"][name]),
         "sent_bytes": spread(measured["sent_bytes"][name]) if name in measured["sent_bytes"] else None,
         **measured["facts"][name],
     }
-
-
-def _speedup(reference_s: np.ndarray | None, times_s: np.ndarray) -> dict[str, float | None] | None:
-    """How many times faster than `reference_s`: ratios of the same round, then their median, quartiles and bound."""
-    if reference_s is None:
-        return None
-    ratios = (reference_s / times_s).tolist()
-    return {**spread(ratios), "at_least": median_at_least(ratios)}

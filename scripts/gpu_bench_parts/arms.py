@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import ddp_crossover as dx
 from bench_kit.device_time import between_s, now, synchronize
-from bench_kit.training import LEARNING_RATE, PIPELINED_STEPS, WARM_UP_STEPS, Arm, ArmRefused, Workload
+from bench_kit.training import LEARNING_RATE, WARM_UP_STEPS, Arm, ArmRefused, Workload
 from ddp_crossover.tracing.trace import Trace
 from gpu_bench_parts.settings import ArmSettings, CaseSettings
 from gpu_bench_parts.wire import GBIT, Wire
@@ -87,12 +87,6 @@ class GpuArm(Arm):
                 self.drain()
                 return steps
         raise ArmRefused(f"not settled after {limit} steps")
-
-    def _is_settled(self) -> bool:
-        if self.state is None or self.state.detached:
-            return True
-        stats = self.state.stats()
-        return not self.state.tuning and (stats.pipelined_iterations >= PIPELINED_STEPS or bool(stats.fallbacks))
 
     def turn_s(self, steps: int) -> float:
         """Seconds per step of one turn, as `bench_kit.training` describes it, on the device's clock.

@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-_HEADINGS = ("ms", "quartiles", "T/T*", "over noop", "over best DDP", "95%", "25 MB", "host ms", "MiB", "of DDP's")
+from bench_kit.tables import make_table, say
+
+_SPEEDUPS = ("over best DDP", "95%", "25 MB")
+_HEADINGS = ("arm", "ms", "quartiles", "T/T*", "over noop", *_SPEEDUPS, "host ms", "MiB", "of DDP's")
 
 
 def print_case(console: Console, case: dict[str, Any], wire: str) -> None:
@@ -18,23 +19,15 @@ def print_case(console: Console, case: dict[str, Any], wire: str) -> None:
     if not case["arms"]:
         console.print("no round is over", highlight=False)
         return
-    console.print(
+    say(
+        console,
         f"{measured['device']}; {measured['parameters'] / 1e6:.1f} M parameters in {measured['tensors']} tensors. "
         f"A = {case['wire_s'] * 1e3:.1f} ms on the wire, C = {case['compute_s'] * 1e3:.1f} ms of compute, "
         f"A/C = {case['wire_s'] / case['compute_s']:.2f}, T* = max(C, A); {case['rounds']} rounds",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
-    table = Table(box=box.SIMPLE, padding=(0, 1))
-    table.add_column("arm", no_wrap=True)
-    for heading in _HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for arm in case["arms"]:
-        table.add_row(*_cells(arm))
-    console.print(table)
+    console.print(make_table(_HEADINGS, [_cells(arm) for arm in case["arms"]]))
     for note in _notes(case):
-        console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"  {note}")
 
 
 def _cells(arm: dict[str, Any]) -> list[str]:

@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from bench_kit.rounds import median_at_least, spread
+from bench_kit.rounds import arm_figures, best_ddp, spread
 from gpu_bench_parts.settings import AUTO, DEAR_NO_WIRE, DEFAULT_BUCKET_MB, NOOP, WHY_NOT_FSDP2, CaseSettings
 
 
@@ -29,8 +29,7 @@ def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any
         return case
     rounds_s = {name: times[:complete] for name, times in rounds_s.items()}
     compute_s, wire_s = statistics.median(rounds_s[NOOP]), statistics.median(measured["flat_s"])
-    sweep = {name: statistics.median(times) for name, times in rounds_s.items() if name.startswith("ddp@")}
-    best = min(sweep, key=lambda name: sweep[name], default="")
+    best = best_ddp(rounds_s) or ""
     return case | {
         "compute_s": compute_s,
         "wire_s": wire_s,
@@ -49,15 +48,9 @@ def _arm(
 ) -> dict[str, Any]:
     default = f"ddp@{DEFAULT_BUCKET_MB:g}"
     memory_bytes = measured["memory_bytes"]
-    return {
-        "arm": name,
-        "step_s": spread(rounds_s[name]),
-        "over_bound": spread([step_s / bound_s for step_s in rounds_s[name]]),
-        "over_compute_s": spread(
-            [step_s - alone_s for step_s, alone_s in zip(rounds_s[name], rounds_s[NOOP], strict=True)]
-        ),
-        "speedup_over_best_ddp": _speedup(rounds_s.get(best), rounds_s[name]),
-        "speedup_over_default_ddp": _speedup(rounds_s.get(default), rounds_s[name]),
+    alone_s = rounds_s[NOOP]
+    return arm_figures(name, rounds_s, bound_s, best, default) | {
+        "over_compute_s": spread([step_s - alone for step_s, alone in zip(rounds_s[name], alone_s, strict=True)]),
         "host_s": spread(measured["host_s"][name]),
         "traced_exposed_s": measured["traced_exposed_s"].get(name),
         "memory_bytes": memory_bytes.get(name),
@@ -67,14 +60,6 @@ def _arm(
         "warm_up_steps": measured["warm_up_steps"][name],
         **measured["facts"][name],
     }
-
-
-def _speedup(reference_s: list[float] | None, times_s: list[float]) -> dict[str, float | None] | None:
-    """How many times faster than `reference_s`: ratios of the same round, then their median, quartiles and bound."""
-    if reference_s is None:
-        return None
-    ratios = [before / after for before, after in zip(reference_s, times_s, strict=True)]
-    return {**spread(ratios), "at_least": median_at_least(ratios)}
 
 
 def headline(case: dict[str, Any]) -> str:

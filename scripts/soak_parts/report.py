@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from bench_kit.tables import make_table, say
 from soak_parts.verdict import Course
 
 UNITS = {"rss_bytes": ("memory, MiB", 2**-20, ".1f"), "step_s": ("median step, ms", 1e3, ".2f")}
@@ -13,24 +12,16 @@ UNITS = {"rss_bytes": ("memory, MiB", 2**-20, ".1f"), "step_s": ("median step, m
 
 def print_report(console: Console, courses: list[Course], record: dict[str, Any]) -> None:
     """Print how each figure went, what ran, and the verdict."""
-    table = Table(box=box.SIMPLE, padding=(0, 1))
-    table.add_column("process", no_wrap=True)
-    table.add_column("figure", no_wrap=True)
-    for heading in ("first quarter", "last quarter", "its lowest", ""):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for course in courses:
-        table.add_row(*_cells(course))
-    console.print(table)
-    for line in _what_ran(record):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    for line in record["differences"]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    headings = ("process", "figure", "first quarter", "last quarter", "its lowest", "")
+    console.print(make_table(headings, [_cells(course) for course in courses], left=2))
+    for line in (*_what_ran(record), *record["differences"]):
+        say(console, line)
     growing = ", ".join(f"{course.figure} of {course.process}" for course in courses if course.grows)
-    console.print(
+    say(
+        console,
         f"{f'GROWING: {growing}' if growing else 'flat'}; parameters and optimizer state are "
         f"{'UNEQUAL to' if record['differences'] else 'bit for bit those of'} plain DDP",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    )
 
 
 def _cells(course: Course) -> list[str]:
