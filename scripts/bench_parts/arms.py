@@ -18,8 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import ddp_crossover as dx
 from bench_kit.training import LEARNING_RATE, Arm, ArmRefused, Workload
 from bench_parts import relaxed
-from bench_parts.stragglers import ARMS as STRAGGLER_ARMS
-from bench_parts.stragglers import Straggler, make_slowed_arm
+from bench_parts.stragglers import BalancedArm, SlowedArm, Straggler
 
 DEFAULT_BUCKET_MB = 25.0
 POWER_SGD_RANK = 4
@@ -127,8 +126,11 @@ def make_arm(
         except TypeError as error:
             raise ArmRefused(f"refused by {dist.get_backend()}: {error}") from error
     if straggler is not None and name.kind != "noop":  # which measures the compute of ranks that are all fast
-        return make_slowed_arm(name.kind, workload, ddp, optimizer, state, straggler)
-    if name.kind in STRAGGLER_ARMS:
+        if name.kind == "balance":
+            assert state is not None
+            return BalancedArm(workload, ddp, optimizer, state, straggler)
+        return SlowedArm(workload, ddp, optimizer, state, straggler)
+    if name.kind == "balance":
         raise ArmRefused("needs --stragglers")
     return Arm(workload, ddp, optimizer, state)
 

@@ -3,46 +3,21 @@
 from pathlib import Path
 from typing import Any
 
+from bench_kit.bars import draw_bars
 from bench_parts.arms import OURS, ArmName
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Write a PNG.
-
-    Args:
-        record: what `bench.py` writes as JSON, with at least one case.
-        path: the file.
-    """
-    # Imported here because it is optional. The object interface leaves the user's backend alone.
-    from matplotlib.figure import Figure
-
+    """Write a PNG of what `bench.py` writes as JSON, with at least one case."""
     cases = record["cases"]
-    names = list(dict.fromkeys(arm["arm"] for case in cases for arm in case["arms"] if not arm["refused"]))
-    colors = _colors(names)
-    figure = Figure(figsize=(3 + max(4.0, 0.16 * len(names) * len(cases)), 4.8), layout="constrained")
-    axes = figure.add_subplot()
-    width = 0.85 / len(names)
-    for place, name in enumerate(names):
-        measured = [
-            (index + (place - (len(names) - 1) / 2) * width, arm["over_bound"])
-            for index, case in enumerate(cases)
-            for arm in case["arms"]
-            if arm["arm"] == name and not arm["refused"]
-        ]
-        at = [x for x, _ in measured]
-        medians = [spread["median"] for _, spread in measured]
-        errors = [
-            [spread["median"] - spread["low"] for _, spread in measured],
-            [spread["high"] - spread["median"] for _, spread in measured],
-        ]
-        axes.bar(at, medians, width, yerr=errors, color=colors[name], label=name, error_kw={"elinewidth": 0.8})
-    axes.axhline(1.0, color="black", linewidth=1, linestyle="--")
-    axes.set_xticks(range(len(cases)), [_label(case) for case in cases])
-    axes.set_ylabel("T/T*, median and quartiles")
+    arms: dict[str, dict[int, dict[str, float]]] = {}
+    for number, case in enumerate(cases):
+        for arm in case["arms"]:
+            if not arm["refused"]:
+                arms.setdefault(arm["arm"], {})[number] = arm["over_bound"]
     bound = "T* is the longer of compute alone and all-reduce alone"
-    axes.set_title(f"Time of a step over T*\n{bound}\n{record['configuration']['network']}", fontsize="medium")
-    figure.legend(loc="outside right upper", fontsize="small")
-    figure.savefig(path, dpi=150)
+    title = f"Time of a step over T*\n{bound}\n{record['configuration']['network']}"
+    draw_bars(path, title, "T/T*", [_label(case) for case in cases], arms, _colors(list(arms)))
 
 
 def _label(case: dict[str, Any]) -> str:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import ddp_crossover as dx
@@ -118,20 +117,3 @@ class BalancedArm(SlowedArm):
 
     def facts(self) -> dict[str, object]:
         return super().facts() | {"shares": self._sampler.sizes()}
-
-
-ARMS = {"balance": BalancedArm}
-
-
-def make_slowed_arm(
-    kind: str,
-    workload: Workload,
-    network: DistributedDataParallel,
-    optimizer: Optimizer,
-    state: dx.DearState | None,
-    straggler: Straggler,
-) -> Arm:
-    """An arm of this kind on ranks that may be slow."""
-    if state is not None and kind in ARMS:
-        return ARMS[kind](workload, network, optimizer, state, straggler)
-    return SlowedArm(workload, network, optimizer, state, straggler)

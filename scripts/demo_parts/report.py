@@ -1,21 +1,16 @@
 """The words, the table and the record of the demo."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from bench_kit.rounds import spread
-from ddp_crossover.fusion import Schedule
-from ddp_crossover.planning.model_profile import ModelProfile
-from ddp_crossover.planning.search import best_of_sizes
+from bench_kit.rounds import speedup, spread
+from bench_kit.tables import make_table
 from demo_parts.arms import DemoArm
 from demo_parts.measure import Comparison, Learned, Traced
 
-FASTER = (2, 4, 10)
 # Differences below this are called none.
 NO_DIFFERENCE = 0.02
 # Compute that changes by more than this factor shows that other work disturbs the measurements.
@@ -74,24 +69,17 @@ def make_record(
             }
         )
     rows.append({"label": arms.alone.label, "step_s": spread(times_s[-1]), "rounds_s": times_s[-1]})
-    profile, with_dear = state.profile(), traced[-1]
     return {
         "arms": rows,
         "comparison": comparison._asdict(),
-        "overlapped_steps": with_dear.overlapped,
-        "of_steps": with_dear.finished,
+        "overlapped_steps": traced[-1].overlapped,
+        "of_steps": traced[-1].finished,
         "plan": str(state.plan) if state.plan else None,
         "tuning": state.tuning_progress(),
         "fallbacks": dict(state.stats().fallbacks),
         "over_best": speedup(best_s, dear_s),
         "over_default": speedup(default_s, dear_s),
-        "faster_links": faster_links(profile) if profile is not None and profile.link is not None else [],
     }
-
-
-def speedup(reference_s: list[float], times_s: list[float]) -> dict[str, float]:
-    """How many times as fast as the reference: ratios within rounds, their median and quartiles."""
-    return spread([slow / fast for slow, fast in zip(reference_s, times_s, strict=True)])
 
 
 def verdict(over_best: dict[str, float], over_default: dict[str, float]) -> str:
@@ -124,74 +112,28 @@ def why_figures_mean_little(compute_at_start_s: float, compute_in_rounds_s: floa
     )
 
 
-def faster_links(profile: ModelProfile) -> list[dict[str, float]]:
-    """What the simulator predicts on faster links with the same compute: seconds per step of both, at their best."""
-    assert profile.link is not None
-    predicted = []
-    for factor in (1, *FASTER):
-        link = replace(profile.link, s_per_byte=profile.link.s_per_byte / factor)
-        seconds = [
-            best_of_sizes(profile.specs, profile.compute, link, profile.world_size, schedule, fused_all_reduce=False)[
-                1
-            ].step_s
-            for schedule in (Schedule.ALLREDUCE, Schedule.AUTO)
-        ]
-        predicted.append({"times_as_fast": factor, "ddp_s": seconds[0], "dear_s": seconds[1]})
-    return predicted
-
-
-def faster_links_sentence(predicted: list[dict[str, float]]) -> str:
-    """The predictions in words."""
-    here, *others = (_gain(row["ddp_s"] / row["dear_s"] - 1) for row in predicted)
-    parts = ", ".join(f"{gain} on one of {factor} times the speed" for gain, factor in zip(others, FASTER, strict=True))
-    return (
-        f"The simulator's prediction from this run, DeAR's gain over the best DDP: {here} on this link, {parts}. What "
-        "counts is communication relative to compute: with a device that computes ten times as fast, this is the "
-        "picture on a link ten times as fast."
-    )
-
-
-def _gain(gain: float) -> str:
-    return "nothing" if gain < NO_DIFFERENCE / 2 else f"{gain:.0%}"
-
-
 def show(console: Console, result: dict[str, Any]) -> None:
     """Print everything, for somebody who has never seen it."""
+    headings = ("", "ms/step", "quartiles", "speedup", "exposed", "loss", "accuracy")
+    frame: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "show_edge": False}
     console.print()
-    console.print(_table(result))
+    console.print(make_table(headings, map(_cells, result["arms"]), caption=CAPTION, caption_justify="left", **frame))
     console.print()
     for line in _lines(result):
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _table(result: dict[str, Any]) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-        caption=CAPTION,
-        caption_justify="left",
-    )
-    table.add_column("", no_wrap=True)
-    for heading in ("ms/step", "quartiles", "speedup", "exposed", "loss", "accuracy"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for arm in result["arms"]:
-        step_s = arm["step_s"]
-        table.add_row(
-            arm["label"],
-            f"{step_s['median'] * 1e3:.0f}",
-            f"{step_s['low'] * 1e3:.0f}..{step_s['high'] * 1e3:.0f}",
-            *_trained_cells(arm),
-            style="bold" if arm["label"] == "DeAR" else None,
-        )
-    return table
-
-
-def _trained_cells(arm: dict[str, Any]) -> list[str]:
+def _cells(arm: dict[str, Any]) -> list[str]:
+    step_s = arm["step_s"]
+    times = [
+        arm["label"],
+        f"{step_s['median'] * 1e3:.0f}",
+        f"{step_s['low'] * 1e3:.0f}..{step_s['high'] * 1e3:.0f}",
+    ]
     if "speedup" not in arm:
-        return []
+        return times
     return [
+        *times,
         f"{arm['speedup']['median']:.2f}",
         f"{arm['exposed_s'] * 1e3:.0f} ms",
         f"{arm['loss']:.5f}",
@@ -211,8 +153,6 @@ def _lines(result: dict[str, Any]) -> list[str]:
     lines = [identical, overlap_sentence(result), verdict(result["over_best"], result["over_default"])]
     if busy := why_figures_mean_little(result["link"]["compute_s"], result["arms"][-1]["step_s"]["median"]):
         lines.append(f"[yellow]{busy}[/]")
-    if result["faster_links"]:
-        lines.append(faster_links_sentence(result["faster_links"]))
     return lines
 
 
