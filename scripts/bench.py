@@ -21,8 +21,8 @@ from bench_kit.launch import OnProgress, RunRanks, on_lab, over_loopback
 from bench_kit.on_ranks import measure_on_ranks
 from bench_kit.run import Bench, run_cases
 from bench_parts import chart, rank, report
+from bench_parts.cases import CaseSettings
 from bench_parts.options import make_cases, parse_args
-from bench_parts.settings import CaseSettings
 from bench_parts.summary import summarize
 
 

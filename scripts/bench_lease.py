@@ -17,11 +17,10 @@ import torch
 from bench_kit import record
 from bench_kit.launch import on_lab
 from bench_kit.run import Bench, run_cases
-from bench_lease_parts import chart, report
-from bench_lease_parts.cases import make_case
+from bench_lease_parts import report
+from bench_lease_parts.cases import make_case, parse_args
 from bench_lease_parts.conductor import run_case
 from bench_lease_parts.figures import summarize
-from bench_lease_parts.options import parse_args
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         on_lab(args.hosts, args.rate),
         lambda settings, run_ranks, progress: summarize(settings, run_case(settings, args.hosts, run_ranks, progress)),
         report.print_case,
-        chart.draw,
+        report.draw,
     )
     return run_cases(bench, [make_case(name, args) for name in args.cases], args, configuration(args))
 

@@ -1,9 +1,92 @@
-"""The cases by name. Times are those of a device and a link of one's own."""
+"""What is measured: jobs, the cases by name, and the command line. Hosts and jobs read a case from a file."""
 
 import argparse
 import dataclasses
+import pickle
+from pathlib import Path
+from typing import Literal
 
-from bench_lease_parts.settings import CaseSettings, JobSettings
+from bench_kit.options import (
+    add_link_options,
+    add_results,
+    make_parser,
+    names,
+    not_negative,
+    parse,
+    positive,
+    positive_int,
+)
+
+_FILE = "settings.pickle"
+
+
+@dataclasses.dataclass(frozen=True)
+class JobSettings:
+    """One job, with a rank on every host.
+
+    Attributes:
+        name: unique within the case.
+        kind: `training` synchronizes its gradients; `compute` uses the device only, each rank for itself.
+        compute_s: time of a step's compute alone; a third of it is forward.
+        link_s: time that the link alone would take for a step's gradients, which says how many parameters there are.
+        layers: paced layers, which all take equally long.
+        first_layer_share: share of the parameters that the first layer holds, as an embedding would: their gradient
+            comes last and they are needed first, so no schedule hides it. None: all layers hold equally many.
+        weight: of its lease.
+        role: of its lease, `peer` or `filler`.
+    """
+
+    name: str
+    kind: Literal["training", "compute"]
+    compute_s: float
+    link_s: float = 0.0
+    layers: int = 8
+    first_layer_share: float | None = None
+    weight: float = 1.0
+    role: Literal["peer", "filler"] = "peer"
+
+
+@dataclasses.dataclass(frozen=True)
+class CaseSettings:
+    """Some jobs that share all hosts, and how they are measured.
+
+    Attributes:
+        name: as on the command line.
+        jobs: the first one is the main job where there are fillers.
+        rounds: windows of each arm.
+        window_s: length of a window.
+        settle_s: how long the jobs run before a window begins.
+        slice_s: time slice of the emulated device.
+        switch_s: what it costs the emulated device to go from one job to another.
+        stagger_s: jobs start so long after each other, in opposite orders on hosts of even and of odd number.
+        schedule: of the training jobs' `DearState`.
+    """
+
+    name: str
+    jobs: tuple[JobSettings, ...]
+    rounds: int
+    window_s: float
+    settle_s: float
+    slice_s: float
+    switch_s: float
+    stagger_s: float = 0.0
+    schedule: str = "dear"
+
+    def start_delay_s(self, job: int, host: int) -> float:
+        """How long after the first job this one starts on this host."""
+        place = job if host % 2 == 0 else len(self.jobs) - 1 - job
+        return place * self.stagger_s
+
+    def write(self, directory: Path) -> None:
+        """Write the settings to a file in a directory."""
+        (directory / _FILE).write_bytes(pickle.dumps(self))
+
+    @staticmethod
+    def read(directory: Path) -> "CaseSettings":
+        """Read what `write` wrote."""
+        settings: CaseSettings = pickle.loads((directory / _FILE).read_bytes())
+        return settings
+
 
 # T is about 1.33 c: most of the gradients come last and are needed first, so the link is waited for under any schedule.
 # Both links together take two thirds of one compute, so they do not bind.
@@ -55,3 +138,31 @@ def make_case(name: str, args: argparse.Namespace) -> CaseSettings:
         stagger_s=STAGGER_S.get(name, 0.0),
         schedule=args.schedule,
     )
+
+
+CASES = "\n".join(f"  {name:10}{meaning}" for name, meaning in MEANING.items())
+
+
+def parse_args(description: str | None, arguments: list[str] | None) -> argparse.Namespace:
+    """Read and check the command line; bad input ends the program with a message that names it."""
+    parser = make_parser(description, f"cases:\n{CASES}")
+    # fmt: off
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--cases", type=names(list(JOBS)), default=list(JOBS), metavar="NAME,...",
+                      help="listed below (all)")
+    what.add_argument("--schedule", choices=("dear", "auto", "allreduce"), default="dear",
+                      help="schedule of the training jobs (%(default)s)")
+    what.add_argument("--slice-ms", type=positive, default=2.0,
+                      help="time slice of the emulated device (%(default)g)")
+    what.add_argument("--switch-us", type=not_negative, default=0.0,
+                      help="time that the emulated device loses when it goes from one job to another (%(default)g)")
+    how = parser.add_argument_group("how")
+    add_link_options(how)
+    how.add_argument("--rounds", type=positive_int, default=5, help="windows of each arm (%(default)s)")
+    how.add_argument("--window-s", type=positive, default=8.0, help="length of a window (%(default)g)")
+    how.add_argument("--settle-s", type=positive, default=1.5,
+                     help="how long jobs run before a window begins (%(default)g)")
+    how.add_argument("--quick", action="store_true", help="a first look: 2 rounds of 4 s, unless given")
+    # fmt: on
+    add_results(parser, plot=True)
+    return parse(parser, arguments, {"rounds": 2, "window_s": 4.0})

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from bench_kit.launch import OnProgress, RunRanks, rank_environment
 from bench_kit.rounds import turns
+from bench_lease_parts.cases import CaseSettings
 from bench_lease_parts.figures import steps_between
-from bench_lease_parts.settings import CaseSettings
 
 CONDUCTOR_SOCKET = "conductor.sock"
 BEGIN_AHEAD_S = 0.1

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from bench_kit.rounds import jain_index, spread
-from bench_lease_parts.settings import CaseSettings
+from bench_lease_parts.cases import CaseSettings
 
 
 class StepTimes(NamedTuple):

@@ -10,8 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench_lease_parts.device_server import DEVICE_VARIABLE, serve_device
-from bench_lease_parts.settings import CaseSettings
+from bench_lease_parts.cases import CaseSettings
+from bench_lease_parts.device import DEVICE_VARIABLE, serve_device
 from ddp_crossover.lease.directory import DIRECTORY_VARIABLE
 
 

@@ -21,9 +21,9 @@ from torch.optim import SGD
 import ddp_crossover as dx
 from bench_kit.paced import COLUMNS, layer_sizes, sleep_accurately
 from bench_kit.training import LEARNING_RATE, WARM_UP_STEPS, Arm, Workload, all_reduces_s, paced_workload, set_pace
+from bench_lease_parts.cases import CaseSettings, JobSettings
 from bench_lease_parts.conductor import CONDUCTOR_SOCKET, Window
-from bench_lease_parts.device_server import DevicePace
-from bench_lease_parts.settings import CaseSettings, JobSettings
+from bench_lease_parts.device import DevicePace
 from ddp_crossover.lease.client import GpuLease
 
 CALIBRATION_NUMEL = 2_000_000

@@ -1,11 +1,13 @@
-"""A table for each case, within 80 columns. All of them say that the device is emulated."""
+"""A table for each case, within 80 columns, and the bar chart. All say that the device is emulated."""
 
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
+from bench_kit.bars import draw_bars
 from bench_kit.tables import make_table
 from bench_lease_parts.cases import MEANING
 
@@ -80,3 +82,21 @@ def _notes(case: dict[str, Any]) -> list[str]:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.0f}"
+
+
+COLORS = {"co-run": "tab:gray", "lease": "tab:green"}
+WIDTH = 0.45
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """Write a PNG of what `bench_lease.py` writes as JSON, with at least one case."""
+    cases = record["cases"]
+
+    def add_bounds(axes: Any) -> None:
+        for number, case in enumerate(cases):
+            ends, label = [number - WIDTH, number + WIDTH], None if number else "bound S*"
+            axes.plot(ends, [case["bound"]] * 2, color="tab:red", label=label)
+
+    title = f"Jobs that share hosts; the device is EMULATED\n{record['configuration']['network']}"
+    arms = {name: {number: case["arms"][name]["over_serial"] for number, case in enumerate(cases)} for name in COLORS}
+    draw_bars(path, title, "throughput over serial", [case["case"] for case in cases], arms, COLORS, add_bounds)

@@ -17,10 +17,9 @@ from bench_kit.options import (
 from bench_kit.paced import GROWTH
 from bench_parts import relaxed
 from bench_parts.arms import DEFAULT_BUCKET_MB, MEANING, NOT_BY_DEFAULT, OPTIMIZERS, ArmName
+from bench_parts.cases import CaseSettings, make_workload
 from bench_parts.real import MODELS
-from bench_parts.settings import CaseSettings
 from bench_parts.stragglers import FORMS, Straggler
-from bench_parts.workloads import make_workload
 
 ARMS = "\n".join(f"  {name:14}{meaning}" for name, meaning in MEANING.items())
 EPILOG = f"arms:\n{ARMS}\nWith @MB at its end an arm runs on a DDP with that bucket_cap_mb instead of 25: ddp@4, auto@1"

@@ -15,10 +15,9 @@ from bench_kit.paced import sleep_accurately
 from bench_kit.rounds import turns
 from bench_kit.training import Arm, ArmRefused, Workload, all_reduces_s, mean_over_ranks, set_pace
 from bench_parts.arms import STATE_COPIES, ArmName, make_arm
+from bench_parts.cases import CaseSettings, make_workload
 from bench_parts.prediction import measured_profile, predicted_steps_s
-from bench_parts.settings import CaseSettings
 from bench_parts.stragglers import Straggler
-from bench_parts.workloads import make_workload
 
 ALL_REDUCES_PER_TURN = 2
 # Weights, gradients and one more buffer of that size, for an arm on one host; optimizer state comes on top.

@@ -6,8 +6,8 @@ from typing import Any
 
 from bench_kit.rounds import arm_figures, best_ddp, spread
 from bench_parts.arms import DEFAULT_BUCKET_MB, ArmName
+from bench_parts.cases import CaseSettings
 from bench_parts.prediction import least_case_step_s
-from bench_parts.settings import CaseSettings
 from ddp_crossover.planning.model_profile import ModelProfile
 
 

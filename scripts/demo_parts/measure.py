@@ -13,8 +13,7 @@ from torch import Tensor
 import ddp_crossover as dx
 from bench_kit.rounds import turns
 from bench_kit.training import all_reduces_s, mean_over_ranks
-from demo_parts.arms import DemoArm, Factory
-from demo_parts.images import Images
+from demo_parts.arms import DemoArm, Factory, Images
 from train import evaluate
 
 COMPUTE_S = 0.25  # a step of about this length is long against disturbances, and short enough for some hundred steps

@@ -18,7 +18,7 @@ import bench
 import lab
 from bench_kit import launch, paced
 from bench_parts import options, report
-from bench_parts.settings import CaseSettings
+from bench_parts.cases import CaseSettings
 from bench_parts.summary import summarize
 from ddp_crossover.fusion import GradientSpec
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel

@@ -15,12 +15,11 @@ import bench_lease
 import lab
 from bench_kit.launch import CaseFailed
 from bench_kit.rounds import jain_index
-from bench_lease_parts import options, report
-from bench_lease_parts.cases import JOBS, make_case
+from bench_lease_parts import cases, report
+from bench_lease_parts.cases import JOBS, CaseSettings, make_case
 from bench_lease_parts.conductor import arms_of, run_case
 from bench_lease_parts.figures import StepTimes, bound, in_proportion, steps_between, summarize
 from bench_lease_parts.job import sizes_of_layers
-from bench_lease_parts.settings import CaseSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 450
@@ -28,7 +27,7 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def case(name: str, *given: str) -> CaseSettings:
-    return make_case(name, options.parse_args("", ["--rounds", "2", "--window-s", "10", *given]))
+    return make_case(name, cases.parse_args("", ["--rounds", "2", "--window-s", "10", *given]))
 
 
 def test_a_step_under_way_counts_in_part() -> None:
@@ -147,7 +146,7 @@ def test_settings_survive_their_file(tmp_path: Path) -> None:
 )
 def test_bad_input_is_refused_by_name(given: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_of:
-        options.parse_args("", given.split())
+        cases.parse_args("", given.split())
     assert exit_of.value.code == 2 and named in capsys.readouterr().err
 
 

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench_lease_parts.device import Device
-from bench_lease_parts.device_server import DEVICE_VARIABLE, DevicePace, serve_device
+from bench_lease_parts.device import DEVICE_VARIABLE, Device, DevicePace, serve_device
 
 SLICE_S = 0.002
 

@@ -1,6 +1,10 @@
-"""The settings of one case."""
+"""The settings of one case, and what its arms train."""
 
 import dataclasses
+
+from bench_kit import paced
+from bench_kit.training import Workload, paced_workload
+from bench_parts import real
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,3 +50,13 @@ class CaseSettings:
             return f"transformer, {self.tokens} tokens" if self.workload == "transformer" else self.workload
         slow = f", {self.straggler}" if self.straggler else ""
         return f"paced, {self.profile}, A/C {self.ratio:g}{slow}"
+
+
+def make_workload(settings: CaseSettings) -> Workload:
+    """The workload of a case; paced layers do not sleep until their pace is set."""
+    if settings.workload != "paced":
+        return real.MODELS[settings.workload](settings.tokens)
+    pace = paced.Pace(0.0)
+    layers = settings.blocks * settings.weights_per_block
+    sizes = paced.layer_sizes(settings.parameters, layers, settings.profile)
+    return paced_workload(sizes, settings.blocks, pace)
