@@ -27,46 +27,46 @@ POWER_SGD_START = 2
 OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "adamw": AdamW}
 STATE_COPIES = {"sgd": 0, "adamw": 2}
 """Optimizer state of each parameter, in times of its size."""
-OURS: dict[str, dict[str, Any]] = {
-    "dear": {"schedule": "dear"},
-    "auto": {"schedule": "auto"},
-    "allreduce": {"schedule": "allreduce"},
-    "auto-bf16": {"schedule": "auto", "wire_dtype": torch.bfloat16},
-    "auto-int8": {"wire_dtype": torch.int8},
-    "top-k": {"compress": dx.TopK(0.01)},
-    "top-k-int8": {"compress": dx.TopK(0.01), "wire_dtype": torch.int8},
-    "auto-node": {"groups": "node"},
-    "int8-node": {"groups": "node", "wire_dtype": torch.int8},
-    "top-k-node": {"groups": "node", "compress": dx.TopK(0.01)},
-    "shard": {"schedule": "auto", "shard_optimizer": True},
-    "balance": {"schedule": "auto", "weighted": True},
-}
-NOT_BY_DEFAULT = (
-    *("top-k", "top-k-int8", "auto-node", "int8-node", "top-k-node", "shard", "balance"),
-    *relaxed.MEANING,
-)
-"""Arms that need another network, or another optimizer, to be worth a look."""
 
-MEANING = {
-    "noop": "DDP without communication (torch's noop_hook): compute alone",
-    "ddp": "plain DDP, once for each size in --buckets",
-    "ddp-bf16": "DDP with torch's bf16_compress_hook",
-    "ddp-powersgd": f"DDP with torch's PowerSGD hook, rank {POWER_SGD_RANK}",
-    "zero": "DDP with ZeroRedundancyOptimizer, parameters_as_bucket_view=True",
-    "fsdp2": "fully_shard(reshard_after_forward=False), block by block",
-    "dear": 'ddp_crossover, schedule="dear"',
-    "auto": 'ddp_crossover, schedule="auto"',
-    "auto-bf16": 'ddp_crossover, schedule="auto", bf16 on the wire',
-    "auto-int8": "ddp_crossover, 8-bit codes on the wire",
-    "top-k": "ddp_crossover, 1% of the elements in scatter legs",
-    "top-k-int8": "the same, with 8-bit codes in gather legs",
-    "auto-node": 'ddp_crossover, groups="node"; for --ranks-per-host 2',
-    "int8-node": "the same, with 8-bit codes across hosts",
-    "top-k-node": "the same, with 1% of the elements across hosts (HiTopKComm)",
-    "allreduce": 'ddp_crossover, schedule="allreduce"',
-    "shard": 'ddp_crossover, schedule="auto", shard_optimizer=True',
-    "balance": "ddp_crossover, ranks get as many samples as they are fast; for --stragglers",
-    **relaxed.MEANING,
+
+class Kind(NamedTuple):
+    """A kind of arm: what it is, and the options of `attach` if it is ours.
+
+    By default those are left out that need another network, or another optimizer, to be worth a look.
+    """
+
+    meaning: str
+    options: dict[str, Any] | None = None
+    by_default: bool = True
+
+
+TOP_K = dx.TopK(0.01)
+KINDS = {
+    "noop": Kind("DDP without communication (torch's noop_hook): compute alone"),
+    "ddp": Kind("plain DDP, once for each size in --buckets"),
+    "ddp-bf16": Kind("DDP with torch's bf16_compress_hook"),
+    "ddp-powersgd": Kind(f"DDP with torch's PowerSGD hook, rank {POWER_SGD_RANK}"),
+    "zero": Kind("DDP with ZeroRedundancyOptimizer, parameters_as_bucket_view=True"),
+    "fsdp2": Kind("fully_shard(reshard_after_forward=False), block by block"),
+    "dear": Kind('ddp_crossover, schedule="dear"', {"schedule": "dear"}),
+    "auto": Kind('ddp_crossover, schedule="auto"', {"schedule": "auto"}),
+    "auto-bf16": Kind('ddp_crossover, schedule="auto", bf16 on the wire', {"wire_dtype": torch.bfloat16}),
+    "auto-int8": Kind("ddp_crossover, 8-bit codes on the wire", {"wire_dtype": torch.int8}),
+    "top-k": Kind("ddp_crossover, 1% of the elements in scatter legs", {"compress": TOP_K}, False),
+    "top-k-int8": Kind(
+        "the same, with 8-bit codes in gather legs", {"compress": TOP_K, "wire_dtype": torch.int8}, False
+    ),
+    "auto-node": Kind('ddp_crossover, groups="node"; for --ranks-per-host 2', {"groups": "node"}, False),
+    "int8-node": Kind("the same, with 8-bit codes across hosts", {"groups": "node", "wire_dtype": torch.int8}, False),
+    "top-k-node": Kind(
+        "the same, with 1% of the elements across hosts (HiTopKComm)", {"groups": "node", "compress": TOP_K}, False
+    ),
+    "allreduce": Kind('ddp_crossover, schedule="allreduce"', {"schedule": "allreduce"}),
+    "shard": Kind('ddp_crossover, schedule="auto", shard_optimizer=True', {"shard_optimizer": True}, False),
+    "balance": Kind(
+        "ddp_crossover, ranks get as many samples as they are fast; for --stragglers", {"weighted": True}, False
+    ),
+    **{kind: Kind(meaning, None, False) for kind, meaning in relaxed.MEANING.items()},
 }
 
 
@@ -80,8 +80,8 @@ class ArmName(NamedTuple):
     def parse(cls, text: str) -> "ArmName":
         """Raises ValueError for what is not an arm."""
         kind, _, bucket_mb = text.partition("@")
-        if kind not in MEANING:
-            raise ValueError(f"no arm is called {kind!r}: choose from {', '.join(MEANING)}")
+        if kind not in KINDS:
+            raise ValueError(f"no arm is called {kind!r}: choose from {', '.join(KINDS)}")
         with contextlib.suppress(ValueError):
             if (size := float(bucket_mb or DEFAULT_BUCKET_MB)) > 0:
                 return cls(kind, size)
@@ -119,7 +119,8 @@ def make_arm(
     optimizer = optimizer_class(ddp.parameters(), lr=LEARNING_RATE)
     if relaxed.period(name.kind) is not None:
         return relaxed.make_relaxed_arm(name.kind, workload, ddp, optimizer)
-    state = _attached(ddp, optimizer, OURS[name.kind], fusion_mb) if name.kind in OURS else None
+    options = KINDS[name.kind].options
+    state = None if options is None else _attached(ddp, optimizer, options, fusion_mb)
     if name.kind in _PEER_HOOKS:
         try:
             _PEER_HOOKS[name.kind](ddp)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_kit.bars import draw_bars
-from bench_parts.arms import OURS, ArmName
+from bench_parts.arms import KINDS, ArmName
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
@@ -31,7 +31,7 @@ def _colors(names: list[str]) -> dict[str, Any]:
 
     def family(name: str) -> str:
         kind = ArmName.parse(name).kind
-        return "ours" if kind in OURS else kind if kind in ("noop", "ddp") else "peers"
+        return "ours" if KINDS[kind].options else kind if kind in ("noop", "ddp") else "peers"
 
     maps = {"noop": "Greys", "ddp": "Blues", "ours": "Greens", "peers": "YlOrRd"}
     colors = {}

@@ -16,15 +16,15 @@ from bench_kit.options import (
 )
 from bench_kit.paced import GROWTH
 from bench_parts import relaxed
-from bench_parts.arms import DEFAULT_BUCKET_MB, MEANING, NOT_BY_DEFAULT, OPTIMIZERS, ArmName
+from bench_parts.arms import DEFAULT_BUCKET_MB, KINDS, OPTIMIZERS, ArmName
 from bench_parts.cases import CaseSettings, make_workload
 from bench_parts.real import MODELS
 from bench_parts.stragglers import FORMS, Straggler
 
-ARMS = "\n".join(f"  {name:14}{meaning}" for name, meaning in MEANING.items())
+ARMS = "\n".join(f"  {name:14}{kind.meaning}" for name, kind in KINDS.items())
 EPILOG = f"arms:\n{ARMS}\nWith @MB at its end an arm runs on a DDP with that bucket_cap_mb instead of 25: ddp@4, auto@1"
 QUICK = {"rounds": 3, "ratios": [1.0], "buckets": [DEFAULT_BUCKET_MB, 2.0]}
-DEFAULT_ARMS = [kind for kind in MEANING if kind not in NOT_BY_DEFAULT]
+DEFAULT_ARMS = [name for name, kind in KINDS.items() if kind.by_default]
 
 
 def parse_args(description: str | None, arguments: list[str] | None) -> argparse.Namespace:

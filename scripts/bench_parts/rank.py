@@ -79,14 +79,16 @@ class Rank:
         for arm in self._arms.values():
             arm.close()
         return {
-            "parameters": self._parameters,
-            "tensors": self._tensors,
-            "hosts": dist.get_world_size(),
-            "gradient_bytes": self._flat.nbytes,
-            "calibration_s": a_s,
-            "forward_s": self._workload.pace.forward_s if self._workload.pace else None,
-            "threads": torch.get_num_threads(),
-            "all_reduces_s": flat_s,
+            "case": {
+                "parameters": self._parameters,
+                "tensors": self._tensors,
+                "hosts": dist.get_world_size(),
+                "gradient_bytes": self._flat.nbytes,
+                "all_reduce_at_start_s": a_s,
+                "paced_forward_s_per_layer": self._workload.pace.forward_s if self._workload.pace else None,
+                "threads_per_rank": torch.get_num_threads(),
+                "all_reduces_s": flat_s,
+            },
             "rounds_s": rounds_s,
             "processor_s": processor_s,
             "sent_bytes": sent_bytes,

@@ -18,8 +18,8 @@ def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any
         settings: the case.
         measured: what `rank.Rank.run` returned.
     """
-    rounds_s = measured["rounds_s"]
-    all_reduce_best_s = min(measured["all_reduces_s"])
+    rounds_s, all_reduces_s = measured["rounds_s"], measured["case"]["all_reduces_s"]
+    all_reduce_best_s = min(all_reduces_s)
     compute_s = statistics.median(rounds_s["noop"])
     bound_s = max(compute_s, all_reduce_best_s)
     profile = measured["profile"]
@@ -28,16 +28,9 @@ def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any
     return {
         "case": settings.name,
         "settings": dataclasses.asdict(settings),
-        "parameters": measured["parameters"],
-        "tensors": measured["tensors"],
-        "hosts": measured["hosts"],
-        "gradient_bytes": measured["gradient_bytes"],
-        "threads_per_rank": measured["threads"],
-        "all_reduce_at_start_s": measured["calibration_s"],
-        "paced_forward_s_per_layer": measured["forward_s"],
+        **measured["case"],
         "all_reduce_best_s": all_reduce_best_s,
-        "all_reduce_median_s": statistics.median(measured["all_reduces_s"]),
-        "all_reduces_s": measured["all_reduces_s"],
+        "all_reduce_median_s": statistics.median(all_reduces_s),
         "compute_s": compute_s,
         "ratio_measured": all_reduce_best_s / compute_s,
         "bound_s": bound_s,
