@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 
 from accuracy_parts import rank
+from accuracy_parts.rank import CaseSettings
 from accuracy_parts.samples import WINDOW_BYTES, topics_text
-from accuracy_parts.settings import CaseSettings
 from accuracy_parts.tasks import TASKS
 from bench_kit import record
 from bench_kit.display import Display

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import ddp_crossover as dx
 from accuracy_parts.samples import Data, Samples, batch
-from accuracy_parts.settings import CaseSettings
 from accuracy_parts.tasks import TASKS, final_window, loss_of
 from accuracy_parts.wires import NODE_RANKS, WIRES, State
+from bench_kit.digest import digests
 from bench_kit.launch import tell
 from ddp_crossover.balance.split import Speed, split
 from ddp_crossover.codecs.wire import Wire
@@ -31,6 +32,34 @@ from ddp_crossover.torch_internals.private import replaced
 TEST_BATCH_SIZE = 128
 WARM_UP_SHARE = 0.05
 TELL_EVERY_STEPS = 10
+
+
+@dataclass(frozen=True)
+class CaseSettings:
+    """One wire on one task, with all seeds.
+
+    Attributes:
+        task: a name in `tasks.TASKS`.
+        wire: a name in `wires.WIRES`.
+        ranks: number of ranks.
+        seeds: number of seeds, which are 0, 1, and so on.
+        steps: steps of training with each seed.
+        fusion_mb: size of a fusion group in MiB; None has it tuned.
+        evaluate_every: steps from one evaluation on test data to the next; None: only at the end.
+    """
+
+    task: str
+    wire: str
+    ranks: int
+    seeds: int
+    steps: int
+    fusion_mb: float | None
+    evaluate_every: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The case in one short phrase."""
+        return f"{self.task}, {self.wire}"
 
 
 def measure(settings: CaseSettings) -> list[dict[str, Any]]:
@@ -222,15 +251,13 @@ def same_parameters_everywhere(network: nn.Module) -> str:
     Raises:
         RuntimeError: if ranks have different bits.
     """
-    # Bytes, not values: NaN is not equal to itself, and ranks that all diverged alike are in step.
-    bits = hashlib.sha256()
-    for parameter in network.parameters():
-        bits.update(parameter.detach().contiguous().numpy().tobytes())
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, bits.hexdigest())
-    if len(set(digests)) > 1:
-        raise RuntimeError(f"parameters differ between ranks after training, SHA-256 per rank: {digests}")
-    return str(digests[0])
+    # Bits, not values: NaN is not equal to itself, and ranks that all diverged alike are in step.
+    own = hashlib.sha256(str(digests(list(network.parameters()))).encode()).hexdigest()
+    of_ranks = [""] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    if len(set(of_ranks)) > 1:
+        raise RuntimeError(f"parameters differ between ranks after training, SHA-256 per rank: {of_ranks}")
+    return own
 
 
 @torch.no_grad()

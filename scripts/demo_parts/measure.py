@@ -1,6 +1,5 @@
 """What the demo measures, on all ranks together: compute, the link, the arms, what they have learned."""
 
-import hashlib
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import ddp_crossover as dx
+from bench_kit.digest import digests
 from bench_kit.rounds import turns
 from bench_kit.training import all_reduces_s, mean_over_ranks
 from demo_parts.arms import DemoArm, Factory, Images
@@ -166,28 +165,12 @@ class Comparison(NamedTuple):
 
 
 def compare(arms: list[DemoArm]) -> Comparison:
-    """Compare losses of all steps, parameters and buffers of the arms, and those of the ranks. Collective."""
-    reference, *others = arms
-    state, first = reference.state_dict(), ""
-    for other in others:
-        first = first or _first_difference(state, other.state_dict())
-        if not first and not torch.equal(torch.stack(reference.course.losses), torch.stack(other.course.losses)):
-            first = "the losses"
-    answers: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(answers, (first, _digest(state)))
-    first = next((where for where, _ in answers if where), "")
-    if not first and len({digest for _, digest in answers}) > 1:
-        first = "the models of the ranks"
-    return Comparison(len(state), reference.steps, first)
-
-
-def _first_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> str:
-    # NaN equals nothing, so it is a difference.
-    return next((name for name, tensor in left.items() if not torch.equal(tensor, right[name])), "")
-
-
-def _digest(state: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for tensor in state.values():
-        digest.update(tensor.detach().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+    """Compare losses of all steps, parameters and buffers of the arms, and the models of the ranks. Collective."""
+    own = [digests({"model": arm.state_dict(), "losses": torch.stack(arm.course.losses)}) for arm in arms]
+    ranks: list[list[dict[str, str]]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    # Each rank has losses of its own.
+    pairs = [(arms_of[0], other, arms_of[0].keys()) for arms_of in ranks for other in arms_of[1:]]
+    pairs += [(ranks[0][0], arms_of[0], own[0].keys() - {"losses"}) for arms_of in ranks[1:]]
+    different = (name for one, other, names in pairs for name in one if name in names and one[name] != other[name])
+    return Comparison(len(arms[0].state_dict()), arms[0].steps, next(different, ""))

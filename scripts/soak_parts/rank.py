@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from bench_kit.digest import digests
 from bench_kit.launch import tell
 from soak_parts import figures
 from soak_parts.attached import Attached
-from soak_parts.digest import digest
 from soak_parts.settings import SoakSettings
 from soak_parts.training import Training
 
@@ -50,7 +50,7 @@ class Run:
             if self._attached is not None and step % settings.attach_every == 0 and step < settings.steps:
                 self._attached.attach_anew()
             self._tell(step)
-        final = digest(self._training.ddp.module, self._training.optimizer)
+        final = digests(self._training.state())
         facts = self._attached.close() if self._attached is not None else {}
         settings.result(self._arm, self._rank).write_text(json.dumps({"digest": final, "facts": facts}))
 

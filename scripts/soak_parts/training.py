@@ -1,5 +1,7 @@
 """The training of a soak on one rank: the same with the package and without, step for step."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -46,11 +48,14 @@ class Training:
         self.ddp.train()
         return loss
 
+    def state(self) -> dict[str, Any]:
+        """Parameters, buffers and optimizer state."""
+        return {"model": self.ddp.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+
     def save(self) -> None:
         """Write a checkpoint, on rank 0; the others wait for it. Collective."""
         if dist.get_rank() == 0:
-            content = {"model": self.ddp.module.state_dict(), "optimizer": self.optimizer.state_dict()}
-            torch.save(content, self._settings.checkpoint)
+            torch.save(self.state(), self._settings.checkpoint)
         dist.barrier()
 
     def load(self) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 import accuracy
 from accuracy_parts import measure, options, rank, report, samples, summary
-from accuracy_parts.settings import CaseSettings
+from accuracy_parts.rank import CaseSettings
 from accuracy_parts.wires import DEFAULT_WIRES, WIRES
 from bench_kit.launch import CaseFailed
 from lab import why_no_lab
