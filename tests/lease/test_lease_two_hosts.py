@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -54,11 +55,12 @@ def test_two_brokers_that_know_nothing_of_each_other_come_to_one_order(lease_dir
         ranks = {(job, host): hosts[host].actor(job) for job, host in ends}
         for place, rank in ranks.items():
             rank.call("meet", ends[place])
+        start_s = time.monotonic() + 0.5  # all have heard of it by then
         for (job, host), rank in ranks.items():
             # Job b asks first on the second host. On each host another job's rank is late by itself.
-            delay_s = 0.0 if (job == "a") == (host == 0) else 0.5 * compute_s + late_s
+            begin_s = start_s if (job == "a") == (host == 0) else start_s + 0.5 * compute_s + late_s
             own_late_s = late_s if (job == "a") == (host == 1) else 0.0
-            rank.start("train_with", ends[job, 1 - host], delay_s, steps, compute_s, 0.1, own_late_s)
+            rank.start("train_with", ends[job, 1 - host], begin_s, steps, compute_s, 0.1, own_late_s)
         began = {place: rank.result() for place, rank in ranks.items()}
     of_steps = [
         ["".join(sorted("ab", key=lambda job: began[job, host][step])) for host in (0, 1)] for step in range(steps)

@@ -105,9 +105,9 @@ class Actor:
         self.exchange.settimeout(60.0)
         self.exchange.bind(mine)
 
-    def train_with(self, partner, delay_s, steps, compute_s, link_s, late_s):
+    def train_with(self, partner, begin_s, steps, compute_s, link_s, late_s):
         """Compute in turns, exchange a message with the rank on another host, communicate; when each turn began."""
-        time.sleep(delay_s)
+        time.sleep(max(begin_s - time.monotonic(), 0.0))
         began = []
         for _ in range(steps):
             time.sleep(late_s)
