@@ -39,10 +39,12 @@ class AttachedModel:
     Attributes:
         name: class of the module inside of DDP.
         state: its state; None once it has been detached, or its model dropped.
+        by_script: whether the script has attached by itself.
     """
 
     name: str
     state: DearState | None
+    by_script: bool = False
     _last_stats: DearStats | None = None
 
     def stats(self) -> DearStats:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# Sums in another order differ by this much at most after some steps, relative to the largest value of a parameter.
+import torch
+
+# Sums and norms in another order differ by this much at most after some steps, relative to the largest value of a
+# parameter.
 _ROUNDING = 1e-4
+# Options that send less than the gradients.
+_LOSSY = ("wire_dtype", "compress")
 
 
 @dataclass(frozen=True)
@@ -40,54 +46,74 @@ class Verdict:
         return asdict(self)
 
 
-def compare(plain: Path, attached: Path, again: Path, rank: int) -> Verdict:
+def compare(plain: Path, attached: Path, again: Path, options: Mapping[str, Any]) -> Verdict:
     """Compare what one rank recorded in three runs.
 
     Args:
-        plain: folder of the record of plain DDP.
-        attached: folder of the record of the attached run.
-        again: folder of the record of plain DDP, a second time.
-        rank: the rank.
+        plain: file of the record of plain DDP, with the parameters beside it.
+        attached: file of the record of the attached run.
+        again: file of the record of plain DDP, a second time.
+        options: of ``attach``, which may have made a difference that is expected.
     """
-    first, other, second = (json.loads((folder / f"{rank}.json").read_text()) for folder in (plain, attached, again))
+    first, other, second = (json.loads(file.read_text()) for file in (plain, attached, again))
     models = other["models"]
     overlapped = sum(model["overlapped_steps"] for model in models)
     finished = sum(model["finished_steps"] for model in models)
     losses, steps = len(first["losses"]), len(first["before_steps"])
 
-    def verdict(exit_status: int, text: str, difference: str | None) -> Verdict:
-        return Verdict(exit_status, text, difference, losses, steps, overlapped, finished)
+    def verdict(exit_status: int, text: str, difference: str | None = None) -> Verdict:
+        by_script = "The script attaches by itself; plain is with DDP_CROSSOVER=off. "
+        is_own = any(model["by_script"] for model in models)
+        return Verdict(exit_status, by_script * is_own + text, difference, losses, steps, overlapped, finished)
 
     if not models:
-        return verdict(2, "nothing was attached to, so there is nothing to compare; the script's output says why", None)
+        return verdict(2, "nothing was attached to, so there is nothing to compare; the script's output says why")
     unsteady = first_difference(first, second, "plain", "plain again")
     if unsteady is not None:
         text = (
             f"the script does not repeat itself with plain DDP: {unsteady}. Seed everything that it draws, choose "
             "deterministic algorithms, and verify again"
         )
-        return verdict(2, text, None)
+        return verdict(2, text)
     if not any(model["pipelined_iterations"] for model in models):
         reasons = "; ".join(dict.fromkeys(why for model in models for why in model["fallbacks"]))
         text = (
             f"nothing went through the pipeline in {steps} optimizer steps, so there is nothing to compare. It begins "
             f"after some steps: let the script make more, and see --steps{f' ({reasons})' if reasons else ''}"
         )
-        return verdict(2, text, None)
+        return verdict(2, text)
     difference = first_difference(first, other, "plain", "attached")
     compared = f"{steps} optimizer steps, {losses} losses; {overlapped} of {finished} pipelined steps overlapped"
     if difference is None:
         how = "DDP that adds in rank order" if first["sums_are_in_rank_order"] else "plain DDP"
         text = f"parameters, buffers, optimizer state and losses equal {how}'s bit for bit ({compared})"
-        return verdict(0, text if 2 * overlapped >= finished else f"{text}. {_how_weak(models)}", None)
-    distance = _largest_distance(plain / f"{rank}.pt", attached / f"{rank}.pt")
+        return verdict(0, text if 2 * overlapped >= finished else f"{text}. {_how_weak(models)}")
+    distance = _largest_distance(plain.with_suffix(".pt"), attached.with_suffix(".pt"))
+    size = f"parameters differ from plain DDP's by up to {distance:.1e} of their largest value at the end"
     # Other sums change values, but not how many there are.
     as_many = all(len(first[what]) == len(other[what]) for what in ("losses", "before_steps"))
-    if other["sums_may_round"] and as_many and distance <= _ROUNDING:
-        text = f"parameters equal plain DDP's within rounding, {distance:.1e} ({compared}); first: {difference}"
+    lossy = [f"{name}={value}" for name, value in options.items() if name in _LOSSY and as_many]
+    if lossy:
+        text = f"a difference is expected with {', '.join(lossy)}, and of any size: {size}; first: {difference}"
+        return verdict(2, f"{text} ({compared})", difference)
+    why = _why_rounding(options, sums_may_round=other["sums_may_round"])
+    if why and as_many and distance <= _ROUNDING:
+        text = f"within rounding, which is expected because {why}: {size}; first: {difference} ({compared})"
         return verdict(0, text, difference)
-    text = f"DIFFERENT from plain DDP: {difference}; parameters differ by up to {distance:.1e} at the end ({compared})"
-    return verdict(1, text, difference)
+    beyond = f", more than rounding explains, although {why}" if why else ""
+    return verdict(1, f"DIFFERENT from plain DDP: {difference}; {size}{beyond} ({compared})", difference)
+
+
+def _why_rounding(options: Mapping[str, Any], *, sums_may_round: bool) -> str:
+    """Why the last bits may differ; empty if they may not."""
+    reasons = []
+    if sums_may_round:
+        reasons.append("plain DDP adds in an order of its own")
+    if options.get("norms") == "sharded":
+        reasons.append("with norms='sharded' the last bits of clipped norms may differ")
+    if options.get("groups"):
+        reasons.append("with groups='node' gradients are added in another order")
+    return " and ".join(reasons)
 
 
 def _how_weak(models: list[dict[str, Any]]) -> str:
@@ -131,7 +157,6 @@ def _by_name(digests: dict[str, str] | list[dict[str, str]]) -> dict[str, str]:
 
 def _largest_distance(left: Path, right: Path) -> float:
     """Return the largest difference of two sets of parameters, relative to the largest value of each parameter."""
-    import torch  # here: a launcher that finds no difference need not load it
 
     def distance(one: torch.Tensor, two: torch.Tensor) -> float:
         if torch.equal(one.isnan(), two.isnan()) and torch.equal(one.isinf(), two.isinf()):

@@ -3,9 +3,10 @@
   torchrun --nproc-per-node 2 -m ddp_crossover doctor                           # the link, and known models
   torchrun --nproc-per-node 2 -m ddp_crossover doctor train.py --epochs 10      # your script
 
-Start it as you start your training, on all machines. It measures the link between the ranks; runs the script twice for
-some steps, plain and attached; and names the lines of the script that cost overlap. Where these prevent it, and
-for known models, the step time with dear_hook is predicted from measured compute times and the measured link, as if
+Start it as you start your training, on all machines. It measures the link between the ranks; runs the script three
+times for some steps, plain, attached and plain again; and names the lines of the script that cost overlap. Nothing is
+touched: each run is on a throw-away copy of all files, where Linux allows it. Where these lines prevent the overlap,
+and for known models, the step time with dear_hook is predicted from measured compute times and the measured link, as if
 nothing else used link and processors.
 """
 
@@ -15,11 +16,10 @@ import argparse
 import json
 import os
 import sys
-import tempfile
-from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,21 +29,29 @@ from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.agreement import all_gather_json
 from ddp_crossover.collectives.make_link import make_link
 from ddp_crossover.fusion import GradientSpec
-from ddp_crossover.launch.diagnosis import about_int8, about_slow_ranks, predict, verdict
-from ddp_crossover.launch.errand import Errand, environment_with
+from ddp_crossover.launch.diagnosis import (
+    StepTime,
+    about_int8,
+    about_slow_ranks,
+    costs,
+    duration,
+    predict,
+    verdict,
+)
+from ddp_crossover.launch.errand import Errand
 from ddp_crossover.launch.examination import FEWEST_STEPS
 from ddp_crossover.launch.meeting import Meeting
 from ddp_crossover.launch.pairs import Pair, measure_pairs
-from ddp_crossover.launch.run import add_script_arguments, script_of
-from ddp_crossover.launch.script_run import progress, run_script
-from ddp_crossover.launch.steps_made import STEPS_MADE, StepsMade
+from ddp_crossover.launch.run import add_norms_argument, add_script_arguments, script_of
+from ddp_crossover.launch.script_run import Run, add_run_arguments, three_runs
+from ddp_crossover.launch.synchronized import why_different
+from ddp_crossover.log import short
 from ddp_crossover.planning.codec_probe import probe_codecs
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.ddp_buckets import DEFAULT_BUCKET_MB
 from ddp_crossover.planning.link_probe import probe_link
 from ddp_crossover.planning.model_profile import ModelProfile
 
-_ARMS = ("plain", "attached")
 _TIMEOUT = timedelta(minutes=10)
 # Share of steps that must overlap for their times to be those that a script can have.
 _MOSTLY = 0.5
@@ -56,7 +64,8 @@ _LAYERS = 48
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``doctor``."""
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="optimizer steps to run. Default: 30")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of words")
+    add_norms_argument(parser)
+    add_run_arguments(parser)
     add_script_arguments(parser)
 
 
@@ -68,26 +77,24 @@ def run(args: argparse.Namespace) -> int:
             "'torchrun --nproc-per-node 2 -m ddp_crossover doctor', on all machines"
         )
     command = script_of(args) if args.script else None
-    rank = int(os.environ["RANK"])
-    if rank == 0:
-        print("doctor: measuring the link ...", file=sys.stderr, flush=True)
     meeting = Meeting()
+    if meeting.rank == 0:
+        print("doctor: measuring the link ...", file=sys.stderr, flush=True)
     pairs, link = _measure_link(meeting)
     if command is None:
         report = _known_models(link, int(os.environ["WORLD_SIZE"]))
     else:
-        with tempfile.TemporaryDirectory(prefix="ddp_crossover-doctor-") as folder:
-            found = []
-            steps = max(args.steps, FEWEST_STEPS)
-            for number, arm in enumerate(_ARMS, 1):
-                path = Path(folder, arm)
-                errand = Errand(options={"tune": False} if arm == "attached" else None, examine=str(path), steps=steps)
-                what = f"doctor: run {number} of {len(_ARMS)} of the script, {arm}"
-                made = StepsMade(path.with_suffix(f".{STEPS_MADE}"))
-                with progress(what, made.read, steps) if rank == 0 else nullcontext():
-                    found.append(_examine(command, environment_with(errand) | meeting.environment(), path))
-            report = _report_on(found[0], found[1], Path(folder, "attached.profile"), args) if rank == 0 else {}
-    if rank == 0:
+        options = {"tune": False, **({"norms": args.norms} if args.norms else {})}
+        steps = max(args.steps, FEWEST_STEPS)
+
+        def errand_in(folder: Path) -> Errand:
+            return Errand(options=options, examine=str(folder), steps=steps)
+
+        with three_runs("doctor", command, errand_in, meeting, args) as runs:
+            unsynchronized = why_different(runs[0].parameters(meeting))
+            report = _report_on(runs, args) if meeting.rank == 0 else {}
+        report["unsynchronized"] = unsynchronized
+    if meeting.rank == 0:
         report = {"pairs": [asdict(pair) for pair in pairs], "link": link.to_json(), **report}
         print(json.dumps(report, indent=1) if args.json else _in_words(report, pairs))
     return 0
@@ -116,57 +123,60 @@ def _measure_link(meeting: Meeting) -> tuple[list[Pair], LinkModel]:
         dist.destroy_process_group()
 
 
-def _examine(command: list[str], environment: dict[str, str], path: Path) -> dict[str, Any]:
-    """Run the script for some steps on this rank; what rank 0 found."""
-    output = run_script(
-        command,
-        environment,
-        has_result=lambda: os.environ["RANK"] != "0" or path.exists(),
-        why_not="has made too few steps with DDP",
-    )
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return found | {"output": output}
-
-
-def _report_on(
-    plain: dict[str, Any], attached: dict[str, Any], profile_path: Path, args: argparse.Namespace
-) -> dict[str, Any]:
+def _report_on(runs: list[Run], args: argparse.Namespace) -> dict[str, Any]:
+    files = [run.files()[0] for run in runs]
+    plain, attached, again = (json.loads(file.read_text()) for file in files)
     models = attached["models"]
+    if plain["bucket_cap_mb"] is None:
+        return {"verdict": "Not possible as the script is: it never calls the DDP model that it has built."}
     if not models:
-        reasons = [line for line in attached["output"].splitlines() if "trains as plain DDP" in line]
+        reasons = [line for line in runs[1].output.splitlines() if "trains as plain DDP" in line]
         return {"verdict": f"Not possible as the script is: {reasons[0] if reasons else 'nothing was attached to'}"}
     if not models[0]["has_profile"]:
         return {"verdict": f"Nothing to gain: {models[0]['why']}"}
-    profile = ModelProfile.load(profile_path)
-    if profile.world_size == 1:
+    profile = ModelProfile.load(files[1].with_suffix(".profile"))
+    if profile.link is None:
         return {"verdict": "Not worth it: with one rank nothing is sent."}
     steps = max(model["finished_steps"] for model in models)
     overlaps = sum(model["overlapped_steps"] for model in models) > _MOSTLY * steps * len(models)
-    ours_s = attached["step_s"] if overlaps else None
-    int8_s_per_element = None if torch.cuda.is_available() else probe_codecs(Wire.of(torch.int8))
-    prediction = predict(profile, plain["bucket_cap_mb"], plain["step_s"], ours_s, int8_s_per_element)
+    times_s = [found["steps_s"] for found in (plain, again)]
+    drift = max(map(median, times_s)) / min(map(median, times_s))
+    prediction = predict(
+        profile,
+        plain["bucket_cap_mb"],
+        StepTime.of(*times_s),
+        StepTime.of(attached["steps_s"], drift=drift) if overlaps and not models[0]["is_tuned"] else None,
+        _int8_s_per_element(),
+    )
     obstacles = {what: times for model in models for what, times in model["obstacles"].items()}
     advice = {what: advice for model in models for what, advice in model["advice"].items()}
     script = " ".join([*(["-m"] if args.is_module else []), *args.script[:1]])
-    command = f"torchrun ... -m ddp_crossover run {script} ..., or dx.attach(ddp, optimizer) in it"
+    by_script = models[0]["by_script"]
+    use = f"Use: torchrun ... -m ddp_crossover run {script} ..., or dx.attach(ddp, optimizer) in it"
     iterations = max(model["iterations"] for model in models)
     return {
         "prediction": prediction.as_dict(),
         "obstacles": obstacles,
         "advice": advice,
         "steps": iterations,
+        "attached_by_script": by_script,
         "int8": about_int8(prediction),
         "slow_ranks": about_slow_ranks(profile.rank_compute_s),
         "rank_compute_s": profile.rank_compute_s,
-        "verdict": verdict(prediction, obstacles, advice, iterations, command),
+        "costs": costs(obstacles, advice, iterations, args.norms),
+        "verdict": verdict(prediction, obstacles, iterations, "The script has it already." if by_script else use),
     }
+
+
+def _int8_s_per_element() -> float | None:
+    return None if torch.cuda.is_available() else probe_codecs(Wire.of(torch.int8))
 
 
 def _known_models(link: LinkModel, world_size: int) -> dict[str, Any]:
     if world_size == 1:
         return {"verdict": "Not worth it: with one rank nothing is sent."}
     rows = []
-    int8_s_per_element = None if torch.cuda.is_available() else probe_codecs(Wire.of(torch.int8))
+    int8_s_per_element = _int8_s_per_element()
     for name, millions in _KNOWN_MODELS.items():
         for compute_s in _KNOWN_COMPUTE_S:
             profile = _uniform(millions * 1e6, compute_s, link, world_size)
@@ -199,7 +209,7 @@ def _in_words(report: dict[str, Any], pairs: list[Pair]) -> str:
         latency = max(pairs, key=lambda pair: pair.latency_s)
         lines.append(
             f"Link: the slowest of {len(pairs)} pairs of ranks is {slowest.ranks[0]}-{slowest.ranks[1]}, with "
-            f"{8e-9 * slowest.bytes_per_s:.3g} Gb/s; the longest latency is {latency.latency_s * 1e6:.3g} us, between "
+            f"{short(8e-9 * slowest.bytes_per_s)} Gb/s; the longest latency is {duration(latency.latency_s)}, between "
             f"{latency.ranks[0]} and {latency.ranks[1]}."
         )
     for row in report.get("known_models", ()):
@@ -208,8 +218,7 @@ def _in_words(report: dict[str, Any], pairs: list[Pair]) -> str:
             f"{row['ours_s'] * 1e3:.0f} ms a step instead of {row['plain_s'] * 1e3:.0f} ({1 + row['gain']:.2f} times)"
             + ("" if row["int8_s"] is None else f", {row['int8_s'] * 1e3:.0f} with wire_dtype=torch.int8")
         )
-    for what, times in sorted(report.get("obstacles", {}).items(), key=lambda one: -one[1]):
-        advice = report["advice"].get(what)
-        way_out = f". {advice}" if advice else ""
-        lines.append(f"Costs overlap, in {times} of {report['steps']} steps: {what}{way_out}")
-    return "\n".join([*lines, report["verdict"], *filter(None, (report.get("int8"), report.get("slow_ranks")))])
+    if report.get("attached_by_script"):
+        lines.append("The script attaches by itself; plain is with DDP_CROSSOVER=off.")
+    lines += [*report.get("costs", ()), report["verdict"]]
+    return "\n".join([*lines, *filter(None, (report.get(what) for what in ("int8", "slow_ranks", "unsynchronized")))])

@@ -31,7 +31,7 @@ class Errand:
         stats_file: where rank 0 writes the figures of each model when the process ends.
         record: where each rank records its training for a comparison, see ``recording``; a folder. Random numbers
             are seeded then.
-        examine: where rank 0 writes what the doctor needs, see ``examination``; a file.
+        examine: where each rank writes what the doctor needs, see ``examination``; a folder.
         steps: with ``record`` or ``examine``, the number of optimizer steps after which the script is ended.
     """
 

@@ -7,9 +7,8 @@ forward has brought up to date by then. After the last step it reads everything.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ddp_crossover.launch.leaving import leave
-from ddp_crossover.launch.steps_made import STEPS_MADE, StepsMade
+from ddp_crossover.ddp.live_objects import live_objects
+from ddp_crossover.launch.ending import Ending
+from ddp_crossover.launch.synchronized import digest, named, parameter_digests
 from ddp_crossover.parameters.pending_parameter import PendingParameter
-
-
-def digest(tensor: Tensor) -> str:
-    """Return a digest of the tensor's values, dtype and shape."""
-    values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return hashlib.blake2b(values.tobytes(), digest_size=8, key=f"{tensor.dtype}{[*tensor.shape]}".encode()).hexdigest()
 
 
 class Recording:
@@ -46,7 +40,7 @@ class Recording:
 
     def __init__(self, folder: Path, rank: int, steps: int, summary: Callable[[], dict[str, Any]]) -> None:
         self._folder, self._rank = folder, rank
-        self._steps = steps
+        self._ending = Ending(folder, steps, self.write)
         self._summary = summary
         self._models: list[DistributedDataParallel] = []
         self._optimizers: list[Optimizer] = []
@@ -54,7 +48,6 @@ class Recording:
         self._losses: list[float] = []
         self._before_steps: list[dict[str, str]] = []
         self._has_ended = False
-        self._steps_made = StepsMade(folder / STEPS_MADE)
         self.sums_are_in_rank_order = self.sums_may_round = False
 
     def note_order(self, *, may_round: bool = False, in_rank_order: bool = False) -> None:
@@ -85,34 +78,30 @@ class Recording:
         if self._has_ended:
             return
         self._has_ended = True
-        names = {id(p): name for name, p in self._named("named_parameters")}
+        models = self._models or live_objects(DistributedDataParallel)  # that have made no forward
+        names = {id(p): name for name, p in named("named_parameters", models)}
         record = {
+            **self._summary(),
             "losses": self._losses,
             "before_steps": self._before_steps,
-            "parameters": {name: digest(p) for name, p in self._named("named_parameters")},
-            "buffers": {name: digest(b) for name, b in self._named("named_buffers")},
+            "parameters": parameter_digests(models),
+            "buffers": {name: digest(b) for name, b in named("named_buffers", models)},
             "optimizers": [_state_of(optimizer, names) for optimizer in self._optimizers],
             "sums_are_in_rank_order": self.sums_are_in_rank_order,
             "sums_may_round": self.sums_may_round,
-            **self._summary(),
         }
         (self._folder / f"{self._rank}.json").write_text(json.dumps(record))
         torch.save(
-            {name: p.detach().cpu().clone() for name, p in self._named("named_parameters")},
+            {name: p.detach().cpu().clone() for name, p in named("named_parameters", models)},
             self._folder / f"{self._rank}.pt",
         )
-
-    def _named(self, what: str) -> Iterable[tuple[str, Any]]:
-        for number, ddp in enumerate(self._models):
-            for name, tensor in getattr(ddp.module, what)():
-                yield (f"model {number + 1}: {name}" if len(self._models) > 1 else name), tensor
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._has_ended:
             self._before_steps.append(
                 {
                     name: digest(p)
-                    for name, p in self._named("named_parameters")
+                    for name, p in named("named_parameters", self._models)
                     if not isinstance(p, PendingParameter)  # not used in forward: reading it would disturb
                 }
             )
@@ -124,11 +113,8 @@ class Recording:
             self._optimizers.append(optimizer)
             self._made.append(0)
         self._made[place] += 1
-        if self._rank == 0:
-            self._steps_made.write(max(self._made))
-        if self._made[place] == self._steps and not self._has_ended:
-            self.write()
-            leave()
+        if not self._has_ended:
+            self._ending.note(max(self._made))
 
 
 def _tensors(tensors: Any) -> list[Tensor]:

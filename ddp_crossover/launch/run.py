@@ -42,10 +42,15 @@ def add_attach_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top-k", type=float, metavar="DENSITY", help="send this part of the gradients; not exact")
     parser.add_argument("--groups", choices=["node"], help="exchange gradients inside of nodes first, then across")
-    parser.add_argument("--norms", choices=[str(one) for one in Norms], help="sharded: clipping keeps the overlap")
+    add_norms_argument(parser)
     parser.add_argument("--no-tune", dest="tune", action="store_const", const=False, help="try no plans on real steps")
     parser.add_argument("--tuned-file", metavar="FILE", help="keep what the tuner finds there, for the next run")
     parser.add_argument("--strict", action="store_const", const=True, help="debugging aid: NaN in pending parameters")
+
+
+def add_norms_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare how norms are taken."""
+    parser.add_argument("--norms", choices=[str(one) for one in Norms], help="sharded: clipping keeps the overlap")
 
 
 def add_script_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,63 +1,159 @@
-"""Runs a user's script to its end, and shows what it said if that was a bad one."""
+"""Runs a user's script three times on a throw-away copy of all files: plain, attached, and plain again."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ddp_crossover.launch.ending import steps_made
+from ddp_crossover.launch.errand import Errand, environment_with
+from ddp_crossover.launch.meeting import Meeting
+from ddp_crossover.launch.throw_away import OFFLINE, inside, throw_away_copy
+from ddp_crossover.options import SWITCH
+
+ARMS = ("plain", "attached", "plain again")
 
 _TAIL_LINES = 30
 _BETWEEN_LOOKS_S = 0.25
+# How the kernel refuses what the copy has not, or not for this user.
+_NOT_IN_COPY = ("Read-only file system", "Value too large for defined data type")
 
 
-def run_script(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    *,
-    has_result: Callable[[], bool],
-    why_not: str,
-    note: str = "",
-) -> str:
-    """Return what the script has printed.
+@dataclass(frozen=True)
+class Run:
+    """One run of the script on this rank.
 
-    Args:
-        command: the script and its arguments, with the interpreter.
-        environment: environment variables of the process.
-        has_result: whether the script has left what it was run for.
-        why_not: why it may have left nothing, in words that follow "the script".
-        note: what else belongs to the error, for example which run it was.
-
-    Raises:
-        ValueError: if it has failed, or left nothing; the message ends with its last lines.
+    Attributes:
+        folder: where its errand has left what was found, in a file for each rank.
+        output: what the script has printed.
     """
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
-    if done.returncode or not has_result():
-        why = f"ended with exit status {done.returncode}" if done.returncode else why_not
-        output = "\n".join(done.stdout.splitlines()[-_TAIL_LINES:])
-        raise ValueError(f"the script {why}{note}:\n{output}")
-    return done.stdout
+
+    folder: Path
+    output: str
+
+    def files(self) -> dict[int, Path]:
+        """Return the files of the ranks that this process has started, several if the script starts them itself."""
+        rank = os.environ.get("RANK") or "*"
+        return {int(file.stem): file for file in sorted(self.folder.glob(f"{rank}.json"))}
+
+    def parameters(self, meeting: Meeting) -> list[dict[str, str]]:
+        """Return the digests of parameters of all ranks of the job at the end of the run."""
+        mine = [json.loads(file.read_text())["parameters"] for file in self.files().values()]
+        return [one for of_process in meeting.gather(mine) for one in of_process]
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare how the script is run."""
+    parser.add_argument("--show-output", action="store_true", help="show what the script prints, as it comes")
+    parser.add_argument("--in-place", action="store_true", help="let the script write for real")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of words")
 
 
 @contextmanager
-def progress(what: str, steps_made: Callable[[], int], steps: int) -> Iterator[None]:
-    """Show on stderr what goes on in the context: the steps so far on a terminal, and how long it took.
+def three_runs(
+    name: str, command: list[str], errand_in: Callable[[Path], Errand], meeting: Meeting, args: argparse.Namespace
+) -> Iterator[list[Run]]:
+    """Run the script plain, attached, and plain again; yields the runs, whose files are gone afterwards.
 
     Args:
-        what: what goes on, in words.
-        steps_made: returns the number of steps made so far.
-        steps: how many there will be.
+        name: of the command that the user has started.
+        command: the script and its arguments, with the interpreter.
+        errand_in: returns the errand of the attached run, given the folder to write to.
+        meeting: of all ranks.
+        args: see ``add_run_arguments``.
+
+    Raises:
+        ValueError: if the script fails, or leaves nothing.
     """
+    with ExitStack() as stack:
+
+        def make() -> str:
+            return stack.enter_context(tempfile.TemporaryDirectory(prefix=f"ddp_crossover-{name}-"))
+
+        folder = Path(meeting.of_this_machine(make))
+        runs = []
+        for number, arm in enumerate(ARMS, 1):
+            (folder / arm).mkdir(exist_ok=True)
+            errand = errand_in(folder / arm)
+            environment = environment_with(errand if arm == "attached" else replace(errand, options=None))
+            environment |= {**OFFLINE, SWITCH: "on" if arm == "attached" else "off"} | meeting.environment()
+            with _copy_for(folder, meeting, args, say_why_not=number == 1) as command_in_copy:
+                what = f"{name}: run {number} of {len(ARMS)}, {arm}"
+                with _progress(what, folder / arm, errand.steps) if meeting.rank == 0 else nullcontext():
+                    output = _run(command_in_copy(command), environment, arm, shows=args.show_output)
+                runs.append(Run(folder / arm, output))
+                if not runs[-1].files():
+                    why = "has trained no DDP model, or for too few steps"
+                    raise ValueError(f"the script {why} ({arm}){_last(output)}")
+                meeting.gather(None)  # or the copy would be dropped while others use it
+        yield runs
+        meeting.gather(None)
+
+
+@contextmanager
+def _copy_for(
+    folder: Path, meeting: Meeting, args: argparse.Namespace, *, say_why_not: bool
+) -> Iterator[Callable[[list[str]], list[str]]]:
+    """What makes a command run on a copy of the files of this machine, if there can be one."""
+    with ExitStack() as stack:
+
+        def make() -> str:
+            try:
+                if args.in_place:
+                    raise OSError("--in-place was given")
+                return str(stack.enter_context(throw_away_copy(folder)))
+            except OSError as error:
+                if say_why_not:
+                    _write(f"The script's own writes happen for real, also over its checkpoints and logs: {error}.\n")
+                return ""
+
+        keeper = meeting.of_this_machine(make)
+        yield lambda command: inside(int(keeper), command) if keeper else command
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str], arm: str, *, shows: bool) -> str:
+    """What the script has printed; ValueError with its last lines if it has failed."""
+    lines = []
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as script:
+        assert script.stdout is not None
+        for line in script.stdout:
+            lines.append(line)
+            if shows:
+                _write(line)
+    output = "".join(lines)
+    if script.returncode:
+        hint = ""
+        if any(text in output for text in _NOT_IN_COPY):
+            hint = ". It ran on a throw-away copy of the files, without this path; --in-place lets it write for real"
+        raise ValueError(f"the script ended with exit status {script.returncode} ({arm}){hint}{_last(output)}")
+    return output
+
+
+def _last(output: str) -> str:
+    return "".join([":\n", *output.splitlines(keepends=True)[-_TAIL_LINES:]])
+
+
+@contextmanager
+def _progress(what: str, folder: Path, steps: int) -> Iterator[None]:
+    """Show on stderr what goes on in the context: the steps so far on a terminal, and how long it took."""
     start_s = time.monotonic()
     is_over = threading.Event()
 
     def show() -> None:
         while not is_over.wait(_BETWEEN_LOOKS_S):
-            _write(f"\r{what} ... {steps_made()} of {steps} steps, {time.monotonic() - start_s:.0f} s ")
+            _write(f"\r{what} ... {steps_made(folder)} of {steps} steps, {time.monotonic() - start_s:.0f} s ")
 
     _write(f"{what} ... ")
     shower = threading.Thread(target=show) if sys.stderr.isatty() else None

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_crossover.launch.auto import Auto
+from ddp_crossover.comm_hook import DearState
+from ddp_crossover.ddp.live_objects import live_objects
+from ddp_crossover.launch.auto import AttachedModel, Auto
 from ddp_crossover.launch.errand import Errand
 from ddp_crossover.launch.examination import Examination
 from ddp_crossover.launch.rank_order_hook import add_in_rank_order, can_add_in_rank_order, has_one_order
@@ -21,6 +23,7 @@ from ddp_crossover.launch.watch import BeforeForward
 from ddp_crossover.log import say
 from ddp_crossover.options import switched_off
 from ddp_crossover.top_k import TopK
+from ddp_crossover.torch_internals.ddp import has_comm_hook
 
 
 def start(errand: Errand) -> BeforeForward:
@@ -33,7 +36,7 @@ def start(errand: Errand) -> BeforeForward:
     if errand.record is not None:
         return _record(errand, rank, auto, attaches=attaches)
     if errand.examine is not None:
-        return _examine(errand, rank, auto, attaches=attaches)
+        return _examine(errand, auto, attaches=attaches)
     return auto.before_forward if attaches else lambda ddp: False
 
 
@@ -47,25 +50,31 @@ def _record(errand: Errand, rank: int, auto: Auto, *, attaches: bool) -> BeforeF
         recording.before_forward(ddp)
         recording.note_order(may_round=not (has_one_order(ddp) or can_add_in_rank_order(ddp)))
         if attaches:
-            return auto.before_forward(ddp)
+            return _attach(auto, ddp)
         recording.note_order(in_rank_order=add_in_rank_order(ddp))
         return False
 
     return before_forward
 
 
-def _examine(errand: Errand, rank: int, auto: Auto, *, attaches: bool) -> BeforeForward:
+def _examine(errand: Errand, auto: Auto, *, attaches: bool) -> BeforeForward:
     assert errand.examine is not None
-    path = Path(errand.examine) if rank == 0 else None
-    examination = Examination(
-        path, errand.steps, lambda: [model.state for model in auto.models if model.state is not None]
-    )
+    examination = Examination(Path(errand.examine), errand.steps, auto, lambda: _figures(auto))
 
     def before_forward(ddp: DistributedDataParallel) -> bool:
         examination.before_forward(ddp)
-        return auto.before_forward(ddp) if attaches else False
+        return _attach(auto, ddp) if attaches else False
 
     return before_forward
+
+
+def _attach(auto: Auto, ddp: DistributedDataParallel) -> bool:
+    """Attach, unless the script has attached by itself: then that is what is looked at."""
+    if has_comm_hook(ddp):
+        for state in live_objects(DearState):
+            if not state.detached and state.module is ddp.module:
+                auto.models.append(AttachedModel(type(ddp.module).__name__, state, by_script=True))
+    return auto.before_forward(ddp)
 
 
 def _arguments(options: dict[str, Any]) -> dict[str, Any]:
@@ -79,8 +88,11 @@ def _arguments(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _figures(auto: Auto) -> list[dict[str, Any]]:
-    every_stats = [(model.name, model.stats()) for model in auto.models]
-    return [{"model": name, **asdict(stats), "obstacles": stats.obstacles} for name, stats in every_stats]
+    return [
+        {"model": model.name, "by_script": model.by_script, **asdict(stats), "obstacles": stats.obstacles}
+        for model in auto.models
+        for stats in [model.stats()]
+    ]
 
 
 def _tell(auto: Auto, stats_file: str | None) -> None:

@@ -56,6 +56,8 @@ def watch_model(ddp: DistributedDataParallel, before_forward: BeforeForward) -> 
     """
     import torch
 
+    from ddp_crossover.torch_internals.ddp import has_comm_hook
+
     left_alone: WeakSet[DistributedDataParallel] = WeakSet()
 
     def is_watched(ddp: DistributedDataParallel) -> bool:
@@ -66,7 +68,10 @@ def watch_model(ddp: DistributedDataParallel, before_forward: BeforeForward) -> 
             return False
         if not is_watched(ddp):  # what is there now has called us, and may be taken away again, as by detach()
             left_alone.add(ddp)
-            _say_left_alone(ddp)
+            if has_comm_hook(ddp):
+                before_forward(ddp)  # the script has attached by itself
+            else:
+                _say_left_alone(ddp)
             return False
         watching = vars(ddp).pop("forward")
         if before_forward(ddp):
@@ -92,9 +97,8 @@ def _say_left_alone(ddp: DistributedDataParallel) -> None:
 
     from ddp_crossover.log import say
     from ddp_crossover.options import switched_off
-    from ddp_crossover.torch_internals.ddp import has_comm_hook
 
-    if not switched_off() and not has_comm_hook(ddp) and dist.get_rank(ddp.process_group) == 0:
+    if not switched_off() and dist.get_rank(ddp.process_group) == 0:
         say(
             f"{type(ddp.module).__name__} trains as plain DDP: other code has replaced its forward before the first "
             "training forward. Call ddp_crossover.attach(ddp, optimizer) after that",

@@ -10,7 +10,7 @@ import pytest
 from scripts_of_users import TRAIN, python, torchrun, write_script
 
 from ddp_crossover.fusion import GradientSpec
-from ddp_crossover.launch.diagnosis import about_slow_ranks, predict, verdict
+from ddp_crossover.launch.diagnosis import StepTime, about_slow_ranks, costs, duration, predict, verdict
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.ddp_buckets import DEFAULT_BUCKET_MB
 from ddp_crossover.planning.model_profile import ModelProfile
@@ -37,30 +37,75 @@ def test_as_much_communication_as_compute_is_worth_it() -> None:
     assert prediction.communication_s == pytest.approx(0.3, rel=0.01)
     # Plain DDP has two buckets here, a small one that is sent in backward, and one with nearly everything.
     assert prediction.plain_s == pytest.approx(0.54, rel=0.01) and prediction.ours_s == pytest.approx(0.33, rel=0.1)
-    text = verdict(prediction, {"train.py:3 reads parameters": 2}, {}, 20, "run it")
+    text = verdict(prediction, {"train.py:3 reads parameters": 2}, 20, "Use: run it")
     assert text.startswith("Worth it: ") and text.endswith("Use: run it") and "train.py:3" not in text
 
 
 def test_a_line_that_needs_all_updates_in_every_step_is_the_verdict() -> None:
-    what, prediction = "train.py:3 reads parameters", predict(_profile(3e-8), DEFAULT_BUCKET_MB)
-    text = verdict(prediction, {what: 19}, {what: "Use that"}, 20, "run it")
-    assert text.startswith(f"Not as the script is: {what}. Use that. Without that: ")
+    text = verdict(predict(_profile(3e-8), DEFAULT_BUCKET_MB), {"train.py:3 reads parameters": 19}, 20, "run it")
+    assert text.startswith("Not as the script is: most steps wait") and "If they did not: 1.6" in text
+
+
+def test_each_cost_and_each_way_out_is_said_once_and_no_count_exceeds_the_steps() -> None:
+    obstacles = {"train.py:9 reads": 2, "train.py:3 clips": 54, "train.py:4 clips": 30}
+    advice = {what: "Attach with norms='sharded'." for what in obstacles if "clips" in what}
+    said = costs(obstacles, advice, 30, None)
+    assert said == [
+        "Costs overlap in 30 of 30 steps: train.py:3 clips.",
+        "  Attach with norms='sharded'.",
+        "Costs overlap in 30 of 30 steps: train.py:4 clips.",
+        "Costs overlap in 2 of 30 steps: train.py:9 reads.",
+        "  What stands behind that, the doctor says with --norms sharded.",
+    ]
+    assert costs(obstacles, advice, 30, "sharded") == said[:-1]
 
 
 def test_a_fast_link_is_not_worth_it() -> None:
-    prediction = predict(_profile(1e-11), DEFAULT_BUCKET_MB)
-    assert prediction.gain < 0.01
-    assert verdict(prediction, {}, {}, 20, "run it").startswith("Not worth it here: no difference is expected")
+    text = verdict(predict(_profile(1e-11), DEFAULT_BUCKET_MB), {}, 20, "run it")
+    assert text.startswith("Not worth it here: no gain (300 ms a step instead of 300 ms;")
 
 
 def test_it_never_predicts_a_loss_because_the_tuner_would_keep_plain_all_reduces() -> None:
-    assert predict(_profile(1e-8), DEFAULT_BUCKET_MB, plain_s=0.1).gain == 0.0
+    assert predict(_profile(1e-8), DEFAULT_BUCKET_MB, StepTime(0.1, 0.1, 0.1)).gain == 0.0
+
+
+@pytest.mark.parametrize(
+    ("plain_s", "ours_s", "said"),
+    [
+        ((0.5, 0.52), (0.40, 0.42), "Worth it: 1.19 to 1.30 times as fast"),
+        ((0.5, 0.52), (0.45, 0.53), "Cannot tell: 0.94 to 1.16 times as fast"),
+        ((0.5, 0.52), (0.53, 0.56), "Not worth it here: no gain (545 ms a step instead of 510 ms;"),
+        ((0.5, 0.52), (0.51, 0.52), "Not worth it here: a gain of at most 2.0%"),
+    ],
+)
+def test_a_verdict_is_what_the_whole_interval_says(plain_s, ours_s, said) -> None:
+    times = (StepTime(sum(ends_s) / 2, *ends_s) for ends_s in (plain_s, ours_s))
+    assert verdict(predict(_profile(3e-8), DEFAULT_BUCKET_MB, *times), {}, 20, "").startswith(said)
+
+
+def test_no_gain_exceeds_what_communication_takes() -> None:
+    prediction = predict(_profile(1e-10), DEFAULT_BUCKET_MB, StepTime(0.5, 0.4, 0.6), StepTime(0.3, 0.2, 0.4))
+    assert prediction.gain_high == pytest.approx(prediction.communication_s / 0.3) and prediction.gain_high < 0.01
+
+
+def test_the_interval_of_a_step_time_reaches_over_runs_and_drift() -> None:
+    steady, noisy = [0.1] * 16, [0.1, 0.3] * 8
+    assert StepTime.of(steady) == StepTime(0.1, 0.1, 0.1)
+    assert StepTime.of(steady, [0.12] * 16) == StepTime(pytest.approx(0.11), 0.1, 0.12)
+    assert StepTime.of(noisy).low_s == 0.1 and StepTime.of(noisy).high_s == 0.3
+    assert StepTime.of(steady, drift=1.5) == StepTime(0.1, pytest.approx(0.1 / 1.5), pytest.approx(0.15))
+
+
+def test_durations_are_in_units_that_are_read_at_once() -> None:
+    assert [duration(s) for s in (1.98e-3, 45e-6, 0.3, 12.34, 0)] == ["1.98 ms", "45 us", "300 ms", "12.3 s", "0 ms"]
 
 
 def test_a_slow_rank_is_named_with_what_balance_would_gain() -> None:
     said = about_slow_ranks([0.2, 0.4, 0.2])
     assert said is not None
-    assert said.startswith("Rank 1 is the slowest: it computes for 400 ms a step, the fastest for 200. With batches by")
+    assert said.startswith(
+        "Rank 1 is the slowest: it computes for 400 ms a step, the fastest for 200 ms. With batches by"
+    )
     assert said.endswith("compute for about 240 ms, so a step would take up to 160 ms less.")
     assert about_slow_ranks([0.2, 0.21]) is None
     assert about_slow_ranks([0.2]) is None
