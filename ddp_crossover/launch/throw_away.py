@@ -196,9 +196,9 @@ def _overlay(path: Path, lower: int, upper: Path, number: int, *, by_user: bool)
 def _mount(
     source: str | None, target: Path, kind: str | None = None, flags: int = 0, options: str | None = None
 ) -> None:
-    texts = (None if text is None else os.fsencode(text) for text in (source, str(target), kind))
+    texts = [None if text is None else os.fsencode(text) for text in (source, str(target), kind, options)]
     try:
-        _call("mount", *texts, flags, options and os.fsencode(options))
+        _call("mount", *texts[:3], flags, texts[3])
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(target)) from None
 
