@@ -19,7 +19,7 @@ from typing import Any
 VARIABLE = "DDP_CROSSOVER_ERRAND"
 # The folder whose ``sitecustomize`` Python imports at the start of every interpreter that has it on its path.
 _SITE = Path(__file__).parent / "site"
-_SEED = 0
+SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,16 +49,16 @@ def errand_of_process() -> Errand | None:
 
 
 def seed(errand: Errand) -> None:
-    """Seed what differs from run to run; torch's own generators start from a fixed seed."""
+    """Seed what differs from run to run; for torch itself see ``watch.run_errand``."""
     if errand.record:
-        random.seed(_SEED)
+        random.seed(SEED)
         with contextlib.suppress(ImportError):
-            import_module("numpy").random.seed(_SEED)
+            import_module("numpy").random.seed(SEED)
 
 
 def environment_with(errand: Errand) -> dict[str, str]:
     """Return the environment in which Python runs scripts with this errand; the scripts' children inherit it."""
-    seeds = {"PYTHONHASHSEED": str(_SEED)} if errand.record else {}
+    seeds = {"PYTHONHASHSEED": str(SEED)} if errand.record else {}
     before = os.environ.get("PYTHONPATH")
     path = [str(_SITE), *(before.split(os.pathsep) if before else ())]  # an empty entry is the working directory
     return {

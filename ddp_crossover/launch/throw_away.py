@@ -108,7 +108,11 @@ def _copy(upper: Path, folder: Path) -> None:
     here = Path.cwd()
     mounts = _mounts()
     is_privileged = _has_own_mounts(here)
-    trees = list(dict.fromkeys(_trees([Path("/"), *mounts, here, Path.home()], mounts, is_privileged)))
+    starts = dict.fromkeys([Path("/"), *mounts, *reversed(here.parents), here, Path.home()])
+    trees: list[Path] = []
+    for tree in _trees(starts, mounts, is_privileged):
+        if tree in mounts or not any(above in trees for above in (tree, *tree.parents)):
+            trees.append(tree)
     # Descriptors lead to what overlays will hide.
     beneath = {path: os.open(path, os.O_PATH) for path in sorted({*trees, *_hidden(mounts, trees), folder})}
     layers = Path(f"/proc/self/fd/{os.open(upper, os.O_PATH)}")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from ddp_crossover.launch.errand import errand_of_process
+from ddp_crossover.launch.errand import SEED, errand_of_process
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -23,8 +23,14 @@ BeforeForward = Callable[["DistributedDataParallel"], bool]
 
 def run_errand(ddp_class: type[DistributedDataParallel]) -> None:
     """Do what this process was asked to do, once a DDP model is built."""
-    if errand_of_process() is not None:
-        watch_new_models(ddp_class, _start)
+    errand = errand_of_process()
+    if errand is None:
+        return
+    if errand.record:
+        from torch._C import default_generator  # torch.manual_seed() is not there yet
+
+        default_generator.manual_seed(SEED)
+    watch_new_models(ddp_class, _start)
 
 
 @functools.cache
