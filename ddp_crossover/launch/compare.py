@@ -46,7 +46,9 @@ class Verdict:
         return asdict(self)
 
 
-def compare(plain: Path, attached: Path, again: Path, options: Mapping[str, Any]) -> Verdict:
+def compare(
+    plain: Path, attached: Path, again: Path, options: Mapping[str, Any], why_not_attached: str = ""
+) -> Verdict:
     """Compare what one rank recorded in three runs.
 
     Args:
@@ -54,6 +56,7 @@ def compare(plain: Path, attached: Path, again: Path, options: Mapping[str, Any]
         attached: file of the record of the attached run.
         again: file of the record of plain DDP, a second time.
         options: of ``attach``, which may have made a difference that is expected.
+        why_not_attached: why nothing was attached to, if nothing was.
     """
     first, other, second = (json.loads(file.read_text()) for file in (plain, attached, again))
     models = other["models"]
@@ -67,7 +70,7 @@ def compare(plain: Path, attached: Path, again: Path, options: Mapping[str, Any]
         return Verdict(exit_status, by_script * is_own + text, difference, losses, steps, overlapped, finished)
 
     if not models:
-        return verdict(2, "nothing was attached to, so there is nothing to compare; the script's output says why")
+        return verdict(2, f"nothing was attached to, so there is nothing to compare: {why_not_attached}")
     unsteady = first_difference(first, second, "plain", "plain again")
     if unsteady is not None:
         text = (

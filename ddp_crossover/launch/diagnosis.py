@@ -162,7 +162,8 @@ def _with_int8_s(profile: ModelProfile, codec_s_per_element: float) -> float:
 
 def about_int8(prediction: Prediction) -> str | None:
     """One sentence about 8-bit codes, if they cannot be had without losing exactness and would be worth it."""
-    if prediction.int8_s is None or prediction.ours_s / prediction.int8_s - 1 < _NOTICEABLE:
+    exact_s = min(prediction.ours_s, prediction.plain_s)
+    if prediction.int8_s is None or exact_s / prediction.int8_s - 1 < _NOTICEABLE:
         return None
     return (
         f"With wire_dtype=torch.int8, which is no longer exact: {duration(prediction.int8_s)} a step predicted "
@@ -226,7 +227,7 @@ def costs(obstacles: Mapping[str, int], advice: Mapping[str, str], steps: int, n
     lines, said = [], set()
     for what, times in sorted(obstacles.items(), key=lambda one: -one[1]):
         way_out = advice.get(what, "")
-        lines.append(f"Costs overlap in {min(times, steps)} of {steps} steps: {what}.")
+        lines.append(f"Costs overlap in {min(times, steps)} of {steps} pipelined steps: {what}.")
         if way_out and way_out not in said:
             lines.append(f"  {way_out.rstrip('.')}.")
             said.add(way_out)

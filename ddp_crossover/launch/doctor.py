@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
 
         with three_runs("doctor", command, errand_in, meeting, args) as runs:
             unsynchronized = why_different(runs[0].parameters(meeting))
-            report = _report_on(runs, args) if meeting.rank == 0 else {}
+            why_not_attached = runs[1].why_not_attached(meeting)
+            report = _report_on(runs, why_not_attached, args) if meeting.rank == 0 else {}
         report["unsynchronized"] = unsynchronized
     if meeting.rank == 0:
         report = {"pairs": [asdict(pair) for pair in pairs], "link": link.to_json(), **report}
@@ -123,15 +124,12 @@ def _measure_link(meeting: Meeting) -> tuple[list[Pair], LinkModel]:
         dist.destroy_process_group()
 
 
-def _report_on(runs: list[Run], args: argparse.Namespace) -> dict[str, Any]:
+def _report_on(runs: list[Run], why_not_attached: str, args: argparse.Namespace) -> dict[str, Any]:
     files = [run.files()[0] for run in runs]
     plain, attached, again = (json.loads(file.read_text()) for file in files)
     models = attached["models"]
-    if plain["bucket_cap_mb"] is None:
-        return {"verdict": "Not possible as the script is: it never calls the DDP model that it has built."}
     if not models:
-        reasons = [line for line in runs[1].output.splitlines() if "trains as plain DDP" in line]
-        return {"verdict": f"Not possible as the script is: {reasons[0] if reasons else 'nothing was attached to'}"}
+        return {"verdict": f"Not possible as the script is: {why_not_attached.rstrip('.')}."}
     if not models[0]["has_profile"]:
         return {"verdict": f"Nothing to gain: {models[0]['why']}"}
     profile = ModelProfile.load(files[1].with_suffix(".profile"))
@@ -153,18 +151,19 @@ def _report_on(runs: list[Run], args: argparse.Namespace) -> dict[str, Any]:
     script = " ".join([*(["-m"] if args.is_module else []), *args.script[:1]])
     by_script = models[0]["by_script"]
     use = f"Use: torchrun ... -m ddp_crossover run {script} ..., or dx.attach(ddp, optimizer) in it"
-    iterations = max(model["iterations"] for model in models)
+    # What costs overlap is counted in steps that could overlap, if there were any.
+    counted = max(model["pipelined_iterations"] or model["iterations"] for model in models)
     return {
         "prediction": prediction.as_dict(),
         "obstacles": obstacles,
         "advice": advice,
-        "steps": iterations,
+        "steps": counted,
         "attached_by_script": by_script,
         "int8": about_int8(prediction),
         "slow_ranks": about_slow_ranks(profile.rank_compute_s),
         "rank_compute_s": profile.rank_compute_s,
-        "costs": costs(obstacles, advice, iterations, args.norms),
-        "verdict": verdict(prediction, obstacles, iterations, "The script has it already." if by_script else use),
+        "costs": costs(obstacles, advice, counted, args.norms),
+        "verdict": verdict(prediction, obstacles, counted, "The script has it already." if by_script else use),
     }
 
 

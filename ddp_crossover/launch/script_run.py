@@ -46,6 +46,12 @@ class Run:
         rank = os.environ.get("RANK") or "*"
         return {int(file.stem): file for file in sorted(self.folder.glob(f"{rank}.json"))}
 
+    def why_not_attached(self, meeting: Meeting) -> str:
+        """Return why nothing was attached to in the run, as rank 0 has printed it."""
+        why = [line for line in self.output.splitlines() if "trains as plain DDP" in line]
+        unsaid = "the script never calls the DDP model that it has built, or the model has a communication hook"
+        return str(meeting.gather((*why, unsaid)[0])[0])
+
     def parameters(self, meeting: Meeting) -> list[dict[str, str]]:
         """Return the digests of parameters of all ranks of the job at the end of the run."""
         mine = [json.loads(file.read_text())["parameters"] for file in self.files().values()]

@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
 
     with three_runs("verify", command, errand_in, meeting, args) as runs:
         plain, attached, again = (run.files() for run in runs)
-        verdicts = {rank: compare(plain[rank], attached[rank], again[rank], options) for rank in plain}
+        why_not = runs[1].why_not_attached(meeting)
+        verdicts = {rank: compare(plain[rank], attached[rank], again[rank], options, why_not) for rank in plain}
         unsynchronized = why_different(runs[0].parameters(meeting))
     for rank, verdict in verdicts.items():
         _print(verdict, rank, unsynchronized, as_json=args.json)
