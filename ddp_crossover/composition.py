@@ -30,10 +30,12 @@ from ddp_crossover.collectives.node_ranks import nodes_of
 from ddp_crossover.collectives.rank_weights import RankWeights
 from ddp_crossover.ddp.batch_statistics import refuse_shared_statistics, statistics_of_a_rank
 from ddp_crossover.ddp.early_arrival import Buckets
+from ddp_crossover.ddp.lone_rank import is_first_process, why_alone
 from ddp_crossover.ddp.reducer import Reducer
 from ddp_crossover.ddp.refusals import refuse_model, refuse_momentum, refuse_optimizers, why_plain_all_reduce
 from ddp_crossover.ddp.same_setup import require_same_setup
 from ddp_crossover.ddp.turn_points import TurnPoints, why_turns_stand
+from ddp_crossover.ddp.unreduced_steps import UnreducedSteps
 from ddp_crossover.ddp.use_order import UseOrder
 from ddp_crossover.ddp.weighted_batches import WeightedBatches
 from ddp_crossover.ddp.weighted_training import WeightedTraining
@@ -47,7 +49,7 @@ from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.log import say
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
-from ddp_crossover.options import Options
+from ddp_crossover.options import Options, switched_off
 from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.lazy_params import LazyParams
 from ddp_crossover.planning.session import Planning
@@ -179,6 +181,8 @@ def _compose_on(
     refuse_momentum(link.world_size, asked.compress, optimizers)
     if asked.weighted:
         refuse_shared_statistics(ddp.module)
+    if not switched_off() and (warning := why_alone(ddp)) is not None and is_first_process():
+        say(warning, logging.WARNING)
     options = asked
     if link.world_size == 1:  # one rank has nothing to share, and sends nothing
         options = dataclasses.replace(asked, shard_optimizer=False, groups=None)
@@ -218,7 +222,8 @@ def _compose_on(
     weights = RankWeights(link.rank, link.world_size)
     use_order = UseOrder(len(named))
     batches = WeightedBatches(ddp, link, weights, turns, params, use_order) if options.weighted else None
-    of_updates = (optimizers, params, early_reads, fallbacks, batches)
+    unreduced = UnreducedSteps(ddp, named, optimizers, fallbacks, link.world_size, batches)
+    of_updates = (optimizers, params, early_reads, fallbacks, unreduced)
     updates = (
         DeferredUpdates(*of_updates, strict=options.strict, norms=options.norms)
         if table is None
@@ -236,6 +241,7 @@ def _compose_on(
         turns,
         weights=weights,
         batches=batches,
+        unreduced=unreduced,
         use_order=use_order,
         buckets=buckets,
         on_leave=on_leave,

@@ -28,6 +28,7 @@ from ddp_crossover.ddp.forwards import CompiledCode, ForwardWatch
 from ddp_crossover.ddp.memory_formats import MemoryFormats
 from ddp_crossover.ddp.plain_all_reduce import PlainAllReduce
 from ddp_crossover.ddp.refused_methods import allow_methods, refuse_methods
+from ddp_crossover.ddp.unreduced_steps import UnreducedSteps
 from ddp_crossover.ddp.use_order import UseOrder
 from ddp_crossover.ddp.weighted_batches import WeightedBatches
 from ddp_crossover.dear import Phase, Pipeline
@@ -70,6 +71,7 @@ class Reducer:
         turns: notified when compute begins, waits and ends.
         weights: what each rank's gradients are multiplied by.
         batches: the batches of this model, if they are weighted; else None.
+        unreduced: finds steps whose gradients were not reduced.
         use_order: the order in which forward uses parameters.
         buckets: DDP's buckets, which are changed with the plan.
         on_leave: called when DDP should train as it was before attach, with the reason. It has to detach.
@@ -97,6 +99,7 @@ class Reducer:
         *,
         weights: RankWeights,
         batches: WeightedBatches | None,
+        unreduced: UnreducedSteps,
         use_order: UseOrder,
         buckets: Buckets,
         on_leave: Callable[[str], None],
@@ -146,6 +149,7 @@ class Reducer:
         params.watch_uses(self._guard.note_touch)
         refuse_methods(ddp)
         self.batches = batches
+        self._unreduced = unreduced
         self._gradients_before: list[Mark | None] = []
         self._in_backward = False
         self._last_bucket = -1
@@ -230,7 +234,7 @@ class Reducer:
     def become_plain(self) -> None:
         """Remove all hooks; nothing is deferred from now on."""
         self.is_detached = True
-        for part in (self._updates, self._watch, self._guard, self._compiled):
+        for part in (self._updates, self._watch, self._guard, self._compiled, self._unreduced):
             part.remove()
         if (ddp := self._ddp()) is not None:
             allow_methods(ddp)
@@ -332,6 +336,7 @@ class Reducer:
         if self._planning.profiler is not None:
             self._planning.profiler.backward_ends()
         self._reduction.end_backward()
+        self._unreduced.backward_reduced(None if self.pipeline is None else self.pipeline.gradients)
         if self.pipeline is not None:
             self.pipelined_iterations += 1
             if self.batches is not None:
@@ -492,6 +497,7 @@ class Reducer:
         reduces = self.model.require_backward_grad_sync
         # The reducer may still wait for the backward of an earlier forward, whatever this one is.
         self._awaits_backward = self._awaits_backward or reduces
+        self._unreduced.forward_ended(reduces=reduces)
         if not reduces and self.pipeline is not None:
             self.pipeline.gradients.expect_unreduced()  # the backward of this forward adds what no rank has shared
         if self.batches is not None and returned:

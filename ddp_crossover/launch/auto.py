@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from ddp_crossover.attaching import attach
 from ddp_crossover.collectives.agreement import DisagreementError, all_gather_json
@@ -24,10 +27,14 @@ from ddp_crossover.launch.optimizers_of import optimizers_of
 from ddp_crossover.launch.watch import watch_model, watch_new_models
 from ddp_crossover.log import say, short
 from ddp_crossover.options import Options, switched_off
+from ddp_crossover.parameters.early_reads import caller
 from ddp_crossover.torch_internals.ddp import has_comm_hook, is_joining, managed_parameters
 
 # Training forwards in which a model may have no optimizer, because the script builds it later.
 _FORWARDS_WITHOUT_OPTIMIZER = 10
+
+# Steps with parameters of a model that has not been called in training: the script may call it later.
+_STEPS_WITHOUT_FORWARD = 10
 
 _latest: list[Auto] = []  # of this process: the one to which new models belong, or none
 
@@ -76,6 +83,15 @@ class Auto:
         self.models: list[AttachedModel] = []
         self._options = options
         self._forwards: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
+        self._uncalled = _Uncalled()
+
+    def begin(self) -> None:
+        """Say so from now on when models are trained that nobody calls."""
+        self._uncalled.begin()
+
+    def end(self) -> None:
+        """Another has taken over new models."""
+        self._uncalled.stop()
 
     @property
     def states(self) -> list[DearState]:
@@ -84,6 +100,7 @@ class Auto:
 
     def before_forward(self, ddp: DistributedDataParallel) -> bool:
         """Attach to ``ddp`` if all ranks can; returns whether to be called before its next training forward again."""
+        self._uncalled.stop()
         if has_comm_hook(ddp):
             return False  # the script has attached by itself, or uses another hook
         if is_joining(ddp):  # a rank without batches makes no forward, so there is nobody to ask
@@ -118,6 +135,55 @@ class Auto:
             ranks = dist.get_world_size(ddp.process_group)
             names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
             say(f"attached to {name} ({short(millions)} M parameters, {ranks} ranks) with {names}")
+
+
+class _Uncalled:
+    """Says so when optimizers train DDP models that nobody calls, so that nothing is attached to."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._text = ""
+        self._model_of: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
+        self._handle: RemovableHandle | None = None
+
+    def begin(self) -> None:
+        """Look from now on."""
+        self._handle = register_optimizer_step_post_hook(lambda optimizer, *_: self._after_step(optimizer))
+        atexit.register(self._say)
+
+    def stop(self) -> None:
+        """Look no more: a model is called."""
+        if self._handle is not None:
+            self._handle.remove()
+            atexit.unregister(self._say)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        if optimizer not in self._model_of:
+            self._model_of[optimizer] = _trained_by(optimizer)
+        if not (model := self._model_of[optimizer]):
+            return
+        self._steps += 1
+        self._text = self._text or (
+            f"nothing is attached to: {type(optimizer).__name__}.step() at {caller()} trains {model}, whose "
+            "DistributedDataParallel has not been called in training, so it reduces nothing. Call ddp(x) in training, "
+            "not ddp.module(x), unless the script averages gradients by itself"
+        )
+        if self._steps == _STEPS_WITHOUT_FORWARD:
+            self._say()
+
+    def _say(self) -> None:
+        self.stop()
+        if self._text:
+            say(self._text, logging.WARNING)
+
+
+def _trained_by(optimizer: Optimizer) -> str:
+    """The model of DDP that this optimizer trains on rank 0, by name; empty if there is none, or it has a hook."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for ddp in live_objects(DistributedDataParallel):
+        if any(id(parameter) in own for _, parameter in managed_parameters(ddp)) and not has_comm_hook(ddp):
+            return type(ddp.module).__name__ if dist.get_rank(ddp.process_group) == 0 else ""
+    return ""
 
 
 def _say_plain(ddp: DistributedDataParallel, why: str) -> None:
@@ -163,7 +229,10 @@ def auto(**options: Any) -> Auto:
     if not switched_off():
         if not _latest:
             watch_new_models(DistributedDataParallel, lambda: _latest[0].before_forward)
+        for earlier in _latest:
+            earlier.end()
         _latest[:] = [found]
+        found.begin()
         for ddp in live_objects(DistributedDataParallel):
             if not has_comm_hook(ddp):
                 watch_model(ddp, found.before_forward)

@@ -30,6 +30,8 @@ def start(errand: Errand) -> BeforeForward:
     """Return what is to be called before a training forward of each model."""
     attaches = errand.options is not None and not switched_off()
     auto = Auto(**_arguments(errand.options or {}))
+    if attaches:
+        auto.begin()
     rank = dist.get_rank()  # not from the environment: the script may start its ranks by itself
     if attaches and rank == 0:
         atexit.register(_tell, auto, errand.stats_file)

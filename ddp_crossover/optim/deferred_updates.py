@@ -34,6 +34,7 @@ from ddp_crossover.optim.update_runner import DeferredUpdate, UpdateRunner
 from ddp_crossover.options import Norms
 from ddp_crossover.parameters.early_reads import EarlyReads, is_saving
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
+from ddp_crossover.parameters.reduced_gradients import ReducedGradients
 from ddp_crossover.parameters.slots import Slot
 from ddp_crossover.torch_internals.gradient_calls import require_gradient_calls
 from ddp_crossover.torch_internals.optimizers import has_hooks, move_to_front, step_pre_hooks
@@ -45,10 +46,15 @@ _TOO_LATE = (
 
 
 class Batches(Protocol):
-    """Batches of different sizes, whose gradients count only if they were reduced."""
+    """Follows which batches were reduced."""
 
-    def refuse_unreduced(self, optimizer: Optimizer, *, were_added_to: bool) -> None:
-        """Raise RuntimeError if this optimizer is about to use gradients that are not reduced."""
+    def refuse_unreduced(self, optimizer: Optimizer, gradients: ReducedGradients | None) -> None:
+        """Warn, or raise RuntimeError, if this optimizer is about to use gradients that are not reduced.
+
+        Args:
+            optimizer: the optimizer.
+            gradients: those of the pipeline, if there is one.
+        """
 
 
 class DeferredUpdates:
@@ -62,7 +68,7 @@ class DeferredUpdates:
         params: the parameters that DDP manages.
         early_reads: records which line of the script forces pending updates or gradients early.
         fallbacks: records why a step or a parameter was not deferred.
-        batches: may refuse a step; None if all ranks have batches of one size.
+        batches: may refuse a step.
         strict: fill pending parameters with NaN until they are updated.
         norms: where torch's own clipping and loss scaling take norms from.
     """
@@ -289,8 +295,7 @@ class DeferredUpdates:
     def _refuse_step(self, optimizer: Optimizer) -> None:
         self._runner.refuse_to_go_on()
         if self._batches is not None:
-            were_added_to = self.pipeline is not None and self.pipeline.gradients.were_added_to
-            self._batches.refuse_unreduced(optimizer, were_added_to=were_added_to)
+            self._batches.refuse_unreduced(optimizer, None if self.pipeline is None else self.pipeline.gradients)
 
     def _finish_last_step(self, optimizer: Optimizer, pipeline: Pipeline) -> None:
         """Apply what is pending of the parameters that a step is about to update, and refuse one that makes no sense.

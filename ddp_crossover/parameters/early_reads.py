@@ -15,6 +15,7 @@ _OURS = os.path.dirname(os.path.dirname(__file__))
 _TORCH = os.path.dirname(torch.__file__)
 _LIBRARIES = (os.sep + "site-packages" + os.sep, os.path.dirname(os.__file__) + os.sep)
 
+SOMEWHERE = "a library"
 # Methods that read the whole state, of modules, optimizers, parameters, and of wrappers around them.
 _SAVING = ("state_dict", "__reduce_ex__", "__deepcopy__")
 
@@ -85,11 +86,11 @@ def is_saving() -> bool:
 
 
 def caller() -> str:
-    """File name and line of the nearest caller outside of libraries, or ``"a library"``."""
+    """File name and line of the nearest caller outside of libraries, or ``SOMEWHERE``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
         if not path.startswith((_OURS, _TORCH, "<")) and not any(library in path for library in _LIBRARIES):
             return f"{os.path.basename(path)}:{frame.f_lineno}"
         frame = frame.f_back
-    return "a library"
+    return SOMEWHERE

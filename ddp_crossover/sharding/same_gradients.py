@@ -36,11 +36,11 @@ def require_same_gradients(link: Link, device: torch.device, gradients: Mapping[
         if not all(_is_about(first, other) for other in others):
             raise RuntimeError(
                 f"optimizer.step() found a gradient of {name} that is not the same on all ranks, because no reduction "
-                "has written it (a backward in no_sync(), a second backward that DDP does not reduce, a parameter that "
-                "has been parametrized, or has had another dtype or device, since DDP was built) or ranks have changed "
-                "it differently. With shard_optimizer=True it would be put together of the gradients of all: add up "
-                "losses before one backward, average .grad over ranks before step(), or leave out shard_optimizer, "
-                "where each rank goes its own way"
+                "has written it (a backward in no_sync() or through ddp.module, a second backward that DDP does not "
+                "reduce, a parameter that has been parametrized, or has had another dtype or device, since DDP was "
+                "built) or ranks have changed it differently. With shard_optimizer=True it would be put together of "
+                "the gradients of all: add up losses before one backward, average .grad over ranks before step(), or "
+                "leave out shard_optimizer, where each rank goes its own way"
             )
 
 
