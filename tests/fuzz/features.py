@@ -115,6 +115,8 @@ SCRIPT = (
                                                      model=(*BRANCHES, "checkpointed", "attending", "recurrent"))),
     Feature("scheduler", ("", "step", "cycle", "one_cycle")),
     Feature("sizes", ("equal", "unequal", "zeros"), has("find_unused", "static_graph", model=BRANCHES, zero="between")),
+    Feature("past_ddp", ("", "always", "sometimes"),  # forwards through the module inside of DDP, which reduces nothing
+            has("static_graph", "by_name", clip="own", sizes="zeros")),
     Feature("batch_around", ("each", "all"), lambda choices: choices.get("micro_batches", 1) == 1),
     Feature("second", ("", "alternate", "one_optimizer"),
             has("closure", "scaler", "static_graph", optimizer=("two", "interleaved", "partial"))),
@@ -133,7 +135,7 @@ ARM = (
     Feature("fusion_mb", (5e-4, 1e-4, 1.0), often=1.5),
     Feature("schedule", ("auto", "dear", "allreduce")),
     Feature("strict", (False, True)),
-    Feature("norms", ("exact", "sharded"), often=1.5),
+    Feature("norms", ("exact", "sharded"), has("past_ddp"), often=1.5),  # takes what is not reduced for shared
     Feature("shard_optimizer", (False, True), has(schedule="allreduce"), often=2),
     Feature("eager", (False, True), lambda choices: not choices.get("shard_optimizer")),
     Feature("weighted", (False, True)),
@@ -190,6 +192,7 @@ EVENTS = (
     EventFeature("gradients_halved"),
     EventFeature("gradients_replaced"),
     EventFeature("gradient_dropped"),
+    EventFeature("second_backward", ("gradients",), has("static_graph", model=(*BRANCHES, "batch_norm", "dropout"))),
     EventFeature("gradients_kept", by_one=True),
     EventFeature("gradients_taken", without=_adds_to_views),
     EventFeature("parameters_read", by_one=True),

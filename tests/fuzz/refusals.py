@@ -14,6 +14,7 @@ REFUSALS = {
     # `managed_parameters` are those that require gradients at attach; DDP has had more since it was built.
     "a parameter that was frozen at attach": r"DDP reduces a parameter that this DearState does not know",
     "weighted: unequal batches after detach": r"the model is not attached, so DDP would weight ranks equally",
+    "weighted: gradients that DDP has not reduced": r"not reduced( by DDP in this step,)? and so not weighted",
     "weighted: a forward outside of batch()": r"attached with weighted=True: put its forward and its backward into",
 }
 

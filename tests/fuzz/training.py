@@ -274,7 +274,7 @@ class Run:
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """The mean over a batch, of one or several forwards."""
-        call = self.main.ddp.forward if self.script.get("by_name") else self.main.ddp
+        call = self.main.ddp.forward if self.script.get("by_name") else self._model
         with torch.autocast("cpu", torch.bfloat16, enabled=self.script.get("autocast", False)):
             output = call(x)
             for _ in range(self.script.get("forwards", 1) - 1):
@@ -292,6 +292,12 @@ class Run:
             (slope,) = torch.autograd.grad(loss, x, create_graph=True)
             loss = loss + slope.square().sum() * 0.1
         return loss
+
+    @property
+    def _model(self) -> nn.Module:
+        past_ddp = self.script.get("past_ddp", "")
+        is_past = past_ddp == "always" or (past_ddp == "sometimes" and self.step_number % 3 == 1)
+        return self.main.net if is_past else self.main.ddp
 
     def raise_in_forward(self) -> Any:
         """Have the next forward of the model raise."""
