@@ -148,6 +148,48 @@ def test_scripts_train_to_the_bits_of_plain_ddp_and_are_pipelined() -> None:
             assert len(pipelined) == 1 + (script is _two_models) and min(pipelined) >= 4, script.__name__
 
 
+def _called_from(step: int, *, attaches: bool) -> list[str]:
+    """Trains past DDP before that."""
+    with heard() as said:
+        dx.auto(**OPTIONS)
+        ddp = _network()
+        optimizer = SGD(ddp.parameters(), lr=0.1)
+        state = dx.attach(ddp, optimizer, **OPTIONS) if attaches else None
+        for index in range(12):
+            optimizer.zero_grad()
+            model = ddp if index >= step else ddp.module
+            model(torch.ones(2, INPUTS)).square().mean().backward()
+            optimizer.step()
+        if state is not None:
+            state.detach()
+    return [line for line in said if "nothing is attached to" in line]
+
+
+def test_a_model_that_is_trained_and_never_called_is_named() -> None:
+    [said], other = run_ranks(_never_called, 2)
+    assert (
+        "SGD.step() at test_auto.py:" in said and "trains DeepNet, whose DistributedDataParallel has not been" in said
+    )
+    assert not other
+
+
+def _never_called() -> list[str]:
+    return _called_from(12, attaches=False)
+
+
+def _called_late() -> list[str]:
+    return _called_from(5, attaches=False)
+
+
+def _attached_and_never_called() -> list[str]:
+    return _called_from(12, attaches=True)
+
+
+@pytest.mark.parametrize("script", [_called_late, _attached_and_never_called], ids=lambda one: one.__name__)
+def test_one_that_is_called_or_attached_to_is_not(script) -> None:
+    assert run_ranks(script, 2) == [[], []]
+
+
 def _attached_by_the_script(with_auto: bool) -> tuple[list[bytes], int]:
     torch.manual_seed(3)
     found, ddp = dx.auto(**OPTIONS) if with_auto else None, _network()

@@ -42,6 +42,15 @@ def test_switched_off_it_is_plain_ddp(tmp_path: Path, plain) -> None:
     assert bits(done) == plain and "ddp_crossover" not in done.stderr
 
 
+@pytest.mark.nightly
+def test_a_model_whose_ddp_is_never_called_is_said_when_a_short_script_ends(tmp_path: Path) -> None:
+    text = TRAIN.replace("ddp(x)", "net(x)").replace("range(5)", "range(1)")
+    script = str(write_script(tmp_path, text))
+    done = torchrun("-m", "ddp_crossover", "run", script)
+    assert bits(done) == bits(torchrun(script))
+    assert done.stderr.count("nothing is attached to: AdamW.step() at train_it.py:") == 1, done.stderr
+
+
 @pytest.mark.quick
 def test_a_script_without_ddp_does_not_notice(tmp_path: Path) -> None:
     text = "import sys; print(__name__, __file__, sys.argv[1:], 'torch' in sys.modules); sys.exit(3)"
