@@ -31,7 +31,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -39,16 +39,17 @@ from torch import Tensor
 from ddp_crossover import device as gpu
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
-from ddp_crossover.collectives.leg import HostWait, ScatterLeg
+from ddp_crossover.collectives.leg import HostWait
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.rank_weights import RankWeights
 from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.collectives.wire import scale_into
-from ddp_crossover.fusion import FusionGroup, FusionPlan, Schedule, gathers_behind_scatters, order_of_use
-from ddp_crossover.fusion_buffers.arenas import memory_of_arenas, whole_of, zeros
+from ddp_crossover.fusion import FusionGroup, FusionPlan
+from ddp_crossover.fusion_buffers.arenas import lay_out_in_arena, memory_of_arenas, whole_of, zeros
 from ddp_crossover.fusion_buffers.feedback import Feedback, Range
 from ddp_crossover.fusion_buffers.in_place import lay_out
 from ddp_crossover.fusion_buffers.staging import Staging, gradient_stride, plan_staging
+from ddp_crossover.gathers import GatherOrder, Gathers
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.lazy_params import LazyParam
@@ -77,6 +78,9 @@ class Updater(GradientUser, Protocol):
     def early_answers(self, pipeline: Pipeline) -> Callable[..., Any] | None:
         """What answers torch functions without gathered gradients, see :meth:`PendingGrad.arm`."""
 
+    def gathers(self, pipeline: Pipeline, memory: Mapping[str, Tensor]) -> Gathers:
+        """What the gather legs of a new pipeline carry, with memory of the previous plan's."""
+
 
 class Phase(enum.Enum):
     """State of one iteration. After an error in any phase, the next backward starts from IDLE."""
@@ -86,6 +90,7 @@ class Phase(enum.Enum):
     REDUCED = "gather legs are out, .grad is pending"  # -> IDLE: the next backward retires everything
 
 
+@final
 class Pipeline:
     """Runs all fusion groups of one model under one plan.
 
@@ -94,17 +99,22 @@ class Pipeline:
         params: the parameters, in the plan's numbering.
         link: runs the legs.
         turns: notified of waits, so that another job may compute meanwhile.
-        updater: runs updates; it makes entries in ``updates``, which are opaque to the pipeline.
+        updater: runs updates, and knows what gather legs carry for them; it makes entries in ``updates``, which are
+            opaque to the pipeline.
         kept: finds gradients whose memory a script keeps.
         lock: held while gradients are delivered and updates applied, from any thread.
         memory: arenas of the previous plan, reused where they are large enough.
         wire: what gradients are on the wire.
         weights: what each rank's gradients are multiplied by; it changes between iterations. Default: equal shares.
         feedback: memory for what codes leave out; needed if the plan has coded gradients.
+        owners: the ranks that reduce whole gradients, by index of the parameter; ranks share all others.
         loss_scale: returns the factor of the loss of the backward that begins.
         every_group_arrives: False if DDP may leave out buckets.
         may_leave_out: whether DDP writes no ``.grad`` of a parameter that it takes for unused on all ranks.
         in_buckets: whether DDP writes by making ``.grad`` a part of a bucket.
+
+    Attributes:
+        layouts: counts how often a fusion buffer was made anew, which may change who reduces which elements.
     """
 
     def __init__(
@@ -121,6 +131,7 @@ class Pipeline:
         wire: Wire = _AS_THEY_ARE,
         weights: RankWeights | None = None,
         feedback: Feedback | None = None,
+        owners: Mapping[int, int] = MappingProxyType({}),
         loss_scale: Callable[[], float | Tensor] = lambda: 1.0,
         every_group_arrives: bool = True,
         may_leave_out: bool = False,
@@ -136,10 +147,8 @@ class Pipeline:
         self.lock = lock or threading.RLock()
         self.updates: dict[Slot, object] = {}
         self._updater = updater
-        self._gathers_early = plan.schedule is Schedule.AUTO
-        self._urgency = {group: place for place, group in enumerate(plan.use_order)}
-        # If the link needs one launch order on all ranks, the plan says which gather legs go between scatter legs.
-        self._followers = {} if link.orders_gathers else gathers_behind_scatters(plan)
+        self._owners = owners
+        self.layouts = 0
         self._weights = weights or RankWeights(link.rank, link.world_size)
         self._stagings: dict[int, Staging] = {}
         self._arrived: list[int] = []
@@ -170,7 +179,6 @@ class Pipeline:
             kept,
             self.complete,
             self._is_overwritten,
-            self._is_lost,
             updater,
             updater.early_answers(self),
             may_leave_out=may_leave_out,
@@ -178,6 +186,8 @@ class Pipeline:
         )
         self.slot_of: dict[Tensor, Slot] = {slot.parameter: slot for slot in self.slots}
         self.groups = [self._group(spec) for spec in plan.groups]
+        self.gather_order = GatherOrder(plan, link, self.groups)
+        self.gathers = updater.gathers(self, memory)
         self._announced_legs = _announced_legs(plan)
 
     def _slot(self, lazy: LazyParam, arena_name: str) -> Slot:
@@ -196,15 +206,8 @@ class Pipeline:
         if (arena := self._arenas.get(spec.arena)) is not None:
             is_coded = self.plan.gradients[spec.pieces[0].parameter].is_coded
             coding = self._feedback.coding(spec) if is_coded and self._feedback is not None else None
-            buffer = FusionBuffer((arena.narrow(0, spec.offset, spec.numel),), coding=coding)
-            group.lay_out(buffer, [(0, start) for start in self.plan.places_of(spec)])
+            lay_out_in_arena(group, arena, self.plan.places_of(spec), self._owners, coding)
         return group
-
-    def set_use_order(self, use_rank: Sequence[int]) -> None:
-        """Gather in the forward's new use order from now on, if the link allows a different order on each rank."""
-        if self.link.orders_gathers:
-            order = order_of_use(self.plan.groups, use_rank)
-            self._urgency = {group: place for place, group in enumerate(order)}
 
     # Backward.
 
@@ -225,6 +228,7 @@ class Pipeline:
                 self._feedback.begin_step(self._loss_scale())
         for index in range(self._announced_legs):
             self._announce(index)
+        self.gathers.begin_backward()
 
     def reduce(self, bucket: GradBucket, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
         """Take one DDP bucket and launch the scatter legs of groups that became complete.
@@ -266,24 +270,16 @@ class Pipeline:
         if not group.spec.split:
             group.reduce_by(self.link.all_reduce_leg(index, buffer))
         else:
-            group.scatter_by(self._scatter(group, buffer))
-            if self._gathers_early and self.link.orders_gathers:
-                self._gather(group, self._urgency[index])
-        for follower in self._followers.get(index, ()):
-            self._gather(self.groups[follower])
-
-    def _scatter(self, group: GroupInFlight, buffer: FusionBuffer) -> ScatterLeg:
-        return self.link.reduce_scatter(group.spec.index, buffer)
+            group.scatter_by(self.link.reduce_scatter(index, buffer, self.gathers.landing(group)))
+        self.gathers.launched(group)
 
     def _buffer_of(self, group: GroupInFlight) -> FusionBuffer:
         # If DDP may leave out buckets, which they were last time says nothing about this time.
         if group.buffer is None or not (self.every_group_arrives or group.spec.arena in self._arenas):
-            self._lay_out(group)
+            lay_out(group, self._weights, self._owners)
+            self.layouts += 1
         assert group.buffer is not None
         return group.buffer
-
-    def _lay_out(self, group: GroupInFlight) -> None:
-        lay_out(group, self._weights)
 
     def _announce(self, index: int) -> None:
         if not self.every_group_arrives or index >= len(self.groups):
@@ -300,7 +296,7 @@ class Pipeline:
         self._may_announce = stay
 
     def end_backward(self) -> None:
-        """Launch the gather legs in use order and make every ``.grad`` a PendingGrad unless a script keeps it."""
+        """Launch the gather legs that are due, and make every ``.grad`` a PendingGrad unless a script keeps it."""
         self.order.join()
         if self.every_group_arrives:
             for index in self._stagings.keys() - set(self._arrived):
@@ -309,25 +305,13 @@ class Pipeline:
         unused = [group for group in self.groups if not group.is_launched]
         for group in unused:
             group.skip()
-        self._gather_after_backward()
+        self.gathers.end_backward()
         self.link.end_scatter_legs()
         with self.lock:
             kept = self.gradients.make_pending(some_unused=bool(unused), skipped=skipped)
             self.phase = Phase.REDUCED
             for slot in kept:
                 self.gradients.deliver_kept(slot)
-
-    def _gather_after_backward(self) -> None:
-        self._gather_in_use_order()
-
-    def _gather_in_use_order(self) -> None:
-        for index in self.plan.use_order:
-            self._gather(self.groups[index])
-
-    def _gather(self, group: GroupInFlight, urgency: int | None = None) -> None:
-        if group.state is GroupState.SCATTERING:
-            assert group.scatter is not None
-            group.gather_by(self.link.all_gather(group.scatter, urgency))
 
     def _complete_partly_staged_groups(self) -> set[Slot]:
         """Launch groups for which DDP skipped a bucket, which no rank has used, without its gradients or with zeros.
@@ -369,18 +353,12 @@ class Pipeline:
             groups = dict.fromkeys(group for slot in slots if slot in self.updates for group in slot.groups)
             # Wait for all groups before the first update: a leg that fails must not leave only some of them updated.
             for group in groups:
-                self._complete_for_update(group)
+                self._await_gather(group)
             # Update group by group: gradients cast back to the parameters' dtype never take more than one group.
             for group in groups:
-                due = [s for s in group.slots if s in self.updates and all(map(self._is_ready_for_update, s.groups))]
+                due = [s for s in group.slots if s in self.updates and all(other.is_complete for other in s.groups)]
                 if due:
                     outside_of_modes(functools.partial(self._apply, due))
-
-    def _complete_for_update(self, group: GroupInFlight) -> None:
-        self._await_gather(group)
-
-    def _is_ready_for_update(self, group: GroupInFlight) -> bool:
-        return group.is_complete
 
     def flush(self) -> None:
         """Apply all pending updates."""
@@ -396,6 +374,7 @@ class Pipeline:
 
     def complete(self, group: GroupInFlight) -> None:
         """Wait until the group's buffer holds the reduced gradients."""
+        self.gathers.bring_gradients(group)
         if self._await_gather(group):
             self.order.publish()
 
@@ -404,11 +383,12 @@ class Pipeline:
         self.order.join()
         if group.is_complete:
             return False
-        self._wait_for_gather(group)
+        self.wait_for_gather(group)
         group.complete()
         return True
 
-    def _wait_for_gather(self, group: GroupInFlight) -> None:
+    def wait_for_gather(self, group: GroupInFlight) -> None:
+        """Wait until the group's gather leg has arrived, on the current stream alone."""
         self._refuse_capture()
         assert group.gather is not None
         index = group.spec.index
@@ -428,10 +408,12 @@ class Pipeline:
 
     def belongs_to_update(self, slot: Slot) -> bool:
         """Whether the gradient in the fusion buffer is what an update that is pending will use."""
-        return slot in self.updates
+        return slot in self.updates and not any(group.kept for group in slot.groups)
 
     def before_exchange(self) -> None:
-        """Called before ranks exchange norms."""
+        """Call it before ranks exchange norms of reduced gradients."""
+        if self.phase is Phase.REDUCED:
+            self.gathers.before_exchange()
 
     def waiting(self, what: int | str) -> contextlib.AbstractContextManager[HostWait | None]:
         """Context of a wait for communication; ``what`` identifies the same wait in each step, see :class:`Turns`."""
@@ -453,7 +435,6 @@ class Pipeline:
                 if not is_in_backward():
                     self._retire()
                 elif all(group.is_launched for group in self.groups):  # forward was called again by a checkpoint
-                    self._gather_in_use_order()
                     self._end_legs()
                 return
             self.flush()
@@ -477,10 +458,6 @@ class Pipeline:
             return False
         staging = self._stagings.get(slot.place.bucket)
         return staging is not None and staging.buffer._version != self._versions.get(slot.place.bucket)
-
-    def _is_lost(self, slot: Slot) -> bool:
-        """Whether a gradient is spread over the ranks."""
-        return False
 
     @property
     def _has_all_copied(self) -> bool:
@@ -526,6 +503,8 @@ class Pipeline:
         self.order.mark()
 
     def _end_legs(self) -> None:
+        if not self.link.is_closed:
+            self.gathers.end_legs()
         with self.waiting("end of iteration") as host_wait:
             for group in self.groups:
                 if group.gather is not None:
@@ -544,13 +523,12 @@ class Pipeline:
                 parts = tuple(torch.zeros_like(part) for part in buffer.parts)
                 coding = None if buffer.coding is None else buffer.coding.of_nothing()
                 group.scatter_by(self.link.reduce_scatter(index, FusionBuffer(parts, coding=coding)))
-        self._gather_in_use_order()
 
     def release(self) -> dict[str, Tensor]:
         """Return the arenas by name, for the next plan's pipeline. This pipeline must not be used again."""
         assert self.phase is Phase.IDLE
         self._forget_buckets()
-        return {name: whole_of(arena) for name, arena in self._arenas.items()}
+        return {name: whole_of(arena) for name, arena in self._arenas.items()} | self.gathers.release()
 
     def _forget_buckets(self) -> None:
         """Drop all references to DDP's buckets, which would count as a script's."""
@@ -565,6 +543,7 @@ class Pipeline:
     def drop_references(self) -> None:
         """Drop all parameters and fusion buffers now, not at the next garbage collection. Ends the pipeline."""
         self._forget_buckets()
+        self.gathers.release()
         for slot in self.slots:
             slot.pending.current.leave()
             del slot.parameter, slot.pending

@@ -45,7 +45,6 @@ from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StalePar
 from ddp_crossover.parameters.reduced_gradients import unwrap_gradients
 from ddp_crossover.parameters.slots import Slot
 from ddp_crossover.planning.session import Orders, Planning
-from ddp_crossover.sharding.sharded_pipeline import ShardedPipeline
 from ddp_crossover.torch_internals.autograd import call_after_backward
 from ddp_crossover.torch_internals.ddp import GradBucket, comm_hooks_of, forget_comm_hooks, rebuild_buckets
 from ddp_crossover.torch_internals.loss_scale import LossScale
@@ -399,9 +398,7 @@ class Reducer:
         self._updates.use(self.pipeline)
 
     def _make_pipeline(self, plan: FusionPlan) -> Pipeline:
-        owners = self._owners
-        make = Pipeline if owners is None else functools.partial(ShardedPipeline, owners=owners)
-        return make(
+        return Pipeline(
             plan,
             self._params.all,
             self._link,
@@ -413,6 +410,7 @@ class Reducer:
             wire=self._wire,
             weights=self._weights,
             feedback=self.feedback,
+            owners=self._owners or {},
             loss_scale=self._loss_scale.now,
             every_group_arrives=not self._may_skip_buckets(),
             may_leave_out=self.model.find_unused_parameters,
@@ -505,7 +503,7 @@ class Reducer:
         if self._planning.profiler is not None:
             self._planning.profiler.forward_ends()
         if returned and self._use_order.end_forward() and self.pipeline is not None:
-            self.pipeline.set_use_order(self._use_order.ranks())
+            self.pipeline.gather_order.follow(self._use_order.ranks())
         before_backward = functools.partial(call_before_backward, output)
         self._guard.end_forward(before_backward)
         # DDP prepares no backward for a forward that raised, perhaps because of Ctrl-C in a wait for a peer.

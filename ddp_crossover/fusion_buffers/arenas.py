@@ -6,16 +6,20 @@ these cannot travel from DDP's buckets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ddp_crossover.codecs.coding import Coding
 from ddp_crossover.codecs.wire import Wire
+from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.fusion import GradientSpec, arena_capacity
 from ddp_crossover.fusion_buffers.in_place import travels_in_place
+from ddp_crossover.parameters.slots import GroupInFlight
 
 _SPARE_NUMEL = 2**14
 
@@ -78,6 +82,32 @@ def memory_of_arenas(
         for arena, (spec, parameter) in like.items()
         if not travels_in_place(parameter.dtype, link, wire)
     }
+
+
+def lay_out_in_arena(
+    group: GroupInFlight,
+    arena: Tensor,
+    starts: Sequence[int],
+    owners: Mapping[int, int] = MappingProxyType({}),
+    coding: Coding | None = None,
+) -> None:
+    """Make the fusion buffer of a group whose gradients are copied to an arena.
+
+    Args:
+        group: the group.
+        arena: the arena.
+        starts: where its pieces begin in its range of the arena.
+        owners: the ranks that reduce whole gradients, by parameter; either all of the group's have one, or none.
+        coding: what its slices travel as; None: as they are.
+    """
+    spec = group.spec
+    memory = arena.narrow(0, spec.offset, spec.numel)
+    owned_by = tuple(owners[slot.index] for slot in group.slots if slot.index in owners)
+    if not owned_by:
+        group.lay_out(FusionBuffer((memory,), coding=coding), [(0, start) for start in starts])
+        return
+    parts = tuple(memory[start : start + piece.numel] for start, piece in zip(starts, spec.pieces, strict=True))
+    group.lay_out(FusionBuffer(parts, owners=owned_by), [(part, 0) for part in range(len(parts))])
 
 
 def whole_of(arena: Tensor) -> Tensor:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
@@ -24,13 +25,14 @@ from ddp_crossover.collectives.leg import LegError
 from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.figures.stats import FallbackLog
+from ddp_crossover.gathers import Gathers, GradientGathers
 from ddp_crossover.optim.after_update import AfterUpdate
 from ddp_crossover.optim.lazy_state import make_state_lazy, make_state_plain
 from ddp_crossover.optim.optimizer_snapshot import StandIn, optimizer_parameters
 from ddp_crossover.optim.separable import Separable
 from ddp_crossover.optim.step_call import Deferrable, StepCall, why_call_waits
 from ddp_crossover.optim.stock_calls import StockCalls
-from ddp_crossover.optim.update_runner import DeferredUpdate, UpdateRunner
+from ddp_crossover.optim.update_runner import DeferredUpdate, UpdateRunner, run_updates
 from ddp_crossover.options import Norms
 from ddp_crossover.parameters.early_reads import EarlyReads, is_saving
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
@@ -60,9 +62,6 @@ class Batches(Protocol):
 class DeferredUpdates:
     """Takes over the optimizers of one model.
 
-    Attributes:
-        runner_type: class of what applies deferred updates.
-
     Args:
         optimizers: the optimizers.
         params: the parameters that DDP manages.
@@ -71,9 +70,8 @@ class DeferredUpdates:
         batches: may refuse a step.
         strict: fill pending parameters with NaN until they are updated.
         norms: where torch's own clipping and loss scaling take norms from.
+        write: puts the updated values into parameters whose gather legs have arrived.
     """
-
-    runner_type: type[UpdateRunner] = UpdateRunner
 
     def __init__(
         self,
@@ -85,6 +83,7 @@ class DeferredUpdates:
         *,
         strict: bool,
         norms: Norms,
+        write: Callable[[Pipeline, Mapping[Slot, DeferredUpdate]], None] = run_updates,
     ) -> None:
         self.pipeline: Pipeline | None = None
         self._is_enabled = True
@@ -98,7 +97,7 @@ class DeferredUpdates:
             require_gradient_calls()
         self._running: StepCall | None = None
         self.after_update = AfterUpdate()
-        self._runner = self.runner_type(params, self.after_update, strict=strict)
+        self._runner = UpdateRunner(params, self.after_update, write, strict=strict)
         self._separable = Separable(optimizers)
         self._deferrable = Deferrable(params, early_reads, fallbacks)
         self.deferred_steps = 0
@@ -196,6 +195,10 @@ class DeferredUpdates:
     def early_answers(self, pipeline: Pipeline) -> Callable[..., Any] | None:
         """What answers torch's clipping and loss scaling from shards; None if they wait for whole gradients."""
         return StockCalls(pipeline).answer if self._norms is Norms.SHARDED else None
+
+    def gathers(self, pipeline: Pipeline, memory: Mapping[str, Tensor]) -> Gathers:
+        """What its gather legs carry."""
+        return GradientGathers(pipeline.plan, pipeline.link, pipeline.gather_order, pipeline.groups)
 
     def gradient_is_read(self, slot: Slot) -> None:
         """Apply an update that changes the gradient as well, before a script reads it."""

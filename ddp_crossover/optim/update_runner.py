@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -46,12 +46,21 @@ class UpdateRunner:
     Args:
         params: the parameters that DDP manages.
         after_update: told which parameters have been updated.
+        write: puts the updated values into these parameters.
         strict: whether pending parameters hold NaN, so that their values have to be restored first.
     """
 
-    def __init__(self, params: LazyParams, after_update: AfterUpdate, *, strict: bool) -> None:
+    def __init__(
+        self,
+        params: LazyParams,
+        after_update: AfterUpdate,
+        write: Callable[[Pipeline, Mapping[Slot, DeferredUpdate]], None],
+        *,
+        strict: bool,
+    ) -> None:
         self._params = params
         self._after_update = after_update
+        self._write = write
         self._strict = strict
         self._pipeline: Pipeline | None = None
         self._broken = ""
@@ -119,7 +128,8 @@ class UpdateRunner:
                         assert isinstance(update, DeferredUpdate)
                         claimed[slot] = update
                     lazy.end_wait()
-                self._step(pipeline, claimed)
+                self._show_values(claimed)
+                self._write(pipeline, claimed)
                 if self._after_update and not self._broken:
                     # In this context: these uses come before forward's, and must not count as its touches.
                     with as_if_called_by_the_user():
@@ -137,19 +147,24 @@ class UpdateRunner:
             for lazy in lazies:
                 lazy.memory.grad = None  # frees a copy that was cast back from the wire dtype
 
-    def _step(self, pipeline: Pipeline, claimed: dict[Slot, DeferredUpdate]) -> None:
-        edited = [slot for slot, update in claimed.items() if update.edits_gradient]
-        gradients = pipeline.gradients.for_update(claimed, edited)
-        members: dict[DeferredUpdate, list[ToUpdate]] = {}
-        for slot, update in claimed.items():
-            lazy, memory = slot.lazy, slot.lazy.memory
-            if self._strict or lazy.is_written:
-                lazy.show_value()
-            memory.grad = _placed_as_by_autograd(gradients[slot], update)
-            members.setdefault(update, []).append(ToUpdate(slot.parameter, memory))
-        with as_if_called_by_the_user():
-            for update, to_update in members.items():
-                update.snapshot.step({update.group: to_update})
+    def _show_values(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            if self._strict or slot.lazy.is_written:
+                slot.lazy.show_value()
+
+
+def run_updates(pipeline: Pipeline, claimed: Mapping[Slot, DeferredUpdate]) -> None:
+    """Run these updates of parameters whose gradients are complete."""
+    edited = [slot for slot, update in claimed.items() if update.edits_gradient]
+    gradients = pipeline.gradients.for_update(claimed, edited)
+    members: dict[DeferredUpdate, list[ToUpdate]] = {}
+    for slot, update in claimed.items():
+        memory = slot.lazy.memory
+        memory.grad = _placed_as_by_autograd(gradients[slot], update)
+        members.setdefault(update, []).append(ToUpdate(slot.parameter, memory))
+    with as_if_called_by_the_user():
+        for update, to_update in members.items():
+            update.snapshot.step({update.group: to_update})
 
 
 def _placed_as_by_autograd(gradient: Tensor, update: DeferredUpdate) -> Tensor:

@@ -65,7 +65,6 @@ class ReducedGradients:
         kept: finds gradients whose memory a script keeps.
         complete: waits until a fusion group's buffer holds the reduced gradients.
         is_overwritten: whether DDP's next backward has written into the bucket with this gradient.
-        is_lost: whether a gradient is spread over the ranks, so that one that is no longer in ``.grad`` is gone.
         user: uses gradients later than a script does.
         answer_early: answers some torch functions without gathered gradients, see :meth:`PendingGrad.arm`; or None.
         may_leave_out: whether DDP writes no ``.grad`` of a parameter that it takes for unused on all ranks.
@@ -88,7 +87,6 @@ class ReducedGradients:
         kept: KeptGradients,
         complete: Callable[[GroupInFlight], None],
         is_overwritten: Callable[[Slot], bool],
-        is_lost: Callable[[Slot], bool],
         user: GradientUser,
         answer_early: Callable[..., Any] | None,
         *,
@@ -101,7 +99,6 @@ class ReducedGradients:
         self._kept = kept
         self._complete = complete
         self._was_overwritten = is_overwritten
-        self._is_lost = is_lost
         self._user = user
         self._answer_early = answer_early
         self._may_leave_out = may_leave_out
@@ -267,7 +264,7 @@ class ReducedGradients:
         return self.are_reduced and slot.parameter.grad is slot.pending.current and slot not in self.untaken
 
     def _deliver(self, slot: Slot, memory: Tensor) -> Tensor:
-        if slot.pending.current.becomes_zero and self._is_lost(slot):
+        if slot.pending.current.becomes_zero and slot.is_spread:
             # Not gathered for this: each rank gets here at another place, or not at all, as its own references tell.
             return torch.empty_like(memory)
         if not self.is_retiring:
@@ -296,7 +293,7 @@ class ReducedGradients:
     def _zero(self, slot: Slot, memory: Tensor) -> bool:
         """Set the memory of a pending gradient to zero; False if it is a part of a fusion buffer that is still used."""
         if slot.is_shared:
-            if self._user.needs_gradient(slot) or self._is_lost(slot):
+            if self._user.needs_gradient(slot) or slot.is_spread:
                 return False
             for group in slot.neighbours:
                 self._complete(group)  # protects the zeros from the gather leg, which writes there, too
@@ -383,6 +380,8 @@ class ReducedGradients:
         Raises:
             RuntimeError: if a gradient that a script holds may have been overwritten.
         """
+        if leave_in_grad:
+            self._gather_what_is_left()
         self.is_retiring = True
         try:
             for slot in self._slots:
@@ -394,12 +393,21 @@ class ReducedGradients:
                         pool.current.resolve()
                 elif not pool.held_elsewhere():
                     pool.current.disarm()
-                elif self._is_lost(slot):
+                elif slot.is_spread:
                     pool.current.lose(_LOST.format(slot.name))
                 else:
                     pool.current.resolve()
         finally:
             self.is_retiring = False
+
+    def _gather_what_is_left(self) -> None:
+        # Backward adds to a gradient that is still in `.grad`. To gather it then would overwrite buckets that backward
+        # has written into. One that becomes zero is not gathered. No other groups: on another rank a backward under
+        # no_sync() may have needed these gradients before, and has asked nobody about others.
+        for slot in filter(self.is_pending, self._slots):
+            if slot.is_spread:
+                for group in slot.groups_to_await:
+                    self._complete(group)
 
 
 def unwrap_gradients(parameters: Iterable[Tensor]) -> None:

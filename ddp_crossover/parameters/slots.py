@@ -130,6 +130,11 @@ class Slot:
         """The fusion groups that write where its gradient is: all those of the bucket, if ``.grad`` is a part of it."""
         return self.neighbours if self.is_shared else self.groups
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether some of what it waits for is spread over the ranks: a rank has its shard of it."""
+        return any(group.is_spread for group in self.groups_to_await)
+
     def reset(self) -> None:
         """Begin with the gradient of another backward."""
         self.is_kept = self.is_shared = False
@@ -162,11 +167,8 @@ class GroupState(enum.Enum):
     FILLING = "some of its gradients have not arrived"  # -> ANNOUNCED, or as from there
     ANNOUNCED = "peers may send their gradients already"  # -> SCATTERING: the last gradient was staged; -> UNUSED
     SCATTERING = "its scatter leg was started"  # -> GATHERING; skipped if both legs are one all-reduce
-    GATHERING = "its gather leg was started"  # -> COMPLETE: code that needs a gradient has waited for it
-    COMPLETE = "its buffer holds the reduced gradients"
-    # With a sharded optimizer, from SCATTERING on, unless a gather leg of gradients was asked for:
-    UPDATING = "its gather leg, which carries updated parameters, was started"  # -> UPDATED
-    UPDATED = "its landing holds the updated parameters"
+    GATHERING = "its gather leg was started"  # -> COMPLETE: code that needs what it brings has waited for it
+    COMPLETE = "what its gather leg brings is there: the reduced gradients, unless these are kept aside"
     UNUSED = "no rank has used its parameters, so nothing was sent"
 
 
@@ -204,8 +206,7 @@ class GroupInFlight:
         missing: number of its gradients, or parts of them, that have not arrived.
         scatter: its scatter leg, from ``SCATTERING`` on.
         gather: its gather leg, from ``GATHERING`` on; the same object if both legs are one all-reduce.
-        landing: with a sharded optimizer, where updated parameters arrive; it may be the buffer itself.
-        kept: with a sharded optimizer, this rank's slices of the reduced gradients, while it is updating or updated.
+        kept: this rank's slices of the reduced gradients, if its gather leg carries something else; see ``gathers``.
     """
 
     def __init__(self, spec: FusionGroup, slots: list[Slot]) -> None:
@@ -213,7 +214,6 @@ class GroupInFlight:
         self.slots = slots
         self.buffer: FusionBuffer | None = None
         self.places: Sequence[tuple[int, int] | None] = ()
-        self.landing: FusionBuffer | None = None
         self.reset()
         self.state = GroupState.UNUSED
 
@@ -232,10 +232,6 @@ class GroupInFlight:
         self.buffer = buffer
         self.places = places
 
-    def land_in(self, landing: FusionBuffer | None) -> None:
-        """Let updated parameters arrive there."""
-        self.landing = landing
-
     def forget_buffer(self) -> None:
         """Have the buffer made anew before the group travels again."""
         self.buffer = None
@@ -243,6 +239,7 @@ class GroupInFlight:
     def forget_legs(self) -> None:
         """Drop the legs, which hold DDP's buckets."""
         self.scatter = self.gather = None
+        self.kept = []
 
     # Transitions, see `GroupState`.
 
@@ -270,26 +267,22 @@ class GroupInFlight:
         self.state = GroupState.SCATTERING
 
     def gather_by(self, leg: Leg) -> None:
-        """The gather leg of gradients was started."""
+        """The gather leg was started."""
         self.gather = leg
         self.state = GroupState.GATHERING
 
     def complete(self) -> None:
-        """The buffer holds the reduced gradients."""
+        """What the gather leg brings is there."""
         self.state = GroupState.COMPLETE
 
     def keep(self, shards: list[Tensor]) -> None:
-        """Put this rank's slices of the reduced gradients aside."""
+        """Put this rank's slices of the reduced gradients aside: the gather leg carries something else."""
         self.kept = shards
 
-    def update_by(self, leg: Leg) -> None:
-        """The gather leg of updated parameters was started."""
-        self.gather = leg
-        self.state = GroupState.UPDATING
-
-    def end_update(self) -> None:
-        """The landing holds the updated parameters."""
-        self.state = GroupState.UPDATED
+    def restore(self) -> None:
+        """The reduced gradients were brought in another way than by the gather leg, and none is kept aside."""
+        self.kept = []
+        self.state = GroupState.COMPLETE
 
     def close_by(self, leg: Leg) -> None:
         """A gather leg was started that carries nothing, and changes nothing."""
@@ -311,8 +304,13 @@ class GroupInFlight:
 
     @property
     def is_complete(self) -> bool:
-        """Whether its buffer holds what it will hold in this iteration."""
+        """Whether its gather leg has brought what it brings in this iteration."""
         return self.state is GroupState.COMPLETE or self.state is GroupState.UNUSED
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether its reduced gradients are spread over the ranks, each of which has its shard of them."""
+        return self.state is GroupState.SCATTERING or bool(self.kept)
 
     @property
     def is_launched(self) -> bool:

@@ -23,12 +23,13 @@ from torch.optim import Optimizer
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.figures.stats import FallbackLog
+from ddp_crossover.gathers import Gathers
 from ddp_crossover.optim.deferred_updates import Batches, DeferredUpdates, closure_of, is_ours
 from ddp_crossover.optim.layer_sums import LayerSumOptimizer
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate
 from ddp_crossover.optim.separable import settings_of
 from ddp_crossover.optim.step_call import why_call_waits
-from ddp_crossover.optim.update_runner import DeferredUpdate, UpdateRunner, as_if_called_by_the_user
+from ddp_crossover.optim.update_runner import DeferredUpdate, as_if_called_by_the_user
 from ddp_crossover.options import Norms
 from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.flat import flat_of, shaped
@@ -40,9 +41,9 @@ from ddp_crossover.sharding.early_updates import EarlyUpdates
 from ddp_crossover.sharding.exchange import exchange, in_chunks
 from ddp_crossover.sharding.layer_exchange import sums_over_ranks
 from ddp_crossover.sharding.ownership import Ownership, Range, everything, only
+from ddp_crossover.sharding.parameter_gathers import ParameterGathers, shard_to_update
 from ddp_crossover.sharding.same_gradients import require_same_gradients
 from ddp_crossover.sharding.shard_states import ShardStates
-from ddp_crossover.sharding.sharded_pipeline import ShardedPipeline, shard_to_update
 from ddp_crossover.sharding.sharded_state import CONSOLIDATE, ShardedState
 from ddp_crossover.sharding.table import ShardTable, why_attributes_matter
 from ddp_crossover.torch_internals.autograd import unrecorded
@@ -81,22 +82,6 @@ class _Call(NamedTuple):
         return isinstance(self.snapshot.optimizer, LayerSumOptimizer)
 
 
-class GatheredUpdates(UpdateRunner):
-    """Copies parameters that gather legs have brought."""
-
-    def _step(self, pipeline: Pipeline, claimed: dict[Slot, DeferredUpdate]) -> None:
-        assert isinstance(pipeline, ShardedPipeline)
-        targets: list[Tensor] = []
-        for slot in claimed:
-            lazy = slot.lazy
-            if self._strict or lazy.is_written:
-                lazy.show_value()
-            targets.append(lazy.memory)
-        if claimed:
-            with as_if_called_by_the_user():
-                torch._foreach_copy_(targets, [pipeline.landed(slot) for slot in claimed])
-
-
 class ShardedUpdates(DeferredUpdates):
     """Takes over the optimizers of one model, and shares their work and their state between the ranks.
 
@@ -112,8 +97,6 @@ class ShardedUpdates(DeferredUpdates):
         link: link between the ranks.
     """
 
-    runner_type = GatheredUpdates
-
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
@@ -127,7 +110,10 @@ class ShardedUpdates(DeferredUpdates):
         table: ShardTable,
         link: Link,
     ) -> None:
-        super().__init__(optimizers, params, early_reads, fallbacks, batches, strict=strict, norms=norms)
+        super().__init__(
+            optimizers, params, early_reads, fallbacks, batches, strict=strict, norms=norms, write=self._copy_landed
+        )
+        self._gathers: ParameterGathers | None = None
         self._numbers = {optimizer: number for number, optimizer in enumerate(optimizers)}
         self._table = table
         self._link = link
@@ -158,10 +144,23 @@ class ShardedUpdates(DeferredUpdates):
     def use(self, pipeline: Pipeline | None) -> None:
         super().use(pipeline)
         self._layouts_seen = -1
-        if pipeline is not None:
+        if pipeline is None:
+            self._gathers = None
+        else:
             self._trained = {i for i, one in enumerate(self._table.parameters) if one.optimizer is not None}
 
-    # What the pipeline asks for, see `sharded_pipeline.ShardUpdater`.
+    # What the pipeline and its gather legs ask for, see `dear.Updater` and `parameter_gathers.ShardUpdater`.
+
+    def gathers(self, pipeline: Pipeline, memory: Mapping[str, Tensor]) -> Gathers:
+        """What its gather legs carry: the parameters that this updates."""
+        self._gathers = ParameterGathers(pipeline, self, self._table.owners, memory)
+        return self._gathers
+
+    def _copy_landed(self, pipeline: Pipeline, claimed: Mapping[Slot, DeferredUpdate]) -> None:
+        assert self._gathers is not None
+        if claimed:
+            with as_if_called_by_the_user():
+                torch._foreach_copy_([slot.lazy.memory for slot in claimed], list(map(self._gathers.landed, claimed)))
 
     def is_trained(self, index: int) -> bool:
         """Whether a parameter has an optimizer."""
@@ -169,10 +168,10 @@ class ShardedUpdates(DeferredUpdates):
 
     def begins_backward(self) -> bool:
         """Whether updates may be made early in the backward that begins."""
-        pipeline = self.pipeline
-        assert isinstance(pipeline, ShardedPipeline)
+        pipeline, gathers = self.pipeline, self._gathers
+        assert pipeline is not None and gathers is not None
         # With several optimizers, one may have made its step when another rank hears that the other's was not right.
-        if self._early is None or not pipeline.chooses_gathers:
+        if self._early is None or not gathers.chooses_gathers:
             return False
         [optimizer] = self._numbers
         is_shared = self._is_spread and isinstance(optimizer.state, ShardedState)
@@ -286,73 +285,74 @@ class ShardedUpdates(DeferredUpdates):
             )
         self._runner.note_written()  # of the state
         later: list[LazyParam] = []
-        pipeline = self._ready_pipeline(call)
+        is_ready = self._are_legs_ready(call)
         call.stand_in.give_back()  # not before: updates on trial begin with the settings from before the step
-        if pipeline is not None:
+        if is_ready:
             later = [self._params.all[index] for index in call.group_of]
-            self._step_between_legs(call, pipeline, later)
+            self._step_between_legs(call, later)
         else:
             self._step_at_once(call)
         self._tell_of_step(optimizer, later)
 
-    def _ready_pipeline(self, call: _Call) -> ShardedPipeline | None:
-        """The pipeline, if gather legs can carry this step's parameters."""
-        pipeline = self.pipeline
-        if pipeline is None or pipeline.phase is not Phase.REDUCED:
-            return None
-        assert isinstance(pipeline, ShardedPipeline)
+    def _are_legs_ready(self, call: _Call) -> bool:
+        """Whether gather legs can carry this step's parameters."""
+        pipeline, gathers = self.pipeline, self._gathers
+        if pipeline is None or gathers is None or pipeline.phase is not Phase.REDUCED:
+            return False
         slots = [pipeline.slots[index] for index in call.group_of]
-        is_usual = self._is_usual(call, pipeline, slots)
+        is_usual = self._is_usual(call, pipeline, gathers, slots)
         is_right = is_usual and (self._early is None or self._early.are_right(call.snapshot, call.group_of))
         # A gradient that no reduction has written may differ between ranks, which a step at once finds out.
         wants_gradients = not all(map(pipeline.gradients.is_reduced, slots))
-        hear = pipeline.ask(wants_gradients=wants_gradients, is_early_right=is_right)
-        if pipeline.is_early and is_right:
-            pipeline.update_rest_early(slots)
+        hear = gathers.ask(wants_gradients=wants_gradients, is_early_right=is_right)
+        if gathers.is_early and is_right:
+            gathers.update_rest_early(slots)
         are_taken = hear()
         if self._early is not None:
             self._early.end_step(pipeline.iteration, are_taken=are_taken)
-        if pipeline.is_early and not are_taken:
+        if gathers.is_early and not are_taken:
             self._fallbacks.note(_IN_VAIN)
-            return None
+            return False
         for slot in slots:
             if not pipeline.gradients.is_pending(slot):
                 unwrapped(slot.parameter.grad)  # it may wait for a gather leg of gradients
-        if not pipeline.can_update_between_legs(slots):
+        if not gathers.can_update_between_legs(slots):
             self._fallbacks.note(*_AT_ONCE)
-            return None
+            return False
         if self._layouts_seen != pipeline.layouts:
-            self.states.move_to(pipeline.ownership())
+            self.states.move_to(gathers.ownership())
             self._layouts_seen = pipeline.layouts
-        return pipeline
+        return True
 
-    def _is_usual(self, call: _Call, pipeline: ShardedPipeline, slots: Sequence[Slot]) -> bool:
+    def _is_usual(self, call: _Call, pipeline: Pipeline, gathers: ParameterGathers, slots: Sequence[Slot]) -> bool:
         """Whether all of this step could have been made in backward, with reduced gradients as they are."""
         trained = sum(one.optimizer is not None for one in self._table.parameters)
         if self._early is None or call.grad_scale is not None or len(slots) < trained or call.has_other_state:
             return False
         if not all(pipeline.gradients.is_pending(slot) and not slot.scales for slot in slots):
             return False
-        if not pipeline.can_update_between_legs(slots):
+        if not gathers.can_update_between_legs(slots):
             return False
         # Memory that a script refers to in another way may be written at any time.
         return not self._params.why_not_lazy([slot.lazy for slot in slots])
 
-    def _step_between_legs(self, call: _Call, pipeline: ShardedPipeline, lazies: Sequence[LazyParam]) -> None:
+    def _step_between_legs(self, call: _Call, lazies: Sequence[LazyParam]) -> None:
+        pipeline, gathers = self.pipeline, self._gathers
+        assert pipeline is not None and gathers is not None
         self._params.follow_moved(lazies)
         gradients = {
             slot: self._gradient_in_memory(slot, pipeline) for slot in map(pipeline.slots.__getitem__, call.group_of)
         }
-        groups = pipeline.in_order_of_updates(gradients)
+        groups = gathers.in_order_of_updates(gradients)
         if call.needs_all_shards:
-            shards = [pipeline.begin_update(group, gradients) for group in groups]
+            shards = [gathers.begin_update(group, gradients) for group in groups]
             self._update(call, [*itertools.chain.from_iterable(shards), *self._without_elements(call)])
             for group in groups:
-                pipeline.send_update(group)
+                gathers.send_update(group)
         else:
             for group in groups:
-                self._update(call, pipeline.begin_update(group, gradients))
-                pipeline.send_update(group)
+                self._update(call, gathers.begin_update(group, gradients))
+                gathers.send_update(group)
             self._update(call, self._without_elements(call))
         self._unscale(call)
         self._make_pending(pipeline, [(lazies, DeferredUpdate(call.snapshot, 0, edits_gradient=False))])

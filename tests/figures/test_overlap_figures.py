@@ -128,7 +128,7 @@ def _reverse(run: Run) -> Iterator[Any]:
         run.optimizer.zero_grad()
         run.loss(run.model(x), y).backward()
         run.optimizer.step()
-        yield dict(run.state._reducer.pipeline._urgency) if index in (4, 7) else None
+        yield dict(run.state._reducer.pipeline.gather_order._urgency) if index in (4, 7) else None
 
 
 class TurningNet(torch.nn.Module):

@@ -25,7 +25,7 @@ from ddp_crossover.dear import Pipeline
 from ddp_crossover.fusion import FusionPlan
 from ddp_crossover.planning import session as planning
 from ddp_crossover.planning.codec_probe import probe_codecs
-from ddp_crossover.sharding.sharded_pipeline import ShardedPipeline
+from ddp_crossover.sharding.parameter_gathers import ParameterGathers
 from fake_streams import fake_gpu
 from models import INPUTS, DeepNet, MixedDtypeNet, OddNet
 from plans import random_plans
@@ -141,14 +141,14 @@ def first_uses(schedule: str) -> tuple[set[str], set[str]]:
 def landings(options: dict[str, Any]) -> tuple[set[int], list[set[int]]]:
     """Where memory lies after attach, and where each of many plans has updated parameters arrive."""
     used: list[set[int]] = []
-    make_pipeline = ShardedPipeline.__init__
+    make_gathers = ParameterGathers.__init__
 
-    def no_allocation(pipeline: ShardedPipeline, *args: Any, **more: Any) -> None:
+    def no_allocation(gathers: ParameterGathers, *args: Any, **more: Any) -> None:
         with mock.patch.object(torch, "zeros", _refuse):
-            make_pipeline(pipeline, *args, **more)
-        used.append(_storages(pipeline._landing_arenas.values()))
+            make_gathers(gathers, *args, **more)
+        used.append(_storages(gathers._arenas.values()))
 
-    with random_plans(11, schedules=("dear", "auto")), mock.patch.object(ShardedPipeline, "__init__", no_allocation):
+    with random_plans(11, schedules=("dear", "auto")), mock.patch.object(ParameterGathers, "__init__", no_allocation):
         ddp = DistributedDataParallel(DeepNet())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         state = dx.attach(ddp, optimizer, shard_optimizer=True, **options)

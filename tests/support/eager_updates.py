@@ -11,7 +11,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from ddp_crossover.sharding import early_updates, exchange
-from ddp_crossover.sharding.sharded_pipeline import ShardedPipeline
+from ddp_crossover.sharding.parameter_gathers import ParameterGathers
 from equivalence import Run
 
 
@@ -19,10 +19,10 @@ from equivalence import Run
 def eager_updates(seed: int) -> Iterator[list[bool]]:
     """Wait for scatter legs in backward, so that groups can be updated there; yields whether each step took them."""
     draw = random.Random(f"{seed} on rank {dist.get_rank()}")
-    go_ahead, end_step = ShardedPipeline._go_ahead, early_updates.EarlyUpdates.end_step
+    go_ahead, end_step = ParameterGathers._go_ahead, early_updates.EarlyUpdates.end_step
     taken: list[bool] = []
 
-    def wait_and_go_ahead(self: ShardedPipeline) -> None:
+    def wait_and_go_ahead(self: ParameterGathers) -> None:
         for group in self._launched:
             if draw.random() < 0.5:
                 group.scatter.wait()
@@ -35,7 +35,7 @@ def eager_updates(seed: int) -> Iterator[list[bool]]:
         end_step(self, iteration, are_taken=are_taken)
 
     with (
-        mock.patch.object(ShardedPipeline, "_go_ahead", wait_and_go_ahead),
+        mock.patch.object(ParameterGathers, "_go_ahead", wait_and_go_ahead),
         mock.patch.object(early_updates.EarlyUpdates, "end_step", note),
         mock.patch.object(early_updates, "_GOOD_STEPS", 1),
         mock.patch.object(early_updates, "_LONGEST_BREAK", 1),

@@ -1,0 +1,134 @@
+"""What the gather legs of a pipeline carry, and when they leave.
+
+After the scatter leg each rank has the reduced gradients of its shard. The gather leg brings every shard to every rank:
+as gradients, or, with a sharded optimizer, as the parameters that their owners have updated (``sharding``).
+
+For the terms see [Note: DeAR's terms] in ``dear.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from ddp_crossover.collectives.fusion_buffer import FusionBuffer
+from ddp_crossover.collectives.link import Link
+from ddp_crossover.fusion import FusionPlan, Schedule, gathers_behind_scatters, order_of_use
+from ddp_crossover.parameters.slots import GroupInFlight, GroupState
+
+
+class Gathers(Protocol):
+    """What gather legs carry, and when they leave. The pipeline tells it how far an iteration has come."""
+
+    def begin_backward(self) -> None:
+        """Called when a backward begins."""
+
+    def landing(self, group: GroupInFlight) -> FusionBuffer | None:
+        """Where the gather leg arrives of a group that is laid out; None: in the fusion buffer, as gradients."""
+
+    def launched(self, group: GroupInFlight) -> None:
+        """Called when the scatter leg of a group was started."""
+
+    def end_backward(self) -> None:
+        """Called when all scatter legs of the iteration were started."""
+
+    def before_exchange(self) -> None:
+        """Called before ranks exchange norms of reduced gradients."""
+
+    def bring_gradients(self, group: GroupInFlight) -> None:
+        """Have this group's gradients gathered, for which somebody is about to wait, if they are not under way."""
+
+    def end_legs(self) -> None:
+        """Start all gather legs that were not started: peers have posted their receives."""
+
+    def release(self) -> dict[str, Tensor]:
+        """Return what it has of arenas by name, for the next plan, and drop everything."""
+
+
+class GatherOrder:
+    """Starts gather legs of gradients, in the order in which forward uses parameters.
+
+    Args:
+        plan: the plan, with the order that all ranks have agreed on.
+        link: runs the legs.
+        groups: the plan's fusion groups.
+    """
+
+    def __init__(self, plan: FusionPlan, link: Link, groups: Sequence[GroupInFlight]) -> None:
+        self._plan = plan
+        self._link = link
+        self._groups = groups
+        self._urgency = {group: place for place, group in enumerate(plan.use_order)}
+
+    def follow(self, use_rank: Sequence[int]) -> None:
+        """Gather in the forward's new use order from now on, if the link allows a different order on each rank."""
+        if self._link.orders_gathers:
+            order = order_of_use(self._plan.groups, use_rank)
+            self._urgency = {group: place for place, group in enumerate(order)}
+
+    def urgency(self, group: GroupInFlight) -> int:
+        """Place of a group in this rank's use order."""
+        return self._urgency[group.spec.index]
+
+    def in_use_order(self) -> list[GroupInFlight]:
+        """All groups, in the use order of the plan, which is the same on all ranks."""
+        return [self._groups[index] for index in self._plan.use_order]
+
+    def start(self, group: GroupInFlight, urgency: int | None = None) -> None:
+        """Start a gather leg of gradients behind the group's scatter leg, unless one was started."""
+        if group.state is GroupState.SCATTERING:
+            assert group.scatter is not None
+            group.gather_by(self._link.all_gather(group.scatter, urgency))
+
+
+class GradientGathers:
+    """Gather legs that carry gradients: they leave behind their scatter legs, or at the end of backward.
+
+    Args:
+        plan: when gather legs leave in backward.
+        link: the link that runs them.
+        order: starts them.
+        groups: the plan's fusion groups.
+    """
+
+    def __init__(self, plan: FusionPlan, link: Link, order: GatherOrder, groups: Sequence[GroupInFlight]) -> None:
+        self._order = order
+        self._groups = groups
+        self._leave_early = plan.schedule is Schedule.AUTO and link.orders_gathers
+        # If the link needs one launch order on all ranks, the plan says which gather legs go between scatter legs.
+        self._followers = {} if link.orders_gathers else gathers_behind_scatters(plan)
+
+    def begin_backward(self) -> None:
+        """Nothing to do: see :class:`Gathers`, here and below."""
+
+    def landing(self, group: GroupInFlight) -> FusionBuffer | None:
+        """Gradients arrive in the fusion buffer."""
+        return None
+
+    def launched(self, group: GroupInFlight) -> None:
+        """Start the gather legs that follow this scatter leg."""
+        if self._leave_early:
+            self._order.start(group, self._order.urgency(group))
+        for follower in self._followers.get(group.spec.index, ()):
+            self._order.start(self._groups[follower])
+
+    def end_backward(self) -> None:
+        """Start the others in use order."""
+        for group in self._order.in_use_order():
+            self._order.start(group)
+
+    def before_exchange(self) -> None:
+        """Nothing to do."""
+
+    def bring_gradients(self, group: GroupInFlight) -> None:
+        """Nothing to do: they are under way since the end of backward."""
+
+    def end_legs(self) -> None:
+        """Start those of a backward that raised."""
+        self.end_backward()
+
+    def release(self) -> dict[str, Tensor]:
+        """Nothing to return."""
+        return {}
