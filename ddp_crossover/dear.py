@@ -44,11 +44,11 @@ from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.rank_weights import RankWeights
 from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.collectives.wire import scale_into
-from ddp_crossover.fusion import FusionGroup, FusionPlan
-from ddp_crossover.fusion_buffers.arenas import lay_out_in_arena, memory_of_arenas, whole_of, zeros
-from ddp_crossover.fusion_buffers.feedback import Feedback, Range
-from ddp_crossover.fusion_buffers.in_place import lay_out
-from ddp_crossover.fusion_buffers.staging import Staging, gradient_stride, plan_staging
+from ddp_crossover.fusion import FusionPlan
+from ddp_crossover.fusion_buffers.buckets import ArrivedBuckets
+from ddp_crossover.fusion_buffers.coded_steps import CodedSteps
+from ddp_crossover.fusion_buffers.feedback import Feedback
+from ddp_crossover.fusion_buffers.layout import Layout
 from ddp_crossover.gathers import GatherOrder, Gathers
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.parameters.kept_gradients import KeptGradients
@@ -114,7 +114,11 @@ class Pipeline:
         in_buckets: whether DDP writes by making ``.grad`` a part of a bucket.
 
     Attributes:
-        layouts: counts how often a fusion buffer was made anew, which may change who reduces which elements.
+        layout: where gradients lie.
+        gather_order: the order in which gather legs leave.
+        gathers: what gather legs carry.
+        updates: the updates that are pending, by the parameter's slot.
+        awaits_backward: whether a forward has ended whose backward has not begun.
     """
 
     def __init__(
@@ -147,31 +151,32 @@ class Pipeline:
         self.lock = lock or threading.RLock()
         self.updates: dict[Slot, object] = {}
         self._updater = updater
-        self._owners = owners
-        self.layouts = 0
         self._weights = weights or RankWeights(link.rank, link.world_size)
-        self._stagings: dict[int, Staging] = {}
-        self._arrived: list[int] = []
         self._may_announce = False
         self.awaits_backward = False
-        self._versions: dict[int, int] = {}
 
         self.device = params[0].parameter.device
-        parameters = [lazy.parameter for lazy in params]
-        arena_of = {p.parameter: group.arena for group in plan.groups for p in group.pieces}
-        self._wire = wire if plan.is_coded else wire.plain
-        self._arenas = {
-            arena: zeros(plan.arena_numel[arena], made_of.dtype, made_of.device, memory.get(arena))
-            for arena, made_of in memory_of_arenas(plan.gradients, parameters, link, self._wire).items()
-        }
-        self._feedback = feedback if plan.is_coded else None
         if feedback is not None:
             with link.beside_legs():
                 feedback.use(plan)
-        self._loss_scale = loss_scale
-        self._padding = _padding(plan, self.device) if plan.is_coded else {}
-        link.use_arenas(self._arenas.values())
-        self.slots = [self._slot(lazy, arena_of[lazy.index]) for lazy in params]
+        self.layout = Layout(
+            plan,
+            params,
+            link,
+            self.lock,
+            memory=memory,
+            wire=wire,
+            weights=self._weights,
+            feedback=feedback,
+            owners=owners,
+            same_buckets=every_group_arrives,
+        )
+        self.slots, self.groups = self.layout.slots, self.layout.groups
+        arenas = self.layout.arenas
+        self._codes: CodedSteps | None = None
+        if feedback is not None and plan.is_coded:
+            self._codes = CodedSteps(feedback, plan, link, self.order, arenas, loss_scale)
+        link.use_arenas(arenas.values())
         self.gradients = ReducedGradients(
             self.slots,
             link,
@@ -185,29 +190,10 @@ class Pipeline:
             in_buckets=in_buckets,
         )
         self.slot_of: dict[Tensor, Slot] = {slot.parameter: slot for slot in self.slots}
-        self.groups = [self._group(spec) for spec in plan.groups]
+        self._buckets = ArrivedBuckets(self.slot_of, arenas)
         self.gather_order = GatherOrder(plan, link, self.groups)
         self.gathers = updater.gathers(self, memory)
         self._announced_legs = _announced_legs(plan)
-
-    def _slot(self, lazy: LazyParam, arena_name: str) -> Slot:
-        parameter = lazy.parameter
-        arena, stride = self._arenas.get(arena_name), gradient_stride(parameter)
-        dtype = self._wire.travels_as(parameter.dtype, is_coded=self.plan.gradients[lazy.index].is_coded)
-        slot = Slot(lazy, stride, dtype, self.lock, is_in_place=arena is None)
-        if arena is not None:
-            slot.view = arena.as_strided(parameter.shape, stride, self.plan.offsets[lazy.index])
-        return slot
-
-    def _group(self, spec: FusionGroup) -> GroupInFlight:
-        group = GroupInFlight(spec, [self.slots[p.parameter] for p in spec.pieces])
-        for slot in group.slots:
-            slot.groups.append(group)
-        if (arena := self._arenas.get(spec.arena)) is not None:
-            is_coded = self.plan.gradients[spec.pieces[0].parameter].is_coded
-            coding = self._feedback.coding(spec) if is_coded and self._feedback is not None else None
-            lay_out_in_arena(group, arena, self.plan.places_of(spec), self._owners, coding)
-        return group
 
     # Backward.
 
@@ -217,15 +203,13 @@ class Pipeline:
         self.awaits_backward = False
         for group in self.groups:
             group.reset()
-        self._arrived.clear()
+        self._buckets.begin_backward()
         self.gradients.begin_backward()
         self.iteration += 1
         self.link.begin_iteration()
         self.phase = Phase.BACKWARD
-        if self._feedback is not None:
-            self._clear_padding()
-            with self.link.beside_legs():
-                self._feedback.begin_step(self._loss_scale())
+        if self._codes is not None:
+            self._codes.begin()
         for index in range(self._announced_legs):
             self._announce(index)
         self.gathers.begin_backward()
@@ -240,16 +224,10 @@ class Pipeline:
         Returns:
             A completed future of the bucket's own gradients: DDP takes them for reduced, and backward does not wait.
         """
-        index, buffer = bucket.index(), bucket.buffer()
-        staging = self._stagings.get(index)
-        if staging is None or not staging.fits(buffer, parameters):
-            slots = [self.slot_of[parameter] for parameter in parameters]
-            staging = self._stagings[index] = plan_staging(
-                index, buffer.detach(), slots, parameters, bucket.gradients(), self._arenas
-            )
+        buffer = bucket.buffer()
+        staging = self._buckets.arrive(bucket, buffer, parameters)
         if staging.copies:
             self.link.stage(functools.partial(self._copy, staging.buffer, staging.copies))
-        self._arrived.append(index)
         self.gradients.bucket_arrives(buffer, staging.slots)
         for group, pieces in staging.arrivals:
             if group.arrive(pieces):
@@ -266,30 +244,22 @@ class Pipeline:
     def _launch(self, group: GroupInFlight) -> None:
         index = group.spec.index
         self._announce(index + self._announced_legs)
-        buffer = self._buffer_of(group)
+        buffer = self.layout.buffer_of(group)
         if not group.spec.split:
             group.reduce_by(self.link.all_reduce_leg(index, buffer))
         else:
             group.scatter_by(self.link.reduce_scatter(index, buffer, self.gathers.landing(group)))
         self.gathers.launched(group)
 
-    def _buffer_of(self, group: GroupInFlight) -> FusionBuffer:
-        # If DDP may leave out buckets, which they were last time says nothing about this time.
-        if group.buffer is None or not (self.every_group_arrives or group.spec.arena in self._arenas):
-            lay_out(group, self._weights, self._owners)
-            self.layouts += 1
-        assert group.buffer is not None
-        return group.buffer
-
     def _announce(self, index: int) -> None:
         if not self.every_group_arrives or index >= len(self.groups):
             return
         group = self.groups[index]
         # Before DDP's buckets are where they will stay, their sizes may differ from those of the last iteration.
-        is_known = group.spec.arena in self._arenas or (self._may_announce and group.buffer is not None)
+        is_known = self.layout.is_copied(group) or (self._may_announce and group.buffer is not None)
         if is_known and not group.is_launched:
             group.announce()
-            self.link.announce(index, self._buffer_of(group))
+            self.link.announce(index, self.layout.buffer_of(group))
 
     def expect_same_buckets(self, stay: bool) -> None:
         """Note whether DDP's buckets are where they will stay, so that peers may be told of groups beforehand."""
@@ -299,8 +269,7 @@ class Pipeline:
         """Launch the gather legs that are due, and make every ``.grad`` a PendingGrad unless a script keeps it."""
         self.order.join()
         if self.every_group_arrives:
-            for index in self._stagings.keys() - set(self._arrived):
-                del self._stagings[index]  # a bucket that DDP no longer has: frees its memory
+            self._buckets.forget_absent()  # which frees the memory of those that DDP no longer has
         skipped = self._complete_partly_staged_groups()
         unused = [group for group in self.groups if not group.is_launched]
         for group in unused:
@@ -323,7 +292,7 @@ class Pipeline:
         arrived: set[Slot] | None = None
         for group in self.groups:
             if 0 < group.missing < len(group.spec.pieces):
-                arrived = arrived or {slot for index in self._arrived for slot in self._stagings[index].slots}
+                arrived = arrived or self._buckets.slots()
                 for slot in group.slots:
                     if slot not in arrived:
                         skipped.add(slot)
@@ -333,8 +302,7 @@ class Pipeline:
                             slot.view.zero_()
                 self._launch(group)
         if skipped:
-            for index in self._stagings.keys() - set(self._arrived):
-                del self._stagings[index]  # its slots have no place until it arrives again
+            self._buckets.forget_absent()  # their slots have no place until they arrive again
         return skipped
 
     # Forward, and other code that needs a result.
@@ -428,7 +396,7 @@ class Pipeline:
         """
         # Protects gradients that are still being copied.
         self.link.finish_staging()
-        if self._has_all_copied or self.phase is Phase.IDLE:
+        if self.layout.has_all_copied or self.phase is Phase.IDLE:
             return
         with self.lock:
             if self.phase is Phase.BACKWARD:
@@ -442,7 +410,7 @@ class Pipeline:
             if call_before_backward is None:
                 return  # the backward of an earlier forward may still be awaited
             self.awaits_backward = True
-            self._versions = {index: staging.buffer._version for index, staging in self._stagings.items()}
+            self._buckets.note_versions()
             if not call_before_backward(self._before_backward):
                 self.gradients.finish()
 
@@ -453,16 +421,8 @@ class Pipeline:
                 self.gradients.finish(leave_in_grad=True)
 
     def _is_overwritten(self, slot: Slot) -> bool:
-        """Whether the backward that has begun has written into the bucket, as versions tell: legs use an alias."""
-        if not self.awaits_backward or slot.place is None or not is_in_backward():
-            return False
-        staging = self._stagings.get(slot.place.bucket)
-        return staging is not None and staging.buffer._version != self._versions.get(slot.place.bucket)
-
-    @property
-    def _has_all_copied(self) -> bool:
-        """Whether no gradient travels from DDP's buckets."""
-        return len(self._arenas) == len(self.plan.arena_numel)
+        """Whether the backward that has begun has written into the bucket with this gradient."""
+        return self.awaits_backward and is_in_backward() and self._buckets.is_overwritten(slot)
 
     def retire(self) -> None:
         """End the iteration: finish its updates, gradients and legs before its buffers are filled again."""
@@ -477,30 +437,9 @@ class Pipeline:
         if self.phase is Phase.BACKWARD and not self.link.is_closed:
             self._close_broken_backward()
         self._end_legs()
-        if self._feedback is not None and self.phase is Phase.REDUCED:
-            self._keep_what_codes_left_out(self._feedback)
+        if self._codes is not None and self.phase is Phase.REDUCED:
+            self._codes.end(self.groups, self.gradients.untaken)
         self.phase = Phase.IDLE
-
-    def _keep_what_codes_left_out(self, feedback: Feedback) -> None:
-        coded = [group for group in self.groups if self.plan.gradients[group.slots[0].index].is_coded]
-        untaken = [slot for slot in self.gradients.untaken if self.plan.gradients[slot.index].is_coded]
-        unused = [_range_of(group.spec) for group in coded if not group.is_launched]
-        unused += [
-            Range(slot.groups[0].spec.arena, low := self.plan.offsets[slot.index], low + slot.parameter.numel())
-            for slot in untaken
-        ]
-        buffers = [group.buffer for group in coded if group.is_launched]
-        finite = [one for b in buffers if b is not None and b.coding is not None for one in b.coding.finite]
-        with self.link.beside_legs():
-            feedback.end_step(unused, finite)
-
-    @torch.no_grad()
-    def _clear_padding(self) -> None:
-        """Remove what codes have brought into padding, such as NaN: no gradient overwrites it, and it is coded, too."""
-        self.order.join()
-        for arena, places in self._padding.items():
-            self._arenas[arena].index_fill_(0, places, 0.0)
-        self.order.mark()
 
     def _end_legs(self) -> None:
         if not self.link.is_closed:
@@ -519,7 +458,7 @@ class Pipeline:
         self.link.finish_staging()
         for index, group in enumerate(self.groups):
             if group.state is GroupState.ANNOUNCED:
-                buffer = self._buffer_of(group)
+                buffer = self.layout.buffer_of(group)
                 parts = tuple(torch.zeros_like(part) for part in buffer.parts)
                 coding = None if buffer.coding is None else buffer.coding.of_nothing()
                 group.scatter_by(self.link.reduce_scatter(index, FusionBuffer(parts, coding=coding)))
@@ -528,46 +467,19 @@ class Pipeline:
         """Return the arenas by name, for the next plan's pipeline. This pipeline must not be used again."""
         assert self.phase is Phase.IDLE
         self._forget_buckets()
-        return {name: whole_of(arena) for name, arena in self._arenas.items()} | self.gathers.release()
+        return self.layout.release() | self.gathers.release()
 
     def _forget_buckets(self) -> None:
-        """Drop all references to DDP's buckets, which would count as a script's."""
-        self._stagings.clear()
-        for slot in self.slots:
-            slot.forget_bucket()
-        for group in self.groups:
-            group.forget_legs()
-            if group.spec.arena not in self._arenas:
-                group.forget_buffer()
+        self._buckets.forget()
+        self.layout.forget_buckets()
 
     def drop_references(self) -> None:
         """Drop all parameters and fusion buffers now, not at the next garbage collection. Ends the pipeline."""
         self._forget_buckets()
         self.gathers.release()
-        for slot in self.slots:
-            slot.pending.current.leave()
-            del slot.parameter, slot.pending
-        for group in self.groups:
-            del group.buffer, group.scatter, group.gather
+        self.layout.drop_references()
         self.gradients.drop_references()
-        for held in (self.slots, self.slot_of, self.groups, self._arenas, self._stagings, self._arrived):
-            held.clear()
-
-
-def _padding(plan: FusionPlan, device: torch.device) -> dict[str, Tensor]:
-    """The elements of each arena of coded gradients that belong to no gradient."""
-    padding: dict[str, Tensor] = {}
-    for arena in {spec.arena for spec in plan.gradients if spec.is_coded}:
-        is_padding = torch.ones(plan.arena_numel[arena], dtype=torch.bool)
-        for spec, low in zip(plan.gradients, plan.offsets, strict=True):
-            if spec.arena == arena:
-                is_padding[low : low + spec.numel] = False
-        padding[arena] = is_padding.nonzero().view(-1).to(device)
-    return padding
-
-
-def _range_of(group: FusionGroup) -> Range:
-    return Range(group.arena, group.offset, group.offset + group.numel)
+        self.slot_of.clear()
 
 
 def _announced_legs(plan: FusionPlan) -> int:

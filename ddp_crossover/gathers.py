@@ -48,12 +48,15 @@ class Gathers(Protocol):
 
 
 class GatherOrder:
-    """Starts gather legs of gradients, in the order in which forward uses parameters.
+    """The order in which gather legs leave: that in which forward uses the parameters.
 
     Args:
         plan: the plan, with the order that all ranks have agreed on.
         link: runs the legs.
         groups: the plan's fusion groups.
+
+    Attributes:
+        is_free: whether gather legs are sent when the link would be idle, in an order that may differ between ranks.
     """
 
     def __init__(self, plan: FusionPlan, link: Link, groups: Sequence[GroupInFlight]) -> None:
@@ -61,6 +64,9 @@ class GatherOrder:
         self._link = link
         self._groups = groups
         self._urgency = {group: place for place, group in enumerate(plan.use_order)}
+        # If the link needs one launch order on all ranks, the plan says which gather legs go between scatter legs.
+        self._followers = {} if link.orders_gathers else gathers_behind_scatters(plan)
+        self.is_free = link.orders_gathers and plan.schedule is Schedule.AUTO
 
     def follow(self, use_rank: Sequence[int]) -> None:
         """Gather in the forward's new use order from now on, if the link allows a different order on each rank."""
@@ -71,6 +77,10 @@ class GatherOrder:
     def urgency(self, group: GroupInFlight) -> int:
         """Place of a group in this rank's use order."""
         return self._urgency[group.spec.index]
+
+    def followers(self, group: GroupInFlight) -> list[GroupInFlight]:
+        """The groups whose gather legs go behind the scatter leg of this one."""
+        return [self._groups[index] for index in self._followers.get(group.spec.index, ())]
 
     def in_use_order(self) -> list[GroupInFlight]:
         """All groups, in the use order of the plan, which is the same on all ranks."""
@@ -84,38 +94,27 @@ class GatherOrder:
 
 
 class GradientGathers:
-    """Gather legs that carry gradients: they leave behind their scatter legs, or at the end of backward.
+    """Gather legs that carry gradients: they leave behind scatter legs, or at the end of backward."""
 
-    Args:
-        plan: when gather legs leave in backward.
-        link: the link that runs them.
-        order: starts them.
-        groups: the plan's fusion groups.
-    """
-
-    def __init__(self, plan: FusionPlan, link: Link, order: GatherOrder, groups: Sequence[GroupInFlight]) -> None:
+    def __init__(self, order: GatherOrder) -> None:
         self._order = order
-        self._groups = groups
-        self._leave_early = plan.schedule is Schedule.AUTO and link.orders_gathers
-        # If the link needs one launch order on all ranks, the plan says which gather legs go between scatter legs.
-        self._followers = {} if link.orders_gathers else gathers_behind_scatters(plan)
 
     def begin_backward(self) -> None:
-        """Nothing to do: see :class:`Gathers`, here and below."""
+        """Nothing to do; for what is asked here and below see :class:`Gathers`."""
 
     def landing(self, group: GroupInFlight) -> FusionBuffer | None:
         """Gradients arrive in the fusion buffer."""
         return None
 
     def launched(self, group: GroupInFlight) -> None:
-        """Start the gather legs that follow this scatter leg."""
-        if self._leave_early:
+        """Start the gather legs that go behind this scatter leg."""
+        if self._order.is_free:
             self._order.start(group, self._order.urgency(group))
-        for follower in self._followers.get(group.spec.index, ()):
-            self._order.start(self._groups[follower])
+        for follower in self._order.followers(group):
+            self._order.start(follower)
 
     def end_backward(self) -> None:
-        """Start the others in use order."""
+        """Start the others."""
         for group in self._order.in_use_order():
             self._order.start(group)
 
@@ -130,5 +129,5 @@ class GradientGathers:
         self.end_backward()
 
     def release(self) -> dict[str, Tensor]:
-        """Nothing to return."""
+        """There are none."""
         return {}

@@ -198,7 +198,7 @@ class DeferredUpdates:
 
     def gathers(self, pipeline: Pipeline, memory: Mapping[str, Tensor]) -> Gathers:
         """What its gather legs carry."""
-        return GradientGathers(pipeline.plan, pipeline.link, pipeline.gather_order, pipeline.groups)
+        return GradientGathers(pipeline.gather_order)
 
     def gradient_is_read(self, slot: Slot) -> None:
         """Apply an update that changes the gradient as well, before a script reads it."""

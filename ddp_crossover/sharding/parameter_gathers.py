@@ -25,7 +25,6 @@ from torch.nn import Parameter
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.leg import Leg, LegError
 from ddp_crossover.dear import Phase, Pipeline
-from ddp_crossover.fusion import Schedule
 from ddp_crossover.fusion_buffers.arenas import landing_of, whole_of, zeros
 from ddp_crossover.optim.optimizer_snapshot import ToUpdate
 from ddp_crossover.parameters.flat import flat_of, shaped
@@ -87,6 +86,7 @@ class ParameterGathers:
         self.is_early = False
         self._pipeline = pipeline
         self._link = pipeline.link
+        self._order = pipeline.gather_order
         self._updater = updater
         self._owners = owners
         self._arenas = _landing_arenas(pipeline, memory)
@@ -144,7 +144,7 @@ class ParameterGathers:
             return
         ready = [group for group in self._launched if group.scatter is not None and group.scatter.is_done()]
         if ready:
-            group = min(ready, key=self._pipeline.gather_order.urgency)
+            group = min(ready, key=self._order.urgency)
             self._launched.remove(group)
             outside_of_modes(functools.partial(self._update_early, group))
             self._latest_early = group.gather
@@ -190,14 +190,9 @@ class ParameterGathers:
     def in_order_of_updates(self, slots: Iterable[Slot]) -> list[GroupInFlight]:
         """The groups of these parameters, in the order in which to update them."""
         groups = dict.fromkeys(group for slot in slots for group in slot.groups if group.gather is None)
-        if self.chooses_gathers:
+        if self._order.is_free:
             return sorted(groups, key=lambda group: group.spec.index)  # the order in which scatter legs end
-        return [group for group in self._pipeline.gather_order.in_use_order() if group in groups]
-
-    @property
-    def chooses_gathers(self) -> bool:
-        """Whether gather legs are sent when the link would be idle, in an order that may differ between ranks."""
-        return self._link.orders_gathers and self._pipeline.plan.schedule is Schedule.AUTO
+        return [group for group in self._order.in_use_order() if group in groups]
 
     @torch.no_grad()
     def begin_update(self, group: GroupInFlight, gradients: Mapping[Slot, Tensor | None]) -> list[ToUpdate]:
@@ -264,7 +259,7 @@ class ParameterGathers:
         """Start the gather leg, now that this rank's parameters are updated."""
         assert group.scatter is not None
         self._pipeline.order.mark()
-        urgency = self._pipeline.gather_order.urgency(group) if self.chooses_gathers else None
+        urgency = self._order.urgency(group) if self._order.is_free else None
         group.gather_by(self._link.all_gather(group.scatter, urgency))
 
     # Readers of gradients.
@@ -389,14 +384,14 @@ class ParameterGathers:
         self._start_all()
 
     def _start_all(self) -> None:
-        for group in self._pipeline.gather_order.in_use_order():
+        for group in self._order.in_use_order():
             self._start(group)
 
     def _start(self, group: GroupInFlight) -> None:
         if group.scatter is None or group.gather is not None:
             return
         if not self._is_taken(group):
-            self._pipeline.gather_order.start(group)
+            self._order.start(group)
             return
         if not self._lands_apart(group) and not group.kept:
             self._keep_gradients(group)

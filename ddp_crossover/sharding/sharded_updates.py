@@ -168,14 +168,14 @@ class ShardedUpdates(DeferredUpdates):
 
     def begins_backward(self) -> bool:
         """Whether updates may be made early in the backward that begins."""
-        pipeline, gathers = self.pipeline, self._gathers
-        assert pipeline is not None and gathers is not None
+        pipeline = self.pipeline
+        assert pipeline is not None
         # With several optimizers, one may have made its step when another rank hears that the other's was not right.
-        if self._early is None or not gathers.chooses_gathers:
+        if self._early is None or not pipeline.gather_order.is_free:
             return False
         [optimizer] = self._numbers
         is_shared = self._is_spread and isinstance(optimizer.state, ShardedState)
-        is_shared = is_shared and self._layouts_seen == pipeline.layouts
+        is_shared = is_shared and self._layouts_seen == pipeline.layout.changes
         return self._early.begin(pipeline.iteration, is_possible=is_shared and self._is_enabled)
 
     def update_early(self, group: GroupInFlight, updates: list[ToUpdate]) -> None:
@@ -319,9 +319,9 @@ class ShardedUpdates(DeferredUpdates):
         if not gathers.can_update_between_legs(slots):
             self._fallbacks.note(*_AT_ONCE)
             return False
-        if self._layouts_seen != pipeline.layouts:
+        if self._layouts_seen != pipeline.layout.changes:
             self.states.move_to(gathers.ownership())
-            self._layouts_seen = pipeline.layouts
+            self._layouts_seen = pipeline.layout.changes
         return True
 
     def _is_usual(self, call: _Call, pipeline: Pipeline, gathers: ParameterGathers, slots: Sequence[Slot]) -> bool:

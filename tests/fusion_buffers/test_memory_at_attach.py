@@ -56,7 +56,7 @@ def storages_of_plans(make: Callable[[], nn.Module], options: dict[str, Any]) ->
     def no_allocation(pipeline: Pipeline, *args: Any, **more: Any) -> None:
         with mock.patch.object(dear.torch, "zeros", _refuse):
             make_pipeline(pipeline, *args, **more)
-        used.append(_storages(pipeline._arenas.values()))
+        used.append(_storages(pipeline.layout.arenas.values()))
 
     with random_plans(11, schedules=("dear", "auto")), mock.patch.object(Pipeline, "__init__", no_allocation):
         ddp = DistributedDataParallel(make())
@@ -165,7 +165,7 @@ def arenas_of_coded_and_plain_plans() -> tuple[set[int], list[tuple[bool, set[in
 
     def note(pipeline: Pipeline, plan: FusionPlan, *args: Any, **more: Any) -> None:
         make_pipeline(pipeline, plan, *args, **more)
-        used.append((plan.is_coded, _storages(pipeline._arenas.values())))
+        used.append((plan.is_coded, _storages(pipeline.layout.arenas.values())))
 
     with fake_gpu(), mock.patch.object(Pipeline, "__init__", note):
         ddp = DistributedDataParallel(DeepNet())

@@ -200,7 +200,7 @@ def _memory_of_a_tuning_run() -> tuple[int, int, int]:
         for _ in range(SETTLING + PROFILING + TUNING + 5):
             job.train(1)
             if job.state._reducer.pipeline is not None:
-                arenas += job.state._reducer.pipeline._arenas.values()
+                arenas += job.state._reducer.pipeline.layout.arenas.values()
     gradients = sum(p.nbytes for p in job.ddp.parameters())
     job.state.synchronize()
     dist.barrier()

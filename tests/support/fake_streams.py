@@ -350,7 +350,7 @@ def fake_gpu(
 
     def watched_pipeline(pipeline: dear.Pipeline, *args: Any, **options: Any) -> None:
         make_pipeline(pipeline, *args, **options)
-        for arena in pipeline._arenas.values():
+        for arena in pipeline.layout.arenas.values():
             gpu.watch(arena)
 
     def exchange_numbers(link: nccl_link.NcclLink, value: int) -> Any:
