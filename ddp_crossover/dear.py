@@ -45,6 +45,7 @@ from ddp_crossover.collectives.rank_weights import RankWeights
 from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.collectives.wire import scale_into
 from ddp_crossover.fusion import FusionPlan
+from ddp_crossover.fusion_buffers.announcements import Announcements
 from ddp_crossover.fusion_buffers.buckets import ArrivedBuckets
 from ddp_crossover.fusion_buffers.coded_steps import CodedSteps
 from ddp_crossover.fusion_buffers.feedback import Feedback
@@ -60,12 +61,6 @@ from ddp_crossover.torch_internals.ddp import GradBucket
 from ddp_crossover.torch_internals.dispatch import is_traced, outside_of_modes
 from ddp_crossover.torch_internals.profiling import named_range
 
-# Receives of scatter legs are posted some legs ahead, so that a faster rank can send: gloo sends no data before the
-# receiver has posted, and ranks drift apart by milliseconds. They cost memory: together not more than a sixteenth of
-# all gradients, unless that is little, or one leg alone does.
-_MAX_ANNOUNCED_LEGS = 4
-_ANNOUNCED_PART = 1 / 16
-_LITTLE_BYTES = 2**20
 _AS_THEY_ARE = Wire()
 
 
@@ -115,6 +110,7 @@ class Pipeline:
 
     Attributes:
         layout: where gradients lie.
+        announcements: tells peers of scatter legs beforehand.
         gather_order: the order in which gather legs leave.
         gathers: what gather legs carry.
         updates: the updates that are pending, by the parameter's slot.
@@ -141,7 +137,7 @@ class Pipeline:
         may_leave_out: bool = False,
         in_buckets: bool = False,
     ) -> None:
-        self.every_group_arrives = every_group_arrives
+        self._every_group_arrives = every_group_arrives
         self.plan = plan
         self.link = link
         self.turns = turns
@@ -152,7 +148,6 @@ class Pipeline:
         self.updates: dict[Slot, object] = {}
         self._updater = updater
         self._weights = weights or RankWeights(link.rank, link.world_size)
-        self._may_announce = False
         self.awaits_backward = False
 
         self.device = params[0].parameter.device
@@ -193,7 +188,7 @@ class Pipeline:
         self._buckets = ArrivedBuckets(self.slot_of, arenas)
         self.gather_order = GatherOrder(plan, link, self.groups)
         self.gathers = updater.gathers(self, memory)
-        self._announced_legs = _announced_legs(plan)
+        self.announcements = Announcements(plan, link, self.layout, every_group_arrives=every_group_arrives)
 
     # Backward.
 
@@ -210,8 +205,7 @@ class Pipeline:
         self.phase = Phase.BACKWARD
         if self._codes is not None:
             self._codes.begin()
-        for index in range(self._announced_legs):
-            self._announce(index)
+        self.announcements.begin_backward()
         self.gathers.begin_backward()
 
     def reduce(self, bucket: GradBucket, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
@@ -243,7 +237,7 @@ class Pipeline:
 
     def _launch(self, group: GroupInFlight) -> None:
         index = group.spec.index
-        self._announce(index + self._announced_legs)
+        self.announcements.before(index)
         buffer = self.layout.buffer_of(group)
         if not group.spec.split:
             group.reduce_by(self.link.all_reduce_leg(index, buffer))
@@ -251,24 +245,10 @@ class Pipeline:
             group.scatter_by(self.link.reduce_scatter(index, buffer, self.gathers.landing(group)))
         self.gathers.launched(group)
 
-    def _announce(self, index: int) -> None:
-        if not self.every_group_arrives or index >= len(self.groups):
-            return
-        group = self.groups[index]
-        # Before DDP's buckets are where they will stay, their sizes may differ from those of the last iteration.
-        is_known = self.layout.is_copied(group) or (self._may_announce and group.buffer is not None)
-        if is_known and not group.is_launched:
-            group.announce()
-            self.link.announce(index, self.layout.buffer_of(group))
-
-    def expect_same_buckets(self, stay: bool) -> None:
-        """Note whether DDP's buckets are where they will stay, so that peers may be told of groups beforehand."""
-        self._may_announce = stay
-
     def end_backward(self) -> None:
         """Launch the gather legs that are due, and make every ``.grad`` a PendingGrad unless a script keeps it."""
         self.order.join()
-        if self.every_group_arrives:
+        if self._every_group_arrives:
             self._buckets.forget_absent()  # which frees the memory of those that DDP no longer has
         skipped = self._complete_partly_staged_groups()
         unused = [group for group in self.groups if not group.is_launched]
@@ -480,10 +460,3 @@ class Pipeline:
         self.layout.drop_references()
         self.gradients.drop_references()
         self.slot_of.clear()
-
-
-def _announced_legs(plan: FusionPlan) -> int:
-    """How many scatter legs ahead receives are posted."""
-    sizes = list(map(plan.group_bytes, plan.groups))
-    allowed_bytes = max(_ANNOUNCED_PART * sum(sizes), _LITTLE_BYTES)
-    return max(1, min(_MAX_ANNOUNCED_LEGS, int(allowed_bytes / max(sizes, default=1))))

@@ -308,7 +308,7 @@ class Reducer:
         self._layouts.begin_backward()
         self._choose_plan()
         if self.pipeline is not None:
-            self.pipeline.expect_same_buckets(self._layouts.stays)
+            self.pipeline.announcements.expect_same_buckets(self._layouts.stays)
         self._reduction.begin_backward()
         self._turns.want()
         self._turns.resume()

@@ -6,9 +6,9 @@ from unittest import mock
 
 import pytest
 
-from ddp_crossover import dear
 from ddp_crossover.collectives.gloo_link import GlooLink
 from ddp_crossover.dear import Pipeline
+from ddp_crossover.fusion_buffers import announcements
 from equivalence import SGD, Case, Run, train_step
 from models import WideNet
 
@@ -32,7 +32,7 @@ def _announced_at_once(fusion_mb: float) -> tuple[list[int], list[int]]:
         with mock.patch.object(GlooLink, "announce", announce):
             begin_backward(pipeline)
 
-    with mock.patch.object(Pipeline, "begin_backward", noting), mock.patch.object(dear, "_LITTLE_BYTES", 0):
+    with mock.patch.object(Pipeline, "begin_backward", noting), mock.patch.object(announcements, "_LITTLE_BYTES", 0):
         for x, y in run.batches():
             train_step(run, x, y)
     plan = run.state.plan
