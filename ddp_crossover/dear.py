@@ -5,7 +5,7 @@ staged, scattered, gathered, delivered to readers of ``.grad``, applied. It deci
 code waits for it. It does not know DDP's hook contract (``ddp.reducer``) or how updates are computed (``optim``).
 
 Source: DeAR, arXiv 2302.12445, section III. Unlike in the paper, gather legs carry gradients, not parameters, so they
-need no optimizer and may start before ``step()``.
+need no optimizer and may start before ``step()``. What else they may carry, and when they leave, ``gathers`` says.
 
 [Note: DeAR's terms]
 bucket: DDP's ``GradBucket``, the unit in which gradients arrive in backward.
