@@ -86,7 +86,7 @@ class ParameterGathers:
         self.is_early = False
         self._pipeline = pipeline
         self._link = pipeline.link
-        self._order = pipeline.gather_order
+        self._gather_order = pipeline.gather_order
         self._updater = updater
         self._owners = owners
         self._arenas = _landing_arenas(pipeline, memory)
@@ -144,7 +144,7 @@ class ParameterGathers:
             return
         ready = [group for group in self._launched if group.scatter is not None and group.scatter.is_done()]
         if ready:
-            group = min(ready, key=self._order.urgency)
+            group = min(ready, key=self._gather_order.urgency)
             self._launched.remove(group)
             outside_of_modes(functools.partial(self._update_early, group))
             self._latest_early = group.gather
@@ -190,9 +190,9 @@ class ParameterGathers:
     def in_order_of_updates(self, slots: Iterable[Slot]) -> list[GroupInFlight]:
         """The groups of these parameters, in the order in which to update them."""
         groups = dict.fromkeys(group for slot in slots for group in slot.groups if group.gather is None)
-        if self._order.is_free:
+        if self._gather_order.is_free:
             return sorted(groups, key=lambda group: group.spec.index)  # the order in which scatter legs end
-        return [group for group in self._order.in_use_order() if group in groups]
+        return [group for group in self._gather_order.in_use_order() if group in groups]
 
     @torch.no_grad()
     def begin_update(self, group: GroupInFlight, gradients: Mapping[Slot, Tensor | None]) -> list[ToUpdate]:
@@ -259,7 +259,7 @@ class ParameterGathers:
         """Start the gather leg, now that this rank's parameters are updated."""
         assert group.scatter is not None
         self._pipeline.order.mark()
-        urgency = self._order.urgency(group) if self._order.is_free else None
+        urgency = self._gather_order.urgency(group) if self._gather_order.is_free else None
         group.gather_by(self._link.all_gather(group.scatter, urgency))
 
     # Readers of gradients.
@@ -384,14 +384,14 @@ class ParameterGathers:
         self._start_all()
 
     def _start_all(self) -> None:
-        for group in self._order.in_use_order():
+        for group in self._gather_order.in_use_order():
             self._start(group)
 
     def _start(self, group: GroupInFlight) -> None:
         if group.scatter is None or group.gather is not None:
             return
         if not self._is_taken(group):
-            self._order.start(group)
+            self._gather_order.start(group)
             return
         if not self._lands_apart(group) and not group.kept:
             self._keep_gradients(group)
