@@ -398,6 +398,8 @@ class Pipeline:
         # Not if this backward comes second: DDP does not reduce it, and it adds to gradients that updates may need.
         if self.phase is Phase.REDUCED and self.awaits_backward:
             with self.lock:
+                if any(group.is_spread for group in self.groups):
+                    self.gradients.gather_spread()
                 self.gradients.finish(leave_in_grad=True)
 
     def _is_overwritten(self, slot: Slot) -> bool:

@@ -371,6 +371,18 @@ class ReducedGradients:
         unwrap_gradients(slot.parameter for slot in self._slots)
         return bool(pending)
 
+    def gather_spread(self) -> None:
+        """Gather what is spread over the ranks and still in ``.grad``, before backward adds to it.
+
+        To gather it then would overwrite buckets that backward has written into.
+        """
+        # One that becomes zero is not gathered. No other groups: on another rank a backward under no_sync() may have
+        # needed these gradients before, and has asked nobody about others.
+        for slot in filter(self.is_pending, self._slots):
+            if slot.is_spread:
+                for group in slot.groups_to_await:
+                    self._complete(group)
+
     def finish(self, *, leave_in_grad: bool = False) -> None:
         """Deliver gradients that a script still refers to and drop the rest, before backward writes into the buckets.
 
@@ -380,8 +392,6 @@ class ReducedGradients:
         Raises:
             RuntimeError: if a gradient that a script holds may have been overwritten.
         """
-        if leave_in_grad:
-            self._gather_what_is_left()
         self.is_retiring = True
         try:
             for slot in self._slots:
@@ -399,15 +409,6 @@ class ReducedGradients:
                     pool.current.resolve()
         finally:
             self.is_retiring = False
-
-    def _gather_what_is_left(self) -> None:
-        # Backward adds to a gradient that is still in `.grad`. To gather it then would overwrite buckets that backward
-        # has written into. One that becomes zero is not gathered. No other groups: on another rank a backward under
-        # no_sync() may have needed these gradients before, and has asked nobody about others.
-        for slot in filter(self.is_pending, self._slots):
-            if slot.is_spread:
-                for group in slot.groups_to_await:
-                    self._complete(group)
 
 
 def unwrap_gradients(parameters: Iterable[Tensor]) -> None:
