@@ -1,6 +1,7 @@
 """Scatter legs are announced some legs ahead: receives are posted, so that a faster rank can send.
 
-Receives cost memory: together not more than a sixteenth of all gradients, unless that is little, or one leg alone does.
+Gloo sends no data before the receiver has posted, and ranks drift apart by milliseconds. Receives cost memory: together
+not more than a sixteenth of all gradients, unless that is little, or one leg alone does.
 """
 
 from __future__ import annotations

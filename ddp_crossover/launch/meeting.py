@@ -66,7 +66,8 @@ class Meeting:
         key = self._next_key(what)
         if is_mine:
             self._store.set(key, make())
-        return self._store.get(key).decode()
+        value: bytes = self._store.get(key)
+        return value.decode()
 
     def _next_key(self, what: str) -> str:
         self._calls += 1
