@@ -5,8 +5,10 @@ Imports no torch at the top: it is loaded while torch itself is being imported.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
+import os
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,7 @@ BeforeForward = Callable[["DistributedDataParallel"], bool]
 
 
 def run_errand(ddp_class: type[DistributedDataParallel]) -> None:
-    """Do what this process was asked to do, once a DDP model is built."""
+    """Do what this process was asked to do, once a DDP model is built; say so at its end if none was."""
     errand = errand_of_process()
     if errand is None:
         return
@@ -31,6 +33,8 @@ def run_errand(ddp_class: type[DistributedDataParallel]) -> None:
 
         default_generator.manual_seed(SEED)
     watch_new_models(ddp_class, _start)
+    if errand.options is not None and not (errand.record or errand.examine):
+        atexit.register(_say_if_none_was_built)
 
 
 @functools.cache
@@ -41,6 +45,24 @@ def _start() -> BeforeForward:
     errand = errand_of_process()
     assert errand is not None
     return start(errand)
+
+
+def _say_if_none_was_built() -> None:
+    started = os.environ.get("WORLD_SIZE", "1")
+    if _start.cache_info().currsize or started == "1" or os.environ.get("RANK") != "0":
+        return
+    # Here, because torch has been imported only now.
+    from ddp_crossover.log import say
+    from ddp_crossover.options import switched_off
+    from ddp_crossover.torch_internals.optimizers import was_any_built
+
+    if was_any_built() and not switched_off():  # a worker of a data loader builds none
+        say(
+            f"nothing is attached to: {started} processes were started, and this one has built an optimizer and no "
+            "DistributedDataParallel, so each trains on its own, unless the script averages gradients by itself. Wrap "
+            "the model: DistributedDataParallel(model)",
+            logging.WARNING,
+        )
 
 
 def watch_new_models(ddp_class: type[DistributedDataParallel], before_forward: Callable[[], BeforeForward]) -> None:

@@ -17,6 +17,14 @@ STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _STATE_DICT_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_load_state_dict_pre_hooks")
 
 
+def was_any_built() -> bool:
+    """Whether an optimizer was built in this process: the first of each class wraps the class's ``step``."""
+    classes = [Optimizer]
+    for each in classes:
+        classes += each.__subclasses__()
+    return any(getattr(each.step, "hooked", False) for each in classes)
+
+
 def has_hooks(optimizer: Optimizer) -> bool:
     """Whether the optimizer takes hooks; one whose class skips ``Optimizer.__init__`` does not."""
     return all(hasattr(optimizer, name) for name in (*STEP_HOOKS, *_STATE_DICT_HOOKS))

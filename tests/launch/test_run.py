@@ -51,6 +51,14 @@ def test_a_model_whose_ddp_is_never_called_is_said_when_a_short_script_ends(tmp_
     assert done.stderr.count("nothing is attached to: AdamW.step() at train_it.py:") == 1, done.stderr
 
 
+@pytest.mark.nightly
+def test_two_processes_without_ddp_are_said(tmp_path: Path) -> None:
+    done = torchrun(
+        "-m", "ddp_crossover", "run", str(write_script(tmp_path, TRAIN.replace("DistributedDataParallel(net)", "net")))
+    )
+    assert done.stderr.count("nothing is attached to: 2 processes were started") == 1, done.stderr
+
+
 @pytest.mark.quick
 def test_a_script_without_ddp_does_not_notice(tmp_path: Path) -> None:
     text = "import sys; print(__name__, __file__, sys.argv[1:], 'torch' in sys.modules); sys.exit(3)"
