@@ -20,8 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ddp_crossover.attachment import Attachment
 from ddp_crossover.balance.sampler import BalancedSampler
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
-from ddp_crossover.figures.stats import DearStats
-from ddp_crossover.figures.summary import about, in_force, summary
+from ddp_crossover.figures.stats import DearStats, about, in_force, summary
 from ddp_crossover.fusion import FusionPlan, Schedule
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.optim import sharded_norms as shards

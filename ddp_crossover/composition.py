@@ -26,17 +26,23 @@ from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.make_link import make_link
 from ddp_crossover.collectives.nccl_settings import refuse_unsafe_settings, why_streams_block
-from ddp_crossover.collectives.node_ranks import nodes_of
-from ddp_crossover.collectives.rank_weights import RankWeights
-from ddp_crossover.ddp.batch_statistics import refuse_shared_statistics, statistics_of_a_rank
-from ddp_crossover.ddp.early_arrival import Buckets
+from ddp_crossover.collectives.nodes import nodes_of
+from ddp_crossover.collectives.sums import RankWeights
+from ddp_crossover.ddp.buckets import Buckets
+from ddp_crossover.ddp.forwards import UseOrder
 from ddp_crossover.ddp.lone_rank import is_first_process, why_alone
 from ddp_crossover.ddp.reducer import Reducer
-from ddp_crossover.ddp.refusals import refuse_model, refuse_momentum, refuse_optimizers, why_plain_all_reduce
+from ddp_crossover.ddp.refusals import (
+    refuse_model,
+    refuse_momentum,
+    refuse_optimizers,
+    refuse_shared_statistics,
+    statistics_of_a_rank,
+    why_plain_all_reduce,
+)
 from ddp_crossover.ddp.same_setup import require_same_setup
 from ddp_crossover.ddp.turn_points import TurnPoints, why_turns_stand
 from ddp_crossover.ddp.unreduced_steps import UnreducedSteps
-from ddp_crossover.ddp.use_order import UseOrder
 from ddp_crossover.ddp.weighted_batches import WeightedBatches
 from ddp_crossover.ddp.weighted_training import WeightedTraining
 from ddp_crossover.ddp.wire_checkpoint import WireCheckpoint
@@ -44,7 +50,7 @@ from ddp_crossover.figures.stats import DearStats, FallbackLog
 from ddp_crossover.fusion import MB
 from ddp_crossover.fusion_buffers.arenas import make_arenas
 from ddp_crossover.fusion_buffers.feedback import Feedback
-from ddp_crossover.gpu_sharing.mps import WITHOUT_MPS, mps_runs
+from ddp_crossover.gpu_sharing.lease_holder import WITHOUT_MPS, mps_runs
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.log import say

@@ -41,9 +41,8 @@ from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.leg import HostWait
 from ddp_crossover.collectives.link import Link
-from ddp_crossover.collectives.rank_weights import RankWeights
 from ddp_crossover.collectives.stream_order import StreamOrder
-from ddp_crossover.collectives.wire import scale_into
+from ddp_crossover.collectives.sums import RankWeights, scale_into
 from ddp_crossover.fusion import FusionPlan
 from ddp_crossover.fusion_buffers.announcements import Announcements
 from ddp_crossover.fusion_buffers.buckets import ArrivedBuckets

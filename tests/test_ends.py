@@ -125,7 +125,7 @@ train(7)
 state.synchronize()
 dist.barrier()
 if rank:
-    from ddp_crossover.collectives.gloo_gather import GlooGatherLeg
+    from ddp_crossover.collectives.gloo_leg import GlooGatherLeg
     post, posted = GlooGatherLeg.post, []
     def post_all_but_the_first(leg):
         posted.append(leg.group)

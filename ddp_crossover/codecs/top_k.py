@@ -1,18 +1,164 @@
-"""The largest elements of a slice and their indices; all others are left out.
+"""The largest elements of a slice in magnitude and their indices; all others are left out.
 
 Payload: the values in fp32, then the indices: 32 bits each, or 16 bits inside of chunks of 4096 elements, from which
-always equally many are taken.
+always equally many are taken. How many depends on the slice's length, the density and the selector, never on the
+values, so that every rank knows the size of every message.
+
+Magnitudes are compared as integers, the bits of ``|x|``: they have the same order as the numbers, with NaN above
+infinity. So an entry that is not finite is selected before all finite ones, and a NaN reaches every rank.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 
 import torch
 from torch import Tensor
 
 from ddp_crossover.codecs.codec import Codec, add_residual, all_finite
-from ddp_crossover.codecs.selectors import CHUNK_NUMEL, Selector, select, selected_numel
+
+# 12 bits name a place inside a chunk.
+CHUNK_NUMEL = 2**12
+# EXACT on CPU sorts magnitudes into bins by their upper bits: how many lower bits to shift out, and the number of bins.
+# The exponent stays, and 4 bits of the mantissa: 16 bins for each power of 2.
+_BINS = {torch.float32: (19, 2**12), torch.float64: (48, 2**15)}
+
+
+class Selector(enum.StrEnum):
+    """How the largest entries are found.
+
+    Attributes:
+        AUTO: ``CHUNKED`` on CPU, ``EXACT`` elsewhere. Ask :meth:`on` which of them it is.
+        EXACT: the largest entries of the slice; of equal ones those with the lowest indices.
+        CHUNKED: the largest entries of each chunk of 4096. Magnitudes that differ by less than 1 part in 2048 may count
+            as equal; of equal ones those with the lowest indices.
+    """
+
+    AUTO = "auto"
+    EXACT = "exact"
+    CHUNKED = "chunked"
+
+    def on(self, device_type: str) -> Selector:
+        """This selector, or what ``AUTO`` stands for on ``"cpu"``, ``"cuda"`` and so on."""
+        if self is not Selector.AUTO:
+            return self
+        return Selector.CHUNKED if device_type == "cpu" else Selector.EXACT
+
+
+def selected_numel(numel: int, density: float, selector: Selector) -> int:
+    """How many entries of a slice of ``numel`` are selected.
+
+    That is ``density * numel``, rounded, and at least 1 if neither is 0; ``CHUNKED`` rounds in each chunk of 4096.
+
+    Raises:
+        ValueError: for a density outside of [0, 1], or for ``Selector.AUTO``, which differs between devices.
+
+    Example:
+        >>> selected_numel(10_000, 0.01, Selector.EXACT), selected_numel(10_000, 0.01, Selector.CHUNKED)
+        (100, 100)
+    """
+    if not 0 <= density <= 1:
+        raise ValueError(f"density must be between 0 and 1 (the fraction of entries to select), got {density}")
+    if selector is Selector.AUTO:
+        raise ValueError("selector='auto' differs between devices: pass selector.on(device_type)")
+    if selector is Selector.CHUNKED:
+        chunks, rest = divmod(numel, CHUNK_NUMEL)
+        return chunks * _rounded(CHUNK_NUMEL, density) + _rounded(rest, density)
+    return _rounded(numel, density)
+
+
+def select(values: Tensor, density: float, selector: Selector) -> Tensor:
+    """Indices of entries that are largest in magnitude, or close to it.
+
+    If any entry is not finite, at least one such entry is among the selected. On a GPU the host does not wait.
+
+    Args:
+        values: flat, fp32 or fp64, on any device.
+        density: the fraction of entries to select.
+        selector: how to select; not ``AUTO``.
+
+    Returns:
+        Exactly ``selected_numel(values.numel(), density, selector)`` different indices, int64, ascending, on the device
+        of ``values``.
+
+    Raises:
+        ValueError: as :func:`selected_numel` does.
+
+    Example:
+        >>> select(torch.tensor([1.0, -3.0, 0.0, 2.0]), 0.5, Selector.EXACT)
+        tensor([1, 3])
+    """
+    assert values.dim() == 1 and values.dtype in (torch.float32, torch.float64), (values.shape, values.dtype)
+    numel = values.numel()
+    k = selected_numel(numel, density, selector)
+    if k == 0 or k == numel:
+        return torch.arange(k, device=values.device)
+    return _largest_of_chunks(values, density) if selector is Selector.CHUNKED else _largest(values, k)
+
+
+def _rounded(numel: int, density: float) -> int:
+    return max(round(density * numel), 1) if numel and density else 0
+
+
+def _magnitude_bits(values: Tensor, mask: int = -1) -> Tensor:
+    """The bits of ``|values|`` that are set in ``mask``, as int32 or int64."""
+    integer = torch.int32 if values.dtype is torch.float32 else torch.int64
+    return values.view(integer) & (torch.iinfo(integer).max & mask)
+
+
+# --- EXACT
+
+
+def _largest(values: Tensor, k: int) -> Tensor:
+    bits = _magnitude_bits(values)
+    if not values.is_cpu:
+        return _pick(bits, k, bits.topk(k, sorted=False).values.amin())
+    # A top-k of the whole slice takes several times as long on CPU as to count magnitudes by their upper bits, and then
+    # to leave out all that are certainly too small.
+    shift, bins = _BINS[values.dtype]
+    counts = torch.bincount(bits >> shift, minlength=bins).flip(0).cumsum(0)  # entries in this bin or above it
+    from_top = int(torch.searchsorted(counts, k))
+    k_above = int(counts[from_top - 1]) if from_top else 0
+    low = (bins - 1 - from_top) << shift
+    places = (bits >= low).nonzero().view(-1)
+    bits = bits[places]
+    boundary_bin = bits if k_above == 0 else bits[bits < low + (1 << shift)]
+    return places[_pick(bits, k, boundary_bin.topk(k - k_above, sorted=False).values.amin())]
+
+
+def _pick(bits: Tensor, k: int, threshold: Tensor) -> Tensor:
+    """Ascending indices of the ``k`` largest, given the smallest of these; of equal ones the lowest indices."""
+    above, equal = bits > threshold, bits == threshold
+    wanted = k - above.sum()
+    return torch.nonzero_static(above | (equal & (equal.cumsum(0) <= wanted)), size=k).view(-1)
+
+
+# --- CHUNKED
+
+
+def _largest_of_chunks(values: Tensor, density: float) -> Tensor:
+    whole = values.numel() // CHUNK_NUMEL * CHUNK_NUMEL
+    parts = []
+    if whole:
+        parts.append(_largest_of_rows(values[:whole].view(-1, CHUNK_NUMEL), density))
+    if whole < values.numel():
+        parts.append(_largest_of_rows(values[whole:].view(1, -1), density) + whole)
+    return torch.cat(parts)
+
+
+def _largest_of_rows(rows: Tensor, density: float) -> Tensor:
+    """Indices into the flat ``rows``, at most 4096 wide, ascending."""
+    # The place in the row, counted from the end, replaces the 12 lowest bits of each magnitude. So no two are equal, of
+    # almost equal ones the first is the largest, and top-k returns the places without a gather.
+    height, width = rows.shape
+    last = CHUNK_NUMEL - 1
+    bits = _magnitude_bits(rows, ~last)
+    bits |= torch.arange(last, last - width, -1, dtype=bits.dtype, device=bits.device)
+    largest = bits.topk(_rounded(width, density), dim=1, sorted=False).values
+    places = (last - (largest & last)).sort(dim=1).values
+    return (places + torch.arange(0, height * width, width, device=rows.device).unsqueeze(1)).view(-1)
+
 
 _VALUE_BYTES = torch.float32.itemsize
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from ddp_crossover.codecs.block_int8 import BlockInt8
 from ddp_crossover.codecs.cast import Cast
 from ddp_crossover.codecs.codec import Codec
-from ddp_crossover.codecs.selectors import Selector
-from ddp_crossover.codecs.top_k import TopKCodec
+from ddp_crossover.codecs.top_k import Selector, TopKCodec
 from ddp_crossover.top_k import TopK
 
 _CODED_DTYPE = torch.float32

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ddp_crossover.codecs.coding import Coding
 from ddp_crossover.collectives.leg import slice_bounds
-from ddp_crossover.collectives.rank_weights import RankWeights
+from ddp_crossover.collectives.sums import RankWeights
 
 
 @dataclass(frozen=True, eq=False)

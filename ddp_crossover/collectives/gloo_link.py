@@ -1,4 +1,4 @@
-"""The links over gloo: start legs, and end them all. ``gloo_scatter`` and ``gloo_gather`` say what a leg does.
+"""The links over gloo: start legs, and end them all. ``gloo_leg`` says what a leg does.
 
 No method that the training thread calls takes a lock that another thread needs: a signal handler may interrupt the
 training thread inside such a method and wait for a leg.
@@ -15,17 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
-from ddp_crossover.collectives.gloo_failures import Failures
-from ddp_crossover.collectives.gloo_gather import GlooGatherLeg, GlooSmallGather
-from ddp_crossover.collectives.gloo_leg import GlooCommContext
-from ddp_crossover.collectives.gloo_messages import PeerMessages
-from ddp_crossover.collectives.gloo_scatter import AnnouncedLegs, GlooScatterLeg
+from ddp_crossover.collectives.gloo_leg import (
+    AnnouncedLegs,
+    GlooCommContext,
+    GlooGatherLeg,
+    GlooScatterLeg,
+    GlooSmallGather,
+)
+from ddp_crossover.collectives.gloo_messages import LatePeers, PeerMessages
 from ddp_crossover.collectives.gloo_threads import GlooThreads
-from ddp_crossover.collectives.late_peers import LatePeers
-from ddp_crossover.collectives.leg import ScatterLeg
+from ddp_crossover.collectives.leg import Failures, ScatterLeg
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.nodes import Nodes
-from ddp_crossover.collectives.socket_backlog import SocketBacklog
+from ddp_crossover.collectives.pace import SocketBacklog
 from ddp_crossover.collectives.staging_queue import StagingQueue
 from ddp_crossover.own_threads import is_own_thread, start_thread
 from ddp_crossover.torch_internals.ddp import process_group_timeout

@@ -12,7 +12,7 @@ from ddp_crossover.collectives.all_reduce import backend_for, family_of, stream_
 from ddp_crossover.collectives.gloo_link import GlooLink
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.nccl_link import NcclLink
-from ddp_crossover.collectives.socket_backlog import SocketBacklog, connected_tcp_sockets
+from ddp_crossover.collectives.pace import SocketBacklog, connected_tcp_sockets
 from ddp_crossover.collectives.staged_gloo_link import StagedGlooLink
 from ddp_crossover.torch_internals.groups import destroy, given_up, new_group
 

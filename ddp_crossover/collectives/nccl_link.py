@@ -1,12 +1,21 @@
-"""Legs over NCCL, on a CUDA stream of their own. The host enqueues and does not wait."""
+"""Legs over NCCL, on a CUDA stream of their own. The host enqueues and does not wait.
+
+Where slices travel as codes, a leg does the rounds of gloo, whose messages are one all-to-all, on the same stream:
+whether sums are finite stays on the device. A leg that does not end is named before NCCL's watchdog ends the process,
+which knows only sequence numbers.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
+import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -15,14 +24,158 @@ from torch import Tensor
 from ddp_crossover import device as gpu
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
+from ddp_crossover.collectives.gloo_messages import Slice
 from ddp_crossover.collectives.leg import HostWait, Leg, ScatterLeg, slice_bounds
-from ddp_crossover.collectives.leg_watch import LegWatch
 from ddp_crossover.collectives.link import Link
-from ddp_crossover.collectives.nccl_codes import CodedLegs
 from ddp_crossover.collectives.nodes import Nodes
+from ddp_crossover.collectives.rounds import Round, Route
 from ddp_crossover.collectives.stream_order import CudaStreams
+from ddp_crossover.collectives.sums import ScratchPool
+from ddp_crossover.log import logger
 from ddp_crossover.torch_internals.groups import new_group
 from ddp_crossover.torch_internals.profiling import named_range
+
+_POLL_S = 1.0
+# A stalled leg is reported after this part of the time-out of its process group.
+_REPORT_AFTER = 0.5
+
+
+class _WatchedLeg(NamedTuple):
+    label: str
+    begun: gpu.Event
+    done: gpu.Event
+
+
+class LegWatch:
+    """Watches the legs of one stream, from a thread that asks their events once a second.
+
+    Args:
+        rank: this rank, for the message.
+        timeout_s: time-out of the process group.
+        report: called with the message.
+    """
+
+    def __init__(self, rank: int, timeout_s: float, report: Callable[[str], None] = logger.error) -> None:
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._report = report
+        self._legs: deque[_WatchedLeg] = deque()
+        self._lock = threading.RLock()  # reentrant: a signal handler may start legs
+        self._stalled: _WatchedLeg | None = None
+        self._stalled_since_s = 0.0
+        self._is_reported = False
+        self._closed = threading.Event()
+        look = weakref.WeakMethod(self.look)
+        closed = self._closed
+
+        def run() -> None:
+            while not closed.wait(_POLL_S) and (bound := look()) is not None:
+                bound(time.monotonic())
+                del bound
+
+        threading.Thread(target=run, name="ddp_crossover-leg-watch", daemon=True).start()
+
+    def add(self, label: str, begun: gpu.Event, done: gpu.Event) -> None:
+        """Watch a leg that runs on the stream between two events."""
+        self._legs.append(_WatchedLeg(label, begun, done))
+        # Two of them for each new one, so that few are left: most have ended by now.
+        for _ in range(2):
+            self._drop_if_done()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+
+    def look(self, now_s: float) -> None:
+        """Report the leg on which the stream has stood for too long, once."""
+        while self._drop_if_done():
+            pass
+        leg = self._oldest_begun()
+        if leg is None:
+            self._stalled = None
+            return
+        if leg is not self._stalled:
+            self._stalled, self._stalled_since_s, self._is_reported = leg, now_s, False
+        stood_s = now_s - self._stalled_since_s
+        if stood_s >= _REPORT_AFTER * self._timeout_s and not self._is_reported:
+            self._is_reported = True
+            self._report(
+                f"rank {self._rank}: the {leg.label} has not ended for {stood_s:.0f} s: a peer has died, or is that "
+                f"late. NCCL's watchdog ends this process after {self._timeout_s:.0f} s"
+            )
+
+    def _drop_if_done(self) -> bool:
+        with self._lock:
+            if not self._legs or not gpu.has_happened(self._legs[0].done, if_broken=False):
+                return False
+            self._legs.popleft()
+            return True
+
+    def _oldest_begun(self) -> _WatchedLeg | None:
+        with self._lock:
+            if not self._legs or not gpu.has_happened(self._legs[0].begun, if_broken=False):
+                return None
+            return self._legs[0]
+
+
+_all_to_all = dist.all_to_all
+
+
+class DeviceScratch(ScratchPool):
+    """Memory for payloads, from the allocator of the device, which reuses it on the stream that it is used on."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def free(self, tensors: list[Tensor]) -> None:
+        pass  # the last reference frees it
+
+
+class CodedLegs:
+    """Both legs of one fusion group with codes.
+
+    Args:
+        buffer: its fusion buffer, with a coding.
+        process_group: the group of the legs.
+        device: device of the buffer.
+    """
+
+    def __init__(self, buffer: FusionBuffer, process_group: dist.ProcessGroup, device: torch.device) -> None:
+        self._process_group = process_group
+        self._rank = dist.get_rank(process_group)
+        self._world_size = dist.get_world_size(process_group)
+        nodes = Nodes.flat(self._rank, self._world_size)
+        self._route = Route(buffer, nodes, DeviceScratch(device), sums_in_fp32=False)
+
+    def scatter(self) -> int:
+        """Run the scatter leg on the current stream; returns the bytes that this rank has sent."""
+        return self._run(self._route.scatter)
+
+    def gather(self) -> int:
+        """Run the gather leg on the current stream; returns the bytes that this rank has sent."""
+        sent_bytes = self._run(self._route.gather)
+        self._route.release()
+        return sent_bytes
+
+    def _run(self, rounds: Sequence[Round]) -> int:
+        sent_bytes = 0
+        for one in rounds:
+            incoming, outgoing = one.receives(), one.sends()
+            _all_to_all(self._by_rank(incoming), self._by_rank(outgoing), group=self._process_group)
+            one.finish()
+            sent_bytes += sum(part.memory.nbytes for part in outgoing)
+        return sent_bytes
+
+    def _by_rank(self, slices: Sequence[Slice]) -> list[Tensor]:
+        """One tensor for each rank, an empty one for this rank."""
+        of_peers = dict(slices)
+        like = slices[0].memory
+        return [of_peers.get(rank, like[:0]) for rank in range(self._world_size)]
+
 
 # torch 2.13 renamed both functions; the old names warn from then on.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

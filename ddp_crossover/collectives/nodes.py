@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ddp_crossover.collectives.agreement import all_gather_json
 
 
 class Members(NamedTuple):
@@ -84,3 +91,18 @@ class Nodes(NamedTuple):
     def are_several(self) -> bool:
         """Whether legs have a round inside of each node, and one across nodes."""
         return len(self.local.ranks) > 1
+
+
+def nodes_of(process_group: dist.ProcessGroup, device: torch.device) -> Nodes:
+    """Where the ranks are: nodes have the numbers that torchrun gives them, or else the names of their hosts.
+
+    Nodes are in the order of their lowest ranks, ranks of a node in their own order. All ranks must call it.
+
+    Raises:
+        ValueError: on every rank, if nodes have different numbers of ranks.
+    """
+    mine = os.environ.get("GROUP_RANK") or socket.gethostname()
+    nodes: dict[str, list[int]] = {}
+    for rank, node in enumerate(all_gather_json(mine, process_group, device)):
+        nodes.setdefault(node, []).append(rank)
+    return Nodes.of(list(nodes.values()), dist.get_rank(process_group))

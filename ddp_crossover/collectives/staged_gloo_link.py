@@ -11,12 +11,10 @@ from torch import Tensor
 from ddp_crossover import device as gpu
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
-from ddp_crossover.collectives.gloo_gather import GlooGatherLeg
-from ddp_crossover.collectives.gloo_leg import GlooCommContext
+from ddp_crossover.collectives.gloo_leg import GlooCommContext, GlooGatherLeg, GlooScatterLeg
 from ddp_crossover.collectives.gloo_link import PeerLink
-from ddp_crossover.collectives.gloo_scatter import GlooScatterLeg
 from ddp_crossover.collectives.leg import HostWait, ScatterLeg
-from ddp_crossover.collectives.socket_backlog import SocketBacklog
+from ddp_crossover.collectives.pace import SocketBacklog
 from ddp_crossover.collectives.stream_order import CudaStreams
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from ddp_crossover.collectives.gloo_failures import Failures
-from ddp_crossover.collectives.latch import Latch
-from ddp_crossover.collectives.waiters import Job
+from ddp_crossover.collectives.gloo_threads import Job
+from ddp_crossover.collectives.leg import Failures, Latch
 
 
 class StagingQueue:

@@ -9,19 +9,45 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from ddp_crossover.data.about import FORMAT_VERSION, write_about
 from ddp_crossover.data.fingerprint import NoFingerprint, decoder_versions, fingerprint
-from ddp_crossover.data.random_numbers import RandomNumbers
 from ddp_crossover.data.sample_codec import NotStorable, decode, encode
 from ddp_crossover.data.sample_store import Notice, SampleStore, StoreRefused
 from ddp_crossover.log import say
+
+
+class RandomNumbers:
+    """The state of Python's, NumPy's and torch's global generators at one moment."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = _numpy_state()
+        self._torch = torch.get_rng_state()
+
+    def have_been_drawn(self) -> bool:
+        """Whether any of the generators has moved on since."""
+        return not (
+            random.getstate() == self._python
+            and _numpy_state() == self._numpy
+            and torch.equal(torch.get_rng_state(), self._torch)
+        )
+
+
+def _numpy_state() -> Any:
+    """In values that can be compared; the user may have set another bit generator."""
+    state: Any = np.random.get_state(legacy=False)
+    of_generator = state["state"].items()
+    return state | {"state": {n: one.tobytes() if isinstance(one, np.ndarray) else one for n, one in of_generator}}
+
 
 Transform = Callable[[Any], Any]
 

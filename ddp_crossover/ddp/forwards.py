@@ -1,25 +1,105 @@
-"""Notices when a model's forward begins and ends, and applies updates before compiled code runs."""
+"""Notices when a model's forward begins and ends, what it uses in which order, and when its backward begins.
+
+Applies updates before compiled code runs.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_iter
 
 from ddp_crossover.figures.stats import FallbackLog
 from ddp_crossover.hooks import Hook
 from ddp_crossover.parameters.early_reads import EarlyReads
-from ddp_crossover.parameters.lazy_params import LazyParams
+from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
 from ddp_crossover.torch_internals.compiled import (
     call_around_compiled,
     called_by_compiled_code,
     is_compiled,
     on_compile_start,
 )
+
+
+class UseOrder:
+    """Keeps the order of the latest forward that used at least as many parameters as the one kept before.
+
+    Args:
+        parameters: number of parameters.
+    """
+
+    def __init__(self, parameters: int) -> None:
+        self._parameters = parameters
+        self._now: list[LazyParam] = []
+        self._latest: list[LazyParam] = []
+        self.is_known = False
+
+    def begin_forward(self) -> Callable[[LazyParam], None]:
+        """Begin a forward; returns the callback for each parameter's first use since the last step."""
+        self._now = []
+        return self._now.append
+
+    def end_forward(self) -> bool:
+        """End the forward; returns whether it has used parameters in a new order.
+
+        A forward that used fewer parameters, such as the second one of a step, does not change the order.
+        """
+        self.is_known = True
+        if len(self._now) < len(self._latest) or self._now == self._latest:
+            return False
+        self._latest = self._now
+        return True
+
+    def sorted(self, lazies: Sequence[LazyParam]) -> list[LazyParam]:
+        """Return all parameters in the order, or as they are given while it is not known."""
+        if not self.is_known:
+            return list(lazies)
+        ranks = self.ranks()
+        return sorted(lazies, key=lambda lazy: ranks[lazy.index])
+
+    def ranks(self) -> list[int]:
+        """Return each parameter's place in the order; -1, before all others, for a parameter not seen in use."""
+        ranks = [-1] * self._parameters
+        for place, lazy in enumerate(self._latest):
+            ranks[lazy.index] = place
+        return ranks
+
+
+def call_before_backward(output: Any, callback: Callable[[], None]) -> bool:
+    """Call ``callback`` whenever a backward comes to a tensor in a forward's output.
+
+    A backward may come to the model in another way, through a tensor that the script has found elsewhere.
+
+    Returns:
+        Whether there is such a tensor.
+    """
+
+    def call(gradients: tuple[Tensor, ...]) -> None:
+        callback()
+
+    nodes = set(_nodes(output))
+    for node in nodes:
+        node.register_prehook(call)
+    return bool(nodes)
+
+
+def _nodes(output: Any) -> Iterator[Node]:
+    for leaf in tree_iter(output):
+        if isinstance(leaf, Tensor):
+            # An operator that works in place on a view gives it another node, but not what it is a view of.
+            for tensor in (leaf, leaf._base if leaf._is_view() else None):
+                if tensor is not None and tensor.grad_fn is not None:
+                    yield tensor.grad_fn
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _nodes([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
+
 
 # Number of compilations after which parameters are taken for the cause: dynamo also compiles anew when shapes change,
 # so a single compilation means nothing. It gives up after eight.

@@ -14,8 +14,7 @@ from torch import Tensor
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.all_reduce import wait_for_futures
 from ddp_crossover.collectives.link import Link
-from ddp_crossover.collectives.rank_weights import RankWeights
-from ddp_crossover.collectives.wire import scale_into
+from ddp_crossover.collectives.sums import RankWeights, scale_into
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.torch_internals.ddp import GradBucket
 

@@ -19,17 +19,12 @@ from ddp_crossover import device as gpu
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
 from ddp_crossover.collectives.link import Link
-from ddp_crossover.collectives.rank_weights import RankWeights
-from ddp_crossover.collectives.wire import scale_into
-from ddp_crossover.ddp.backward_start import call_before_backward
-from ddp_crossover.ddp.bucket_layout import LayoutRecorder
-from ddp_crossover.ddp.early_arrival import Buckets
-from ddp_crossover.ddp.forwards import CompiledCode, ForwardWatch
-from ddp_crossover.ddp.memory_formats import MemoryFormats
+from ddp_crossover.collectives.sums import RankWeights, scale_into
+from ddp_crossover.ddp.buckets import Buckets, LayoutRecorder, MemoryFormats
+from ddp_crossover.ddp.forwards import CompiledCode, ForwardWatch, UseOrder, call_before_backward
 from ddp_crossover.ddp.plain_all_reduce import PlainAllReduce
-from ddp_crossover.ddp.refused_methods import allow_methods, refuse_methods
+from ddp_crossover.ddp.refusals import allow_methods, refuse_methods
 from ddp_crossover.ddp.unreduced_steps import UnreducedSteps
-from ddp_crossover.ddp.use_order import UseOrder
 from ddp_crossover.ddp.weighted_batches import WeightedBatches
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.figures.stats import FallbackLog, StepLog

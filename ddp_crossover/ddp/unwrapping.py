@@ -1,16 +1,30 @@
 """What frameworks hand out instead of a DDP object and an optimizer, and what is inside of it.
 
 Known by the names of their classes, so that no framework is imported. A wrapper that is not in the table may do more
-than to pass calls on (Lookahead, SAM), so what is inside of it is not for us to take.
+than to pass calls on (Lookahead, SAM), so what is inside of it is not for us to take. What nobody hands over is looked
+for among all objects of this process.
 """
 
 from __future__ import annotations
+
+import gc
+from typing import TypeVar
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_crossover.ddp.other_parallelism import refuse_other_parallelism
+from ddp_crossover.ddp.refusals import refuse_other_parallelism
+
+T = TypeVar("T")
+
+
+def live_objects(kind: type[T]) -> list[T]:
+    """Return all objects of a class, or of one that is derived from it, that something still refers to."""
+    gc.collect()  # or what has been dropped would be found
+    # Not isinstance: it asks proxies for their class.
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
+
 
 # Class -> the attribute that holds what it wraps. Their step() ends in step() of the optimizer inside, and their
 # forward in forward of the DDP object inside, so hooks on these see all that happens.

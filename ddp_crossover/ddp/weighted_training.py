@@ -1,26 +1,105 @@
 """What a state does for batches of different sizes; ``DearState`` documents it.
 
-On a state that is detached, loops go on as far as plain DDP, which weights ranks equally, is right for them.
+On a state that is detached, loops go on as far as plain DDP, which weights ranks equally, is right for them: batches of
+equal sizes, equally many. Where loaders are of different lengths, ranks have no batch until the last one is at its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.balance.balancer import Balancer
 from ddp_crossover.balance.sampler import BalancedSampler
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.ddp.batch_timer import BatchTimer
-from ddp_crossover.ddp.equal_batches import batches_of_equal_ranks, require_equal
-from ddp_crossover.ddp.loader_ends import batches_of_all
 from ddp_crossover.ddp.reducer import Reducer
-from ddp_crossover.ddp.weighted_batches import WeightedBatches
+from ddp_crossover.ddp.weighted_batches import WeightedBatches, checked_count
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.options import SWITCH, switched_off
+
+_END = object()
+_WAY_OUT = "attach with weighted=True, without DDP_CROSSOVER=off, or give all ranks equal batches"
+
+
+def batches_of_equal_ranks(loader: Iterable[Any], ddp: DistributedDataParallel, device: torch.device) -> Iterator[Any]:
+    """Yield the batches of ``loader``; plain DDP cannot train with a rank that has none.
+
+    Raises:
+        RuntimeError: on all ranks, when some have a batch and others have none.
+    """
+    iterator = iter(loader)
+    while True:
+        batch = next(iterator, _END)
+        least, most = _least_and_most(int(batch is not _END), ddp, device)
+        if least != most:
+            raise RuntimeError(
+                "state.batches(): some ranks have no batch left, and the model is not attached, so DDP would wait for "
+                f"them: {_WAY_OUT}"
+            )
+        if not most:
+            return
+        yield batch
+
+
+def require_equal(count: int, ddp: DistributedDataParallel, device: torch.device) -> None:
+    """Check that plain DDP, which weights ranks equally, is right for a batch of ``count`` samples.
+
+    Raises:
+        RuntimeError: on all ranks, if they have different counts.
+    """
+    least, most = _least_and_most(checked_count(count), ddp, device)
+    if least != most:
+        raise RuntimeError(
+            f"ranks have from {least} to {most} samples in this batch, and the model is not attached, so DDP would "
+            f"weight ranks equally: {_WAY_OUT}"
+        )
+
+
+def _least_and_most(number: int, ddp: DistributedDataParallel, device: torch.device) -> tuple[int, int]:
+    least_and_most = torch.tensor([-number, number], device=device)
+    dist.all_reduce(least_and_most, dist.ReduceOp.MAX, group=ddp.process_group)
+    least, most = least_and_most.tolist()
+    return -least, most
+
+
+_AT_END = object()
+
+
+def batches_of_all(loader: Iterable[Any], link: Link) -> Iterator[Any]:
+    """Yield the batches of ``loader``, then None until no rank has any; see :meth:`DearState.batches`."""
+    iterator = iter(loader)
+
+    def fetch() -> tuple[Any, Callable[[], list[int]]]:
+        if link.is_closed:
+            raise RuntimeError(
+                "the model was detached in a loop over state.batches(), whose ranks tell each other through it: leave "
+                "the loop before state.detach()"
+            )
+        try:
+            batch = next(iterator, _AT_END)
+        except Exception as error:
+            batch = _Failed(error)  # raised when its turn comes: the batch before it is trained on
+        return batch, link.exchange_numbers(batch is not _AT_END)
+
+    ahead = fetch()
+    while any((batch_and_wait := ahead)[1]()):
+        batch, _ = batch_and_wait
+        if isinstance(batch, _Failed):
+            raise batch.error
+        ahead = fetch()  # ranks tell each other during the step whether there is another one
+        yield None if batch is _AT_END else batch
+
+
+class _Failed(NamedTuple):
+    """Stands for a batch that could not be loaded."""
+
+    error: Exception
 
 
 class WeightedTraining:

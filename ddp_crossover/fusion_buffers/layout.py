@@ -10,11 +10,10 @@ from torch import Tensor
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.link import Link
-from ddp_crossover.collectives.rank_weights import RankWeights
+from ddp_crossover.collectives.sums import RankWeights
 from ddp_crossover.fusion import FusionGroup, FusionPlan
-from ddp_crossover.fusion_buffers.arenas import lay_out_in_arena, memory_of_arenas, whole_of, zeros
+from ddp_crossover.fusion_buffers.arenas import lay_out, lay_out_in_arena, memory_of_arenas, whole_of, zeros
 from ddp_crossover.fusion_buffers.feedback import Feedback
-from ddp_crossover.fusion_buffers.in_place import lay_out
 from ddp_crossover.fusion_buffers.staging import gradient_stride
 from ddp_crossover.parameters.lazy_params import LazyParam
 from ddp_crossover.parameters.slots import GroupInFlight, Slot

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_crossover.fusion_buffers.in_place import alias_of
+from ddp_crossover.fusion_buffers.arenas import alias_of
 from ddp_crossover.parameters.slots import GroupInFlight, Place, Slot
 
 

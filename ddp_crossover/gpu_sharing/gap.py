@@ -7,8 +7,7 @@ from collections.abc import Hashable
 
 from ddp_crossover.device import Event
 from ddp_crossover.gpu_sharing.gap_policy import ExpectedWaits
-from ddp_crossover.gpu_sharing.lease_holder import LeaseHolder
-from ddp_crossover.gpu_sharing.ledger import Ledger
+from ddp_crossover.gpu_sharing.lease_holder import LeaseHolder, Ledger
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.tracing.clock import CommClock
 

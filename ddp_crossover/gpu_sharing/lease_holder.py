@@ -1,15 +1,216 @@
-"""Holds the lease: acquires it for a turn, gives it back, and notes in the ledger what that cost."""
+"""Holds the lease: acquires it for a turn, gives it back, and notes in the ledger what that cost.
+
+What the device still has to do for this job is seen without waiting for it. The ledger only adds up: no clock, no
+lease, no decisions.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import stat
+import threading
 import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
 
-from ddp_crossover.gpu_sharing.backlog import Backlog
+from ddp_crossover import device as gpu
+from ddp_crossover.collectives.leg import HostWait
+from ddp_crossover.collectives.stream_order import CudaStreams
 from ddp_crossover.gpu_sharing.gap_policy import ExpectedWaits
-from ddp_crossover.gpu_sharing.ledger import Ledger
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.tracing.clock import CommClock
+
+
+class StepFigures(NamedTuple):
+    """What one step has added to a :class:`Ledger`.
+
+    Attributes:
+        elapsed_s: duration of the step.
+        filled_s: time inside gaps in which another job held the lease.
+        slowed_s: time by which sharing has slowed this job down.
+        was_disturbed: whether another job has wanted or held the device.
+    """
+
+    elapsed_s: float
+    filled_s: float
+    slowed_s: float
+    was_disturbed: bool
+
+
+class Ledger:
+    """Sums since attach; what the attributes mean stands at :class:`ddp_crossover.figures.stats.LeaseUse`.
+
+    Attributes:
+        disturbances: how often another job has wanted or held the device so far.
+    """
+
+    def __init__(self) -> None:
+        self.held_s = self.given_s = self.filled_s = self.regrant_s = self.slowed_s = 0.0
+        self.gaps = self.hand_offs = self.disturbances = 0
+        # When the last step ended, and filled_s, slowed_s and disturbances at that time.
+        self._last_step: tuple[float, float, float, int] | None = None
+
+    def hand_over(self) -> None:
+        """Note that the lease was given up while another job waited for it."""
+        self.hand_offs += 1
+        self.disturb()
+
+    def disturb(self) -> None:
+        """Note that another job has wanted or held the device."""
+        self.disturbances += 1
+
+    def wait_for_grant(self, waited_s: float) -> None:
+        """Note for how long compute has waited for the lease."""
+        self.regrant_s += waited_s
+
+    def slow_down(self, late_s: float) -> None:
+        """Note by how much sharing has slowed this job down."""
+        self.slowed_s += late_s
+
+    def turn_ended(self, held_s: float, late_s: float) -> None:
+        """Note a turn that was held for ``held_s``, after a wait of ``late_s`` for another job.
+
+        A turn that waits no longer than it holds would have ended as late on a device that is shared in slices.
+        """
+        self.held_s += held_s
+        self.slow_down(max(0.0, late_s - held_s))
+
+    def gap_ended(self, given_s: float, filled_s: float) -> None:
+        """Note a gap: for how long the lease was free, and for how long another job has held it meanwhile."""
+        self.gaps += 1
+        self.given_s += given_s
+        self.filled_s += filled_s
+        self.disturb()
+
+    def step_ended(self, now_s: float) -> StepFigures | None:
+        """Return the figures since the last step ended; None for the first step."""
+        before, self._last_step = self._last_step, (now_s, self.filled_s, self.slowed_s, self.disturbances)
+        if before is None:
+            return None
+        since_s, filled_s, slowed_s, disturbances = before
+        return StepFigures(
+            now_s - since_s, self.filled_s - filled_s, self.slowed_s - slowed_s, self.disturbances > disturbances
+        )
+
+
+# A stream that stands at a leg for longer may do so until another job has had its turn: the leg may need a peer that
+# waits for one. Before that, what is queued behind the leg goes on by itself at any moment.
+_STANDS_S = 2e-3
+# Nothing is done between two polls of a wait outside of turns.
+_POLL_S = 1.0
+
+
+class _OpenWait(NamedTuple):
+    """A wait that was queued: `before` happens when the stream gets to it, `done` when the leg has ended."""
+
+    before: gpu.Event
+    done: gpu.Event
+
+
+class Backlog:
+    """Looks at events of the compute stream; blocks nowhere.
+
+    A stream stands still at the oldest wait whose leg has not ended, once it has got there.
+
+    Args:
+        streams: the streams of the device.
+    """
+
+    def __init__(self, streams: CudaStreams) -> None:
+        self._streams = streams
+        self._waits: deque[_OpenWait] = deque()
+        self._standing: _OpenWait | None = None
+        self._standing_since_s = 0.0
+        self._lock = threading.RLock()  # reentrant: a signal handler may wait for legs
+
+    def wait_begins(self, done: gpu.Event) -> None:
+        """Note that the current stream is going to wait for ``done``."""
+        wait = _OpenWait(gpu.record(self._streams.current()), done)
+        with self._lock:
+            self._waits.append(wait)
+            self._drop_ended()
+
+    def stands_at_last_wait(self) -> bool:
+        """Whether the device waits for a leg, and no other wait is queued behind that."""
+        with self._lock:
+            self._drop_ended()
+            return len(self._waits) == 1 and bool(self._waits[0].before.query())
+
+    def stands_for_long(self) -> bool:
+        """Whether the device has been seen waiting for one leg for 2 ms, whatever is queued behind it."""
+        now_s = time.perf_counter()
+        with self._lock:
+            self._drop_ended()
+            oldest = self._waits[0] if self._waits and self._waits[0].before.query() else None
+            if oldest is not self._standing:
+                self._standing, self._standing_since_s = oldest, now_s
+            return oldest is not None and now_s - self._standing_since_s >= _STANDS_S
+
+    def end(self) -> Callable[[], bool]:
+        """A function for any thread: whether the device has done what is queued now, or stands still before that.
+
+        If it waits for a leg for long, the turn must end, too, see :data:`_STANDS_S`.
+        """
+        try:
+            last = gpu.record(self._streams.current())
+        except RuntimeError:  # of an earlier kernel: CUDA raises it again in the job's own next call
+            return lambda: True
+
+        def is_drained() -> bool:
+            try:
+                return last.query() or self.stands_for_long()
+            except RuntimeError:
+                return True
+
+        return is_drained
+
+    def outside_of_turn(self) -> HostWait:
+        """For waits between turns: they are noted, and nothing is given away."""
+        return _WaitOutsideOfTurn(self)
+
+    def _drop_ended(self) -> None:
+        while self._waits and (oldest := self._waits[0]).done.query():
+            if self._waits and self._waits[0] is oldest:  # else a signal handler has dropped it meanwhile
+                self._waits.popleft()
+
+
+class _WaitOutsideOfTurn:
+    """A ``HostWait`` that only notes what the stream waits for: the next turn is queued behind it."""
+
+    def __init__(self, backlog: Backlog) -> None:
+        self._backlog = backlog
+
+    def poll(self) -> float:
+        return _POLL_S
+
+    def before_stream_waits(self, done: gpu.Event) -> None:
+        self._backlog.wait_begins(done)
+
+
+_DEFAULT_DIRECTORY = "/tmp/nvidia-mps"
+
+WITHOUT_MPS = (
+    "without NVIDIA's MPS the kernels of NCCL, which spin while they wait for other ranks, share the GPU with another "
+    "job in slices, so that job gets about half of each gap: start nvidia-cuda-mps-control -d before the jobs, or let "
+    'legs travel over gloo with process_group=dist.new_group(backend="gloo")'
+)
+
+
+def mps_runs(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether there is a control daemon in whose directory this process would look for one.
+
+    Source: NVIDIA's Multi-Process Service, "Environment variables".
+    """
+    control = Path(environ.get("CUDA_MPS_PIPE_DIRECTORY", _DEFAULT_DIRECTORY), "control")
+    try:
+        mode = control.stat().st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
 
 # A job that waits for communication neither holds the lease nor asks for it: it is remembered for a few steps.
 _REMEMBER_S = 1.0

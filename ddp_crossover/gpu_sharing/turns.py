@@ -16,11 +16,9 @@ from ddp_crossover.collectives.leg import HostWait
 from ddp_crossover.collectives.stream_order import CudaStreams
 from ddp_crossover.device import Stream
 from ddp_crossover.figures.stats import LeaseUse
-from ddp_crossover.gpu_sharing.backlog import Backlog
 from ddp_crossover.gpu_sharing.gap import Gap
 from ddp_crossover.gpu_sharing.gap_policy import MIN_GAIN, ExpectedWaits, Gain
-from ddp_crossover.gpu_sharing.lease_holder import LeaseHolder
-from ddp_crossover.gpu_sharing.ledger import Ledger
+from ddp_crossover.gpu_sharing.lease_holder import Backlog, LeaseHolder, Ledger
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.tracing.clock import CommClock
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ddp_crossover.attaching import attach
 from ddp_crossover.comm_hook import DearState
-from ddp_crossover.ddp.live_objects import live_objects
+from ddp_crossover.ddp.unwrapping import live_objects
 
 TrainerCallback: Any = import_module("transformers").TrainerCallback
 

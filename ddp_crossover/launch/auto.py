@@ -19,9 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from ddp_crossover.attaching import attach
 from ddp_crossover.collectives.agreement import DisagreementError, all_gather_json
 from ddp_crossover.comm_hook import DearState
-from ddp_crossover.ddp.live_objects import live_objects
-from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers
-from ddp_crossover.ddp.refused_methods import JOIN_ADVICE, copy_as_plain
+from ddp_crossover.ddp.refusals import JOIN_ADVICE, copy_as_plain, refuse_model, refuse_optimizers
+from ddp_crossover.ddp.unwrapping import live_objects
 from ddp_crossover.figures.stats import DearStats
 from ddp_crossover.launch.optimizers_of import optimizers_of
 from ddp_crossover.launch.watch import watch_model, watch_new_models

@@ -46,10 +46,9 @@ from ddp_crossover.launch.run import add_norms_argument, add_script_arguments, s
 from ddp_crossover.launch.script_run import Run, add_run_arguments, three_runs
 from ddp_crossover.launch.synchronized import why_different
 from ddp_crossover.log import short
-from ddp_crossover.planning.codec_probe import probe_codecs
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.ddp_buckets import DEFAULT_BUCKET_MB
-from ddp_crossover.planning.link_probe import probe_link
+from ddp_crossover.planning.link_probe import probe_codecs, probe_link
 from ddp_crossover.planning.model_profile import ModelProfile
 
 _TIMEOUT = timedelta(minutes=10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_crossover.ddp.live_objects import live_objects
+from ddp_crossover.ddp.unwrapping import live_objects
 from ddp_crossover.torch_internals.ddp import managed_parameters
 
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ddp_crossover.ddp.live_objects import live_objects
+from ddp_crossover.ddp.unwrapping import live_objects
 from ddp_crossover.launch.ending import Ending
 from ddp_crossover.launch.synchronized import digest, named, parameter_digests
 from ddp_crossover.parameters.pending_parameter import PendingParameter

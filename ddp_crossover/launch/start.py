@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.comm_hook import DearState
-from ddp_crossover.ddp.live_objects import live_objects
+from ddp_crossover.ddp.unwrapping import live_objects
 from ddp_crossover.launch.auto import AttachedModel, Auto
 from ddp_crossover.launch.errand import Errand
 from ddp_crossover.launch.examination import Examination

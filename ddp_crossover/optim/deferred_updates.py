@@ -29,7 +29,7 @@ from ddp_crossover.gathers import Gathers, GradientGathers
 from ddp_crossover.optim.after_update import AfterUpdate
 from ddp_crossover.optim.lazy_state import make_state_lazy, make_state_plain
 from ddp_crossover.optim.optimizer_snapshot import StandIn, optimizer_parameters
-from ddp_crossover.optim.separable import Separable
+from ddp_crossover.optim.separability import Separable
 from ddp_crossover.optim.step_call import Deferrable, StepCall, why_call_waits
 from ddp_crossover.optim.stock_calls import StockCalls
 from ddp_crossover.optim.update_runner import DeferredUpdate, UpdateRunner, run_updates

@@ -1,19 +1,26 @@
-"""Tests on a small clone whether an optimizer's step can be split over its parameters.
+"""Tests on a small clone whether an optimizer's step can be split over its parameters, and remembers the answers.
 
 Updates may be deferred per fusion group only if stepping some parameters now and others later gives the same bits as
 stepping all at once, and if a step without gradients changes nothing. Elementwise and per-parameter optimizers pass;
 optimizers that couple parameters (by a global norm, or a shared counter in ``param_groups``) do not.
+
+An answer depends on the optimizer's class, the settings of its param groups, and the kinds of its parameters. A process
+that attaches many models, or one model again, asks the same questions each time; a trial takes some 20 ms. An optimizer
+whose settings change is tested again.
 """
 
 from __future__ import annotations
 
 import copy
 import enum
+import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -23,12 +30,66 @@ from ddp_crossover.optim.optimizer_snapshot import (
     StandIn,
     ToUpdate,
     hyperparameters,
+    is_of_torch,
     reads_attributes,
     same,
 )
 from ddp_crossover.optim.outside_settings import changeable_setting
-from ddp_crossover.optim.trials import ask
 from ddp_crossover.torch_internals.optimizers import has_hooks, has_raw_step, raw_step
+
+_MOST_ANSWERS = 256
+_answers: dict[Hashable, str | None] = {}
+
+Question = Callable[[Optimizer, bool], str | None]
+"""A trial on an optimizer, with the state that it has if the second argument says so; returns a reason or None."""
+
+
+def ask(question: Question, optimizer: Optimizer, failed: Callable[[Exception], str | None]) -> str | None:
+    """Return the answer to ``question``, or ``failed`` of the error that the trial raised without state and with it.
+
+    Leaves the global random states of torch, NumPy and Python as they were.
+    """
+    kind = (question, *_kind(optimizer)) if is_of_torch(optimizer) else None
+    if kind in _answers:
+        return _answers[kind]
+    # Empty state first. Some optimizers (Adagrad up to torch 2.11) create state in `__init__`, and fail without it.
+    try:
+        with _random_states_kept(optimizer):
+            answer = question(optimizer, False)
+    except Exception:
+        try:
+            with _random_states_kept(optimizer):
+                return question(optimizer, True)
+        except Exception as error:
+            return failed(error)
+    if kind is not None:
+        if len(_answers) >= _MOST_ANSWERS:
+            _answers.clear()
+        _answers[kind] = answer
+    return answer
+
+
+def _kind(optimizer: Optimizer) -> tuple[Any, ...]:
+    groups = []
+    for group in optimizer.param_groups:
+        settings = hyperparameters(group)
+        settings.pop("lr", None)  # schedulers move it, and no formula changes with it
+        kinds = sorted({(p.dim(), str(p.dtype), str(p.device)) for p in group["params"]})
+        groups.append((repr(sorted(settings.items())), tuple(kinds)))
+    return (type(optimizer), raw_step(optimizer), tuple(groups))
+
+
+@contextmanager
+def _random_states_kept(optimizer: Optimizer) -> Iterator[None]:
+    devices = {p.device for g in optimizer.param_groups for p in g["params"] if p.device.type == "cuda"}
+    of_python, of_numpy = random.getstate(), np.random.get_state(legacy=False)
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
 
 # Enough steps for counters that act every few steps, and magnitudes on both sides of a threshold on gradients.
 _STEPS = 12
@@ -273,3 +334,50 @@ def _awake(group: dict[str, Any]) -> dict[str, Any]:
 def _private_copy(value: Any) -> Any:
     # An OrderedDict holds step or state_dict hooks, which the clone must not run.
     return OrderedDict() if isinstance(value, OrderedDict) else copy.deepcopy(value)
+
+
+class Separable:
+    """Why each of some optimizers must not have its updates deferred, if so.
+
+    Args:
+        optimizers: the optimizers.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._reasons = {optimizer: why_not_separable(optimizer) for optimizer in optimizers}
+        self._settings: dict[Optimizer, list[Any]] = {}
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return iter(self._reasons)
+
+    def __contains__(self, optimizer: object) -> bool:
+        return optimizer in self._reasons
+
+    def why_not(self, optimizer: Optimizer, *, test_again: bool = False) -> str | None:
+        """Return why its updates must not be deferred, or None. Can test again if its settings have changed."""
+        if test_again:
+            settings = settings_of(optimizer)
+            if self._settings.setdefault(optimizer, settings) != settings:
+                self._settings[optimizer] = settings
+                self._reasons[optimizer] = why_not_separable(optimizer)
+        return self._reasons[optimizer]
+
+    def drop_references(self) -> None:
+        """Forget all optimizers."""
+        self._reasons.clear()
+        self._settings.clear()
+
+
+def settings_of(optimizer: Optimizer) -> list[Any]:
+    """Which hyperparameters are on: the value of a bool, else the type and whether it is zero.
+
+    Leaves out ``lr``, which schedulers move to zero and back.
+    """
+    return [
+        {
+            key: value if isinstance(value, bool) else (type(value), isinstance(value, (int, float)) and not value)
+            for key, value in group.items()
+            if key not in ("params", "param_names", "lr")
+        }
+        for group in optimizer.param_groups
+    ]

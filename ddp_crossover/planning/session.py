@@ -24,12 +24,11 @@ from ddp_crossover.fusion import MB, FusionPlan, Schedule, plan_fusion
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.log import logger, say
 from ddp_crossover.options import Options
-from ddp_crossover.planning.codec_probe import probe_codecs
 from ddp_crossover.planning.compute_profiler import ComputeProfiler, Stopwatch
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.ddp_buckets import leaves_nothing_to_gain
 from ddp_crossover.planning.gradient_specs import ShardKind, gradient_specs
-from ddp_crossover.planning.link_probe import probe_link
+from ddp_crossover.planning.link_probe import probe_codecs, probe_link
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.progress import coming, given_plan, outcome
 from ddp_crossover.planning.search import CANDIDATES_MB, HOST_PER_GROUP_S, PlannedStep, choose_plan

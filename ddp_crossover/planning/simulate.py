@@ -25,9 +25,9 @@ from rich.table import Table
 
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.fusion import GradientSpec, Schedule
-from ddp_crossover.planning.codec_probe import probe_codecs
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.gradient_specs import as_codes
+from ddp_crossover.planning.link_probe import probe_codecs
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.search import CANDIDATES_MB, best_of_sizes
 

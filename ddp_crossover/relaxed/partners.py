@@ -1,9 +1,14 @@
-"""Which ranks share with each other: their process groups and links, and the exchanges on them."""
+"""Which ranks share with each other, round after round: their process groups and links, and the exchanges on them.
+
+Without groups these are all ranks; in a grid, the lines of it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -12,14 +17,41 @@ from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.agreement import require_equal
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.make_link import make_link
-from ddp_crossover.collectives.node_ranks import nodes_of
+from ddp_crossover.collectives.nodes import nodes_of
 from ddp_crossover.relaxed.adasum import AdasumExchange
 from ddp_crossover.relaxed.delta_merge import Exchange
 from ddp_crossover.relaxed.exchange import MeanExchange
-from ddp_crossover.relaxed.grid import lines, shape_of
 from ddp_crossover.relaxed.policies import LocalSGD
 from ddp_crossover.torch_internals.ddp import process_group_timeout
 from ddp_crossover.torch_internals.groups import OwnedGroups, new_group
+
+
+def shape_of(groups: str, world_size: int) -> tuple[int, ...]:
+    """The lengths of the grid's dimensions.
+
+    Args:
+        groups: ``"grid"``: two dimensions, as nearly square as may be; ``"pairs"``: as many as there are, of two.
+        world_size: number of ranks.
+
+    Raises:
+        ValueError: if the ranks make no such grid.
+    """
+    if groups == "pairs":
+        if world_size < 2 or world_size & (world_size - 1):
+            raise ValueError(f"groups='pairs' needs 2, 4, 8, ... ranks, and there are {world_size}: leave out groups=")
+        return (2,) * (world_size.bit_length() - 1)
+    rows = max(rows for rows in range(1, math.isqrt(world_size) + 1) if world_size % rows == 0)
+    if rows == 1:
+        raise ValueError(
+            f"groups='grid' needs ranks in rows and columns, and {world_size} is no product: leave out groups="
+        )
+    return rows, world_size // rows
+
+
+def lines(shape: Sequence[int]) -> list[list[list[int]]]:
+    """For each dimension, the ranks of each of its lines. Every rank is in one line of each dimension."""
+    ranks = torch.arange(math.prod(shape)).view(*shape)
+    return [ranks.movedim(place, -1).reshape(-1, length).tolist() for place, length in enumerate(shape)]
 
 
 class Partners:

@@ -19,12 +19,10 @@ from torch.optim import Optimizer
 
 from ddp_crossover.attaching import attach
 from ddp_crossover.comm_hook import DearState
-from ddp_crossover.ddp.refusals import refuse_model, refuse_optimizers
-from ddp_crossover.ddp.refused_methods import allow_methods, refuse_methods
+from ddp_crossover.ddp.refusals import allow_methods, refuse_methods, refuse_model, refuse_optimizers
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
-from ddp_crossover.figures.summary import about
-from ddp_crossover.optim.grad_scaler import GradScaler
-from ddp_crossover.optim.overflow import agree_on_overflow
+from ddp_crossover.figures.stats import about
+from ddp_crossover.optim.grad_scaler import GradScaler, agree_on_overflow
 from ddp_crossover.optim.same_state import take_state_of_rank_0
 from ddp_crossover.options import SWITCH, switched_off
 from ddp_crossover.relaxed.delta_merge import DeltaMerge

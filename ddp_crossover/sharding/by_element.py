@@ -15,8 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, ToUpdate, same
-from ddp_crossover.optim.separability import Clone
-from ddp_crossover.optim.trials import ask
+from ddp_crossover.optim.separability import Clone, ask
 from ddp_crossover.torch_internals.optimizers import raw_step
 
 # Enough for what acts every ten steps. In one of them a slice has zeros only, in the last one element is NaN: some

@@ -1,4 +1,7 @@
-"""The optimizer state of this rank's shards: sliced from a whole state, moved to other ranks, put together again."""
+"""The optimizer state of this rank's shards: sliced from a whole state, moved to other ranks, put together again.
+
+While the state is spread over the ranks, any look at ``optimizer.state`` raises, and says what to do.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,8 +22,34 @@ from ddp_crossover.parameters.flat import flat_of, shaped
 from ddp_crossover.sharding.by_element import SCALARS
 from ddp_crossover.sharding.exchange import exchange, in_chunks
 from ddp_crossover.sharding.ownership import Ownership, Range, everything, only
-from ddp_crossover.sharding.sharded_state import ShardedState
 from ddp_crossover.sharding.table import ShardTable
+
+CONSOLIDATE = (
+    "the state of this optimizer is spread over the ranks (shard_optimizer=True): call state.consolidate() on all "
+    "ranks first, with the DearState that attach() returned, and while its model lives"
+)
+
+
+class ShardedState(defaultdict[Any, Any]):
+    """Stands for a state that is elsewhere. Always empty inside."""
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
+
+def _refuse(self: ShardedState, *args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(CONSOLIDATE)
+
+
+for _name in (
+    *("__contains__", "__delitem__", "__eq__", "__getitem__", "__iter__", "__len__", "__setitem__", "__bool__"),
+    *("__reduce__", "__copy__", "__deepcopy__", "__missing__"),
+    *("clear", "copy", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values"),
+):
+    setattr(ShardedState, _name, _refuse)
+ShardedState.__repr__ = lambda self: f"<{CONSOLIDATE}>"  # type: ignore[method-assign]
+ShardedState.__hash__ = None
+
 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 

@@ -27,7 +27,7 @@ from ddp_crossover.gathers import Gathers
 from ddp_crossover.optim.deferred_updates import Batches, DeferredUpdates, closure_of, is_ours
 from ddp_crossover.optim.layer_sums import LayerSumOptimizer
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate
-from ddp_crossover.optim.separable import settings_of
+from ddp_crossover.optim.separability import settings_of
 from ddp_crossover.optim.step_call import why_call_waits
 from ddp_crossover.optim.update_runner import DeferredUpdate, as_if_called_by_the_user
 from ddp_crossover.options import Norms
@@ -38,13 +38,10 @@ from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.slots import GroupInFlight, Slot
 from ddp_crossover.sharding.by_element import why_not_by_element
 from ddp_crossover.sharding.early_updates import EarlyUpdates
-from ddp_crossover.sharding.exchange import exchange, in_chunks
-from ddp_crossover.sharding.layer_exchange import sums_over_ranks
+from ddp_crossover.sharding.exchange import exchange, in_chunks, require_same_gradients, sums_over_ranks
 from ddp_crossover.sharding.ownership import Ownership, Range, everything, only
 from ddp_crossover.sharding.parameter_gathers import ParameterGathers, shard_to_update
-from ddp_crossover.sharding.same_gradients import require_same_gradients
-from ddp_crossover.sharding.shard_states import ShardStates
-from ddp_crossover.sharding.sharded_state import CONSOLIDATE, ShardedState
+from ddp_crossover.sharding.shard_states import CONSOLIDATE, ShardedState, ShardStates
 from ddp_crossover.sharding.table import ShardTable, why_attributes_matter
 from ddp_crossover.torch_internals.autograd import unrecorded
 

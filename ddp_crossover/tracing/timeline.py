@@ -11,8 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ddp_crossover.tracing.intervals import Interval, clip, difference, intersection, union
-from ddp_crossover.tracing.spans import LEG_KINDS, WAIT_KINDS, Figures, Span, exposed, when
+from ddp_crossover.tracing.spans import (
+    LEG_KINDS,
+    WAIT_KINDS,
+    Figures,
+    Interval,
+    Span,
+    clip,
+    difference,
+    exposed,
+    intersection,
+    union,
+    when,
+)
 from ddp_crossover.tracing.trace import Trace
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddp_crossover.codecs import selectors
-from ddp_crossover.codecs.selectors import CHUNK_NUMEL, Selector, select, selected_numel
+from ddp_crossover.codecs import top_k
+from ddp_crossover.codecs.top_k import CHUNK_NUMEL, Selector, select, selected_numel
 
 CONCRETE = (Selector.EXACT, Selector.CHUNKED)
 EDGES = (0, 1, 2, 4095, 4096, 4097, 3 * 4096 + 7)
@@ -186,9 +186,9 @@ def test_indices_beyond_what_fp32_counts() -> None:
 def test_other_devices_select_the_same_without_bins() -> None:
     # The path of CUDA tensors, on the CPU.
     for values in (_heavy_tailed(20_000), _heavy_tailed(20_000).bfloat16().float(), torch.zeros(20_000)):
-        bits = selectors._magnitude_bits(values)
+        bits = top_k._magnitude_bits(values)
         threshold = bits.topk(200, sorted=False).values.amin()
-        assert selectors._pick(bits, 200, threshold).tolist() == _by_sorting(values, 200).tolist()
+        assert top_k._pick(bits, 200, threshold).tolist() == _by_sorting(values, 200).tolist()
 
 
 def test_auto_is_chunked_on_cpu_and_exact_on_gpus() -> None:

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddp_crossover.codecs.selectors import CHUNK_NUMEL, Selector, selected_numel
-from ddp_crossover.codecs.top_k import TopKCodec
+from ddp_crossover.codecs.top_k import CHUNK_NUMEL, Selector, TopKCodec, selected_numel
 
 pytestmark = pytest.mark.quick
 

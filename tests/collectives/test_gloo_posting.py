@@ -14,15 +14,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ddp_crossover.collectives import gloo_posting
+from ddp_crossover.collectives import gloo_threads
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
-from ddp_crossover.collectives.gloo_gather import GlooGatherLeg
-from ddp_crossover.collectives.gloo_posting import PostQueue
-from ddp_crossover.collectives.gloo_scatter import GlooScatterLeg
+from ddp_crossover.collectives.gloo_leg import GlooGatherLeg, GlooScatterLeg
+from ddp_crossover.collectives.gloo_threads import PostQueue
 from ddp_crossover.collectives.nodes import Nodes
-from ddp_crossover.collectives.pace import Pace
-from ddp_crossover.collectives.rank_order_sum import ScratchPool
-from ddp_crossover.collectives.socket_backlog import SocketBacklog
+from ddp_crossover.collectives.pace import Pace, SocketBacklog
+from ddp_crossover.collectives.sums import ScratchPool
 from tcp import drain, fill, tcp_pair
 
 SOON_S = 10.0
@@ -77,7 +75,7 @@ class Posting(NamedTuple):
 @pytest.fixture
 def posting(monkeypatch) -> Iterator[Posting]:
     # Else a leg that is never let go would be handed out all the same, and a slow test would see it go too early.
-    monkeypatch.setattr(gloo_posting, "_LONGEST_HOLD_S", math.inf)
+    monkeypatch.setattr(gloo_threads, "_LONGEST_HOLD_S", math.inf)
     with tcp_pair() as (writer, reader):
         backlog = SocketBacklog([writer.fileno()])
         jobs = PostQueue(Pace(backlog))
@@ -191,7 +189,7 @@ def test_a_backlog_that_never_drains_holds_a_leg_back_for_a_while_only(posting, 
     posting.queue.put_gather(leg)
     posting.start()
     assert posting.nothing_taken()
-    monkeypatch.setattr(gloo_posting, "_LONGEST_HOLD_S", 0.05)
+    monkeypatch.setattr(gloo_threads, "_LONGEST_HOLD_S", 0.05)
     assert posting.next_taken() == leg.post
 
 

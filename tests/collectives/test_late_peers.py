@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from ddp_crossover.collectives import late_peers
-from ddp_crossover.collectives.late_peers import LONG_S, Awaited, LatePeers
+from ddp_crossover.collectives import gloo_messages
+from ddp_crossover.collectives.gloo_messages import LONG_S, Awaited, LatePeers
 from equivalence import SGD, Case, Run, snapshot, train_step
 from harness import run_ranks
 from heard import heard
@@ -75,8 +75,8 @@ def _soon() -> Iterator[list[str]]:
     """Waits are long after a second; yields what is logged."""
     with (
         heard() as lines,
-        mock.patch.object(late_peers, "LONG_S", 1.0),
-        mock.patch.object(late_peers, "LONG_SHARE", 0.0),
+        mock.patch.object(gloo_messages, "LONG_S", 1.0),
+        mock.patch.object(gloo_messages, "LONG_SHARE", 0.0),
     ):
         yield lines
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
 from ddp_crossover.collectives.agreement import DisagreementError
+from ddp_crossover.collectives.gloo_leg import GlooScatterLeg
 from ddp_crossover.collectives.gloo_link import GlooLink
-from ddp_crossover.collectives.gloo_scatter import GlooScatterLeg
 from equivalence import SGD, Case, Run, snapshot, train_step
 from failing_backward import FailingBackward
 from harness import run_faulty_ranks, run_ranks

@@ -19,7 +19,7 @@ from torch import nn
 
 import ddp_crossover as dx
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
-from ddp_crossover.collectives.gloo_gather import GlooGatherLeg
+from ddp_crossover.collectives.gloo_leg import GlooGatherLeg
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.make_link import make_link
 from ddp_crossover.collectives.nccl_link import NcclLink

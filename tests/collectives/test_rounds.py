@@ -12,14 +12,11 @@ from hypothesis import strategies as st
 from ddp_crossover.codecs.block_int8 import BlockInt8
 from ddp_crossover.codecs.codec import Codec
 from ddp_crossover.codecs.coding import Change, Coding
-from ddp_crossover.codecs.selectors import Selector
-from ddp_crossover.codecs.top_k import TopKCodec
+from ddp_crossover.codecs.top_k import Selector, TopKCodec
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.nodes import Nodes
-from ddp_crossover.collectives.rank_order_sum import ScratchPool
-from ddp_crossover.collectives.rank_weights import RankWeights
-from ddp_crossover.collectives.rounds import Round
-from ddp_crossover.collectives.route import Route
+from ddp_crossover.collectives.rounds import Round, Route
+from ddp_crossover.collectives.sums import RankWeights, ScratchPool
 from node_groups import INTERLEAVED, TWO_BY_TWO, Layout, NodeOrder, add_up, world_size
 
 THREE_BY_TWO: Layout = ((0, 5), (1, 3), (2, 4))

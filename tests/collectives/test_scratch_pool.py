@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_crossover.collectives.rank_order_sum import ScratchPool
+from ddp_crossover.collectives.sums import ScratchPool
 
 SIZES = st.integers(0, 20)
 

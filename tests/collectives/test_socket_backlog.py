@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from ddp_crossover.collectives.socket_backlog import SocketBacklog, connected_tcp_sockets
+from ddp_crossover.collectives.pace import SocketBacklog, connected_tcp_sockets
 from equivalence import Case, Run
 from tcp import drain, fill, tcp_pair
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ddp_crossover import device as gpu
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
-from ddp_crossover.collectives.socket_backlog import SocketBacklog
+from ddp_crossover.collectives.pace import SocketBacklog
 from ddp_crossover.collectives.staged_gloo_link import StagedGlooLink
 from fake_streams import FakeEvent, FakeStream
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
-from ddp_crossover.collectives.gloo_gather import GlooGatherLeg
+from ddp_crossover.collectives.gloo_leg import GlooGatherLeg
 from ddp_crossover.collectives.gloo_link import GlooLink
-from ddp_crossover.collectives.rank_order_sum import ScratchPool
+from ddp_crossover.collectives.sums import ScratchPool
 from equivalence import Case, Run, check_case, plain_loop
 from models import DeepNet
 

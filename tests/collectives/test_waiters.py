@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ddp_crossover.collectives.waiters import Waiters
+from ddp_crossover.collectives.gloo_threads import Waiters
 
 SOON_S = 10.0
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
-from ddp_crossover.ddp.batch_statistics import statistics_of_a_rank
+from ddp_crossover.ddp.refusals import statistics_of_a_rank
 from harness import run_faulty_ranks
 from heard import heard
 from models import DeepNet, OddNet

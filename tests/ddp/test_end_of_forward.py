@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from ddp_crossover.collectives.gloo_gather import GlooGatherLeg
+from ddp_crossover.collectives.gloo_leg import GlooGatherLeg
 from equivalence import Case, Run, check_case
 from models import DeepNet
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_crossover.ddp.other_parallelism import refuse_device
+from ddp_crossover.ddp.refusals import refuse_device
 
 # Imports of torch's other ways are inside of the functions: they take long, and run on ranks only.
 

@@ -16,8 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
-from ddp_crossover.figures.stats import DearStats, StepLog
-from ddp_crossover.figures.summary import summary
+from ddp_crossover.figures.stats import DearStats, StepLog, summary
 from ddp_crossover.fusion import Schedule
 from ddp_crossover.log import logger
 from ddp_crossover.tracing.clock import CommSums

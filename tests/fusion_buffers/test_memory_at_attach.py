@@ -20,11 +20,11 @@ import ddp_crossover as dx
 from ddp_crossover import dear
 from ddp_crossover.codecs.block_int8 import BlockInt8
 from ddp_crossover.codecs.wire import Wire
-from ddp_crossover.collectives import nccl_codes, nccl_link
+from ddp_crossover.collectives import nccl_link
 from ddp_crossover.dear import Pipeline
 from ddp_crossover.fusion import FusionPlan
 from ddp_crossover.planning import session as planning
-from ddp_crossover.planning.codec_probe import probe_codecs
+from ddp_crossover.planning.link_probe import probe_codecs
 from ddp_crossover.sharding.parameter_gathers import ParameterGathers
 from fake_streams import fake_gpu
 from models import INPUTS, DeepNet, MixedDtypeNet, OddNet
@@ -197,7 +197,7 @@ def first_uses_of_modes(options: dict[str, Any]) -> tuple[int, bool, list[str]]:
     probe = planning.probe_codecs
     with ExitStack() as stack:
         stack.enter_context(fake_gpu())
-        to_all = stack.enter_context(mock.patch.object(nccl_codes, "_all_to_all", side_effect=nccl_codes._all_to_all))
+        to_all = stack.enter_context(mock.patch.object(nccl_link, "_all_to_all", side_effect=nccl_link._all_to_all))
 
         def note(wire: Any, device: torch.device) -> float:
             probed.append(device.type)

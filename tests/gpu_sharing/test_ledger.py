@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_crossover.gpu_sharing.ledger import Ledger
+from ddp_crossover.gpu_sharing.lease_holder import Ledger
 
 
 def test_a_turn_costs_only_the_time_that_it_waited_longer_than_it_held() -> None:

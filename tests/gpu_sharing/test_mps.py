@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ddp_crossover.gpu_sharing.mps import mps_runs
+from ddp_crossover.gpu_sharing.lease_holder import mps_runs
 
 
 def test_a_control_daemon_has_a_pipe_in_its_directory(tmp_path: Path) -> None:

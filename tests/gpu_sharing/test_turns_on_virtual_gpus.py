@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from ddp_crossover.gpu_sharing.backlog import Backlog
+from ddp_crossover.gpu_sharing.lease_holder import Backlog
 from virtual_jobs import HOLD_LIMIT_S, Rank, VirtualGpu, VirtualLease, both_s, fill, idle, virtual_hosts
 
 STEPS = 20

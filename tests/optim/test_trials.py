@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, Optimizer
 
-from ddp_crossover.optim.trials import ask
+from ddp_crossover.optim.separability import ask
 
 
 class OwnSGD(SGD):

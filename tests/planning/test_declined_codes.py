@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_crossover as dx
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.fusion import MB, Schedule
-from ddp_crossover.planning.codec_probe import probe_codecs
 from ddp_crossover.planning.gradient_specs import gradient_specs
+from ddp_crossover.planning.link_probe import probe_codecs
 from ddp_crossover.planning.trials import Candidate
 from ddp_crossover.planning.tuner import Tuner, TuningResult
 from models import DeepNet

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ddp_crossover.relaxed import DiLoCo, LocalSGD
 from ddp_crossover.relaxed.adasum import factors
-from ddp_crossover.relaxed.grid import lines, shape_of
+from ddp_crossover.relaxed.partners import lines, shape_of
 from node_groups import TWO_BY_TWO, TWO_NODES, Layout, on_nodes
 from relaxed_reference import adam, adasum, flat, sgd, train_in_one_process
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from ddp_crossover import ddp_timer, dear, device
-from ddp_crossover.collectives import make_link, meter, nccl_codes, nccl_link
+from ddp_crossover.collectives import make_link, meter, nccl_link
 from ddp_crossover.ddp import reducer
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.torch_internals.autograd import call_after_backward
@@ -390,7 +390,7 @@ def fake_gpu(
         (nccl_link, "_reduce_scatter", scatter),
         (nccl_link, "_all_gather", gather),
         (nccl_link.NcclLink, "exchange_numbers", exchange_numbers),
-        (nccl_codes, "_all_to_all", to_all),
+        (nccl_link, "_all_to_all", to_all),
         (dist, "all_reduce", reduce),
         (ddp_timer, "stream_for_all_reduces", lambda *of: FakeStream()),
         (ddp_timer.DdpTimer, "reduce", waited_for(ddp_timer.DdpTimer.reduce)),

@@ -8,7 +8,7 @@ import torch
 
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.link import Link
-from ddp_crossover.collectives.rank_weights import RankWeights
+from ddp_crossover.collectives.sums import RankWeights
 
 
 def terms_of(rank: int, sizes: Sequence[int], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ import torch
 from ddp_crossover import device
 from ddp_crossover.collectives.nccl_link import _NcclLeg
 from ddp_crossover.collectives.stream_order import CudaStreams
-from ddp_crossover.gpu_sharing import backlog, gap, lease_holder, turns
+from ddp_crossover.gpu_sharing import gap, lease_holder, turns
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.tracing.clock import CommClock
@@ -143,7 +143,7 @@ def virtual_hosts() -> Iterator[Hosts]:
         (device, "current_stream", current),
         (device, "record", FakeEvent),
         (device, "seconds_between", seconds_between),
-        *((module, "time", HostClock(hosts)) for module in (backlog, gap, lease_holder, turns)),
+        *((module, "time", HostClock(hosts)) for module in (lease_holder, gap, lease_holder, turns)),
     ]
     with ExitStack() as stack:
         for owner, name, replacement in replacements:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_crossover.tracing.intervals import clip, difference, intersection, total, union
+from ddp_crossover.tracing.spans import clip, difference, intersection, total, union
 
 edge = st.integers(0, 30)
 any_intervals = st.lists(st.tuples(edge, edge), max_size=8)

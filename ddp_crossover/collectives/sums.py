@@ -1,4 +1,4 @@
-"""Adds up the slices received from peers, in rank order, so that runs are reproducible bit for bit."""
+"""What gradients are multiplied by, cast to and added up in: in rank order, so that runs are the same bit for bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,61 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddp_crossover.collectives.wire import CHUNK_NUMEL, scale_into
+# 512 KiB of fp32: fp32 intermediates of casts from or to 16 bits stay in a core's cache.
+CHUNK_NUMEL = 2**17
+
+
+def scale_into(target: Tensor, source: Tensor, factor: float) -> None:
+    """Set ``target`` to ``source * factor``, computed in the dtype of ``source``, rounded once; both are flat.
+
+    With a factor of 0 ``target`` is 0, whatever is in ``source``: it may be the loss of no sample, which is NaN.
+    """
+    if factor == 0.0:
+        target.zero_()
+        return
+    if target.dtype is source.dtype or not source.is_cpu:
+        torch.mul(source, factor, out=target)
+        return
+    # In chunks: on CPU torch would make the whole product in the wider dtype and cast it in a second pass.
+    for product, part in zip(target.split(CHUNK_NUMEL), source.split(CHUNK_NUMEL), strict=True):
+        torch.mul(part, factor, out=product)
+
+
+class RankWeights:
+    """Each rank's share of the global batch: equal shares, as in plain DDP, until counts of samples are set.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+
+    Attributes:
+        of_ranks: the weights in rank order; they add up to 1.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self.of_ranks: tuple[float, ...] = (1.0 / world_size,) * world_size
+
+    @property
+    def own(self) -> float:
+        """This rank's weight."""
+        return self.of_ranks[self._rank]
+
+    def set_counts(self, counts: Sequence[int]) -> None:
+        """Give each rank the weight of its share of all counts. Equal counts give exactly ``1 / world_size``.
+
+        Args:
+            counts: one for each rank.
+
+        Raises:
+            ValueError: if all are 0.
+        """
+        total = sum(counts)
+        if not total:
+            raise ValueError(
+                "no rank has a sample in this step, so there is no gradient: leave out the step on all ranks"
+            )
+        self.of_ranks = tuple(count / total for count in counts)
 
 
 class ScratchPool:
