@@ -54,14 +54,14 @@ def _arrived_early() -> list[bool]:
     def allocate_nan(pool: ScratchPool, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate(pool, numel, dtype).fill_(float("nan"))
 
-    def look(link: GlooLink, group: int, buffer: FusionBuffer) -> Any:
+    def look(link: GlooLink, group: int, buffer: FusionBuffer, landing: FusionBuffer | None) -> Any:
         nonlocal woken
         if woken and run.state.plan is not None:
             woken = False
             leg = link.early_receives.legs.get(group)
             incoming = [] if leg is None else leg.route.scatter[0].incoming  # type: ignore[attr-defined]
             seen.append(bool(incoming) and not any(memory.isnan().any() for memory in incoming))
-        return start(link, group, buffer)
+        return start(link, group, buffer, landing)
 
     with mock.patch.object(ScratchPool, "allocate", allocate_nan), mock.patch.object(GlooLink, "reduce_scatter", look):
         for _ in plain_loop(run):
