@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from matrix import often
 from models import OddNet
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240
 
 
-@pytest.mark.parametrize("framework", often(["lightning", "transformers"], "lightning"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("framework", ["lightning", "transformers"])
 def test_one_trainer_trains_twice_as_plain_ddp_does(framework: str) -> None:
     pytest.importorskip(framework)
     support = ROOT / "tests" / "support"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
+from ddp_crossover.planning import session
+from ddp_crossover.planning.cost_model import LinkModel
 from ddp_crossover.relaxed import DiLoCo, LocalSGD
 from relaxed_reference import adam, flat, net, samples, sgd, step_of, train_in_one_process
 
@@ -299,8 +302,9 @@ def test_a_warm_up_that_the_tuner_has_left_is_as_long(on_ranks, kind) -> None:
 
 
 def _detach_when_the_tuner_has_left() -> tuple[bool, bool]:
-    one = Rank(LocalSGD(every=2, warmup=1000), sgd)
-    one.train(90)
+    with mock.patch.object(session, "probe_link", lambda *_: LinkModel(1e-9, 1e-9, 1e-15)):  # a link that takes no time
+        one = Rank(LocalSGD(every=2, warmup=1000), sgd)
+    one.train(30)
     has_left = one.state._is_plain
     one.state.detach()
     state = dx.attach(one.ddp, one.optimizer)
