@@ -355,7 +355,7 @@ class Pipeline:
 
     def belongs_to_update(self, slot: Slot) -> bool:
         """Whether the gradient in the fusion buffer is what an update that is pending will use."""
-        return slot in self.updates and not any(group.kept for group in slot.groups)
+        return slot in self.updates and not any(group.put_aside for group in slot.groups)
 
     def before_exchange(self) -> None:
         """Call it before ranks exchange norms of reduced gradients."""

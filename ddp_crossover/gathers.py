@@ -56,7 +56,8 @@ class GatherOrder:
         groups: the plan's fusion groups.
 
     Attributes:
-        is_free: whether gather legs are sent when the link would be idle, in an order that may differ between ranks.
+        leaves_when_idle: whether gather legs are sent when the link would be idle, in an order that may differ between
+            ranks.
     """
 
     def __init__(self, plan: FusionPlan, link: Link, groups: Sequence[GroupInFlight]) -> None:
@@ -65,12 +66,12 @@ class GatherOrder:
         self._groups = groups
         self._urgency = {group: place for place, group in enumerate(plan.use_order)}
         # If the link needs one launch order on all ranks, the plan says which gather legs go between scatter legs.
-        self._followers = {} if link.orders_gathers else gathers_behind_scatters(plan)
-        self.is_free = link.orders_gathers and plan.schedule is Schedule.AUTO
+        self._followers = {} if link.chooses_gather_order else gathers_behind_scatters(plan)
+        self.leaves_when_idle = link.chooses_gather_order and plan.schedule is Schedule.AUTO
 
     def follow(self, use_rank: Sequence[int]) -> None:
         """Gather in the forward's new use order from now on, if the link allows a different order on each rank."""
-        if self._link.orders_gathers:
+        if self._link.chooses_gather_order:
             order = order_of_use(self._plan.groups, use_rank)
             self._urgency = {group: place for place, group in enumerate(order)}
 
@@ -108,7 +109,7 @@ class GradientGathers:
 
     def launched(self, group: GroupInFlight) -> None:
         """Start the gather legs that go behind this scatter leg."""
-        if self._order.is_free:
+        if self._order.leaves_when_idle:
             self._order.start(group, self._order.urgency(group))
         for follower in self._order.followers(group):
             self._order.start(follower)

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 SWITCH = "DDP_CROSSOVER"
 # Options in which each rank may differ from the others.
 _OF_RANK = {"is_of_rank": True}
-WIRE_DTYPES = ("torch.bfloat16", "torch.float16", "torch.int8")
+CAST_DTYPES = ("torch.bfloat16", "torch.float16")
+CODED_DTYPES = ("torch.int8",)
+WIRE_DTYPES = (*CAST_DTYPES, *CODED_DTYPES)
 
 
 def switched_off() -> bool:
@@ -189,11 +191,11 @@ class Options:
     @property
     def has_codes(self) -> bool:
         """Whether legs carry codes of gradients."""
-        return str(self.wire_dtype) == "torch.int8" or self.compress is not None
+        return str(self.wire_dtype) in CODED_DTYPES or self.compress is not None
 
     @property
     def _asks_for_codes(self) -> str:
-        return "compress=" if self.compress is not None else "wire_dtype=torch.int8"
+        return "compress=" if self.compress is not None else f"wire_dtype={self.wire_dtype}"
 
     @property
     def leaves_the_choice(self) -> bool:

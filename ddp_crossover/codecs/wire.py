@@ -53,15 +53,13 @@ class Wire:
         device_type: str = "cpu",
     ) -> Wire:
         """What a user's options ask for; ``device_type`` is where gradients are encoded."""
-        is_int8 = wire_dtype is torch.int8
-        cast_to = None if is_int8 else wire_dtype
+        code = BlockInt8() if wire_dtype is torch.int8 else None
+        cast_to = wire_dtype if code is None else None
         if compress is not None:
-            gather = BlockInt8() if is_int8 else None if cast_to is None else Cast(cast_to)
+            gather = code if cast_to is None else Cast(cast_to)
             scatter = TopKCodec(compress.density, Selector(compress.selector), device_type)
             return cls(cast_to, scatter, gather, compress)
-        if is_int8:
-            return cls(None, BlockInt8(), BlockInt8())
-        return cls(cast_to)
+        return cls(cast_to, code, code)
 
     @property
     def plain(self) -> Wire:

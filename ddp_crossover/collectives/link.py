@@ -103,7 +103,7 @@ class Link(ABC):
         return self.meter.sent_bytes
 
     @property
-    def orders_gathers(self) -> bool:
+    def chooses_gather_order(self) -> bool:
         """Whether ranks may send gather legs in different orders, so that the link chooses the order."""
         return self.pace is not None
 
@@ -129,8 +129,8 @@ class Link(ABC):
 
         Args:
             scatter: the scatter leg of the same group.
-            urgency: if :attr:`orders_gathers`, legs that are ready are sent in this order (smaller first) when the
-                link would be idle. None: in the order of the calls.
+            urgency: if :attr:`chooses_gather_order`, legs that are ready are sent in this order (smaller first) when
+                the link would be idle. None: in the order of the calls.
         """
 
     @abstractmethod

@@ -161,6 +161,8 @@ class DearStats:
             overlapped, more = "no steps overlapped", ""
         lines = [overlapped + (f"; {plain}{more} were plain all-reduces" if plain else "")]
         lines += [f"  {_times(times)}: {what}" for what, times in self.obstacles.most_common(_SHOWN)]
+        if not self.obstacles and self.overlapped_steps < self.finished_steps:
+            lines.append("  no code kept the others: their gather legs took longer than the forward that hides them")
         return "\n".join(lines)
 
     def flat(self, prefix: str = "ddp_crossover/") -> dict[str, float]:

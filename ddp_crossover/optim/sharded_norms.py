@@ -188,8 +188,8 @@ def _own_pieces(
 
 def _reduced_shards(pipeline: Pipeline, group: GroupInFlight) -> list[Tensor]:
     assert group.buffer is not None
-    if group.kept:
-        return group.kept  # the buffer may hold updated parameters
+    if group.put_aside:
+        return group.put_aside  # the buffer may hold updated parameters
     if group.is_complete:
         return group.buffer.slices(pipeline.link.shard, pipeline.link.world_size)
     assert group.scatter is not None

@@ -168,7 +168,7 @@ class GroupState(enum.Enum):
     ANNOUNCED = "peers may send their gradients already"  # -> SCATTERING: the last gradient was staged; -> UNUSED
     SCATTERING = "its scatter leg was started"  # -> GATHERING; skipped if both legs are one all-reduce
     GATHERING = "its gather leg was started"  # -> COMPLETE: code that needs what it brings has waited for it
-    COMPLETE = "what its gather leg brings is there: the reduced gradients, unless these are kept aside"
+    COMPLETE = "what its gather leg brings is there: the reduced gradients, unless these are put aside"
     UNUSED = "no rank has used its parameters, so nothing was sent"
 
 
@@ -198,7 +198,7 @@ class GroupInFlight:
 
     Attributes:
         spec: what it carries, from the plan.
-        buffer: its fusion buffer; None while it has to be made, see ``fusion_buffers.in_place``.
+        buffer: its fusion buffer; None while it has to be made, see ``fusion_buffers.arenas``.
         places: for each of its pieces, the index of its part of the buffer, and its first element there; None for a
             piece that is not in the buffer.
         slots: its parameters.
@@ -206,7 +206,7 @@ class GroupInFlight:
         missing: number of its gradients, or parts of them, that have not arrived.
         scatter: its scatter leg, from ``SCATTERING`` on.
         gather: its gather leg, from ``GATHERING`` on; the same object if both legs are one all-reduce.
-        kept: this rank's slices of the reduced gradients, if its gather leg carries something else; see ``gathers``.
+        put_aside: this rank's slices of the reduced gradients, if its gather leg carries something else.
     """
 
     def __init__(self, spec: FusionGroup, slots: list[Slot]) -> None:
@@ -223,7 +223,7 @@ class GroupInFlight:
         self.missing = len(self.spec.pieces)
         self.scatter: ScatterLeg | None = None
         self.gather: Leg | None = None
-        self.kept: list[Tensor] = []
+        self.put_aside: list[Tensor] = []
 
     # Where it travels from.
 
@@ -239,7 +239,7 @@ class GroupInFlight:
     def forget_legs(self) -> None:
         """Drop the legs, which hold DDP's buckets."""
         self.scatter = self.gather = None
-        self.kept = []
+        self.put_aside = []
 
     # Transitions, see `GroupState`.
 
@@ -277,11 +277,11 @@ class GroupInFlight:
 
     def keep(self, shards: list[Tensor]) -> None:
         """Put this rank's slices of the reduced gradients aside: the gather leg carries something else."""
-        self.kept = shards
+        self.put_aside = shards
 
     def restore(self) -> None:
-        """The reduced gradients were brought in another way than by the gather leg, and none is kept aside."""
-        self.kept = []
+        """The reduced gradients were brought in another way than by the gather leg, and none is put aside."""
+        self.put_aside = []
         self.state = GroupState.COMPLETE
 
     def close_by(self, leg: Leg) -> None:
@@ -310,7 +310,7 @@ class GroupInFlight:
     @property
     def is_spread(self) -> bool:
         """Whether its reduced gradients are spread over the ranks, each of which has its shard of them."""
-        return self.state is GroupState.SCATTERING or bool(self.kept)
+        return self.state is GroupState.SCATTERING or bool(self.put_aside)
 
     @property
     def is_launched(self) -> bool:

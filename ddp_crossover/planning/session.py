@@ -162,7 +162,7 @@ class Planning:
         self.profiler = None
         plan = self._checked(self._cut(self._first_mb(), self._options.schedule))
         self.stage = Stage.SETTLED
-        is_planned = self._options.fusion_mb is None or not self._link.orders_gathers
+        is_planned = self._options.fusion_mb is None or not self._link.chooses_gather_order
         if self._options.schedule is Schedule.AUTO and is_planned:
             self.stage = Stage.PROFILING
             self.profiler = ComputeProfiler(self._stopwatch, len(self.specs))

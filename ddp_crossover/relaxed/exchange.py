@@ -102,7 +102,7 @@ class MeanExchange:
             self._link.reduce_scatter(group.index, b) for group, b in zip(self._plan.groups, self._buffers, strict=True)
         ]
         self._legs = [
-            self._link.all_gather(scatter, urgency if self._link.orders_gathers else None)
+            self._link.all_gather(scatter, urgency if self._link.chooses_gather_order else None)
             for urgency, scatter in enumerate(scatters)
         ]
         self._link.end_scatter_legs()

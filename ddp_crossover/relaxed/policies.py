@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ddp_crossover.options import WIRE_DTYPES
+
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim import Optimizer
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 GROUPS = (None, "node", "grid", "pairs")
 MERGES = ("delta", "daso")
 REDUCTIONS = ("mean", "adasum")
-WIRE_DTYPES = ("torch.bfloat16", "torch.float16", "torch.int8")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ read one: all ranks hear of it in their ``step()``, gradients are gathered where
 parameters are exchanged at once in that step. A read after ``step()`` is a collective, which every rank must make; all
 updates are applied first.
 
-A group whose gather leg carries parameters keeps its reduced shards aside (``GroupInFlight.kept``), which tells it from
+A group whose gather leg carries parameters has its reduced shards in ``GroupInFlight.put_aside``, which tells it from
 one whose gradients are on the way. For the terms see [Note: DeAR's terms] in ``dear.py``.
 """
 
@@ -133,7 +133,10 @@ class ParameterGathers:
         self.is_early = self._updater.begins_backward()
 
     def launched(self, group: GroupInFlight) -> None:
-        """Update the group early, or another one, if the link is idle."""
+        """Update the group early, or another one, if the link is idle.
+
+        Only trials start here, on gloo. On NCCL all legs start in ``step()``, in the order of forward.
+        """
         if self.is_early and all(self._updater.is_trained(slot.index) for slot in group.slots):
             self._launched.append(group)
             self._go_ahead()
@@ -190,7 +193,7 @@ class ParameterGathers:
     def in_order_of_updates(self, slots: Iterable[Slot]) -> list[GroupInFlight]:
         """The groups of these parameters, in the order in which to update them."""
         groups = dict.fromkeys(group for slot in slots for group in slot.groups if group.gather is None)
-        if self._gather_order.is_free:
+        if self._gather_order.leaves_when_idle:
             return sorted(groups, key=lambda group: group.spec.index)  # the order in which scatter legs end
         return [group for group in self._gather_order.in_use_order() if group in groups]
 
@@ -233,7 +236,7 @@ class ParameterGathers:
         if not memory:
             memory.extend(map(torch.empty_like, shards))
         group.keep(memory)
-        torch._foreach_copy_(group.kept, shards)
+        torch._foreach_copy_(group.put_aside, shards)
 
     def _lands_apart(self, group: GroupInFlight) -> bool:
         return self.landing(group) is not group.buffer
@@ -245,7 +248,7 @@ class ParameterGathers:
         elif in_memory is not None:
             gradient = flat_of(in_memory.detach(), slot.stride)[piece.start : piece.stop]
         else:
-            gradient = piece.of(group.kept).to(slot.parameter.dtype)
+            gradient = piece.of(group.put_aside).to(slot.parameter.dtype)
             for factor in slot.scales:  # not in place: `.grad` may be read later
                 self._pipeline.order.keep(factor)
                 [gradient] = torch._foreach_mul([gradient], factor)
@@ -259,7 +262,7 @@ class ParameterGathers:
         """Start the gather leg, now that this rank's parameters are updated."""
         assert group.scatter is not None
         self._pipeline.order.mark()
-        urgency = self._gather_order.urgency(group) if self._gather_order.is_free else None
+        urgency = self._gather_order.urgency(group) if self._gather_order.leaves_when_idle else None
         group.gather_by(self._link.all_gather(group.scatter, urgency))
 
     # Readers of gradients.
@@ -340,14 +343,14 @@ class ParameterGathers:
         apart = [group for group in groups if group.is_spread and self._is_taken(group)]
         for group in apart:
             assert group.buffer is not None
-            if not group.kept:
+            if not group.put_aside:
                 self._keep_gradients(group)
             if self.is_early:
                 self._start(group)
             if group.gather is not None:
                 self._pipeline.wait_for_gather(group)  # protects gradients from what still lands
             if not self._lands_apart(group):
-                torch._foreach_copy_(group.buffer.slices(self._link.rank, self._link.world_size), group.kept)
+                torch._foreach_copy_(group.buffer.slices(self._link.rank, self._link.world_size), group.put_aside)
         self._exchange_gradients(apart)
         self._start_all()
 
@@ -362,7 +365,9 @@ class ParameterGathers:
         by_arena = sorted(groups, key=lambda group: (group.spec.arena, group.spec.index))
         for alike in in_chunks(by_arena, lambda group: group.spec.arena, lambda g: plan.group_bytes(g.spec)):
             have = self._ranges(alike)
-            mine = {_elements(p): p.of(group.kept) for group in alike for p in group.shard_pieces(rank, world_size)}
+            mine = {
+                _elements(p): p.of(group.put_aside) for group in alike for p in group.shard_pieces(rank, world_size)
+            }
             assert alike[0].buffer is not None
             with self._waiting_for_ranks():
                 parts = exchange(self._link, have, everything(have, range(world_size)), mine, alike[0].buffer.parts[0])
@@ -393,7 +398,7 @@ class ParameterGathers:
         if not self._is_taken(group):
             self._gather_order.start(group)
             return
-        if not self._lands_apart(group) and not group.kept:
+        if not self._lands_apart(group) and not group.put_aside:
             self._keep_gradients(group)
         group.close_by(self._link.all_gather(group.scatter))  # peers have posted receives
 
@@ -419,7 +424,7 @@ def _landing_arenas(pipeline: Pipeline, memory: Mapping[str, Tensor]) -> dict[st
 
 def _carries_update(group: GroupInFlight) -> bool:
     """Whether the gather leg brings updated parameters, or has brought them."""
-    return bool(group.kept) and group.state in (GroupState.GATHERING, GroupState.COMPLETE)
+    return bool(group.put_aside) and group.state in (GroupState.GATHERING, GroupState.COMPLETE)
 
 
 def _gradient_memory(slot: Slot) -> Tensor:

@@ -168,7 +168,7 @@ class ShardedUpdates(DeferredUpdates):
         pipeline = self.pipeline
         assert pipeline is not None
         # With several optimizers, one may have made its step when another rank hears that the other's was not right.
-        if self._early is None or not pipeline.gather_order.is_free:
+        if self._early is None or not pipeline.gather_order.leaves_when_idle:
             return False
         [optimizer] = self._numbers
         is_shared = self._is_spread and isinstance(optimizer.state, ShardedState)
