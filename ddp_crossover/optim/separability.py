@@ -230,7 +230,11 @@ class Clone:
             self.parameters,
             [optimizer.state.get(parameter) for parameter in self.parameters],
             [hyperparameters(group) for group in optimizer.param_groups],
-            {name: value for name, value in vars(optimizer).items() if isinstance(value, Tensor) or _is_plain(value)},
+            {
+                name: value
+                for name, value in vars(optimizer).items()
+                if name not in ("param_groups", "state") and (isinstance(value, Tensor) or _is_plain(value))
+            },
         ]
 
 
