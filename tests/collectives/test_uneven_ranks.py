@@ -54,7 +54,7 @@ def _arrived_early() -> list[bool]:
     def allocate_nan(pool: ScratchPool, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate(pool, numel, dtype).fill_(float("nan"))
 
-    def look(link: GlooLink, group: int, buffer: FusionBuffer, landing: FusionBuffer | None) -> Any:
+    def look(link: GlooLink, group: int, buffer: FusionBuffer, landing: FusionBuffer | None = None) -> Any:
         nonlocal woken
         if woken and run.state.plan is not None:
             woken = False
