@@ -1,9 +1,10 @@
-"""What the package says while a program trains: its one logger, named ``ddp_crossover``, and numbers for people."""
+"""What the package says while a program trains: its one logger, ``ddp_crossover``, and numbers and names for people."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 
 logger = logging.getLogger("ddp_crossover")
 
@@ -18,6 +19,11 @@ def say(text: str, level: int = logging.INFO) -> None:
         logger.log(level, "%s", text)
     elif level >= logger.level and level > logger.manager.disable:
         print(f"ddp_crossover: {text}", file=sys.stderr, flush=True)
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
 def short(value: float) -> str:

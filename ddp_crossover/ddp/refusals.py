@@ -19,6 +19,7 @@ from torch.optim import LBFGS, Optimizer
 
 from ddp_crossover.fusion import Schedule
 from ddp_crossover.hooks import PICKLE_ADVICE, Hook
+from ddp_crossover.log import first_of
 from ddp_crossover.top_k import TopK
 from ddp_crossover.torch_internals.ddp import (
     has_comm_hook,
@@ -173,9 +174,8 @@ def statistics_of_a_rank(model: nn.Module) -> str | None:
     ]
     if not names:
         return None
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
-        f"{names[0]}{others} (BatchNorm) takes statistics of each rank's own batch, so its result depends on how "
+        f"{first_of(names)} (BatchNorm) takes statistics of each rank's own batch, so its result depends on how "
         "samples are shared among ranks; that of GroupNorm and LayerNorm does not"
     )
 

@@ -114,7 +114,7 @@ class UnreducedSteps:
     # What optimizers tell.
 
     def refuse_unreduced(self, optimizer: Optimizer, gradients: ReducedGradients | None) -> None:
-        """See :class:`ddp_crossover.optim.deferred_updates.Batches`."""
+        """See :class:`ddp_crossover.optim.deferred_updates.Reductions`."""
         if self._batches is not None:
             were_added_to = gradients is not None and gradients.were_added_to
             self._batches.refuse_unreduced(optimizer, were_added_to=were_added_to)

@@ -261,11 +261,6 @@ class WeightedBatches:
         finally:
             self._has_no_data = False
 
-    @property
-    def has_reduced(self) -> bool:
-        """Whether the last batch, or the one under way, has had its reduced backward."""
-        return self._has_reduced
-
     def take_left_over(self) -> int:
         """Number of samples whose gradients are in ``.grad`` and have not been reduced; from now on none."""
         return self._unreduced.take()

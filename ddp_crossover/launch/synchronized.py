@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_crossover.log import first_of
+
 
 def digest(tensor: Tensor) -> str:
     """Return a digest of the tensor's values, dtype and shape."""
@@ -38,8 +40,7 @@ def why_different(ranks: Iterable[Mapping[str, str]]) -> str | None:
     names = [name for name in first if any(other.get(name) != first[name] for other in others)]
     if not names:
         return None
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
-        f"The ranks have different parameters: gradients of {names[0]}{more} were never reduced, or something else "
+        f"The ranks have different parameters: gradients of {first_of(names)} were never reduced, or something else "
         "has changed these on some ranks only."
     )

@@ -47,8 +47,8 @@ _TOO_LATE = (
 )
 
 
-class Batches(Protocol):
-    """Follows which batches were reduced."""
+class Reductions(Protocol):
+    """Follows which gradients were reduced."""
 
     def refuse_unreduced(self, optimizer: Optimizer, gradients: ReducedGradients | None) -> None:
         """Warn, or raise RuntimeError, if this optimizer is about to use gradients that are not reduced.
@@ -67,7 +67,7 @@ class DeferredUpdates:
         params: the parameters that DDP manages.
         early_reads: records which line of the script forces pending updates or gradients early.
         fallbacks: records why a step or a parameter was not deferred.
-        batches: may refuse a step.
+        reductions: may refuse a step.
         strict: fill pending parameters with NaN until they are updated.
         norms: where torch's own clipping and loss scaling take norms from.
         write: puts the updated values into parameters whose gather legs have arrived.
@@ -79,7 +79,7 @@ class DeferredUpdates:
         params: LazyParams,
         early_reads: EarlyReads,
         fallbacks: FallbackLog,
-        batches: Batches | None,
+        reductions: Reductions,
         *,
         strict: bool,
         norms: Norms,
@@ -90,7 +90,7 @@ class DeferredUpdates:
         self._params = params
         self._early_reads = early_reads
         self._fallbacks = fallbacks
-        self._batches = batches
+        self._reductions = reductions
         self._strict = strict
         self._norms = norms
         if norms is Norms.SHARDED:
@@ -297,8 +297,7 @@ class DeferredUpdates:
 
     def _refuse_step(self, optimizer: Optimizer) -> None:
         self._runner.refuse_to_go_on()
-        if self._batches is not None:
-            self._batches.refuse_unreduced(optimizer, None if self.pipeline is None else self.pipeline.gradients)
+        self._reductions.refuse_unreduced(optimizer, None if self.pipeline is None else self.pipeline.gradients)
 
     def _finish_last_step(self, optimizer: Optimizer, pipeline: Pipeline) -> None:
         """Apply what is pending of the parameters that a step is about to update, and refuse one that makes no sense.

@@ -24,7 +24,7 @@ from ddp_crossover.collectives.link import Link
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.figures.stats import FallbackLog
 from ddp_crossover.gathers import Gathers
-from ddp_crossover.optim.deferred_updates import Batches, DeferredUpdates, closure_of, is_ours
+from ddp_crossover.optim.deferred_updates import DeferredUpdates, Reductions, closure_of, is_ours
 from ddp_crossover.optim.layer_sums import LayerSumOptimizer
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate
 from ddp_crossover.optim.separability import settings_of
@@ -87,7 +87,7 @@ class ShardedUpdates(DeferredUpdates):
         params: the parameters that DDP manages.
         early_reads: records which line of the script forces pending updates or gradients early.
         fallbacks: records why a step was not deferred.
-        batches: may refuse a step; None if all ranks have batches of one size.
+        reductions: may refuse a step.
         strict: fill pending parameters with NaN until they are updated.
         norms: where torch's own clipping and loss scaling take norms from.
         table: how parameters are shared.
@@ -100,7 +100,7 @@ class ShardedUpdates(DeferredUpdates):
         params: LazyParams,
         early_reads: EarlyReads,
         fallbacks: FallbackLog,
-        batches: Batches | None,
+        reductions: Reductions,
         *,
         strict: bool,
         norms: Norms,
@@ -108,7 +108,7 @@ class ShardedUpdates(DeferredUpdates):
         link: Link,
     ) -> None:
         super().__init__(
-            optimizers, params, early_reads, fallbacks, batches, strict=strict, norms=norms, write=self._copy_landed
+            optimizers, params, early_reads, fallbacks, reductions, strict=strict, norms=norms, write=self._copy_landed
         )
         self._gathers: ParameterGathers | None = None
         self._numbers = {optimizer: number for number, optimizer in enumerate(optimizers)}

@@ -52,21 +52,23 @@ def _with_gradients(run: Run) -> list[nn.Parameter]:
 # Forwards.
 
 
-@event
-def evaluate(run: Run) -> Any:
+def _evaluated(run: Run) -> Tensor:
     net = run.main.net.eval()
-    with torch.no_grad():
-        output = net(run.batch(50_000)[0])
+    output: Tensor = net(run.batch(50_000)[0])
     net.train()
     return output
 
 
 @event
+def evaluate(run: Run) -> Any:
+    with torch.no_grad():
+        return _evaluated(run)
+
+
+@event
 def evaluate_inference(run: Run) -> Any:
-    net = run.main.net.eval()
     with torch.inference_mode():
-        output = net(run.batch(50_000)[0])
-    net.train()
+        output = _evaluated(run)
     return output.clone()
 
 
