@@ -13,7 +13,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ddp_crossover.torch_internals.current_streams import Watcher, current_streams
+from ddp_crossover.torch_internals.current_streams import (
+    Watcher,
+    current_streams,
+    find_current_stream,
+    find_default_stream,
+)
 
 # Strings: a build for another device may lack the classes.
 Stream: TypeAlias = "torch.cuda.Stream"
@@ -32,7 +37,7 @@ def new_stream(device: torch.device, *, urgent: bool = False) -> Stream:
 
 def current_stream(device: torch.device | None = None) -> Stream:
     """The calling thread's current stream on ``device``, or on the thread's current device."""
-    return torch.cuda.current_stream(device)
+    return find_current_stream(device)
 
 
 @contextmanager
@@ -47,7 +52,7 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
     switch = current_streams().set_unnoticed
     # Outside, a thread that has used no device yet would come back to device 0, and make a context there.
     with torch.cuda.device(stream.device):
-        before = torch.cuda.current_stream(stream.device)
+        before = current_stream(stream.device)
         switch(stream)
         try:
             yield
@@ -62,7 +67,7 @@ def watch_switches(watcher: Watcher) -> None:
 
 def streams_of_threads(device: torch.device) -> set[Stream]:
     """The streams of ``device`` on which any thread may be about to queue work."""
-    return current_streams().of_threads(device) | {torch.cuda.default_stream(device)}
+    return current_streams().of_threads(device) | {find_default_stream(device)}
 
 
 def record(stream: Stream, *, timed: bool = False, awaited: bool = False) -> Event:

@@ -1,4 +1,4 @@
-"""Which CUDA streams threads have made their current ones, and notice of each change.
+"""Which CUDA streams are current: quickly, for all threads, and with notice of each change.
 
 ``torch.cuda.set_stream`` is replaced, through which ``torch.cuda.stream`` goes, too (torch 2.11 to 2.15). Not seen:
 ``with torch.Stream():``, and what C++ does.
@@ -87,6 +87,30 @@ class CurrentStreams:
     def of_threads(self, device: torch.device) -> set[Stream]:
         """The stream of this device that each thread has switched to last."""
         return {stream for place in self._places.all() if (stream := place.streams.get(device)) is not None}
+
+
+# Torch makes an object at each call, in 5 us, and a step asks once for each parameter. By id, device, and type.
+_known: dict[tuple[int, int, int], Stream] = {}
+
+
+def find_current_stream(device: torch.device | None) -> Stream:
+    """What ``torch.cuda.current_stream`` returns: the calling thread's current stream on ``device``, or on its own.
+
+    Without the private function that it uses (seen in torch 2.11 to 2.15), this calls torch's.
+    """
+    identify = getattr(torch._C, "_cuda_getCurrentStream", None)
+    if identify is None or device is None or device.index is None or not torch.cuda.is_initialized():
+        return torch.cuda.current_stream(device)
+    key = identify(device.index)
+    if (known := _known.get(key)) is None:
+        known = _known[key] = torch.cuda.current_stream(device)
+    return known
+
+
+@functools.cache
+def find_default_stream(device: torch.device) -> Stream:
+    """What ``torch.cuda.default_stream`` returns."""
+    return torch.cuda.default_stream(device)
 
 
 @functools.cache

@@ -12,7 +12,8 @@ from unittest import mock
 
 import torch
 
-from ddp_crossover.torch_internals.current_streams import CurrentStreams
+from ddp_crossover.torch_internals import current_streams as current_streams_module
+from ddp_crossover.torch_internals.current_streams import CurrentStreams, find_current_stream
 
 
 class Watcher:
@@ -97,3 +98,21 @@ def test_threads_may_come_and_go_while_streams_are_listed() -> None:
         sys.setswitchinterval(before)
         for each in churning:
             each.join()
+
+
+def test_the_current_stream_is_found_without_making_an_object_each_time() -> None:
+    device = torch.device("cuda:0")
+    first, second = _stream(), _stream()
+    current = [(1, 0, 1), first]
+    with (
+        mock.patch.dict(current_streams_module._known, clear=True),
+        mock.patch.object(torch._C, "_cuda_getCurrentStream", lambda index: current[0], create=True),
+        mock.patch.object(torch.cuda, "is_initialized", lambda: True),
+        mock.patch.object(torch.cuda, "current_stream", mock.Mock(side_effect=lambda device: current[1])) as makes,
+    ):
+        assert find_current_stream(device) is find_current_stream(device) is first
+        current[:] = [(2, 0, 1), second]
+        assert find_current_stream(device) is find_current_stream(device) is second
+        current[:] = [(1, 0, 1), None]
+        assert find_current_stream(device) is first
+        assert makes.call_count == 2
