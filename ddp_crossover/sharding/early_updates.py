@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, ToUpdate
@@ -38,7 +39,7 @@ class EarlyUpdates:
         self._trial: dict[Range, dict[str, Any]] = {}
         self._snapshot: OptimizerSnapshot | None = None
         self._group_of: dict[int, int] = {}
-        self._lazies: list[LazyParam] = []
+        self._memories: dict[LazyParam, Parameter] = {}  # of the parameters of these groups
         self._good_steps = 0
         self._break = 1
         self._resumes_in = 0
@@ -76,15 +77,17 @@ class EarlyUpdates:
                 self._snapshot.step(of_groups)
         for lazy in lazies:
             arm(lazy.parameter, lazy)  # a touch before step() may be a write
-        self._lazies += lazies
+            self._memories[lazy] = lazy.memory
 
     def are_right(self, now: OptimizerSnapshot, group_of: Mapping[int, int]) -> bool:
         """Whether a step with these settings, of parameters in these param groups, computes what was tried."""
         if self._snapshot is None:
             return True
         return now.has_settings_of(self._snapshot) and all(
-            is_armed_by(lazy.parameter, lazy) and group_of.get(lazy.index) == self._group_of.get(id(lazy.parameter))
-            for lazy in self._lazies
+            is_armed_by(lazy.parameter, lazy)
+            and lazy.memory is memory  # otherwise `parameter.data = ...` had moved it before backward
+            and group_of.get(lazy.index) == self._group_of.get(id(lazy.parameter))
+            for lazy, memory in self._memories.items()
         )
 
     def end_step(self, iteration: int, *, are_taken: bool) -> None:
@@ -116,4 +119,4 @@ class EarlyUpdates:
     def _forget(self) -> None:
         self._trial.clear()
         self._snapshot = None
-        self._lazies = []
+        self._memories = {}

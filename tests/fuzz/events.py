@@ -269,7 +269,7 @@ def gradients_taken(run: Run) -> None:
 def second_backward(run: Run) -> None:
     """A loss of its own, past DDP, which adds to gradients that DDP has reduced."""
     x, y = run.batch(50_007)
-    (nn.functional.mse_loss(run.main.net(x), y) * 0.1).backward()
+    run.scaler.scale(nn.functional.mse_loss(run.main.net(x), y) * 0.1).backward()
 
 
 # Parameters.
