@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover import device as gpu
-from ddp_crossover.torch_internals.ddp import bucket_cap_bytes, has_run_forward, rebuild_buckets, rebuild_under_hook
+from ddp_crossover.torch_internals.ddp import bucket_cap_bytes, may_await_backward, rebuild_buckets, rebuild_under_hook
 
 _BACKWARDS_UNTIL_REBUILT = 3
 _Layout = dict[int, tuple[int, ...]]  # bucket index -> parameters, in bucket order
@@ -178,7 +178,7 @@ class Buckets:
         if self._small_bytes is None or ddp is None:
             return
         rebuild_buckets(ddp, self._small_bytes)
-        if has_run_forward(ddp):
+        if may_await_backward(ddp):
             self._allow_backward = _refuse_backward_of_earlier_forward(ddp, parameters)
 
     def forward_begins(self) -> None:

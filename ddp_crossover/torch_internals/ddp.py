@@ -38,9 +38,9 @@ def has_comm_hook(ddp: DistributedDataParallel) -> bool:
     return "comm_hook" in private(ddp, "_get_ddp_logging_data")()
 
 
-def has_run_forward(ddp: DistributedDataParallel) -> bool:
-    """Whether the model has been called since it was built."""
-    return bool(private(ddp, "_lazy_init_ran"))
+def may_await_backward(ddp: DistributedDataParallel) -> bool:
+    """Whether the last forward has prepared a backward that reduces, as none does in ``no_grad()``."""
+    return bool(private(ddp, "_lazy_init_ran")) and ddp.require_forward_param_sync
 
 
 def forget_comm_hooks(ddp: DistributedDataParallel) -> None:
