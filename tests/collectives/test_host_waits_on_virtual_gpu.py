@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
+from ddp_crossover.collectives.nccl_link import _NcclLeg
+from ddp_crossover.dear import Pipeline
 from fake_streams import fake_gpu
 from models import INPUTS, DeepNet
 
@@ -84,3 +87,27 @@ def test_what_blocks_the_host_is_noticed(blocks) -> None:
         assert not gpu.host_waits
         blocks(tensor)
         assert sum(gpu.host_waits.values()) == 1
+
+
+def updates_in_a_step(legs_end: bool) -> tuple[int, int]:
+    """How often the optimizer is called to update, and the number of groups."""
+    torch.manual_seed(0)
+    with fake_gpu(), mock.patch.object(_NcclLeg, "is_done", lambda leg: legs_end):
+        ddp = DistributedDataParallel(DeepNet(), gradient_as_bucket_view=True)
+        optimizer = torch.optim.SGD(ddp.parameters(), **SGD)
+        state = dx.attach(ddp, optimizer, fusion_mb=0.002)
+        for _ in range(WARM_STEPS):
+            optimizer.zero_grad()
+            with mock.patch.object(Pipeline, "_apply", autospec=True, side_effect=Pipeline._apply) as apply:
+                ddp(torch.randn(8, INPUTS)).square().mean().backward()
+            optimizer.step()
+        groups = len(state.plan.groups)
+        state.detach()
+    return apply.call_count, groups
+
+
+def test_groups_whose_legs_have_ended_are_updated_together(on_ranks) -> None:
+    for calls, groups in on_ranks(updates_in_a_step, 2, True):
+        assert calls == 1 < groups
+    for calls, groups in on_ranks(updates_in_a_step, 2, False):
+        assert calls == groups
