@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ddp_crossover.codecs.coding import Coding
 from ddp_crossover.codecs.wire import Wire
-from ddp_crossover.collectives.all_reduce import backend_for, family_of
+from ddp_crossover.collectives.all_reduce import family_of
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.make_link import make_link
@@ -151,7 +151,7 @@ def compose(
     device = named[0][1].device
     plain_reason = why_plain_all_reduce(ddp, asked.schedule)
     group_of_legs = process_group if process_group is not None else ddp.process_group
-    is_nccl = family_of(backend_for(group_of_legs, device)) == "nccl"
+    is_nccl = family_of(group_of_legs, device) == "nccl"
     if plain_reason is None and is_nccl:
         refuse_unsafe_settings()
     wire = Wire.of(asked.wire_dtype, asked.compress, device_type=device.type if is_nccl else "cpu")

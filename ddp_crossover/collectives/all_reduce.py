@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ddp_crossover import device as gpu
 from ddp_crossover.collectives.leg import HostWait
+from ddp_crossover.torch_internals.groups import backend_of
 from ddp_crossover.tracing.clock import CommClock
 
 
@@ -69,7 +71,7 @@ def _all_reduce_sum_on(
 
 def stream_for_all_reduces(process_group: dist.ProcessGroup, device: torch.device) -> gpu.Stream | None:
     """The stream that :func:`all_reduce_sum` needs on NCCL; None on other backends, whose futures block no stream."""
-    is_nccl = gpu.has_streams(device) and family_of(backend_for(process_group, device)) == "nccl"
+    is_nccl = gpu.has_streams(device) and family_of(process_group, device) == "nccl"
     return gpu.new_stream(device) if is_nccl else None
 
 
@@ -83,12 +85,25 @@ def wait_for_futures(futures: Sequence[torch.futures.Future[Tensor]], host_wait:
 
 
 def backend_for(process_group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the group's backend for ``device``; a group such as ``cpu:gloo,cuda:nccl`` has several."""
+    """What the group's backend for ``device`` is registered as; a group such as ``cpu:gloo,cuda:nccl`` has several."""
     config = dist.get_backend_config(process_group)
     by_device = dict(entry.split(":", 1) for entry in str(config).split(",") if entry.count(":") == 1)
     return by_device.get(device.type, dist.get_backend(process_group))
 
 
-def family_of(backend: str) -> str:
-    """``nccl`` for each of torch's backends on NCCL (``nccl2``, ``nccl-legacy``, ``nccl-lazy``), else the name."""
-    return "nccl" if backend in ("nccl2", "nccl-legacy", "nccl-lazy") else backend
+_ON_NCCL = ("nccl", "nccl2", "nccl-legacy", "nccl-lazy", "ncclx")
+
+
+def family_of(process_group: dist.ProcessGroup, device: torch.device) -> str:
+    """``gloo`` or ``nccl`` if that is what the group uses on ``device``, whatever it is registered as; else its name.
+
+    With ``TORCH_DISTRIBUTED_USE_TORCHCOMMS=1`` torch wraps the backends of torchcomms, which keep their names. Its NCCL
+    has all that legs use; messages over its gloo have no tags.
+    """
+    name = backend_for(process_group, device)
+    with contextlib.suppress(RuntimeError):  # no backend for this device, or one that does not tell its name
+        backend = backend_of(process_group, device)
+        name = backend.name()
+        if name == "gloo" and hasattr(backend, "get_comm"):
+            return "gloo of torchcomms, by TORCH_DISTRIBUTED_USE_TORCHCOMMS"
+    return "nccl" if name in _ON_NCCL else name

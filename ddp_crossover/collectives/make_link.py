@@ -38,13 +38,14 @@ def make_link(
         ValueError: if the backend is neither gloo nor NCCL, or ``own_group`` has other ranks.
     """
     # The legs may use another backend than DDP: gloo copies CUDA tensors through the host, and so leaves the GPU alone.
-    backend = backend_for(own_group if own_group is not None else process_group, device)
+    of_legs = own_group if own_group is not None else process_group
+    backend, family = backend_for(of_legs, device), family_of(of_legs, device)
     links = {("gloo", "cpu"): GlooLink, ("gloo", "cuda"): StagedGlooLink, ("nccl", "cuda"): NcclLink}
-    link = links.get((family_of(backend), device.type))
+    link = links.get((family, device.type))
     if link is None:
         raise ValueError(
             f"dear_hook runs on gloo (CPU or CUDA parameters) and NCCL (CUDA parameters), but the process group "
-            f"uses {backend!r} for parameters on {device}; call init_process_group with one of these backends"
+            f"uses {family!r} for parameters on {device}; call init_process_group with one of these backends"
         )
     ranks = dist.get_process_group_ranks(process_group)
     if own_group is not None and (others := dist.get_process_group_ranks(own_group)) != ranks:

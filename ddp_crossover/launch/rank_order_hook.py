@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_crossover.collectives.all_reduce import family_of
 from ddp_crossover.torch_internals.ddp import GradBucket, has_comm_hook
 
 # Up to two summands there is only one order. From three on, gloo adds in the order of its ring, which differs from
@@ -19,7 +20,7 @@ def has_one_order(ddp: DistributedDataParallel) -> bool:
 
 def can_add_in_rank_order(ddp: DistributedDataParallel) -> bool:
     """Whether our own sums of this model are in rank order."""
-    return dist.get_backend(ddp.process_group) == "gloo"
+    return family_of(ddp.process_group, next(ddp.parameters()).device) == "gloo"
 
 
 def add_in_rank_order(ddp: DistributedDataParallel) -> bool:

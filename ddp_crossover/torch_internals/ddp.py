@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket as GradBucket  # dist.GradBucket has no type stub
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_crossover.torch_internals.groups import backend_of
 from ddp_crossover.torch_internals.private import private, replaced
 
 
 def process_group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return the timeout with which ``group`` was made, so that our own group gets the same."""
-    backend = private(group, "_get_backend")(device)
-    return private(backend.options, "_timeout")  # type: ignore[no-any-return]
+    return private(backend_of(group, device).options, "_timeout")  # type: ignore[no-any-return]
 
 
 def comm_hooks_of(ddp: DistributedDataParallel) -> list[Any]:

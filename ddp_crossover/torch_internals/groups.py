@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -45,6 +46,12 @@ def _groups() -> _Groups:
 
 def _default_group() -> Any:
     return private(distributed_c10d, "_get_default_group")()
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The backend that runs what ``group`` does with tensors on ``device``. Raises RuntimeError if it has none."""
+    # Newer versions of torch have a public name for it.
+    return (getattr(group, "get_backend", None) or private(group, "_get_backend"))(device)
 
 
 def new_group(ranks: Sequence[int], *, backend: str, timeout: timedelta, purpose: str) -> dist.ProcessGroup:

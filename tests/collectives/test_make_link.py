@@ -1,23 +1,42 @@
-"""The link is chosen by what a backend is, and not by its name."""
+"""The link is chosen by what a backend is, and not by what it is registered as."""
 
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 
-from ddp_crossover.collectives import make_link
+import ddp_crossover as dx
+from ddp_crossover.collectives import all_reduce, make_link
+from ddp_crossover.collectives.all_reduce import family_of
+from equivalence import snapshot
+from models import INPUTS, DeepNet
 
 MINUTE = timedelta(minutes=1)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-legacy", "nccl-lazy"])
+def _backend(name: str, **more: Any) -> SimpleNamespace:
+    return SimpleNamespace(name=lambda: name, **more)
+
+
+def _group_of(backend: SimpleNamespace, registered_as: str) -> mock._patch_dict:
+    """A context in which each group has this backend."""
+    return mock.patch.multiple(all_reduce, backend_of=lambda *of: backend, backend_for=lambda *of: registered_as)
+
+
+@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-legacy", "nccl-lazy", "renamed"])
 def test_all_backends_on_nccl_get_its_link(name: str) -> None:
     """New groups are of the user's kind."""
     with (
+        _group_of(_backend("nccl2" if name == "nccl2" else "nccl"), name),
         mock.patch.object(make_link, "backend_for", lambda *of: name),
         mock.patch.object(make_link, "NcclLink") as made,
         mock.patch.object(make_link, "all_gather_json", lambda value, *of: [value]),
@@ -26,14 +45,73 @@ def test_all_backends_on_nccl_get_its_link(name: str) -> None:
         mock.patch.object(make_link, "given_up", lambda ranks: []),
         mock.patch.object(make_link, "destroy", lambda names: None),
     ):
-        link = make_link.make_link(mock.Mock(spec=dist.ProcessGroup), torch.device("cuda"), MINUTE)
+        link = make_link.make_link(mock.Mock(spec=dist.ProcessGroup), CUDA, MINUTE)
     assert link is made.return_value
     assert [call.kwargs["backend"] for call in new_group.call_args_list] == [name, name]
 
 
-def test_other_backends_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("backend", "family"),
+    [
+        (_backend("nccl"), "nccl"),
+        (_backend("nccl2"), "nccl"),
+        (_backend("nccl-lazy"), "nccl"),
+        (_backend("nccl", get_comm=lambda: None), "nccl"),
+        (_backend("ncclx", get_comm=lambda: None), "nccl"),
+        (_backend("gloo"), "gloo"),
+        (_backend("gloo", get_comm=lambda: None), "gloo of torchcomms, by TORCH_DISTRIBUTED_USE_TORCHCOMMS"),
+        (_backend("rcclx", get_comm=lambda: None), "rcclx"),
+        (_backend("mpi"), "mpi"),
+    ],
+)
+def test_what_a_backend_is(backend: SimpleNamespace, family: str) -> None:
+    with _group_of(backend, "of a script"):
+        assert family_of(mock.Mock(), CPU) == family
+
+
+def test_a_group_without_a_backend_for_the_device_is_what_it_is_registered_as() -> None:
     with (
-        mock.patch.object(make_link, "backend_for", lambda *of: "mpi"),
-        pytest.raises(ValueError, match=r"'mpi'.*call init_process_group"),
+        mock.patch.object(all_reduce, "backend_for", lambda *of: "cpu:gloo"),
+        mock.patch.object(all_reduce, "backend_of", mock.Mock(side_effect=RuntimeError("no backend for cuda"))),
     ):
-        make_link.make_link(mock.Mock(spec=dist.ProcessGroup), torch.device("cuda"), MINUTE)
+        assert family_of(mock.Mock(), CUDA) == "cpu:gloo"
+
+
+@pytest.mark.parametrize("backend", [_backend("mpi"), _backend("gloo", get_comm=lambda: None)])
+def test_other_backends_are_refused(backend: SimpleNamespace) -> None:
+    with (
+        _group_of(backend, "gloo"),
+        mock.patch.object(make_link, "backend_for", lambda *of: "gloo"),
+        pytest.raises(ValueError, match=r"('mpi'|TORCH_DISTRIBUTED_USE_TORCHCOMMS).*call init_process_group"),
+    ):
+        make_link.make_link(mock.Mock(spec=dist.ProcessGroup), CUDA, MINUTE)
+
+
+def _trains_over_a_renamed_gloo(attached: bool) -> tuple[int, dict[str, torch.Tensor]]:
+    def gloo(options: Any, backend_options: Any) -> Any:
+        return distributed_c10d._create_gloo_process_group(options, backend_options)
+
+    if not hasattr(dist.Backend, "RENAMED"):
+        dist.Backend.register_backend("renamed", gloo, extended_api=True, devices=["cpu"])
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(DeepNet(), process_group=dist.new_group(backend="renamed"))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    state = dx.attach(ddp, optimizer, schedule="dear", fusion_mb=1e-3) if attached else None
+    for step in range(6):
+        optimizer.zero_grad()
+        x = torch.randn(3, INPUTS, generator=torch.Generator().manual_seed(step))
+        ddp(x + dist.get_rank()).square().mean().backward()
+        optimizer.step()
+    pipelined = 0 if state is None else state.stats().pipelined_iterations
+    parameters = snapshot(ddp.module.state_dict())
+    if state is not None:
+        state.detach()
+    return pipelined, parameters
+
+
+def test_gloo_under_another_name_trains_as_plain_ddp(on_ranks) -> None:
+    plain = on_ranks(_trains_over_a_renamed_gloo, 2, False)
+    attached = on_ranks(_trains_over_a_renamed_gloo, 2, True)
+    for (_, expected), (pipelined, parameters) in zip(plain, attached, strict=True):
+        assert pipelined
+        assert all(torch.equal(parameters[name], value) for name, value in expected.items())
