@@ -171,6 +171,19 @@ def about_int8(prediction: Prediction) -> str | None:
     )
 
 
+def about_plain_overlap(prediction: Prediction, plain: StepTime) -> str | None:
+    """One sentence about plain DDP's all-reduces, if backward was measured to hide less than half of what it could."""
+    one_after_the_other_s = prediction.compute_s + prediction.communication_s
+    could_be_s = one_after_the_other_s - prediction.plain_predicted_s
+    hidden_s = max(0.0, one_after_the_other_s - plain.low_s)
+    if could_be_s / plain.median_s < _NOTICEABLE or hidden_s > could_be_s / 2:
+        return None
+    return (
+        f"Plain DDP hides {duration(hidden_s)} of its all-reduces behind backward, where {duration(could_be_s)} was "
+        "predicted. If its backend is nccl2 (torch's nccl from 2.15 on), ask again with TORCH_DIST_USE_NCCL2=0."
+    )
+
+
 def about_slow_ranks(rank_compute_s: Sequence[float]) -> str | None:
     """One sentence about a rank that computes slowly, if batches by speed would be worth it."""
     if len(rank_compute_s) < _FEWEST_RANKS or min(rank_compute_s) <= 0:

@@ -32,6 +32,7 @@ from ddp_crossover.fusion import GradientSpec
 from ddp_crossover.launch.diagnosis import (
     StepTime,
     about_int8,
+    about_plain_overlap,
     about_slow_ranks,
     costs,
     duration,
@@ -138,10 +139,11 @@ def _report_on(runs: list[Run], why_not_attached: str, args: argparse.Namespace)
     overlaps = sum(model["overlapped_steps"] for model in models) > _MOSTLY * steps * len(models)
     times_s = [found["steps_s"] for found in (plain, again)]
     drift = max(map(median, times_s)) / min(map(median, times_s))
+    plain_time = StepTime.of(*times_s)
     prediction = predict(
         profile,
         plain["bucket_cap_mb"],
-        StepTime.of(*times_s),
+        plain_time,
         StepTime.of(attached["steps_s"], drift=drift) if overlaps and not models[0]["is_tuned"] else None,
         _int8_s_per_element(),
     )
@@ -159,6 +161,8 @@ def _report_on(runs: list[Run], why_not_attached: str, args: argparse.Namespace)
         "steps": counted,
         "attached_by_script": by_script,
         "int8": about_int8(prediction),
+        # On CPUs backward and all-reduces share the cores, so how much is hidden says nothing about DDP.
+        "plain_overlap": about_plain_overlap(prediction, plain_time) if torch.cuda.is_available() else None,
         "slow_ranks": about_slow_ranks(profile.rank_compute_s),
         "rank_compute_s": profile.rank_compute_s,
         "costs": costs(obstacles, advice, counted, args.norms),
@@ -219,4 +223,5 @@ def _in_words(report: dict[str, Any], pairs: list[Pair]) -> str:
     if report.get("attached_by_script"):
         lines.append("The script attaches by itself; plain is with DDP_CROSSOVER=off.")
     lines += [*report.get("costs", ()), report["verdict"]]
-    return "\n".join([*lines, *filter(None, (report.get(what) for what in ("int8", "slow_ranks", "unsynchronized")))])
+    remarks = ("int8", "plain_overlap", "slow_ranks", "unsynchronized")
+    return "\n".join([*lines, *filter(None, (report.get(what) for what in remarks))])

@@ -10,7 +10,15 @@ import pytest
 from scripts_of_users import TRAIN, python, torchrun, write_script
 
 from ddp_crossover.fusion import GradientSpec
-from ddp_crossover.launch.diagnosis import StepTime, about_slow_ranks, costs, duration, predict, verdict
+from ddp_crossover.launch.diagnosis import (
+    StepTime,
+    about_plain_overlap,
+    about_slow_ranks,
+    costs,
+    duration,
+    predict,
+    verdict,
+)
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.ddp_buckets import DEFAULT_BUCKET_MB
 from ddp_crossover.planning.model_profile import ModelProfile
@@ -86,6 +94,22 @@ def test_a_verdict_is_what_the_whole_interval_says(plain_s, ours_s, said) -> Non
 def test_no_gain_exceeds_what_communication_takes() -> None:
     prediction = predict(_profile(1e-10), DEFAULT_BUCKET_MB, StepTime(0.5, 0.4, 0.6), StepTime(0.3, 0.2, 0.4))
     assert prediction.gain_high == pytest.approx(prediction.communication_s / 0.3) and prediction.gain_high < 0.01
+
+
+@pytest.mark.parametrize(
+    ("s_per_byte", "plain_s", "is_said"),
+    [
+        (3e-8, 0.6, True),  # 0.3 s of compute and 0.3 s of all-reduces, one after the other
+        (3e-8, 0.54, False),  # as predicted
+        (3e-8, 0.5, False),
+        (1e-10, 0.301, False),  # there is nothing to hide
+    ],
+)
+def test_all_reduces_that_backward_does_not_hide_are_named(s_per_byte, plain_s, is_said) -> None:
+    plain = StepTime(plain_s, plain_s * 0.99, plain_s * 1.01)
+    said = about_plain_overlap(predict(_profile(s_per_byte), DEFAULT_BUCKET_MB, plain), plain)
+    assert bool(said) == is_said
+    assert not said or ("where 59.8 ms was predicted" in said and "TORCH_DIST_USE_NCCL2=0" in said)
 
 
 def test_the_interval_of_a_step_time_reaches_over_runs_and_drift() -> None:
