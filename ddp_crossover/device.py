@@ -7,8 +7,8 @@ functions through the module (``from ddp_crossover import device as gpu``), so t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TypeAlias
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from ddp_crossover.torch_internals.current_streams import (
 # Strings: a build for another device may lack the classes.
 Stream: TypeAlias = "torch.cuda.Stream"
 Event: TypeAlias = "torch.cuda.Event"
+MemoryPool: TypeAlias = "torch.cuda.MemPool"
 
 
 def has_streams(device: torch.device) -> bool:
@@ -91,6 +92,14 @@ def has_happened(event: Event, *, if_broken: bool) -> bool:
         return if_broken
 
 
+def is_idle(stream: Stream) -> bool:
+    """Whether ``stream`` has done everything queued on it; False after an error of a kernel."""
+    try:
+        return bool(stream.query())
+    except RuntimeError:
+        return False
+
+
 def sleep_until(event: Event) -> None:
     """Block the host until ``event`` has happened, without the GIL.
 
@@ -115,6 +124,17 @@ def keep(memory: Tensor, stream: Stream) -> None:
     memory.record_stream(stream)
 
 
+def new_memory_pool(allocator: Any, device: torch.device) -> MemoryPool:
+    """A pool of memory on ``device`` that ``allocator`` makes, and that nothing else is allocated in."""
+    with torch.cuda.device(device):
+        return torch.cuda.MemPool(allocator)
+
+
+def in_memory_pool(pool: MemoryPool, device: torch.device) -> AbstractContextManager[None]:
+    """Context manager in which this thread's memory on ``device`` comes from ``pool``."""
+    return torch.cuda.use_mem_pool(pool, device)
+
+
 def future_on(device: torch.device) -> torch.futures.Future[Tensor]:
     """A future whose result is written by the stream that is current when it is set; who waits for it waits there."""
     return torch.futures.Future(devices=[device])
@@ -136,8 +156,19 @@ def is_in_use() -> bool:
     return bool(torch.cuda.is_initialized())
 
 
-def uuid() -> str:
-    """The UUID of the current GPU, empty without one."""
+def uuid(device: torch.device | None = None) -> str:
+    """The UUID of ``device``, by default of the current GPU; empty without one."""
     if not torch.cuda.is_available():
         return ""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device).uuid)
+
+
+def unreachable_peers(device: torch.device) -> list[str]:
+    """The UUIDs of the GPUs that this process sees and whose memory ``device`` cannot access."""
+    peers = [torch.device("cuda", index) for index in range(torch.cuda.device_count()) if index != device.index]
+    return [uuid(peer) for peer in peers if not torch.cuda.can_device_access_peer(device, peer)]
+
+
+def nccl_version() -> tuple[int, ...]:
+    """The version of NCCL that this process has loaded."""
+    return tuple(torch.cuda.nccl.version())

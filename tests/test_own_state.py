@@ -10,6 +10,9 @@ PACKAGE = Path(__file__).parent.parent / "ddp_crossover"
 
 NOT_OURS = {
     "set_stream": "torch.cuda's, which tells of streams that scripts switch to",
+    "shutdown": "dist.ProcessGroup's, before which memory is deregistered",
+    "cta_policy": "of options for a process group that is about to be made",
+    "_timeout": "of the same",
     "grad": "of a parameter",
     "state": "of an optimizer",
     "param_groups": "of an optimizer",

@@ -181,6 +181,10 @@ class Link(ABC):
 
     # Memory, speed and streams.
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate an arena, before :meth:`connect`: flat, uninitialized, in the same order on all ranks."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
     def use_nodes(self, nodes: Nodes) -> None:  # noqa: B027
         """Exchange slices as ``nodes`` says, if the link does not choose by itself. No leg may have been started."""
         # A link that does reduces the slice of this rank's number, wherever the ranks are.

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ddp_crossover.collectives.agreement import all_gather_json
 from ddp_crossover.collectives.all_reduce import backend_for, family_of, stream_for_all_reduces
+from ddp_crossover.collectives.copy_engine_link import CopyEngineLink, is_asked_for, refuse_unless_possible
 from ddp_crossover.collectives.gloo_link import GlooLink
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.nccl_link import NcclLink
@@ -35,7 +36,8 @@ def make_link(
         sums_in_fp32: whether gloo links add up 16-bit buffers in fp32 and round once. NCCL adds by itself.
 
     Raises:
-        ValueError: if the backend is neither gloo nor NCCL, or ``own_group`` has other ranks.
+        ValueError: if the backend is neither gloo nor NCCL, or ``own_group`` has other ranks, or asks for copy engines
+            (see :class:`CopyEngineLink`) where there are none.
     """
     # The legs may use another backend than DDP: gloo copies CUDA tensors through the host, and so leaves the GPU alone.
     of_legs = own_group if own_group is not None else process_group
@@ -53,6 +55,9 @@ def make_link(
             f"process_group has the ranks {others}, but the model is replicated over {ranks}: "
             "make it over the same ranks, or leave it out"
         )
+    on_copy_engines = link is NcclLink and own_group is not None and is_asked_for(own_group, device)
+    if on_copy_engines:
+        refuse_unless_possible(of_legs, device)
     all_given_up = [set(names) for names in all_gather_json(given_up(ranks), process_group, device)]
     # Here, because all ranks attach; and only those that all have given up: each has a garbage collector of its own.
     destroy(sorted(set.intersection(*all_given_up)))
@@ -60,8 +65,9 @@ def make_link(
     of_ddp = process_group
     process_group = own_group or new_group(ranks, backend=backend, timeout=timeout, purpose="legs")
     if link is NcclLink:
+        kind = CopyEngineLink if on_copy_engines else NcclLink
         small_group = new_group(ranks, backend=backend, timeout=timeout, purpose="norms")
-        made: Link = NcclLink(process_group, device, small_group, timeout)
+        made: Link = kind(process_group, device, small_group, timeout)
     else:
         # New sockets are those of the new group. The sockets of a given `own_group` are unknown, and on macOS
         # all are; the backlog is then empty, and gather legs are posted as soon as they are ready.

@@ -258,6 +258,7 @@ class NcclLink(Link):
     ) -> None:
         super().__init__(process_group)
         self.watch = LegWatch(self.rank, timeout.total_seconds())
+        self._gather_group = process_group
         self._small_group = small_group
         self.owned_groups.add(small_group)
         self._host_group: dist.ProcessGroup | None = None
@@ -308,7 +309,7 @@ class NcclLink(Link):
             if leg.coded is not None:
                 self.meter.sent(leg.coded.gather())
             else:
-                _all_gather(whole, own, group=self.process_group)
+                self._gather(whole, own)
                 self._count(whole)
             self.clock.span("gather", begin, self._stream, group=leg.group)
         return _NcclLeg(self, f"gather leg of fusion group {leg.group}", leg.group, self._stream, begun)
@@ -392,12 +393,16 @@ class NcclLink(Link):
     def shut_down(self) -> None:
         self.watch.close()
         super().shut_down()
-        vars(self).pop("_small_group", None)
+        for name in ("_gather_group", "_small_group"):
+            vars(self).pop(name, None)
         self._host_group = None
 
     def _waits_for_use(self) -> Callable[[], None]:
         # Let legs under way finish: destroying their process group would abort them.
         return functools.partial(_wait_for, (self._stream, self._small_stream))
+
+    def _gather(self, whole: Tensor, own: Tensor) -> None:
+        _all_gather(whole, own, group=self._gather_group)
 
     def _count(self, buffer: Tensor) -> None:
         self.meter.sent(buffer.nbytes * (self.world_size - 1) // self.world_size)

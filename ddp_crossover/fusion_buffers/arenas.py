@@ -113,9 +113,7 @@ def make_arenas(
             if dtypes[arena] is not memory.dtype
         }
         numel |= {landing_of(arena): size for arena, size in numel.items()}
-    return {
-        arena: torch.empty(numel[arena], dtype=memory.dtype, device=memory.device) for arena, memory in needed.items()
-    }
+    return {arena: link.allocate(numel[arena], memory.dtype, memory.device) for arena, memory in needed.items()}
 
 
 def landing_of(arena: str) -> str:

@@ -7,6 +7,7 @@ has found a model or the program ends, only gives it up; it is destroyed at a pl
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -54,7 +55,9 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     return (getattr(group, "get_backend", None) or private(group, "_get_backend"))(device)
 
 
-def new_group(ranks: Sequence[int], *, backend: str, timeout: timedelta, purpose: str) -> dist.ProcessGroup:
+def new_group(
+    ranks: Sequence[int], *, backend: str, timeout: timedelta, purpose: str, options: Any = None
+) -> dist.ProcessGroup:
     """Make a process group. All of its members must call this, and no other rank needs to.
 
     Torch names groups by a count of the groups that this process has made. Groups that other ranks know nothing of must
@@ -69,6 +72,7 @@ def new_group(ranks: Sequence[int], *, backend: str, timeout: timedelta, purpose
         backend: its backend.
         timeout: its time-out.
         purpose: its description in torch's logs.
+        options: options of the backend, with the same time-out; None: its own.
     """
     default, groups = _default_group(), _groups()
     has_all_ranks = len(ranks) == dist.get_world_size()
@@ -83,6 +87,7 @@ def new_group(ranks: Sequence[int], *, backend: str, timeout: timedelta, purpose
             ranks=list(ranks),
             timeout=timeout,
             backend=backend,
+            pg_options=options,
             use_local_synchronization=not has_all_ranks,
             group_desc=f"ddp_crossover {purpose}",
             device_id=bound_to,
@@ -109,6 +114,35 @@ def destroy(names: Iterable[str]) -> None:
         _groups().alive.pop(name, None)
         with contextlib.suppress(ValueError):  # the same
             dist.destroy_process_group(group)
+
+
+_before_shutdown: weakref.WeakKeyDictionary[dist.ProcessGroup, Callable[[], None]] = weakref.WeakKeyDictionary()
+
+
+def before_shutdown(group: dist.ProcessGroup, function: Callable[[], None]) -> None:
+    """Call ``function()`` before ``group`` is destroyed, by us or by ``dist.destroy_process_group()`` in a script.
+
+    It must not refer to the group.
+    """
+    _notice_shutdowns()
+    _before_shutdown[group] = function
+
+
+@functools.cache
+def _notice_shutdowns() -> None:
+    shutdown = dist.ProcessGroup.shutdown
+
+    def noticed(group: dist.ProcessGroup) -> None:
+        try:
+            _before_shutdown.pop(group, _nothing)()
+        finally:
+            shutdown(group)
+
+    dist.ProcessGroup.shutdown = noticed  # type: ignore[method-assign]
+
+
+def _nothing() -> None:
+    pass
 
 
 class OwnedGroups:

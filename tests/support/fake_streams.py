@@ -70,6 +70,9 @@ class FakeStream:
     def synchronize(self) -> None:
         self.hosts.sleep_until(self.done)
 
+    def query(self) -> bool:
+        return self.done.s is not None and self.done.s <= self.hosts.now_s
+
     def wait_event(self, event: FakeEvent) -> None:
         self.clock |= event.clock
         self.done = Instant(self.done, event.at)
