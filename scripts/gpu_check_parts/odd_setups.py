@@ -10,7 +10,7 @@ import torch.distributed as dist
 import ddp_crossover as dx
 from bench_kit.device_time import synchronize
 from bench_kit.ranks import Skipped
-from gpu_check_parts import disturbances
+from gpu_check_parts import checks, disturbances
 from gpu_check_parts.training import Job, Recipe, difference
 
 TRACED_STEPS = 6
@@ -86,3 +86,23 @@ def built_on_another_stream(device: torch.device, recipe: Recipe) -> dict[str, A
     largest, paths = difference(seen, expected)
     assert not paths, f"not the bits of plain DDP: {paths[:4]}; largest difference {largest:g}"
     return {"largest_difference": largest, "pipelined": f"{stats.pipelined_iterations}/{stats.iterations}"}
+
+
+def gathers_on_copy_engines(device: torch.device, recipe: Recipe) -> dict[str, Any]:
+    """The bits of plain DDP, and steps without an all-gather kernel: without copy engines NCCL takes one, silently."""
+    figures = checks.equivalence(device, recipe)
+    job = Job(recipe, device, dist.get_rank(), with_dear=True)
+    try:
+        for index in range(recipe.steps):
+            job.step([job.batch(index)])
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for index in range(TRACED_STEPS):
+                job.step([job.batch(index)])
+            job.state.synchronize()
+            synchronize(device)
+    finally:
+        job.close()
+    kernels = sorted({event.name for event in profile.events() if event.name.startswith("nccl")})
+    assert any("ReduceScatter" in name for name in kernels), f"no scatter leg in the profile: {kernels}"
+    assert not any("AllGather" in name for name in kernels), f"gathered by kernels: {kernels}"
+    return figures | {"kernels": ", ".join(kernels)}

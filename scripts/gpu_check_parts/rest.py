@@ -21,6 +21,7 @@ def run(runner: Runner) -> None:
     device = runner.device
     runner.run_all(_setups(device))
     _run_without_set_device(runner)
+    _run_on_copy_engines(runner)
     runner.run_all(
         [Case(GROUP, "alignment: copies and updates", alignment.copies_and_updates, (), one_rank(device), alone=True)]
     )
@@ -50,5 +51,16 @@ def _run_without_set_device(runner: Runner) -> None:
     case = Case(GROUP, "no set_device", checks.equivalence, (Recipe(options=SGD),), launch, alone=True, needs_cuda=True)
     if runner.device != "cpu" and torch.cuda.device_count() < 2:
         runner.skip_all([case], "needs two GPUs: with one, it is the current device anyway")
+    else:
+        runner.run_all([case])
+
+
+def _run_on_copy_engines(runner: Runner) -> None:
+    launch = Launch("nccl", ("cuda:0", "cuda:1"), ENVIRONMENT)
+    recipe = replace(Recipe("AdamW", ADAMW), schedule="dear", copy_engines=True)
+    check = odd_setups.gathers_on_copy_engines
+    case = Case(GROUP, "gather legs on copy engines", check, (recipe,), launch, alone=True, needs_cuda=True)
+    if runner.device != "cpu" and torch.cuda.device_count() < 2:
+        runner.skip_all([case], "needs two GPUs")
     else:
         runner.run_all([case])

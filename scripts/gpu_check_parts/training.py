@@ -43,6 +43,7 @@ class Recipe:
         wire_dtype: DeAR's ``wire_dtype``; empty for none. Plain DDP then gets a hook that does the same, but for codes.
         schedule: DeAR's ``schedule``.
         compiled: backend of ``torch.compile`` for the network; empty to run it as it is.
+        copy_engines: whether gather legs are to run on copy engines.
         attached: further options of ``attach``.
     """
 
@@ -63,6 +64,7 @@ class Recipe:
     wire_dtype: str = ""
     schedule: str = "auto"
     compiled: str = ""
+    copy_engines: bool = False
     attached: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -89,6 +91,12 @@ class Recipe:
     def exact(self) -> bool:
         """Norms of shards are added up in another order than those of the stock function."""
         return self.clip != "own" and not (self.clip and self.norms_of_shards)
+
+
+def _zero_cta_group() -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+    return dist.new_group(pg_options=options)
 
 
 def _optimizer_class(name: str) -> Any:
@@ -140,6 +148,7 @@ class Job:
                 strict=recipe.strict,
                 wire_dtype=wire_dtype,
                 schedule=recipe.schedule,
+                process_group=_zero_cta_group() if recipe.copy_engines else None,
                 **recipe.attached,
             )
             scaler_class = dx.GradScaler if recipe.scaler == "own" else scaler_class
