@@ -96,7 +96,7 @@ def _gpu_with_copy_engines(backend: Any, events: list[str], **gpus: Any) -> Iter
         yield
 
 
-def _train(process_group: dist.ProcessGroup | None, **options: Any) -> tuple[dict[str, torch.Tensor], Any]:
+def _train(process_group: dist.ProcessGroup | None, **options: Any) -> tuple[dict[str, torch.Tensor], Any, Any]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(DeepNet())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
@@ -106,7 +106,7 @@ def _train(process_group: dist.ProcessGroup | None, **options: Any) -> tuple[dic
         x = torch.randn(3, INPUTS, generator=torch.Generator().manual_seed(step))
         ddp(x + dist.get_rank()).square().mean().backward()
         optimizer.step()
-    return snapshot(ddp.module.state_dict()), state
+    return snapshot(ddp.module.state_dict()), ddp, state
 
 
 def _plain() -> dict[str, torch.Tensor]:
@@ -118,15 +118,17 @@ def _attached(policy: int, ends: str, options: dict[str, Any]) -> tuple[dict[str
     events: list[str] = []
     with _gpu_with_copy_engines(_Backend(policy, events), events):
         group = dist.new_group(group_desc="legs")
-        parameters, state = _train(group, schedule="dear", fusion_mb=1e-3, **options)
+        parameters, ddp, state = _train(group, schedule="dear", fusion_mb=1e-3, **options)
         assert state.stats().pipelined_iterations
         before = events.copy()
         link: Any = state._link
+        assert ddp.training and not link.is_closed  # what is dropped ends before
         if ends == "detach":
             state.detach()
         elif ends == "destroyed by the script":
             dist.destroy_process_group(link._gather_group)
         else:
+            link._stream.synchronize()  # a program that ends while legs are under way leaves the memory registered
             link.shut_down()
     return parameters, before, events[len(before) :]
 
