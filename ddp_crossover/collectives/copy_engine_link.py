@@ -32,10 +32,14 @@ _FIRST_NCCL = (2, 28)
 _TURNS_OFF = {"NCCL_CUMEM_ENABLE": "0", "NCCL_WIN_ENABLE": "0", "NCCL_P2P_DISABLE": "1"}
 
 
+def _zero_cta_policy() -> int:
+    return dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined, no-any-return]
+
+
 def is_asked_for(process_group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the options of ``process_group`` have the zero-CTA policy. On all ranks, or DisagreementError."""
     config = getattr(backend_of(process_group, device).options, "config", None)
-    asks = config is not None and getattr(config, "cta_policy", None) == dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+    asks = config is not None and getattr(config, "cta_policy", None) == _zero_cta_policy()
     require_equal("process_group", {"zero-CTA policy": asks}, process_group, device)
     return asks
 
@@ -80,6 +84,10 @@ def _lacks(backend: Any, environ: Mapping[str, str] = os.environ) -> str | None:
     for name, off in _TURNS_OFF.items():
         if environ.get(name, "").strip() == off:
             return f"{name}={off} in the environment turns off what they need"
+    try:
+        backend.mem_allocator  # noqa: B018 - torch looks at the device here
+    except RuntimeError as error:
+        return f"NCCL allocates no memory of its own on this device ({error})"
     return None
 
 
@@ -145,7 +153,7 @@ class CopyEngineLink(NcclLink):
     ) -> None:
         super().__init__(process_group, device, small_group, timeout)
         options: Any = dist.ProcessGroupNCCL.Options()
-        options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+        options.config.cta_policy = _zero_cta_policy()
         options._timeout = timeout
         self._gather_group = new_group(
             dist.get_process_group_ranks(process_group),

@@ -138,7 +138,7 @@ def _notice_shutdowns() -> None:
         finally:
             shutdown(group)
 
-    dist.ProcessGroup.shutdown = noticed  # type: ignore[method-assign]
+    dist.ProcessGroup.shutdown = noticed  # type: ignore[assignment, method-assign]
 
 
 def _nothing() -> None:

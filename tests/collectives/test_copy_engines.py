@@ -197,6 +197,13 @@ def test_what_cannot_be_had_is_refused_on_all_ranks(on_ranks, policies, gpus, me
         assert "leave out config.cta_policy" in said or "differs" in said
 
 
+def _unsupported(backend: _Backend) -> str:
+    raise RuntimeError("not supported")
+
+
+_UNSUPPORTED = property(_unsupported)  # as seen on an H200 of a virtual machine
+
+
 def test_what_a_rank_lacks_is_named() -> None:
     backend = _Backend(ZERO_CTAS, [])
     with mock.patch.object(device, "nccl_version", lambda: (2, 28, 9)):
@@ -205,6 +212,8 @@ def test_what_a_rank_lacks_is_named() -> None:
         for name, value in {"NCCL_CUMEM_ENABLE": "0", "NCCL_WIN_ENABLE": "0", "NCCL_P2P_DISABLE": "1"}.items():
             assert f"{name}={value} in the environment" in str(_lacks(backend, {name: value}))
         assert "the backend nccl2 of torch" in str(_lacks(SimpleNamespace(name=lambda: "nccl2"), {}))
+        with mock.patch.object(_Backend, "mem_allocator", _UNSUPPORTED):
+            assert "NCCL allocates no memory of its own on this device (not supported)" in str(_lacks(backend, {}))
 
 
 def test_ranks_on_several_hosts_and_a_lone_rank() -> None:
