@@ -33,32 +33,8 @@ from ddp_crossover.log import say
 from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters
 from ddp_crossover.parameters.gradient_marks import are_empty
 from ddp_crossover.parameters.lazy_params import LazyParams
+from ddp_crossover.torch_internals.ddp import runs_instead_of_model
 from ddp_crossover.torch_internals.loss_scale import without_loss
-from ddp_crossover.torch_internals.private import replaced
-
-
-class _ZeroGradients(nn.Module):
-    """Stands for the model in one forward. Its backward brings every parameter a gradient of zeros.
-
-    Args:
-        model: the model, whose buffers DDP broadcasts in a forward.
-        parameters: the parameters, in the order in which the model's forward uses them.
-    """
-
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__()
-        # In tuples, so that they do not belong to this module, too.
-        self._model = (model,)
-        self._of_model = tuple(parameters)
-
-    def named_buffers(self, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
-        """Those of the model."""
-        return self._model[0].named_buffers(*args, **options)
-
-    def forward(self) -> list[Tensor]:
-        """A number made of each parameter."""
-        # Of a single element the sum hands on the gradient itself, which would look like one that a script keeps.
-        return [(parameter * 1 if parameter.numel() == 1 else parameter).sum() for parameter in self._of_model]
 
 
 def why_not_without_data(ddp: DistributedDataParallel) -> str | None:
@@ -81,7 +57,13 @@ def take_part_without_data(ddp: DistributedDataParallel, parameters: Sequence[nn
             f"batch(0) without a forward cannot tell DDP with {setting}=True which parameters the other ranks use: "
             "run forward and backward with any sample in batch(0), whose gradients count for nothing"
         )
-    with replaced(ddp, "module", _ZeroGradients(ddp.module, parameters)), torch.enable_grad():
+
+    def number_of_each() -> list[Tensor]:
+        # Of a single element the sum hands on the gradient itself, which would look like one that a script keeps.
+        return [(parameter * 1 if parameter.numel() == 1 else parameter).sum() for parameter in parameters]
+
+    # In place of the model's forward alone: what surrounds it looks at the model.
+    with runs_instead_of_model(ddp, number_of_each), torch.enable_grad():
         numbers = ddp.forward()
     torch.autograd.backward(numbers, [torch.zeros_like(number) for number in numbers])
 

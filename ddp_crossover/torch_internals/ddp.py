@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -53,6 +53,17 @@ def no_comm_hooks(ddp: DistributedDataParallel) -> Iterator[None]:
     """Context in which DDP's list of hooks is another one, and empty: copies and pickles made there have none."""
     with replaced(ddp, "_comm_hooks", []):
         yield
+
+
+@contextlib.contextmanager
+def runs_instead_of_model(ddp: DistributedDataParallel, run: Callable[..., Any]) -> Iterator[None]:
+    """Context in which DDP's forward calls ``run`` where it would call the model."""
+    private(ddp, name := "_run_ddp_forward")
+    vars(ddp)[name] = run
+    try:
+        yield
+    finally:
+        del vars(ddp)[name]
 
 
 def managed_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:

@@ -155,7 +155,8 @@ class RankPool:
             if not ready:
                 stacks = self._dump_stacks(waiting)
                 self.kill()
-                raise RankFailure(f"ranks {waiting} still ran after {timeout_s} s\n{stacks}")
+                answered = "".join(f"rank {rank} answered: {str(result)[-3000:]}\n" for rank, result in results.items())
+                raise RankFailure(f"ranks {waiting} still ran after {timeout_s} s\n{answered}{stacks}")
             for rank in (r for r in waiting if self._pipes[r] in ready):
                 answer = self._receive(rank)
                 if answer is None:
