@@ -153,7 +153,8 @@ def test_inputs_are_tensors_of_a_subclass(run: Script) -> None:
             with torch._C.DisableTorchFunctionSubclass():
                 return f(*args, **(kwargs or {}))
 
-    model = run.ddp(mlp())
+    # First a function written in Python: torch looks at the input alone before it calls the input's class.
+    model = run.ddp(nn.Sequential(nn.LayerNorm(8), mlp()))
     optimizer = Adam(model.parameters(), lr=0.03)
     run.attach(model, optimizer)
     for x, y in run.batches():
