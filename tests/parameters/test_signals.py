@@ -16,13 +16,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from bystanders import StackNet, assert_same_ends, final_state, stack_case, train_alone
-from equivalence import Run, is_finite, train_step
+from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot
+from equivalence import Run, check_case, is_finite, train_step
 from harness import run_faulty_ranks
 from models import INPUTS
 
@@ -168,6 +170,35 @@ def test_checkpoints_saved_by_a_signal_handler_are_whole_and_change_nothing(on_r
     assert all(one["saved"] >= SAVES for one in seen)
     expected = on_ranks(train_alone, 2, stack_case(view=view, steps=seen[0]["steps"]))
     assert_same_ends([one["end"] for one in seen], expected)
+
+
+def _look_at_zeros_during_updates(run: Run) -> Iterator[Any]:
+    """The handler looks at gradients that were set to zero after `step()`, in the memory that an update reads."""
+    step, looks = OptimizerSnapshot.step, 0
+    seen: list[list[float]] = []
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        signal.raise_signal(signal.SIGUSR2)
+        step(*args, **kwargs)
+
+    def look(*_: Any) -> None:
+        seen.append([float(p.grad.abs().sum()) for p in run.model.parameters() if p.grad is not None])
+
+    with _handled(signal.SIGUSR2, look), mock.patch.object(OptimizerSnapshot, "step", interrupted):
+        for x, y in run.batches():
+            seen.clear()
+            loss = run.loss(run.model(x), y)
+            looks += len(seen)
+            assert not any(map(any, seen))
+            loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad(set_to_none=False)
+            yield loss
+    assert bool(looks) is run.with_dear
+
+
+def test_a_signal_handler_that_looks_at_zeros_leaves_the_update_its_gradients(on_ranks) -> None:
+    check_case(stack_case(_look_at_zeros_during_updates, view=True), on_ranks)
 
 
 class _Stop(Exception):
