@@ -50,8 +50,19 @@ class LazyState(defaultdict[Any, Any]):
         self.settled = count
 
     def __reduce__(self) -> Any:
-        self.apply_pending()
         return defaultdict, (self.default_factory, dict(self))
+
+    def copy(self) -> Any:
+        """A copy that is no longer the optimizer's, and so an ordinary ``defaultdict``."""
+        return defaultdict(self.default_factory, self)
+
+    __copy__ = copy
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
 
 
 def _after_updates(name: str) -> Any:
@@ -66,7 +77,7 @@ def _after_updates(name: str) -> Any:
 
 for _name in (
     *("__contains__", "__delitem__", "__eq__", "__getitem__", "__iter__", "__len__", "__repr__", "__setitem__"),
-    *("clear", "copy", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values"),
+    *("clear", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values"),
 ):
     setattr(LazyState, _name, _after_updates(_name))
 

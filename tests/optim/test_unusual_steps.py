@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import time
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
+from ddp_crossover.optim.lazy_state import make_state_lazy
 from equivalence import SMALL_GROUPS_MB, Case, Factory, Run, check_case, optimizer, plain_loop, snapshot, train_step
 from harness import run_ranks
 from models import DeepNet
@@ -121,6 +123,19 @@ def _read_state(run: Run) -> Iterator[Any]:
 @pytest.mark.parametrize("loop", [_clear_state, _replace_state, _zero_momentum, _read_state])
 def test_state_of_the_optimizer_is_that_after_the_step(on_ranks, loop) -> None:
     check_case(Case(loop, strict=False, pipelined=False), on_ranks)
+
+
+def test_a_copy_of_the_state_is_an_ordinary_dict() -> None:
+    parameter, looks = nn.Parameter(torch.ones(2)), []
+    sgd = SGD([parameter], lr=0.1)
+    sgd.state[parameter]["buffer"] = 1
+    make_state_lazy(sgd, "a model", lambda: looks.append(True))
+    for make in (lambda state: state.copy(), copy.copy, lambda state: state | {}, lambda state: {} | state):
+        copied = make(sgd.state)
+        assert looks, "pending updates were not applied"
+        looks.clear()
+        assert copied == {parameter: {"buffer": 1}} and type(copied) in (dict, defaultdict)
+        assert not looks
 
 
 # 4. What a step does to gradients.
