@@ -117,12 +117,8 @@ class DeferredUpdates:
             self._handles += [
                 after,
                 optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_state_dict_pre_hook(self._before_state_dict),
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()),
             ]
-
-    def _before_state_dict(self, optimizer: Optimizer) -> None:
-        self.flush()
 
     def remove(self) -> None:
         """Give the optimizers back. What was given to ``after_update`` is called by plain hooks from now on."""
@@ -182,8 +178,9 @@ class DeferredUpdates:
         finally:
             self._is_enabled = before
 
-    def _flush_if_pending(self) -> None:
-        if self.pending:
+    def _flush_state(self) -> None:
+        # Also while the last update is being written, perhaps by another thread: this waits for it.
+        if self.pending or self._params.updating:
             self.flush()
 
     # What the pipeline asks for, see `dear.Updater`.
@@ -338,7 +335,7 @@ class DeferredUpdates:
     def _defer(self, step: StepCall, optimizer: Optimizer) -> None:
         pipeline = step.pipeline
         assert pipeline is not None and step.snapshot is not None
-        make_state_lazy(optimizer, self, self._flush_if_pending)
+        make_state_lazy(optimizer, self, self._flush_state)
         # With `grad_scale` a fused optimizer unscales gradients in place.
         edits_gradient = getattr(optimizer, "grad_scale", None) is not None
         updates = [DeferredUpdate(step.snapshot, index, edits_gradient) for index, _ in enumerate(step.later)]

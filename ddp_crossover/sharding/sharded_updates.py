@@ -41,7 +41,7 @@ from ddp_crossover.sharding.early_updates import EarlyUpdates
 from ddp_crossover.sharding.exchange import exchange, in_chunks, require_same_gradients, sums_over_ranks
 from ddp_crossover.sharding.ownership import Ownership, Range, everything, only
 from ddp_crossover.sharding.parameter_gathers import ParameterGathers, shard_to_update
-from ddp_crossover.sharding.shard_states import CONSOLIDATE, ShardedState, ShardStates
+from ddp_crossover.sharding.shard_states import ShardedState, ShardStates
 from ddp_crossover.sharding.table import ShardTable, why_attributes_matter
 from ddp_crossover.torch_internals.autograd import unrecorded
 
@@ -190,11 +190,6 @@ class ShardedUpdates(DeferredUpdates):
         self._is_spread = False
         if len(ranks) == self._link.world_size:
             self._whole_since = dict.fromkeys(self._numbers.values(), self._link.iteration)
-
-    def _before_state_dict(self, optimizer: Optimizer) -> None:
-        self.flush()
-        if isinstance(optimizer.state, ShardedState):
-            raise RuntimeError(CONSOLIDATE)
 
     def is_deferred(self, optimizer: Optimizer) -> bool:
         pipeline = self.pipeline

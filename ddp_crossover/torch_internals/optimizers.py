@@ -12,9 +12,7 @@ from ddp_crossover.torch_internals.private import private
 
 # Attributes in which an optimizer keeps the hooks around its `step()`.
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-
-
-_STATE_DICT_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_load_state_dict_pre_hooks")
+_LOAD_HOOKS = "_optimizer_load_state_dict_pre_hooks"
 
 
 def was_any_built() -> bool:
@@ -27,7 +25,7 @@ def was_any_built() -> bool:
 
 def has_hooks(optimizer: Optimizer) -> bool:
     """Whether the optimizer takes hooks; one whose class skips ``Optimizer.__init__`` does not."""
-    return all(hasattr(optimizer, name) for name in (*STEP_HOOKS, *_STATE_DICT_HOOKS))
+    return all(hasattr(optimizer, name) for name in (*STEP_HOOKS, _LOAD_HOOKS))
 
 
 def raw_step(optimizer: Optimizer) -> Callable[..., Any]:

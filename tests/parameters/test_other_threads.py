@@ -14,16 +14,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from bystanders import assert_same_ends, final_state, stack_case, train_alone
+from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot
 from equivalence import Case, Run, check_case, snapshot, train_step
 
 FIRST_LOOK = 2  # the first steps make the optimizer's state: a dict that grows must not be iterated over
+LOOK_S = 0.3  # enough for one that waits for nothing
 
 
 class Onlooker:
@@ -162,3 +165,34 @@ def _look_between_backward_and_step(run: Run) -> Iterator[Any]:
 @pytest.mark.parametrize("view", [True, False], ids=["view", "copy"])
 def test_a_thread_that_reads_gradients_during_step_gets_all_of_them(on_ranks, view) -> None:
     check_case(stack_case(_look_between_backward_and_step, view), on_ranks)
+
+
+def _look_at_the_state_while_an_update_is_written(run: Run) -> Iterator[Any]:
+    """The last update that is pending: from the next one on, nothing tells a reader to wait but the update itself."""
+    step = OptimizerSnapshot.step
+    looks: list[Future[Any]] = []
+
+    def look() -> Any:
+        return snapshot(list(run.optimizer.state.values()))
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        if not run.state._reducer.pipeline.updates:
+            looks.append(thread.submit(look))
+            wait(looks, timeout=LOOK_S)
+        step(*args, **kwargs)
+
+    with ThreadPoolExecutor(1) as thread:
+        for index, (x, y) in enumerate(run.batches()):
+            looks.clear()
+            is_watched = run.with_dear and index >= run.case.steps - 3
+            with mock.patch.object(OptimizerSnapshot, "step", watched) if is_watched else contextlib.nullcontext():
+                loss = run.loss(run.model(x), y)
+            seen = looks[0].result(timeout=10) if is_watched else look()
+            run.optimizer.zero_grad()
+            loss.backward()
+            run.optimizer.step()
+            yield loss, seen
+
+
+def test_a_thread_that_reads_the_state_waits_for_the_update_that_is_being_written(on_ranks) -> None:
+    check_case(stack_case(_look_at_the_state_while_an_update_is_written, steps=14), on_ranks)
