@@ -372,7 +372,40 @@ def test_memory_that_is_taken_hold_of_inside_step(on_ranks, strict: bool) -> Non
     check_case(Case(_kept_in_step, model=DeepNet, optimizer=made, strict=strict, pipelined=False), on_ranks)
 
 
-# 7. Quadratic cost.
+# 7. A step that raises has decided what to defer, and the next one defers nothing.
+
+
+FAILURES: list[Exception] = []
+
+
+class FailsOnce(_Custom):
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        if failures := globals()["FAILURES"]:  # by a computed name, as above
+            raise failures.pop()
+        super().update(group, parameters)
+
+
+def _step_again_at_once(run: Run) -> Iterator[Any]:
+    for index, (x, y) in enumerate(run.batches()):
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        if index % 5 == 4:
+            FAILURES.append(ArithmeticError())
+            with pytest.raises(ArithmeticError):
+                run.optimizer.step()
+            with run.synchronized():
+                run.optimizer.step()
+        else:
+            run.optimizer.step()
+        yield loss
+
+
+def test_of_a_step_that_raised_nothing_is_left(on_ranks) -> None:
+    check_case(Case(_step_again_at_once, model=DeepNet, optimizer=optimizer(FailsOnce)), on_ranks)
+
+
+# 8. Quadratic cost.
 
 
 class _Subclass(torch.Tensor):
