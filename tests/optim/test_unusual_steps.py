@@ -361,7 +361,7 @@ def test_what_looks_separable(on_ranks, loop, make: Factory) -> None:
     check_case(Case(loop, model=DeepNet, optimizer=make, strict=False, pipelined=False), on_ranks)
 
 
-# 6. Between the decision to defer and the arming somebody takes hold of the memory.
+# 6. Between the decision to defer and the arming somebody takes hold of the memory, or reads gradients.
 
 
 TAKEN: dict[str, list[Any]] = {"from": [], "data": []}
@@ -394,6 +394,33 @@ def _kept_in_step(run: Run) -> Iterator[Any]:
 def test_memory_that_is_taken_hold_of_inside_step(on_ranks, strict: bool) -> None:
     made = optimizer(KeepsData, lr=0.05)
     check_case(Case(_kept_in_step, model=DeepNet, optimizer=made, strict=strict, pipelined=False), on_ranks)
+
+
+class ReadsGradients(SGD):
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
+        for p in globals()["TAKEN"]["from"]:
+            p.grad.sum()
+        return loss
+
+
+def _edit_gradients_after_step(run: Run) -> Iterator[Any]:
+    parameters = list(run.model.parameters())
+    for index, (x, y) in enumerate(run.batches()):
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        TAKEN["from"] = parameters if index > 5 else []
+        run.optimizer.step()
+        TAKEN["from"] = []
+        for p in parameters:
+            p.grad.mul_(0.5)
+        yield loss
+
+
+def test_gradients_that_are_read_inside_step_and_edited_after_it(on_ranks) -> None:
+    made, ddp = optimizer(ReadsGradients, lr=0.05), {"gradient_as_bucket_view": True}
+    check_case(Case(_edit_gradients_after_step, model=DeepNet, optimizer=made, ddp=ddp, pipelined=False), on_ranks)
 
 
 # 7. A step that raises has decided what to defer, and the next one defers nothing.
