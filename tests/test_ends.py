@@ -156,6 +156,33 @@ def test_a_checkpoint_after_a_peer_was_lost_is_of_one_step(scripts, end) -> None
     assert ("was taken back" in one.output) == (saved == [before]), one
 
 
+# Rank 1 sends nothing of the last step. Rank 0 finds out in a forward.
+_FAILS_IN_FORWARD = """
+train(7)
+state.synchronize()
+dist.barrier()
+if rank:
+    from ddp_crossover.collectives.gloo_leg import GlooGatherLeg
+    GlooGatherLeg.post = lambda leg: None
+train(1)
+if rank:
+    time.sleep(0.5)  # its part of the sums arrives
+    os._exit(0)
+try:
+    model(torch.ones(64))
+except RuntimeError:
+    save()
+"""
+
+
+def test_a_script_that_catches_the_error_of_a_forward_saves_the_step_before(scripts) -> None:
+    _, [[before, *_], _] = scripts.run("train(7); save()", plain=True)
+    [one, _], [saved, _] = scripts.run(_FAILS_IN_FORWARD)
+    assert one.exitcode == 0, one
+    assert saved == [before]
+    assert "was taken back" in one.output, one
+
+
 def test_after_a_step_was_taken_back_nothing_trains_on(scripts) -> None:
     end = "train(late_rank=1)\nif rank: os._exit(0)\nsave()\ntry:\n    train(1)\nfinally:\n    save()"
     [one, _], [saved, _] = scripts.run(end)
