@@ -63,22 +63,12 @@ def is_armed_by(parameter: Tensor, owner: Owner) -> bool:
 
 def touch(parameter: Tensor) -> None:
     """Apply the parameter's update, if it is pending, and make it plain."""
-    if type(parameter) is PendingParameter:
-        owner = _owners.get(id(parameter))
-        owner.use() if owner is not None else _use_unknown(parameter)
+    # It has no owner if another thread has disarmed it in between.
+    if type(parameter) is PendingParameter and (owner := _owners.get(id(parameter))) is not None:
+        owner.use()
 
 
-def _use_unknown(parameter: Tensor) -> None:
-    """Handle a pending parameter without an owner.
-
-    Either another thread has just disarmed it, or ``torch.utils.swap_tensors`` moved a pending class into this object.
-    """
-    if type(parameter) is PendingParameter:
-        use_everything()
-        disarm(parameter)
-
-
-def use_everything() -> None:
+def _use_everything() -> None:
     """Apply all pending updates of all models."""
     for key, owner in list(_owners.items()):
         if key in _owners:  # otherwise another owner of the same model has done it
@@ -116,7 +106,7 @@ class _UseBeforeAnswering:
                 # Torch looks it up on the class when another argument overrides the call, and the override may then use
                 # the parameter without another look-up. The parameter is unknown here, so apply all updates. Function
                 # modes need none of this: they call the function again, with a look-up on the parameter itself.
-                use_everything()
+                _use_everything()
         except BaseException as error:
             _failures[threading.get_ident()] = error
             return _raise_failure
