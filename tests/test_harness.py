@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -39,6 +40,14 @@ def _leave_a_thread_behind() -> None:
     threading.Thread(target=time.sleep, args=(60,)).start()
 
 
+def _wait_for_rank_0_which_has_returned() -> str:
+    if dist.get_rank() == 0:
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        dist.irecv(torch.zeros(1), src=0).wait(timedelta(seconds=1))
+    return str(caught.value)
+
+
 def _signal_rank_1(number: int) -> str:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), number)
@@ -57,6 +66,10 @@ def test_results_come_back_in_rank_order() -> None:
 def test_a_pool_runs_one_function_after_another(on_ranks) -> None:
     assert on_ranks(os.getpid, 2) == on_ranks(os.getpid, 2)
     assert [total.item() for total in on_ranks(_sum_of_ranks, 2)] == [1.0, 1.0]
+
+
+def test_a_rank_that_has_returned_stays_connected_until_all_have() -> None:
+    assert "Timed out" in run_ranks(_wait_for_rank_0_which_has_returned, 2)[1]
 
 
 def test_the_first_failure_ends_the_others_and_shows_its_traceback() -> None:

@@ -33,6 +33,7 @@ def rank_main(pipe: Connection, rank: int, world_size: int, directory: str, grou
         faulthandler.register(DUMP_SIGNAL, stacks, all_threads=True)
         run_number = 0
         while task := _next_task(pipe):
+            _leave_group()
             run_number += 1
             dist.init_process_group(
                 "gloo",
@@ -41,13 +42,19 @@ def rank_main(pipe: Connection, rank: int, world_size: int, directory: str, grou
                 world_size=world_size,
                 timeout=timeout,
             )
-            last = _answer(pipe, task)
-            # Also ends the groups that the function made: with hundreds of runs their sockets would
-            # run out.
-            dist.destroy_process_group()
-            if last:
+            dist.barrier()  # a rank that dies at once must not break the connecting of the others
+            if _answer(pipe, task):
                 break
+        _leave_group()
         faulthandler.unregister(DUMP_SIGNAL)
+
+
+def _leave_group() -> None:
+    """Only when all ranks have answered, as a new task says: one that leaves sooner fails those that still connect to
+    it in a group that the task has made. Also ends such groups: with hundreds of runs their sockets would run out.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _next_task(pipe: Connection) -> bytes:
