@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from ddp_crossover.lease.protocol import Kind
-from lease_processes import Actor, LeaseProcesses, RawClient, eventually
+from lease_processes import Actor, LeaseProcesses, eventually
 
 
 def _start_waiting(actor: Actor, holder: Actor, kind: str = "acquire") -> None:
@@ -129,34 +129,44 @@ def test_yielding_serves_the_other_first(processes: LeaseProcesses) -> None:
     assert first.result()
 
 
+class _Pair:
+    """Jobs a and b, which can come together, as a broker sees it, however busy the machine is."""
+
+    def __init__(self, processes: LeaseProcesses) -> None:
+        self._broker = processes.broker()
+        self.first, self.last = processes.raw(), processes.raw()
+        self.first.hello("a")
+        self.last.hello("b")
+
+    def ask(self, request: int) -> None:
+        """Both ask for the resource, b a little earlier than a."""
+        self._broker.send_signal(signal.SIGSTOP)
+        for client in (self.last, self.first):
+            client.send(Kind.REQUEST, request=request)
+        self._broker.send_signal(signal.SIGCONT)
+
+
 @pytest.fixture
-def tied(processes: LeaseProcesses) -> tuple[RawClient, RawClient]:
-    """Jobs a and b that are away after b went first in a tie."""
-    processes.broker()
-    first, last = processes.raw(), processes.raw()
-    for client, name in ((first, "a"), (last, "b")):
-        client.hello(name)
-    last.send(Kind.REQUEST, request=1)
-    first.send(Kind.REQUEST, request=1)
+def tied(processes: LeaseProcesses) -> _Pair:
+    """Jobs that are away after b went first in a tie."""
+    pair = _Pair(processes)
+    pair.ask(1)
     time.sleep(0.4)  # a tie is a part of a hold
-    last.send(Kind.RELEASE, fence=last.receive().fence)
-    first.send(Kind.RELEASE, fence=first.receive().fence)
-    eventually(lambda: first.page.fence == 0)
-    return first, last
+    for client in (pair.last, pair.first):
+        client.send(Kind.RELEASE, fence=client.receive().fence)
+    eventually(lambda: pair.first.page.fence == 0)
+    return pair
 
 
-def test_who_led_in_a_tie_stands_back(tied: tuple[RawClient, RawClient]) -> None:
-    first, last = tied
-    last.send(Kind.REQUEST, request=2)
-    first.send(Kind.REQUEST, request=2)
-    assert first.receive().kind is Kind.GRANT
-    assert last.hears_nothing()
+def test_who_led_in_a_tie_stands_back(tied: _Pair) -> None:
+    tied.ask(2)
+    assert tied.first.receive().kind is Kind.GRANT
+    assert tied.last.hears_nothing()
 
 
-def test_who_stands_back_for_a_job_that_does_not_come_gets_its_turn(tied: tuple[RawClient, RawClient]) -> None:
-    _, last = tied
-    last.send(Kind.REQUEST, request=2)
-    assert last.receive().kind is Kind.GRANT
+def test_who_stands_back_for_a_job_that_does_not_come_gets_its_turn(tied: _Pair) -> None:
+    tied.last.send(Kind.REQUEST, request=2)
+    assert tied.last.receive().kind is Kind.GRANT
 
 
 def test_resources_do_not_wait_for_each_other(processes: LeaseProcesses) -> None:

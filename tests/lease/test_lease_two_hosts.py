@@ -1,15 +1,13 @@
-"""Jobs on several hosts, each with a broker of its own: they come to the same order on all of them."""
+"""Jobs on several hosts, each with an arbiter of its own: they come to the same order on all of them.
+
+In simulated time: test_lease_jobs.py shows that a broker does what its arbiter says.
+"""
 
 from __future__ import annotations
-
-import time
-from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 from lease_cluster import Cluster, plain_steps
-from lease_processes import LeaseProcesses
 
 
 def simulated(compute_s: float, link_s: float, late_s: float, opposite: bool, hosts: int, seed: int) -> Cluster:
@@ -41,29 +39,3 @@ def test_opposite_orders_become_one_within_three_steps(link: float, late: float,
     for step in range(3, 80):
         assert all(order == orders(opposite, step)[0] for order in orders(opposite, step)), step
     assert len(opposite.turns[0]) >= 0.95 * len(same.turns[0])
-
-
-def test_two_brokers_that_know_nothing_of_each_other_come_to_one_order(lease_directory: Path) -> None:
-    steps, compute_s, late_s = 12, 0.1, 0.01
-    ends = {(job, host): str(lease_directory / f"{job}{host}") for job in "ab" for host in (0, 1)}
-    with ExitStack() as stack:
-        hosts = [LeaseProcesses(lease_directory / f"host{host}") for host in (0, 1)]
-        for processes in hosts:
-            stack.callback(processes.end)
-            processes.directory.mkdir(mode=0o700)
-            processes.broker()
-        ranks = {(job, host): hosts[host].actor(job) for job, host in ends}
-        for place, rank in ranks.items():
-            rank.call("meet", ends[place])
-        start_s = time.monotonic() + 0.5  # all have heard of it by then
-        for (job, host), rank in ranks.items():
-            # Job b asks first on the second host. On each host another job's rank is late by itself.
-            begin_s = start_s if (job == "a") == (host == 0) else start_s + 0.5 * compute_s + late_s
-            own_late_s = late_s if (job == "a") == (host == 1) else 0.0
-            rank.start("train_with", ends[job, 1 - host], begin_s, steps, compute_s, 0.1, own_late_s)
-        began = {place: rank.result() for place, rank in ranks.items()}
-    of_steps = [
-        ["".join(sorted("ab", key=lambda job: began[job, host][step])) for host in (0, 1)] for step in range(steps)
-    ]
-    assert of_steps[0] == ["ab", "ba"]
-    assert all(one == other for one, other in of_steps[-4:]), of_steps

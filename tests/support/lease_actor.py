@@ -99,24 +99,6 @@ class Actor:
             time.sleep(gap_s)
         return holds
 
-    def meet(self, mine):
-        """Have a socket to which a rank on another host can send."""
-        self.exchange = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.exchange.settimeout(60.0)
-        self.exchange.bind(mine)
-
-    def train_with(self, partner, begin_s, steps, compute_s, link_s, late_s):
-        """Compute in turns, exchange a message with the rank on another host, communicate; when each turn began."""
-        time.sleep(max(begin_s - time.monotonic(), 0.0))
-        began = []
-        for _ in range(steps):
-            time.sleep(late_s)
-            began.append(self.hold_for(compute_s)["start"])
-            self.exchange.sendto(b"gradients", partner)
-            self.exchange.recv(64)
-            time.sleep(link_s)
-        return began
-
     def fork(self):
         """Fork a child that lives on; its pid and what it sees of the lease."""
         read, write = os.pipe()
