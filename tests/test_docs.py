@@ -24,7 +24,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = tmp_path_factory.mktemp("site")
     # As CONTRIBUTING says. Doctrees beside the site: nothing is written into the checkout.
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-n", str(DOCS), str(built)]
-    job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)  # pytest's own time limit ends it
     assert job.returncode == 0, job.stdout + job.stderr
     return built
 
