@@ -2,6 +2,8 @@
 
 Each launch is a torchrun of two ranks on gloo. The final state of every rank, the optimizer's included, must be that of
 plain DDP bit for bit. One recipe runs before each change, the others at night.
+
+Recipes that weight ranks by tokens are compared with one process that has the whole batch.
 """
 
 from __future__ import annotations
@@ -82,24 +84,24 @@ Launcher = Callable[..., Launch]
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
-    """`launch(recipe, *flags, run=())`: run a recipe, or hand out what it left the last time it ran like this."""
+    """`launch(recipe, *flags, run=(), ranks=2)`: run a recipe, or hand out what it has left like this."""
     done: dict[tuple[object, ...], Launch] = {}
 
-    def launch(recipe: Recipe, *flags: str, run: tuple[str, ...] = ()) -> Launch:
-        key = (recipe, flags, run)
+    def launch(recipe: Recipe, *flags: str, run: tuple[str, ...] = (), ranks: int = RANKS) -> Launch:
+        key = (recipe, flags, run, ranks)
         if key not in done:
             pytest.importorskip(recipe.needs)
-            done[key] = _launch(tmp_path_factory.mktemp(recipe.script), recipe, flags, run)
+            done[key] = _launch(tmp_path_factory.mktemp(recipe.script), recipe, flags, run, ranks)
         return done[key]
 
     return launch
 
 
-def _launch(folder: Path, recipe: Recipe, flags: tuple[str, ...], run: tuple[str, ...]) -> Launch:
+def _launch(folder: Path, recipe: Recipe, flags: tuple[str, ...], run: tuple[str, ...], ranks: int) -> Launch:
     under_run = ("-m", "ddp_crossover", "run", *run, "--stats", str(folder / "stats.json")) if run else ()
     saving = ("--output-dir", str(folder)) if recipe.checkpoint else ()
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), *under_run),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *under_run),
         *(str(ROOT / "docs" / "recipes" / f"{recipe.script}.py"), "--out", str(folder)),
         *(*recipe.arguments, *saving, *flags),
     ]
@@ -184,3 +186,22 @@ def test_a_recipe_resumes_as_plain_ddp_does(launch: Launcher, name: str) -> None
     )
     assert "steps overlapped" in attached.output
     _assert_same_final_state(attached, plain)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("recipe", "exact"),
+    [
+        (Recipe("lightning_token_weights", needs="lightning"), ["batch"]),
+        (Recipe("hf_token_weights", needs="transformers"), ["batch", "trainer"]),
+    ],
+    ids=["lightning", "trainer"],
+)
+def test_weighted_by_tokens_ranks_train_as_one_process_on_the_whole_batch(
+    launch: Launcher, recipe: Recipe, exact: list[str]
+) -> None:
+    whole = launch(recipe, "--weights", "none", ranks=1).state(0)
+    for weights in exact:
+        assert_same(launch(recipe, "--weights", weights).state(1), whole, weights, rtol=1e-5, atol=1e-6)
+    with pytest.raises(AssertionError):
+        assert_same(launch(recipe, "--weights", "none").state(1), whole, "no weights", rtol=1e-4, atol=1e-5)
