@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from ddp_crossover.balance.sampler import BalancedSampler, Place
@@ -18,6 +19,8 @@ _REFINED = 0.015
 _MOST_CHANGES = 3
 # Looks after which balance counts as settled, whatever times say: plans are made and tried then.
 _MOST_LOOKS = 8
+# Batches after which it is said that none of them had the size of the sampler's.
+_UNTIL_SAID = 16
 _NO_SPEED = -1
 _EPOCH = 2**32
 _PICO = 1e12
@@ -41,7 +44,8 @@ class Balancer:
         self._sampler = sampler
         self._exchange = exchange
         self._times = BatchTimes()
-        self._batches = self._looks = self._changes = 0
+        self._batches = self._looks = self._changes = self._timed = 0
+        self._has_timed_its_size = False
         self._was_right = self.is_settled = False
         self._waits: list[Callable[[], list[int]]] = []
         self._may_draw = Place(0, 0)
@@ -70,10 +74,18 @@ class Balancer:
     def add_time(self, samples: int, seconds: float) -> None:
         """Take over the compute time of an earlier batch of this rank."""
         self._times.add(samples, seconds)
+        self._has_timed_its_size = self._has_timed_its_size or samples == self._size
+        self._timed += 1
+        if self._timed == _UNTIL_SAID and not self._has_timed_its_size and self._sampler.rank == 0:
+            self._say_that_sizes_differ(samples)
 
     def _follow_sizes(self) -> None:
         """Time batches of the size that is in force, whoever has changed it: a decision, or a checkpoint."""
-        self._times.use_size(self._sampler.sizes()[self._sampler.rank])
+        self._times.use_size(self._size)
+
+    @property
+    def _size(self) -> int:
+        return self._sampler.sizes()[self._sampler.rank]
 
     def _look(self) -> None:
         """Tell all ranks the speed of this one, and how far its sampler is."""
@@ -123,6 +135,15 @@ class Balancer:
                 f"ranks get {', '.join(map(str, change.sizes))} samples of a batch instead of "
                 f"{', '.join(map(str, sizes))}: the slowest rank should compute {change.gain:.2f} times as fast"
             )
+
+    def _say_that_sizes_differ(self, samples: int) -> None:
+        say(
+            f"shares stay equal, because state.batch({samples}) is not of a batch of the sampler, which has "
+            f"{self._size} samples, so its time says nothing of how fast ranks are: give state.batch() the number of "
+            "samples, not of tokens, and a batch() of its own to each batch of the sampler, or leave out "
+            "state.balance()",
+            logging.WARNING,
+        )
 
     def _say_that_shares_are_right(self, sizes: list[int], speeds: list[Speed]) -> None:
         times_s = [speed.seconds(size) for size, speed in zip(sizes, speeds, strict=True)]

@@ -179,6 +179,20 @@ def test_it_goes_on_with_the_speeds_of_a_checkpoint() -> None:
     assert longest_s(sizes[-1], ranks.speeds) < 1.05 * _best_s(ranks.speeds)
 
 
+def test_it_says_that_it_learns_nothing_from_numbers_of_tokens(caplog) -> None:
+    sampler = BalancedSampler(4096, GLOBAL_BATCH, rank=0, world_size=2)
+    balancer = Balancer(sampler, lambda number: lambda: [number, number])
+    for _ in range(40):
+        balancer.add_time(samples=1000, seconds=0.1)
+        balancer.batch_ended(1000)
+    assert caplog.text.count("state.batch(1000) is not of a batch of the sampler, which has 64 samples") == 1
+
+
+def test_it_says_nothing_of_batches_of_its_sizes(caplog) -> None:
+    Ranks([Speed(0.01, 0.001), Speed(0.01, 0.004)], ahead=20).train(epochs=2)
+    assert "is not of a batch of the sampler" not in caplog.text
+
+
 def test_it_says_that_other_shares_would_not_help(caplog) -> None:
     caplog.set_level("INFO", logger="ddp_crossover")
     Ranks([Speed(0.0, 0.01), Speed(0.0, 0.0101)]).train(2)
