@@ -4,9 +4,9 @@ import dataclasses
 
 from bench_kit.training import Arm
 from bench_parts.arms import ArmName
+from bench_parts.least_step import least_step_s
 from ddp_crossover.planning.cost_model import LinkModel
 from ddp_crossover.planning.ddp_buckets import ddp_buckets
-from ddp_crossover.planning.least_step import least_step_s
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.schedule_simulator import simulate
 from ddp_crossover.planning.search import predict_step

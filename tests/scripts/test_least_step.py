@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench_parts.least_step import least_step_s
 from ddp_crossover.fusion import GradientSpec, plan_fusion
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.ddp_buckets import simulate_ddp
-from ddp_crossover.planning.least_step import least_step_s
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.search import TAPERS, best_of_sizes, predict_step
 
