@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from ddp_crossover.collectives.leg import LegError
 from ddp_crossover.composition import compose
 from ddp_crossover.ddp.forks import watch_forks
+from ddp_crossover.fusion import Schedule
 from ddp_crossover.lease.client import GpuLease
-from ddp_crossover.options import Options
+from ddp_crossover.options import SWITCH, Options, switched_off
 from ddp_crossover.own_threads import is_own_thread
 
 
@@ -35,7 +36,6 @@ class Attachment:
     Attributes:
         parts: all parts.
         is_ended: whether DDP trains as it was before attach.
-        left_because: why it was left as it was; None if it was not.
     """
 
     def __init__(
@@ -47,14 +47,17 @@ class Attachment:
         process_group: dist.ProcessGroup | None,
         lease: GpuLease | None,
     ) -> None:
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(f"process_group must be what torch.distributed.new_group() returns, got {process_group!r}")
+        self._is_switched_off = switched_off()
         self.is_ended = False
-        self.left_because: str | None = None
+        self._left_because: str | None = None
         self._is_in_child = False
         self._after_leaving: Callable[[], object] = lambda: None
         self.parts = parts = compose(
             ddp,
             optimizers,
-            options,
+            Options(schedule=Schedule.ALLREDUCE) if self._is_switched_off else options,
             process_group=process_group,
             lease=lease,
             on_leave=_weakly(weakref.WeakMethod(self._leave)),
@@ -75,10 +78,25 @@ class Attachment:
         """Call ``function()`` when DDP is left as it was because nothing can be gained."""
         self._after_leaving = function
 
+    def progress(self) -> str:
+        """Return one line about what is being measured or tried now, or what was found and what it gains."""
+        if self._is_switched_off:
+            return f"{SWITCH}=off in the environment: the model trains as plain DDP does"
+        if self.is_ended:
+            return self._left_because or "detached: the model trains as plain DDP does"
+        return self.parts.plain_reason or self.parts.planning.progress()
+
+    def consolidate(self, to: int | None = None) -> None:
+        """Put the optimizers' state together on one rank, or on all. Every rank must call it."""
+        world_size = self.parts.link.world_size
+        if to is not None and not 0 <= to < world_size:
+            raise ValueError(f"to={to}: the model has ranks 0 to {world_size - 1} in its process group")
+        if not self.is_ended:
+            self.parts.updates.consolidate(range(world_size) if to is None else (to,))
+
     def end(self) -> None:
         """Apply what is pending and remove all hooks. Every rank must call it."""
-        if not self.is_ended:
-            self.parts.updates.consolidate(range(self.parts.link.world_size))
+        self.consolidate()
         try:
             self._end_alone()
         finally:
@@ -102,9 +120,9 @@ class Attachment:
 
     def _leave(self, why: str) -> None:
         """End it because nothing can be gained. Every rank does, at its next forward."""
-        self.left_because = f"DDP trains as it was before attach: {why}"
+        self._left_because = f"DDP trains as it was before attach: {why}"
         # If plans have settled, the planner has said it.
-        self.parts.fallbacks.note(self.left_because, is_said=self.parts.planning.settled)
+        self.parts.fallbacks.note(self._left_because, is_said=self.parts.planning.settled)
         self.end()
         self._after_leaving()
 

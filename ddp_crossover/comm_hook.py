@@ -20,16 +20,15 @@ from torch.utils.hooks import RemovableHandle
 from ddp_crossover.attachment import Attachment
 from ddp_crossover.balance.sampler import BalancedSampler
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
-from ddp_crossover.figures.stats import DearStats, about, in_force, summary
-from ddp_crossover.fusion import FusionPlan, Schedule
+from ddp_crossover.figures.stats import DearStats, about, summary
+from ddp_crossover.fusion import FusionPlan
 from ddp_crossover.lease.client import GpuLease
-from ddp_crossover.optim import sharded_norms as shards
-from ddp_crossover.options import SWITCH, GivenOptions, Options, switched_off
+from ddp_crossover.optim.after_update import require_hooks
+from ddp_crossover.optim.sharded_norms import clip_grad_norm
+from ddp_crossover.options import GivenOptions, Options
 from ddp_crossover.parameters.pending_values import introduce_pending_values
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.torch_internals.ddp import GradBucket
-from ddp_crossover.torch_internals.optimizers import has_hooks
-from ddp_crossover.tracing.recording import recording
 from ddp_crossover.tracing.trace import Trace
 
 
@@ -43,9 +42,7 @@ class DearState:
             new one with the same backend and timeout, so that DDP's own traffic never queues behind ours. One of gloo
             under a model on NCCL stages gradients through the host.
         lease: a :class:`GpuLease`, with which jobs share this device: other jobs compute while this one waits for
-            communication, and the other way round. It is held from forward to the end of backward, given away in
-            waits that are long enough while another job waits for it, and never held between steps. It affects
-            speed only; ranks need not agree. See ``docs/lease.md``.
+            communication, see ``docs/lease.md``. It affects speed only; ranks need not agree.
         options: any of :class:`Options`.
 
     Raises:
@@ -68,31 +65,16 @@ class DearState:
         **options: Unpack[GivenOptions],
     ) -> None:
         asked = Options.given(options)
-        self._is_switched_off = switched_off()
-        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-            raise TypeError(f"process_group must be what torch.distributed.new_group() returns, got {process_group!r}")
         ddp = unwrapped_model(ddp)
-        self._optimizers = [
-            unwrapped_optimizer(one) for one in (optimizer if isinstance(optimizer, Sequence) else [optimizer])
-        ]
-        self._attachment = Attachment(
-            ddp,
-            self._optimizers,
-            Options(schedule=Schedule.ALLREDUCE) if self._is_switched_off else asked,
-            process_group=process_group,
-            lease=lease,
-        )
+        every_optimizer = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+        self._optimizers = list(map(unwrapped_optimizer, every_optimizer))
+        self._attachment = Attachment(ddp, self._optimizers, asked, process_group=process_group, lease=lease)
         self._parts = parts = self._attachment.parts
         self._every_parameter = list(ddp.parameters())
-        self._link = parts.link
-        self._planning = parts.planning
-        self._updates = parts.updates
-        self._reducer = parts.reducer
-        self._turns = parts.turns
+        self._link, self._planning, self._turns = parts.link, parts.planning, parts.turns
+        self._updates, self._reducer = parts.updates, parts.reducer
         self._about = about(ddp, parts.link.rank)
         introduce_pending_values()
-
-    # What users call.
 
     @property
     def detached(self) -> bool:
@@ -117,8 +99,7 @@ class DearState:
     @property
     def plan(self) -> FusionPlan | None:
         """The fusion plan in force; None in the first iterations and with plain all-reduce."""
-        pipeline = self._reducer.pipeline
-        return pipeline.plan if pipeline is not None else None
+        return self._parts.plan
 
     @property
     def tuning(self) -> bool:
@@ -127,11 +108,7 @@ class DearState:
 
     def tuning_progress(self) -> str:
         """Return one line about what is being measured or tried now, or what was found and what it gains."""
-        if self._is_switched_off:
-            return f"{SWITCH}=off in the environment: the model trains as plain DDP does"
-        if self.detached:
-            return self._attachment.left_because or "detached: the model trains as plain DDP does"
-        return self._parts.plain_reason or self._planning.progress()
+        return self._attachment.progress()
 
     def __repr__(self) -> str:
         """Show model, plan in force, how far tuning has come, and the latest step. Waits for nothing."""
@@ -150,16 +127,6 @@ class DearState:
         self._updates.flush()
         self._turns.release()
 
-    @contextlib.contextmanager
-    def synchronized(self) -> Iterator[None]:
-        """Context in which no update is pending, so that parameters may be read and written in any way."""
-        self.synchronize()
-        try:
-            with self._updates.at_once():
-                yield
-        finally:
-            self.synchronize()
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the norm of all gradients of the model, as ``torch.nn.utils.clip_grad_norm_`` does.
 
@@ -174,15 +141,7 @@ class DearState:
         Returns:
             The norm before clipping, 0-dim, on the parameters' device, fp32 (fp64 with fp64 gradients).
         """
-        pipeline = self._reducer.pipeline
-        gradients = shards.shared_gradients(pipeline, self._every_parameter)
-        if pipeline is not None and gradients is not None and norm_type > 0:
-            norm = shards.total_norm(pipeline, gradients, float(norm_type))
-            shards.scale(gradients, torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
-            return norm
-        return torch.nn.utils.clip_grad_norm_(self._every_parameter, max_norm, norm_type)
-
-    # Batches of different sizes.
+        return clip_grad_norm(self._reducer.pipeline, self._every_parameter, max_norm, norm_type)
 
     def batch(self, samples: int) -> contextlib.AbstractContextManager[None]:
         """With ``weighted=True``, the context of forward and backward of a batch of ``samples`` samples on this rank.
@@ -195,9 +154,8 @@ class DearState:
         them, as always. Enter ``no_sync()`` before ``batch()``.
 
         A rank without samples calls ``batch(0)``, and either does nothing in it, or runs a forward and backward with
-        any sample, whose gradients count for nothing, NaN included. Under ``torch.no_grad()`` it does nothing.
-
-        On a state that is detached, it raises unless all ranks have as many samples: DDP weights ranks equally.
+        any sample, whose gradients count for nothing, NaN included. Under ``torch.no_grad()`` it does nothing. On a
+        state that is detached, it raises unless all ranks have as many samples: DDP weights ranks equally.
 
         Args:
             samples: number of samples, 0 or more.
@@ -220,9 +178,8 @@ class DearState:
         """With ``weighted=True``, yield the batches of ``loader``, then None while other ranks still have some.
 
         Every rank must iterate to the end. Use it where ranks have different numbers of batches, for which DDP has
-        ``join()``. Ranks tell each other one step ahead, so it takes one batch ahead of the loader.
-
-        On a state that is detached, it raises unless all ranks have as many batches: DDP would wait for the others.
+        ``join()``. Ranks tell each other one step ahead, so it takes one batch ahead of the loader. On a state that is
+        detached, it raises unless all ranks have as many batches: DDP would wait for the others.
 
         Args:
             loader: this rank's batches.
@@ -290,9 +247,8 @@ class DearState:
         of a step that were not deferred, or have no gradient, come in one call at the end of ``step()``. The function
         runs without gradients, on any thread, and may read these parameters and write them in place: keep averages,
         clamp weights. It must not communicate, because ranks update their groups in different orders. What it raises
-        comes out of the code that has caused the update. A step that a GradScaler skips causes no call.
-
-        It is also called where nothing is deferred, and still after :meth:`detach`.
+        comes out of the code that has caused the update. A step that a GradScaler skips causes no call. It is also
+        called where nothing is deferred, and still after :meth:`detach`.
 
         Args:
             function: called with a list of parameters.
@@ -307,12 +263,7 @@ class DearState:
 
             state.after_update(lambda parameters: [p.clamp_(-1, 1) for p in parameters])
         """
-        for optimizer in self._optimizers:
-            if not has_hooks(optimizer):
-                raise TypeError(
-                    f"after_update() cannot follow {type(optimizer).__name__}, whose class skips Optimizer.__init__ "
-                    "and takes no hooks: call the function yourself after optimizer.step()"
-                )
+        require_hooks(self._optimizers)
         return self._updates.after_update.add(function)
 
     def after_step(self, function: Callable[[Optimizer, Sequence[Tensor]], object]) -> RemovableHandle:
@@ -347,14 +298,9 @@ class DearState:
             if dist.get_rank() == 0:
                 torch.save(optimizer.state_dict(), path)
         """
-        world_size = self._link.world_size
-        if to is not None and not 0 <= to < world_size:
-            raise ValueError(f"to={to}: the model has ranks 0 to {world_size - 1} in its process group")
-        if not self.detached:
-            self._updates.consolidate(range(world_size) if to is None else (to,))
+        self._attachment.consolidate(to)
 
-    @contextlib.contextmanager
-    def trace(self) -> Iterator[Trace]:
+    def trace(self) -> contextlib.AbstractContextManager[Trace]:
         """Record every forward, backward, leg, wait and update of this rank in the context, see :class:`Trace`.
 
         Any rank may trace alone. Costs nothing outside of a trace.
@@ -363,11 +309,7 @@ class DearState:
             RuntimeError: if this model is being traced already.
             TypeError: if the ``step()`` of an optimizer takes no hooks.
         """
-        trace = Trace(self._link.rank, in_force(self.plan), self._parts.device)
-        with recording(trace, self._link.clock, self._reducer.model, self._optimizers):
-            yield trace
-        if (now := in_force(self.plan)) != trace.title:
-            trace.title = f"{trace.title}, then {now}"
+        return self._parts.traced(self._optimizers)
 
     def detach(self) -> None:
         """Apply what is pending and remove all hooks; the script continues as plain DDP, or attaches anew.
@@ -382,9 +324,7 @@ class DearState:
         raise TypeError("a DearState belongs to one model: copy ddp.module, and attach to the copy")
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a DearState cannot be pickled: save the state_dict() of the model and of the optimizer instead"
-        )
+        raise TypeError("a DearState cannot be pickled: save the state_dict() of model and optimizer instead")
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Reduce one bucket; the implementation of :func:`dear_hook`."""

@@ -7,9 +7,10 @@ for stays as it is; what this model gets of it is decided here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,8 +47,8 @@ from ddp_crossover.ddp.unreduced_steps import UnreducedSteps
 from ddp_crossover.ddp.weighted_batches import WeightedBatches
 from ddp_crossover.ddp.weighted_training import WeightedTraining
 from ddp_crossover.ddp.wire_checkpoint import WireCheckpoint
-from ddp_crossover.figures.stats import DearStats, FallbackLog
-from ddp_crossover.fusion import MB
+from ddp_crossover.figures.stats import DearStats, FallbackLog, in_force
+from ddp_crossover.fusion import MB, FusionPlan
 from ddp_crossover.fusion_buffers.arenas import make_arenas
 from ddp_crossover.fusion_buffers.feedback import Feedback
 from ddp_crossover.gpu_sharing.lease_holder import WITHOUT_MPS, mps_runs
@@ -63,6 +64,8 @@ from ddp_crossover.sharding.sharded_updates import ShardedUpdates
 from ddp_crossover.sharding.table import ShardTable, refuse_sharding
 from ddp_crossover.torch_internals.ddp import bucket_cap_bytes, managed_parameters, process_group_timeout
 from ddp_crossover.tracing.clock import NOT_MEASURED
+from ddp_crossover.tracing.recording import recording
+from ddp_crossover.tracing.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,21 @@ class Parts:
     weighted: WeightedTraining
     wire_checkpoint: WireCheckpoint
     turn_points: TurnPoints | None
+
+    @contextlib.contextmanager
+    def traced(self, optimizers: Sequence[Optimizer]) -> Iterator[Trace]:
+        """Context in which a trace is recorded."""
+        trace = Trace(self.link.rank, in_force(self.plan), self.device)
+        with recording(trace, self.link.clock, self.reducer.model, optimizers):
+            yield trace
+        if (now := in_force(self.plan)) != trace.title:
+            trace.title = f"{trace.title}, then {now}"
+
+    @property
+    def plan(self) -> FusionPlan | None:
+        """The fusion plan in force; None in the first iterations and with plain all-reduce."""
+        pipeline = self.reducer.pipeline
+        return pipeline.plan if pipeline is not None else None
 
     def stats(self) -> DearStats:
         """The figures of this rank since attach."""

@@ -11,9 +11,8 @@ For the terms see [Note: DeAR's terms] in ``dear.py``.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -86,7 +85,6 @@ class DeferredUpdates:
         write: Callable[[Pipeline, Mapping[Slot, DeferredUpdate]], None] = run_updates,
     ) -> None:
         self.pipeline: Pipeline | None = None
-        self._is_enabled = True
         self._params = params
         self._early_reads = early_reads
         self._fallbacks = fallbacks
@@ -169,15 +167,6 @@ class DeferredUpdates:
         """Apply all pending updates and make all parameters plain."""
         self._params.use_all()
 
-    @contextlib.contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Context in which no update is deferred; those that are pending stay so."""
-        before, self._is_enabled = self._is_enabled, False
-        try:
-            yield
-        finally:
-            self._is_enabled = before
-
     def _flush_state(self) -> None:
         # Also while the last update is being written, perhaps by another thread: this waits for it.
         if self.pending or self._params.updating:
@@ -234,7 +223,7 @@ class DeferredUpdates:
     def is_deferred(self, optimizer: Optimizer) -> bool:
         """Whether ``step()`` would defer its updates, judged by the first parameter that has a gradient."""
         pipeline = self.pipeline
-        if pipeline is None or pipeline.awaits_backward or not self._is_enabled:
+        if pipeline is None or pipeline.awaits_backward:
             return False
         if self._separable.why_not(optimizer) is not None:
             return False
@@ -272,7 +261,6 @@ class DeferredUpdates:
             reason = _TOO_LATE
         if reason is not None:
             self._note_waits(optimizer, reason)
-        if reason is not None or not self._is_enabled:
             self._runner.note_written()
             if pipeline.phase is Phase.REDUCED:
                 pipeline.gradients.unwrap()  # step() may pass them to a compiled function

@@ -70,6 +70,19 @@ def gradients_of(pipeline: Pipeline, parameters: Iterable[Tensor]) -> Gradients 
     return gradients
 
 
+def clip_grad_norm(
+    pipeline: Pipeline | None, parameters: Iterable[Tensor], max_norm: float, norm_type: float
+) -> Tensor:
+    """Clip the norm of all gradients of a model, and return what it was; see :meth:`DearState.clip_grad_norm_`."""
+    parameters = list(parameters)
+    gradients = shared_gradients(pipeline, parameters)
+    if pipeline is None or gradients is None or norm_type <= 0:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    norm = total_norm(pipeline, gradients, float(norm_type))
+    scale(gradients, torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
+    return norm
+
+
 @torch.no_grad()
 def total_norm(pipeline: Pipeline, gradients: Gradients, norm_type: float) -> Tensor:
     """Total norm of these gradients, with the same bits on every rank.

@@ -173,7 +173,7 @@ class ShardedUpdates(DeferredUpdates):
         [optimizer] = self._numbers
         is_shared = self._is_spread and isinstance(optimizer.state, ShardedState)
         is_shared = is_shared and self._layouts_seen == pipeline.layout.changes
-        return self._early.begin(pipeline.iteration, is_possible=is_shared and self._is_enabled)
+        return self._early.begin(pipeline.iteration, is_possible=is_shared)
 
     def update_early(self, group: GroupInFlight, updates: list[ToUpdate]) -> None:
         """Update this rank's part of a group in backward, on trial."""
@@ -193,7 +193,7 @@ class ShardedUpdates(DeferredUpdates):
 
     def is_deferred(self, optimizer: Optimizer) -> bool:
         pipeline = self.pipeline
-        return pipeline is not None and pipeline.phase is Phase.REDUCED and self._is_enabled
+        return pipeline is not None and pipeline.phase is Phase.REDUCED
 
     # One call of `optimizer.step()`.
 
@@ -348,8 +348,6 @@ class ShardedUpdates(DeferredUpdates):
             self._update(call, self._without_elements(call))
         self._unscale(call)
         self._make_pending(pipeline, [(lazies, DeferredUpdate(call.snapshot, 0, edits_gradient=False))])
-        if not self._is_enabled:
-            pipeline.flush()
 
     def _step_at_once(self, call: _Call) -> None:
         """Update this rank's shards from whole gradients, and exchange the updated parameters at once."""

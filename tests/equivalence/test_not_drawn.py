@@ -20,7 +20,6 @@ WITHOUT_EMPTY = partial(OddNet, empty_parameter=False)
 
 CASES = {
     "state_moves_around_closures": Case(loops.state_moves_around_closures, pipelined=False),
-    "read_in_synchronized": Case(loops.read_in_synchronized),
     "clip_norm_max": Case(
         partial(gradient_loops.clip_norm, norm_type=float("inf")), model=WITHOUT_EMPTY, pipelined=False
     ),

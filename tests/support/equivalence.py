@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -176,10 +175,6 @@ class Run:
         """The `state_dict()` of the first optimizer."""
         self.consolidate()
         return self.optimizer.state_dict()
-
-    def synchronized(self) -> AbstractContextManager[Any]:
-        """`state.synchronized()`."""
-        return nullcontext() if self.state is None else self.state.synchronized()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """`state.clip_grad_norm_` in the arm that has a state, the stock function in the other."""

@@ -154,17 +154,6 @@ def synchronize_and_read(run: Run) -> Iterator[Any]:
         yield loss, [p.data.clone() for p in run.model.parameters()]
 
 
-def read_in_synchronized(run: Run) -> Iterator[Any]:
-    """The context manager leaves nothing pending behind: the way to read parameters around a step."""
-    for x, y in run.batches():
-        run.optimizer.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        with run.synchronized():
-            run.optimizer.step()
-        yield loss, [p.data.clone() for p in run.model.parameters()]
-
-
 def detach_halfway(run: Run) -> Iterator[Any]:
     """The script goes on as plain DDP, right after a step whose update is pending."""
     for index, loss in enumerate(plain_loop(run)):
