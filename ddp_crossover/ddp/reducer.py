@@ -36,9 +36,10 @@ from ddp_crossover.parameters.bystanders import note_autograd_thread
 from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.gradient_marks import Mark, are_same, marks_of
 from ddp_crossover.parameters.kept_gradients import KeptGradients
-from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError, StaleReadGuard
+from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError
 from ddp_crossover.parameters.reduced_gradients import unwrap_gradients
 from ddp_crossover.parameters.slots import Slot
+from ddp_crossover.parameters.stale_reads import StaleReadGuard
 from ddp_crossover.planning.session import Orders, Planning
 from ddp_crossover.torch_internals.autograd import call_after_backward
 from ddp_crossover.torch_internals.ddp import GradBucket, comm_hooks_of, forget_comm_hooks, rebuild_buckets

@@ -13,9 +13,8 @@ one whose gradients are on the way. For the terms see [Note: DeAR's terms] in ``
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,14 +28,10 @@ from ddp_crossover.fusion_buffers.arenas import landing_of, whole_of, zeros
 from ddp_crossover.optim.optimizer_snapshot import ToUpdate
 from ddp_crossover.parameters.flat import flat_of, shaped
 from ddp_crossover.parameters.slots import GroupInFlight, GroupState, ShardPiece, Slot
+from ddp_crossover.sharding.agreement import Agreement, Answer, waiting_for_ranks
 from ddp_crossover.sharding.exchange import exchange, in_chunks
 from ddp_crossover.sharding.ownership import Ownership, Range, everything
 from ddp_crossover.torch_internals.dispatch import outside_of_modes
-
-EVERY_RANK = (
-    "With shard_optimizer=True a read of gradients after step() gathers them from all ranks, so every rank must read "
-    "them, at the same place: read them before step(), or let all ranks compute what rank 0 logs"
-)
 
 
 class ShardUpdater(Protocol):
@@ -93,8 +88,7 @@ class ParameterGathers:
         self._landings: dict[GroupInFlight, _Landing] = {}
         self._launched: list[GroupInFlight] = []
         self._latest_early: Leg | None = None
-        self._decided_in = -1
-        self._is_early_wrong = False  # known to all ranks in this iteration
+        self._agreement = Agreement(pipeline)
 
     # Where parameters arrive.
 
@@ -129,7 +123,7 @@ class ParameterGathers:
         """Learn whether updates are tried in this iteration."""
         self._launched.clear()
         self._latest_early = None
-        self._is_early_wrong = False
+        self._agreement.begin_backward()
         self.is_early = self._updater.begins_backward()
 
     def launched(self, group: GroupInFlight) -> None:
@@ -274,66 +268,39 @@ class ParameterGathers:
         if group.is_spread:
             self.decide(wants_gradients=True)
         if group.is_spread:  # some optimizer has made its step already, so other ranks have not been asked
-            self._agree()
+            self._agreement.require_same_place()
             self._gather_gradients()
 
     def decide(self, *, wants_gradients: bool, is_early_right: bool = True) -> bool:
-        """Learn whether any rank reads gradients before the first ``step()`` of this iteration; then gather them.
+        """:meth:`ask`, and wait for the other ranks."""
+        return self.ask(wants_gradients=wants_gradients, is_early_right=is_early_right)()
 
-        A rank may read them alone, as a logger on rank 0 does, or because its garbage collector has not freed a view of
-        a gradient yet. It then waits until the others get to where they ask, too: in :meth:`before_exchange`, any
-        number of times, and in their ``step()``. Once some rank has read gradients, all have them, and nobody asks.
+    def ask(self, *, wants_gradients: bool, is_early_right: bool) -> Callable[[], bool]:
+        """Begin to agree with the other ranks on this iteration, see :class:`Agreement`.
 
         Args:
-            wants_gradients: whether this rank reads them.
+            wants_gradients: whether this rank reads gradients before ``step()``; then all ranks gather them.
             is_early_right: whether what this rank has updated on trial is what ``step()`` would have.
 
         Returns:
-            Whether the latter is so on all ranks, and none reads gradients.
+            A function that waits for the others, and returns whether the latter is so on all ranks, and none reads
+            gradients.
         """
-        return self.ask(wants_gradients=wants_gradients, is_early_right=is_early_right)()
+        if self._agreement.is_reached:
+            return lambda: False
+        wait = self._agreement.ask(wants_gradients=wants_gradients, is_early_right=is_early_right)
+        return functools.partial(self._hear, wait)
+
+    def _hear(self, wait: Callable[[], Answer]) -> bool:
+        answer = wait()
+        if answer.gathers_gradients:
+            self._gather_gradients()
+        return not answer.gathers_gradients and answer.is_early_right
 
     def before_exchange(self) -> None:
         """Hear whether some rank reads gradients."""
-        if self._decided_in != self._pipeline.iteration:
-            # A rank that reads a gradient first waits for the others to hear of it, before it gets here. It may also
-            # read one afterwards, so `step()` asks again.
-            self._hear(self._tell(wants_gradients=False, is_early_right=False))
-            self._is_early_wrong = True
-
-    def ask(self, *, wants_gradients: bool, is_early_right: bool) -> Callable[[], bool]:
-        """Begin :meth:`decide`; returns a function that waits for the other ranks and ends it."""
-        if self._decided_in == self._pipeline.iteration:
-            return lambda: False
-        self._decided_in = self._pipeline.iteration
-        is_early_right = is_early_right and not self._is_early_wrong
-        return functools.partial(self._hear, self._tell(wants_gradients=wants_gradients, is_early_right=is_early_right))
-
-    def _tell(self, *, wants_gradients: bool, is_early_right: bool) -> Callable[[], list[int]]:
-        answer = 4 * self._pipeline.iteration + 2 * wants_gradients + (not is_early_right)
-        return self._link.exchange_numbers(answer)
-
-    def _hear(self, wait: Callable[[], list[int]]) -> bool:
-        with self._waiting_for_ranks():
-            answers = wait()
-        if {answer // 4 for answer in answers} != {self._pipeline.iteration}:
-            raise RuntimeError(f"ranks are in different iterations. {EVERY_RANK}")
-        if any(answer & 2 for answer in answers):
-            self._decided_in = self._pipeline.iteration
-            self._gather_gradients()
-        return not any(answer & 3 for answer in answers)
-
-    def _agree(self) -> None:
-        """Make sure that all ranks read gradients at this place."""
-        with self._waiting_for_ranks():
-            answers = self._link.exchange_numbers(-self._pipeline.iteration)()
-        if set(answers) != {-self._pipeline.iteration}:
-            raise RuntimeError(f"ranks read gradients at different places. {EVERY_RANK}")
-
-    @contextlib.contextmanager
-    def _waiting_for_ranks(self) -> Iterator[None]:
-        with self._pipeline.waiting("gradients"), self._pipeline.turns.released():
-            yield
+        if not self._agreement.is_reached:
+            self._hear(self._agreement.ask_before_exchange())
 
     def _gather_gradients(self) -> None:
         """Gather all gradients: where parameters would arrive, if none are on the way there, else by an exchange."""
@@ -369,7 +336,7 @@ class ParameterGathers:
                 _elements(p): p.of(group.put_aside) for group in alike for p in group.shard_pieces(rank, world_size)
             }
             assert alike[0].buffer is not None
-            with self._waiting_for_ranks():
+            with waiting_for_ranks(self._pipeline):
                 parts = exchange(self._link, have, everything(have, range(world_size)), mine, alike[0].buffer.parts[0])
             for part, values in parts:
                 _gradient_memory(self._pipeline.slots[part.parameter])[part.start : part.stop] = values
