@@ -32,6 +32,7 @@ from ddp_crossover.collectives.sums import RankWeights
 from ddp_crossover.ddp.buckets import Buckets
 from ddp_crossover.ddp.forwards import UseOrder
 from ddp_crossover.ddp.lone_rank import is_first_process, why_alone
+from ddp_crossover.ddp.plan_in_force import PlanInForce
 from ddp_crossover.ddp.reducer import Reducer
 from ddp_crossover.ddp.refusals import (
     refuse_model,
@@ -253,6 +254,23 @@ def _compose_on(
         if table is None
         else ShardedUpdates(*of_updates, strict=options.strict, norms=options.norms, table=table, link=link)
     )
+    in_force = PlanInForce(
+        ddp,
+        params,
+        link,
+        planning,
+        updates,
+        turns,
+        weights=weights,
+        batches=batches,
+        use_order=use_order,
+        buckets=buckets,
+        memory=memory,
+        wire=wire,
+        feedback=feedback,
+        plain_reason=plain_reason,
+        owners=None if table is None else table.owners,
+    )
     reducer = Reducer(
         ddp,
         named,
@@ -263,17 +281,12 @@ def _compose_on(
         updates,
         fallbacks,
         turns,
+        in_force=in_force,
         weights=weights,
         batches=batches,
         unreduced=unreduced,
         use_order=use_order,
-        buckets=buckets,
         on_leave=on_leave,
-        memory=memory,
-        wire=wire,
-        feedback=feedback,
-        plain_reason=plain_reason,
-        owners=None if table is None else table.owners,
     )
     turn_points = TurnPoints(ddp, optimizers, turns, updates) if lease is not None else None
     if options.weighted and (warning := statistics_of_a_rank(ddp.module)) is not None and link.rank == 0:

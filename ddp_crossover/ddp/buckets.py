@@ -25,6 +25,11 @@ _BACKWARDS_UNTIL_REBUILT = 3
 _Layout = dict[int, tuple[int, ...]]  # bucket index -> parameters, in bucket order
 
 
+def may_skip_buckets(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP calls no hook for buckets whose parameters no rank has used."""
+    return bool(getattr(ddp, "skip_all_reduce_unused_params", False))
+
+
 class LayoutRecorder:
     """Watches the buckets of every backward pass.
 

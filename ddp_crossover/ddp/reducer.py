@@ -1,7 +1,7 @@
-"""Reduces DDP's buckets: with plain all-reduces at first, then in the pipeline, under the plan in force.
+"""Follows DDP from forward to forward and from bucket to bucket, and tells all others where an iteration is.
 
-Follows DDP from forward to forward: learns the layout of its buckets and the use order of parameters, asks ``planning``
-for a plan and switches plans between iterations. Knows DDP's hook contract; users hold a ``comm_hook.DearState``.
+Knows DDP's hook contract. What reduces the buckets is another object (``plan_in_force``); users hold a
+``comm_hook.DearState``.
 
 For the terms see [Note: DeAR's terms] in ``dear.py``.
 """
@@ -9,46 +9,38 @@ For the terms see [Note: DeAR's terms] in ``dear.py``.
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover import device as gpu
-from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.sums import RankWeights, scale_into
-from ddp_crossover.ddp.buckets import Buckets, LayoutRecorder, MemoryFormats
+from ddp_crossover.ddp.buckets import MemoryFormats, may_skip_buckets
 from ddp_crossover.ddp.forwards import CompiledCode, ForwardWatch, UseOrder, call_before_backward
 from ddp_crossover.ddp.plain_all_reduce import PlainAllReduce
+from ddp_crossover.ddp.plan_in_force import PlanInForce
 from ddp_crossover.ddp.refusals import allow_methods, refuse_methods
 from ddp_crossover.ddp.unreduced_steps import UnreducedSteps
 from ddp_crossover.ddp.weighted_batches import WeightedBatches
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.figures.stats import FallbackLog, StepLog
-from ddp_crossover.fusion import FusionPlan, Schedule
 from ddp_crossover.fusion_buffers.feedback import Feedback
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
 from ddp_crossover.parameters.bystanders import note_autograd_thread
 from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.gradient_marks import Mark, are_same, marks_of
-from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError
 from ddp_crossover.parameters.reduced_gradients import unwrap_gradients
 from ddp_crossover.parameters.slots import Slot
 from ddp_crossover.parameters.stale_reads import StaleReadGuard
-from ddp_crossover.planning.session import Orders, Planning
+from ddp_crossover.planning.session import Planning
 from ddp_crossover.torch_internals.autograd import call_after_backward
 from ddp_crossover.torch_internals.ddp import GradBucket, comm_hooks_of, forget_comm_hooks, rebuild_buckets
-from ddp_crossover.torch_internals.loss_scale import LossScale
-
-NOT_FASTER = (
-    "the pipeline is not clearly faster than plain all-reduces here, so these are used and nothing is deferred; set "
-    "fusion_mb to use the pipeline anyway"
-)
 
 
 class Reducer:
@@ -64,17 +56,12 @@ class Reducer:
         updates: defers the optimizers' updates.
         fallbacks: records what took a slower path.
         turns: notified when compute begins, waits and ends.
+        in_force: what reduces the buckets.
         weights: what each rank's gradients are multiplied by.
         batches: the batches of this model, if they are weighted; else None.
         unreduced: finds steps whose gradients were not reduced.
         use_order: the order in which forward uses parameters.
-        buckets: DDP's buckets, which are changed with the plan.
         on_leave: called when DDP should train as it was before attach, with the reason. It has to detach.
-        memory: arenas for the first pipeline, large enough for every plan.
-        wire: what gradients are on the wire.
-        feedback: memory for what codes leave out; None if nothing is coded.
-        plain_reason: why every bucket goes through a plain all-reduce, or None.
-        owners: with a sharded optimizer, the ranks that update whole parameters; else None.
 
     Attributes:
         is_detached: whether DDP trains as it was before attach.
@@ -92,22 +79,14 @@ class Reducer:
         fallbacks: FallbackLog,
         turns: Turns,
         *,
+        in_force: PlanInForce,
         weights: RankWeights,
         batches: WeightedBatches | None,
         unreduced: UnreducedSteps,
         use_order: UseOrder,
-        buckets: Buckets,
         on_leave: Callable[[str], None],
-        memory: Mapping[str, Tensor],
-        wire: Wire,
-        feedback: Feedback | None,
-        plain_reason: str | None,
-        owners: Mapping[int, int] | None = None,
     ) -> None:
-        self._wire = wire
-        self.feedback = feedback
-        self._loss_scale = LossScale(is_watched=feedback is not None)
-        self._owners = owners
+        self._in_force = in_force
         # Weak: DDP's C++ reducer, which is opaque to the garbage collector, holds this object.
         self._ddp = weakref.ref(ddp)
         self._process_group = ddp.process_group
@@ -120,23 +99,13 @@ class Reducer:
         self._updates = updates
         self._fallbacks = fallbacks
         self._turns = turns
-        self._memory = memory
-        self._plain_reason = plain_reason
         self._weights = weights
-        self._plain = PlainAllReduce(link, turns, self._device, wire, self._weights)
-        # Of two values there is one sum; more are added in another order by the backend than by us, and runs repeat.
-        self._can_leave = link.world_size <= 2 or not link.adds_in_rank_order
-        all_reduce = self._all_reduce_as_ddp if self._can_leave else None
-        self._as_built = PlainAllReduce(link, turns, self._device, wire, self._weights, all_reduce)
-        self._buckets = buckets
         self._on_leave = on_leave
-        self.pipeline: Pipeline | None = None
         self.iterations = self.pipelined_iterations = 0
         self.steps = StepLog()
         self._params = params
         self._early_reads = early_reads
-        self._kept = KeptGradients()
-        self._layouts = LayoutRecorder([parameter for _, parameter in named])
+        self._layouts = in_force.layouts
         self._use_order = use_order
         self._guard = StaleReadGuard(params, self._stale_read)
         self._watch = ForwardWatch(ddp, self._before_forward, self._after_forward)
@@ -160,15 +129,9 @@ class Reducer:
         return ddp
 
     @property
-    def _reduction(self) -> PlainAllReduce | Pipeline:
-        """What reduces the buckets now."""
-        if self.pipeline is not None:
-            return self.pipeline
-        as_built = self._buckets.are_as_built and self._planning.takes_buckets_as_built
-        return self._as_built if as_built else self._plain
-
-    def _all_reduce_as_ddp(self, bucket: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        return all_reduce_sum(buffer, self._process_group, self._link.clock, bucket, self._link.all_reduce_stream)
+    def pipeline(self) -> Pipeline | None:
+        """The pipeline, under the plan in force; None while buckets go through plain all-reduces."""
+        return self._in_force.pipeline
 
     def detach(self) -> None:
         """Apply pending updates, deliver pending gradients, and remove all hooks."""
@@ -189,10 +152,9 @@ class Reducer:
             rebuild_buckets(self.model)
         # Drop references now: this object is part of reference cycles, which may be collected only many models later,
         # and updates of a network that is attached again are deferred only if nothing else refers to its memory.
-        if self.pipeline is not None:
-            self.pipeline.drop_references()
+        self._in_force.drop_references()
         self._params.drop_references()
-        self._named, self._memory = (), {}
+        self._named = ()
         self._memory_formats.drop_references()
         self._index_of.clear()
         del self._compiled
@@ -203,28 +165,29 @@ class Reducer:
 
     def deliver_gradients(self) -> None:
         """Wait for all pending gradients, which other ranks may clip on shards, so they stay what they are."""
-        if self._owners is not None:
+        if self._in_force.owners is not None:
             return  # they may be spread over ranks, which need not fork, too; the child loses them
         if self.pipeline is not None and self.pipeline.phase is Phase.REDUCED:
             self.pipeline.gradients.deliver()
 
     def finish_gradients_in_child(self) -> None:
         """Leave no pending gradient behind in a forked child, which has no threads that bring one."""
-        if self._owners is None:
+        if self._in_force.owners is None:
             self.finish_gradients()
         elif self.pipeline is not None and self.pipeline.phase is Phase.REDUCED:
             self.pipeline.gradients.lose()
 
     def end_iteration_of_codes(self) -> Feedback | None:
         """End the iteration, so that what its codes have left out is known; None if nothing is coded."""
-        if self.feedback is not None and self.pipeline is not None:
+        feedback = self._in_force.feedback
+        if feedback is not None and self.pipeline is not None:
             if self._in_backward and not self.is_detached:
                 raise RuntimeError(
                     "what codes of gradients leave out is not known in the middle of a backward, or after one that has "
                     "raised: call state.detach() first, on all ranks"
                 )
             self.pipeline.retire()
-        return self.feedback
+        return feedback
 
     def become_plain(self) -> None:
         """Remove all hooks; nothing is deferred from now on."""
@@ -276,11 +239,11 @@ class Reducer:
             self._planning.profiler.arrived(map(self._index_of.__getitem__, parameters))
         if self.batches is not None:
             self.batches.bucket_arrives()
-        future = self._reduction.reduce(bucket, parameters)
+        future = self._in_force.reduction.reduce(bucket, parameters)
         if self._layouts.complete:
             # Queue again, for the graph task of the last bucket: reentrant checkpointing runs several graph tasks.
             call_after_backward(self._graph_task_ended)
-        elif bucket.is_last() and not self._may_skip_buckets():
+        elif bucket.is_last() and not may_skip_buckets(self.model):
             names = ", ".join(self._named[index][0] for index in self._layouts.missing())
             raise RuntimeError(
                 f"DDP does not reduce {names}, which did not require a gradient when it was built: freeze and unfreeze "
@@ -288,12 +251,9 @@ class Reducer:
             )
         return future
 
-    def _may_skip_buckets(self) -> bool:
-        return bool(getattr(self.model, "skip_all_reduce_unused_params", False))
-
     def _begin_backward(self) -> None:
-        self._reduction.retire()
-        if self._plain_reason is None:
+        self._in_force.reduction.retire()
+        if self._in_force.plain_reason is None:
             self._memory_formats.refuse_changes()
         if self.batches is not None:
             self.batches.weigh()
@@ -302,17 +262,17 @@ class Reducer:
         self._in_backward = True
         self._awaits_backward = False
         self._layouts.begin_backward()
-        self._choose_plan()
+        self._in_force.choose()
         if self.pipeline is not None:
             self.pipeline.announcements.expect_same_buckets(self._layouts.stays)
-        self._reduction.begin_backward()
+        self._in_force.reduction.begin_backward()
         self._turns.want()
         self._turns.resume()
         call_after_backward(self._graph_task_ended)
 
     def _graph_task_ended(self) -> None:
         if self._layouts.complete:
-            if isinstance(reduction := self._reduction, PlainAllReduce):
+            if isinstance(reduction := self._in_force.reduction, PlainAllReduce):
                 reduction.wait()
             else:
                 reduction.gradients.ddp_writes_next()
@@ -322,7 +282,7 @@ class Reducer:
         call_after_backward(self._backward_ended)
 
     def _backward_ended(self) -> None:
-        if not self._in_backward or not (self._layouts.complete or self._may_skip_buckets()):
+        if not self._in_backward or not (self._layouts.complete or may_skip_buckets(self.model)):
             return
         self._in_backward = False
         self._guard.end_backward()
@@ -330,7 +290,7 @@ class Reducer:
         self.iterations += 1
         if self._planning.profiler is not None:
             self._planning.profiler.backward_ends()
-        self._reduction.end_backward()
+        self._in_force.reduction.end_backward()
         self._unreduced.backward_reduced(None if self.pipeline is None else self.pipeline.gradients)
         if self.pipeline is not None:
             self.pipelined_iterations += 1
@@ -338,7 +298,7 @@ class Reducer:
                 self._refuse_unweighted(self.pipeline.gradients.untaken)
             if self._compiled.needs_gradients:
                 self.finish_gradients()
-        elif (reason := self._why_plain()) is not None:
+        elif (reason := self._in_force.why_plain()) is not None:
             self._fallbacks.note(reason, is_said=self._planning.result is not None)  # the tuner says what it found
         self._turns.release()
         self._turns.step_ended()
@@ -362,67 +322,6 @@ class Reducer:
                     "torch.nn.utils.parametrize.register_parametrization(), then attach"
                 )
 
-    # The plan.
-
-    def _choose_plan(self) -> None:
-        if self._plain_reason is not None or not self._use_order.is_known:
-            return
-        if self.batches is not None and not self.batches.is_settled:
-            return  # compute times would be those of other shares
-        # DDP may order new buckets in another way each time. No reason to plan anew: any plan takes any buckets.
-        if not self._buckets.were_changed and self._layouts.settled_anew():
-            with self._turns.released():
-                plan = self._planning.begin(Orders(self._layouts.arrival_order(), self._use_order.ranks()))
-            self._use(plan)
-            self._layouts.adopt()
-        elif self._planning.has_begun and (change := self._planning.at_step_boundary()) is not None:
-            self._use(change)
-
-    def _use(self, plan: FusionPlan) -> None:
-        """Switch plans. Called between iterations, when no update is pending and no leg is under way."""
-        if self.pipeline is not None:
-            # A plan without codes leaves arenas of codes alone.
-            self._memory = {**self._memory, **self.pipeline.release()}
-            # Now: until it is collected, what it has of gradients would count as a script's references to them.
-            self.pipeline.drop_references()
-        if plan.schedule is Schedule.ALLREDUCE:
-            self._link.use_arenas(self._memory.values())
-            self.pipeline = None
-        else:
-            self.pipeline = self._make_pipeline(plan)
-        self._turns.measure(self._planning.profiler)
-        self._updates.use(self.pipeline)
-
-    def _make_pipeline(self, plan: FusionPlan) -> Pipeline:
-        return Pipeline(
-            plan,
-            self._params.all,
-            self._link,
-            self._turns,
-            self._updates,
-            self._kept,
-            lock=self._params.lock,
-            memory=self._memory,
-            wire=self._wire,
-            weights=self._weights,
-            feedback=self.feedback,
-            owners=self._owners or {},
-            loss_scale=self._loss_scale.now,
-            every_group_arrives=not self._may_skip_buckets(),
-            may_leave_out=self.model.find_unused_parameters,
-            in_buckets=self.model.gradient_as_bucket_view,
-        )
-
-    @property
-    def _leaves(self) -> bool:
-        """Whether DDP is to be left alone, because its own buckets and its own all-reduces are the plan for good."""
-        return self._can_leave and self._planning.settled and self._planning.takes_buckets_as_built
-
-    def _why_plain(self) -> str | None:
-        if self._planning.has_begun and self._planning.settled and not self._leaves:
-            return NOT_FASTER
-        return self._plain_reason
-
     # Forwards, and other readers of parameters.
 
     def _is_registered(self) -> bool:
@@ -432,7 +331,7 @@ class Reducer:
     def _before_forward(self) -> None:
         if not self._seen_forward:
             self._seen_forward = True
-            self._buckets.forward_begins()
+            self._in_force.buckets.forward_begins()
             if not self._is_registered():
                 self._fallbacks.note(
                     "a DearState was built but its hook is not registered: call "
@@ -453,7 +352,7 @@ class Reducer:
         if self._planning.profiler is not None:
             self._planning.profiler.forward_begins()
         self._had_begun = self._planning.has_begun  # a plan may begin in the backward of this forward
-        if self._plain_reason is None and not self._had_begun:
+        if self._in_force.plain_reason is None and not self._had_begun:
             self._params.arm_all()  # no update is pending yet: arm parameters only to learn the use order
         note_use = self._use_order.begin_forward()
         self._params.watch_uses(note_use if self._planning.profiler is None else self._timing(note_use))
@@ -461,27 +360,12 @@ class Reducer:
         self._compiled.before_forward()
 
     def _follow_plan(self) -> bool:
-        """Give DDP the buckets that the plan wants; returns whether that was to leave DDP alone.
-
-        A plan is chosen in a backward, when DDP's buckets are in use. All ranks have chosen the same, and each follows
-        at its next forward, so they have the same buckets when the next gradients are reduced.
-        """
+        """Follow the plan in force; returns whether that was to leave DDP alone."""
         if self._awaits_backward:
             return False  # of an earlier forward, which is known to the C++ reducer that DDP has now
-        why = self._planning.progress() if self._leaves else self._planning.why_not_at_all()
-        if why is not None:
+        if (why := self._in_force.follow()) is not None:
             self._on_leave(why)
-            return True
-        if self._planning.has_begun and self._buckets.change(as_built=self._planning.takes_buckets_as_built):
-            self._layouts.begin_anew()
-        has_declined = self._planning.settled and self.feedback is not None
-        if has_declined and (self.pipeline is None or not self.pipeline.plan.is_coded):
-            self.feedback = None  # the tuner has declined codes
-        if self._memory and self._planning.has_begun and self._planning.settled:
-            self._memory = {}  # the pipeline has what it uses
-            if self.pipeline is None:
-                self._link.use_arenas(())
-        return False
+        return why is not None
 
     def _after_forward(self, returned: bool, output: object) -> None:
         self._early_reads.end_forward()

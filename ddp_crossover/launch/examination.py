@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ddp_crossover.ddp.reducer import NOT_FASTER
+from ddp_crossover.ddp.plan_in_force import NOT_FASTER
 from ddp_crossover.ddp.unwrapping import live_objects
 from ddp_crossover.launch.auto import Auto
 from ddp_crossover.launch.ending import Ending

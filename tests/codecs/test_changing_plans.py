@@ -28,7 +28,7 @@ def _plans_change(case: Coded) -> None:
     run = Training(case)
     reference = run.reference()
     reducer: Reducer = run.state._reducer
-    choose = reducer._choose_plan
+    choose = reducer._in_force.choose
     seen = set()
 
     def changing() -> None:
@@ -39,9 +39,9 @@ def _plans_change(case: Coded) -> None:
             order = order[step % len(order) :] + order[: step % len(order)]
             kb = SIZES_KB[step // 2 % len(SIZES_KB)]
             plan = plan_fusion(specs, order, order, world_size=world_size, fusion_mb=kb / 1024)
-            reducer._use(reducer._planning._checked(plan))
+            reducer._in_force._use(reducer._planning._checked(plan))
 
-    reducer._choose_plan = changing
+    reducer._in_force.choose = changing
     for step in range(16):
         run.step(step)
         seen.add(None if run.state.plan is None else len(run.state.plan.groups))

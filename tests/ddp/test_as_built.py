@@ -57,8 +57,8 @@ def _tuned(run: Run, loop: Any, is_left_alone: bool) -> Iterator[Any]:
         if is_left_alone:
             _assert_left_alone(run)
         else:
-            assert not run.state.detached and run.state._reducer._buckets.are_as_built
-            assert run.state._reducer._memory == {}, "arenas were kept"
+            assert not run.state.detached and run.state._reducer._in_force.buckets.are_as_built
+            assert run.state._reducer._in_force._memory == {}, "arenas were kept"
 
 
 @pytest.mark.parametrize(
@@ -156,14 +156,14 @@ def _memory_given_back() -> tuple[int, int]:
     model = DistributedDataParallel(Wide())
     with judged_plans(AS_BUILT):
         state = dx.attach(model, torch.optim.SGD(model.parameters(), lr=1e-3))
-    before = sum(arena.untyped_storage().nbytes() for arena in state._reducer._memory.values())
+    before = sum(arena.untyped_storage().nbytes() for arena in state._reducer._in_force._memory.values())
     optimizer = state.optimizers[0]
     for _ in range(110):
         optimizer.zero_grad()
         model(torch.ones(1, 1000)).sum().backward()
         optimizer.step()
     assert state.detached
-    return before, sum(arena.untyped_storage().nbytes() for arena in state._reducer._memory.values())
+    return before, sum(arena.untyped_storage().nbytes() for arena in state._reducer._in_force._memory.values())
 
 
 def test_memory_is_given_back(on_ranks) -> None:

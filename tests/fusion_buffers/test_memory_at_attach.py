@@ -62,7 +62,7 @@ def storages_of_plans(make: Callable[[], nn.Module], options: dict[str, Any]) ->
         ddp = DistributedDataParallel(make())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         state = dx.attach(ddp, optimizer, **options)
-        made = _storages(state._reducer._memory.values())
+        made = _storages(state._reducer._in_force._memory.values())
         _train(ddp, optimizer, STEPS)
         state.detach()
     return made, used
@@ -89,7 +89,7 @@ def probes(options: dict[str, Any]) -> tuple[int, int, int]:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         state = dx.attach(ddp, optimizer, **options)
         at_attach = probed.call_count
-        allocated = sum(arena.numel() for arena in state._reducer._memory.values())
+        allocated = sum(arena.numel() for arena in state._reducer._in_force._memory.values())
         _train(ddp, optimizer, STEPS)
         state.detach()
     return at_attach, probed.call_count - at_attach, allocated
@@ -152,7 +152,7 @@ def landings(options: dict[str, Any]) -> tuple[set[int], list[set[int]]]:
         ddp = DistributedDataParallel(DeepNet())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         state = dx.attach(ddp, optimizer, shard_optimizer=True, **options)
-        made = _storages(state._reducer._memory.values())
+        made = _storages(state._reducer._in_force._memory.values())
         _train(ddp, optimizer, STEPS)
         state.detach()
     return made, used
@@ -171,9 +171,9 @@ def arenas_of_coded_and_plain_plans() -> tuple[set[int], list[tuple[bool, set[in
         ddp = DistributedDataParallel(DeepNet())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         state = dx.attach(ddp, optimizer, wire_dtype=torch.int8)
-        made = _storages(state._reducer._memory.values())
+        made = _storages(state._reducer._in_force._memory.values())
         _train(ddp, optimizer, 5 * STEPS)
-        assert not state._reducer._memory or state.tuning
+        assert not state._reducer._in_force._memory or state.tuning
         state.detach()
     return made, used
 
