@@ -1,26 +1,23 @@
 """Measure jobs that share hosts: one after the other, all at once, and all at once with a lease.
 
     sudo python scripts/bench_lease.py --cases equal --quick          # a first look, under two minutes
-    sudo python scripts/bench_lease.py --json lease.json --plot lease.png
+    sudo python scripts/bench_lease.py --json lease.json
 
 Each case runs some jobs on all hosts of a lab (network namespaces with shaped links, one core each). The jobs of a host
 share its core, its link and a device that runs one job's kernel at a time. The device is emulated. Needs root.
-docs/lease-bench.md explains the figures.
+docs/lease-bench.md explains the figures; scripts/bench_handoff.py times hand-offs.
 """
 
-import argparse
 import sys
-from typing import Any
 
 import torch
 
 from bench_kit import record
 from bench_kit.launch import on_lab
 from bench_kit.run import Bench, run_cases
-from bench_lease_parts import report
 from bench_lease_parts.cases import make_case, parse_args
 from bench_lease_parts.conductor import run_case
-from bench_lease_parts.figures import summarize
+from bench_lease_parts.figures import print_case, summarize
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,22 +27,17 @@ def main(arguments: list[str] | None = None) -> int:
         "bench_lease",
         on_lab(args.hosts, args.rate),
         lambda settings, run_ranks, progress: summarize(settings, run_case(settings, args.hosts, run_ranks, progress)),
-        report.print_case,
-        report.draw,
+        print_case,
     )
-    return run_cases(bench, [make_case(name, args) for name in args.cases], args, configuration(args))
-
-
-def configuration(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything that the figures depend on."""
-    return record.configuration(
+    configuration = record.configuration(
         args,
         device="EMULATED: sleeps in time slices, one job's at a time",
         network=f"{args.hosts} hosts, {args.rate} each way",
         torch=torch.__version__,
         backend="gloo",
-        all_jobs_share="SGD, gradient_as_bucket_view=True, 1 thread per rank, 1 core per host",
+        all_jobs_share="SGD, gradient_as_bucket_view=True, schedule='dear', 1 thread per rank, 1 core per host",
     )
+    return run_cases(bench, [make_case(name, args) for name in args.cases], args, configuration)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The bar chart of a bench: a group for each case, a bar with quartiles for each arm. Needs matplotlib."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ def draw_bars(
     cases: Sequence[str],
     arms: Mapping[str, Mapping[int, Mapping[str, float]]],
     colors: Mapping[str, Any],
-    add: Callable[[Any], None] = lambda axes: None,
 ) -> None:
     """Write a PNG, with a line at 1.
 
@@ -23,7 +22,6 @@ def draw_bars(
         cases: what is written below each group.
         arms: for each arm its spreads, by the number of the case.
         colors: of each arm.
-        add: draws more into the chart.
     """
     # Imported here because it is optional. The object interface leaves the user's backend alone.
     from matplotlib.figure import Figure
@@ -40,7 +38,6 @@ def draw_bars(
         ]
         axes.bar(at, medians, width, yerr=errors, color=colors[name], label=name, error_kw={"elinewidth": 0.8})
     axes.axhline(1.0, color="black", linewidth=1, linestyle="--")
-    add(axes)
     axes.set_xticks(range(len(cases)), cases)
     axes.set_ylabel(f"{unit}, median and quartiles")
     axes.set_title(title, fontsize="medium")

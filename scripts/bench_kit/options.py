@@ -40,7 +40,7 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None, quick: d
     if parser.parse_args(arguments).quick:
         parser.set_defaults(**quick)
     args = parser.parse_args(arguments)
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
+    if getattr(args, "plot", None) and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
     return args
 

@@ -34,7 +34,7 @@ class Bench:
         network: gives, while it is entered, the function that runs ranks.
         measure: measures one case and returns its part of the record.
         print_case: prints that part, given a console, the part and the configuration's `network`.
-        draw: draws the whole record as a chart.
+        draw: draws the whole record as a chart, for `--plot`.
         way_out: added to the message where no lab can be built.
     """
 
@@ -42,7 +42,7 @@ class Bench:
     network: AbstractContextManager[RunRanks]
     measure: Callable[[Any, RunRanks, OnProgress], dict[str, Any]]
     print_case: Callable[[Console, dict[str, Any], str], None]
-    draw: record.Draw
+    draw: record.Draw | None = None
     way_out: str = ""
 
 
@@ -58,7 +58,7 @@ def run_cases(bench: Bench, cases: Sequence[Case], args: argparse.Namespace, con
                 case = bench.measure(settings, run_ranks, display.update)
                 bench.print_case(console, case, configuration["network"])
                 result["cases"].append(case)
-                record.write(result, args.json, args.plot, bench.draw)
+                record.write(result, args.json, args.plot if bench.draw else None, bench.draw)
     except LabError as error:
         print(f"{bench.name}: {error}{bench.way_out}", file=sys.stderr)
         return REFUSED_EXIT_CODE

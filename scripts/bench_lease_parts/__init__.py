@@ -1,1 +1,1 @@
-"""The parts of `bench_lease.py`: the emulated device, jobs and their conductor, figures, report."""
+"""The parts of `bench_lease.py`: cases, the emulated device, jobs and their conductor, figures."""

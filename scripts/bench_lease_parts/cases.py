@@ -4,18 +4,8 @@ import argparse
 import dataclasses
 import pickle
 from pathlib import Path
-from typing import Literal
 
-from bench_kit.options import (
-    add_link_options,
-    add_results,
-    make_parser,
-    names,
-    not_negative,
-    parse,
-    positive,
-    positive_int,
-)
+from bench_kit.options import add_link_options, add_results, make_parser, names, parse, positive, positive_int
 
 _FILE = "settings.pickle"
 
@@ -26,9 +16,9 @@ class JobSettings:
 
     Attributes:
         name: unique within the case.
-        kind: `training` synchronizes its gradients; `compute` uses the device only, each rank for itself.
         compute_s: time of a step's compute alone; a third of it is forward.
         link_s: time that the link alone would take for a step's gradients, which says how many parameters there are.
+            0: the job uses the device only, each rank for itself.
         layers: paced layers, which all take equally long.
         first_layer_share: share of the parameters that the first layer holds, as an embedding would: their gradient
             comes last and they are needed first, so no schedule hides it. None: all layers hold equally many.
@@ -37,13 +27,17 @@ class JobSettings:
     """
 
     name: str
-    kind: Literal["training", "compute"]
     compute_s: float
     link_s: float = 0.0
     layers: int = 8
     first_layer_share: float | None = None
     weight: float = 1.0
-    role: Literal["peer", "filler"] = "peer"
+    role: str = "peer"
+
+    @property
+    def trains(self) -> bool:
+        """Whether it synchronizes gradients."""
+        return self.link_s > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +50,7 @@ class CaseSettings:
         rounds: windows of each arm.
         window_s: length of a window.
         settle_s: how long the jobs run before a window begins.
-        slice_s: time slice of the emulated device.
-        switch_s: what it costs the emulated device to go from one job to another.
         stagger_s: jobs start so long after each other, in opposite orders on hosts of even and of odd number.
-        schedule: of the training jobs' `DearState`.
     """
 
     name: str
@@ -67,15 +58,11 @@ class CaseSettings:
     rounds: int
     window_s: float
     settle_s: float
-    slice_s: float
-    switch_s: float
     stagger_s: float = 0.0
-    schedule: str = "dear"
 
     def start_delay_s(self, job: int, host: int) -> float:
         """How long after the first job this one starts on this host."""
-        place = job if host % 2 == 0 else len(self.jobs) - 1 - job
-        return place * self.stagger_s
+        return self.stagger_s * (job if host % 2 == 0 else len(self.jobs) - 1 - job)
 
     def write(self, directory: Path) -> None:
         """Write the settings to a file in a directory."""
@@ -90,79 +77,52 @@ class CaseSettings:
 
 # T is about 1.33 c: most of the gradients come last and are needed first, so the link is waited for under any schedule.
 # Both links together take two thirds of one compute, so they do not bind.
-TRAINING = JobSettings("a", "training", compute_s=0.3, link_s=0.085, first_layer_share=0.9)
-COMMUNICATION_BOUND = JobSettings("a", "training", compute_s=0.1, link_s=0.2)
-COMPUTE_BOUND = JobSettings("b", "compute", compute_s=0.1, layers=24)
+TRAINING = JobSettings("a", compute_s=0.3, link_s=0.085, first_layer_share=0.9)
+COMPUTE_BOUND = JobSettings("b", compute_s=0.1, layers=24)
 # Kernels of 1.5 and 3 ms: what the main job waits for at most when it wants the device back.
-FILLER = JobSettings("filler", "compute", compute_s=0.054, layers=12, role="filler")
+FILLER = JobSettings("filler", compute_s=0.054, layers=12, role="filler")
 
 
-def _named(job: JobSettings, *names: str) -> tuple[JobSettings, ...]:
+def _like(job: JobSettings, *names: str) -> tuple[JobSettings, ...]:
     return tuple(dataclasses.replace(job, name=name) for name in names)
 
 
 JOBS: dict[str, tuple[JobSettings, ...]] = {
-    "equal": _named(TRAINING, "a", "b"),
-    "unequal": (COMMUNICATION_BOUND, COMPUTE_BOUND),
-    "embedding": (dataclasses.replace(COMMUNICATION_BOUND, first_layer_share=0.9), COMPUTE_BOUND),
+    "equal": _like(TRAINING, "a", "b"),
+    "unequal": (JobSettings("a", compute_s=0.1, link_s=0.2), COMPUTE_BOUND),
     "filler": (TRAINING, FILLER),
-    "opposite": _named(TRAINING, "a", "b"),
-    "three": _named(TRAINING, "a", "b", "c"),
-    "weights": (
-        dataclasses.replace(COMPUTE_BOUND, name="a", weight=1.0),
-        dataclasses.replace(COMPUTE_BOUND, name="b", weight=4.0),
-    ),
+    "opposite": _like(TRAINING, "a", "b"),
+    "three": _like(TRAINING, "a", "b", "c"),
+    "weights": (*_like(COMPUTE_BOUND, "a"), dataclasses.replace(COMPUTE_BOUND, weight=4.0)),
 }
 MEANING = {
     "equal": "two equal training jobs, T about 1.33 c, link not binding",
     "unequal": "a training job with A/C = 2, and one that only computes",
-    "embedding": "as unequal, with 90% of the gradients in the first layer",
     "filler": "a training job with T about 1.33 c, and an endless filler",
     "opposite": "as equal, but jobs arrive in opposite order on the two hosts",
     "three": "three equal training jobs",
     "weights": "two jobs that only compute, with weights 1 and 4",
 }
-STAGGER_S = {"opposite": 0.1}
 
 
 def make_case(name: str, args: argparse.Namespace) -> CaseSettings:
     """The case with what the command line says of measuring."""
-    return CaseSettings(
-        name=name,
-        jobs=JOBS[name],
-        rounds=args.rounds,
-        window_s=args.window_s,
-        settle_s=args.settle_s,
-        slice_s=args.slice_ms / 1e3,
-        switch_s=args.switch_us / 1e6,
-        stagger_s=STAGGER_S.get(name, 0.0),
-        schedule=args.schedule,
-    )
-
-
-CASES = "\n".join(f"  {name:10}{meaning}" for name, meaning in MEANING.items())
+    stagger_s = 0.1 if name == "opposite" else 0.0
+    return CaseSettings(name, JOBS[name], args.rounds, args.window_s, args.settle_s, stagger_s)
 
 
 def parse_args(description: str | None, arguments: list[str] | None) -> argparse.Namespace:
     """Read and check the command line; bad input ends the program with a message that names it."""
-    parser = make_parser(description, f"cases:\n{CASES}")
+    cases = "\n".join(f"  {name:10}{meaning}" for name, meaning in MEANING.items())
+    parser = make_parser(description, f"cases:\n{cases}")
     # fmt: off
-    what = parser.add_argument_group("what is measured")
-    what.add_argument("--cases", type=names(list(JOBS)), default=list(JOBS), metavar="NAME,...",
-                      help="listed below (all)")
-    what.add_argument("--schedule", choices=("dear", "auto", "allreduce"), default="dear",
-                      help="schedule of the training jobs (%(default)s)")
-    what.add_argument("--slice-ms", type=positive, default=2.0,
-                      help="time slice of the emulated device (%(default)g)")
-    what.add_argument("--switch-us", type=not_negative, default=0.0,
-                      help="time that the emulated device loses when it goes from one job to another (%(default)g)")
-    how = parser.add_argument_group("how")
-    add_link_options(how)
-    how.add_argument("--rounds", type=positive_int, default=5, help="windows of each arm (%(default)s)")
-    how.add_argument("--window-s", type=positive, default=8.0, help="length of a window (%(default)g)")
-    how.add_argument("--settle-s", type=positive, default=1.5,
-                     help="how long jobs run before a window begins (%(default)g)")
-    how.add_argument("--quick", action="store_true", help="a first look: 2 rounds of 4 s, unless given")
+    add = parser.add_argument
+    add("--cases", type=names(list(JOBS)), default=list(JOBS), metavar="NAME,...", help="listed below (all)")
+    add_link_options(parser)
+    add("--rounds", type=positive_int, default=5, help="windows of each arm (%(default)s)")
+    add("--window-s", type=positive, default=8.0, help="length of a window (%(default)g)")
+    add("--settle-s", type=positive, default=1.5, help="how long jobs run before a window begins (%(default)g)")
+    add("--quick", action="store_true", help="a first look: 2 rounds of 4 s, unless given")
     # fmt: on
-    add_results(parser, plot=True)
+    add_results(parser)
     return parse(parser, arguments, {"rounds": 2, "window_s": 4.0})

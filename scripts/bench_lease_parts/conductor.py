@@ -9,7 +9,7 @@ The conductor is a thread of the bench's process; network namespaces do not matt
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -42,20 +42,13 @@ class Arm(NamedTuple):
 
 def arms_of(settings: CaseSettings) -> list[Arm]:
     """Each job alone, the first one also with its lease, and all at once without and with a lease."""
-    all_jobs = tuple(range(len(settings.jobs)))
-    solos = [Arm(f"solo {settings.jobs[job].name}", (job,), "plain") for job in all_jobs]
-    together = [Arm("co-run", all_jobs, "plain"), Arm("lease", all_jobs, "leased")]
-    return [*solos, Arm("solo leased", (0,), "leased"), *together]
+    every = tuple(range(len(settings.jobs)))
+    solos = [Arm(f"solo {settings.jobs[job].name}", (job,), "plain") for job in every]
+    return [*solos, Arm("solo leased", (0,), "leased"), Arm("co-run", every, "plain"), Arm("lease", every, "leased")]
 
 
 def run_case(settings: CaseSettings, hosts: int, run_ranks: RunRanks, on_progress: OnProgress) -> dict[str, Any]:
-    """Measure one case; returns what `Conductor.conduct` returns.
-
-    Args:
-        settings: the case.
-        hosts: number of hosts.
-        run_ranks: runs a command once per host, see `bench_kit.launch`.
-        on_progress: told what is done now, and the share of all work that is behind.
+    """Measure one case on so many hosts; returns what `Conductor.conduct` returns.
 
     Raises:
         CaseFailed: when a job did not end well.
@@ -87,26 +80,19 @@ class Conductor:
 
     def conduct(self) -> dict[str, Any]:
         """Measure the case; returns all figures. Raises EOFError or ConnectionError when a rank has ended too early."""
+        jobs = range(len(self._settings.jobs))
         with contextlib.ExitStack() as stack:
-            while len(self._ranks) < len(self._settings.jobs) * self._hosts:
+            while len(self._ranks) < len(jobs) * self._hosts:
                 rank = stack.enter_context(self._listener.accept())
                 self._ranks[rank.recv()] = rank
-            jobs = range(len(self._settings.jobs))
             bytes_per_s = min(self._ask([0], "calibrate")[0])
             prepared = []
             for job, settings in enumerate(self._settings.jobs):
                 self._progress(f"warming up {settings.name}", 0.0)
                 prepared.append(self._ask([job], "prepare", round(settings.link_s * bytes_per_s / 4))[job][0])
-            probes = self._ask([0], "probe")[0]
             rounds = self._rounds()
-            facts = self._ask(list(jobs), "close")
-        return {
-            "link_bytes_per_s": bytes_per_s,
-            "device": probes[0],
-            "jobs": prepared,
-            "rounds": rounds,
-            "facts": [facts[job] for job in jobs],
-        }
+            self._ask(jobs, "close")
+        return {"jobs": prepared, "rounds": rounds}
 
     def _rounds(self) -> list[dict[str, Any]]:
         arms = arms_of(self._settings)
@@ -121,7 +107,7 @@ class Conductor:
         return rounds
 
     def _window(self, arm: Arm) -> dict[int, dict[str, Any]]:
-        """For each job of the arm: its steps in the window on each host; all its steps, and what adds up over them."""
+        """For each job of the arm: its steps in the window on each host, how long it ran, and turns of its lease."""
         settings = self._settings
         self._windows += 1
         begin_s = time.monotonic() + BEGIN_AHEAD_S
@@ -131,21 +117,19 @@ class Conductor:
         def command(job: int, host: int) -> tuple[Any, ...]:
             return "run", arm.network, Window(self._windows, begin_s + settings.start_delay_s(job, host), end_s)
 
-        answers = self._exchange(arm.jobs, command)
         return {
             job: {
                 "steps": [steps_between(rank["ends_s"], start_s, end_s) for rank in ranks],
                 "run_s": max(rank["ends_s"][-1] for rank in ranks) - begin_s,
-                "all_steps": [len(rank["ends_s"]) - 1 for rank in ranks],
-                **{key: sum(rank["sums"][key] for rank in ranks) for key in ranks[0]["sums"]},
+                **{key: sum(rank[key] for rank in ranks) for key in ("grants", "unleased")},
             }
-            for job, ranks in answers.items()
+            for job, ranks in self._exchange(arm.jobs, command).items()
         }
 
-    def _ask(self, jobs: list[int], *command: Any) -> dict[int, list[Any]]:
-        return self._exchange(tuple(jobs), lambda job, host: command)
+    def _ask(self, jobs: Sequence[int], *command: Any) -> dict[int, list[Any]]:
+        return self._exchange(jobs, lambda job, host: command)
 
-    def _exchange(self, jobs: tuple[int, ...], command: Callable[[int, int], tuple[Any, ...]]) -> dict[int, list[Any]]:
+    def _exchange(self, jobs: Sequence[int], command: Callable[[int, int], tuple[Any, ...]]) -> dict[int, list[Any]]:
         """Tell all ranks of these jobs what to do; their answers by job, in the order of hosts."""
         places = [(job, host) for job in jobs for host in range(self._hosts)]
         for place in places:

@@ -20,25 +20,19 @@ from collections import deque
 
 from bench_kit.paced import Pace, sleep_accurately
 
+SLICE_S = 0.002
 _DONE_S = 1e-9
 
 
 class Device:
-    """The queue of one device. A job has at most one kernel in it. Pure: no clock.
+    """The queue of one device. A job has at most one kernel in it. Pure: no clock."""
 
-    Args:
-        slice_s: how long a job keeps the device while others have work.
-        switch_s: time lost whenever the device goes from one job to another.
-    """
-
-    def __init__(self, slice_s: float, switch_s: float = 0.0) -> None:
-        self._slice_s, self._switch_s = slice_s, switch_s
+    def __init__(self) -> None:
         self._turns: deque[int] = deque()  # the first one is on the device
         self._left_s: dict[int, float] = {}
         self._clock_s = 0.0
         self._last_job: int | None = None
-        self._switching_s = 0.0
-        self._slice_left_s = slice_s
+        self._slice_left_s = SLICE_S
 
     def submit(self, job: int, kernel_s: float, now_s: float) -> list[int]:
         """Queue a kernel; returns the jobs whose kernels were done before, as `advance` does."""
@@ -70,13 +64,7 @@ class Device:
         """Go on to the next event, not past `until_s`; returns the job whose kernel is done by that."""
         job = self._turns[0]
         if job != self._last_job:
-            self._switching_s = 0.0 if self._last_job is None else self._switch_s
-            self._last_job, self._slice_left_s = job, self._slice_s
-        if self._switching_s > 0:
-            spent_s = min(self._switching_s, until_s - self._clock_s)
-            self._switching_s -= spent_s
-            self._clock_s += spent_s
-            return None
+            self._last_job, self._slice_left_s = job, SLICE_S
         spent_s = min(self._left_s[job], self._slice_left_s, until_s - self._clock_s)
         self._clock_s += spent_s
         self._left_s[job] -= spent_s
@@ -87,7 +75,7 @@ class Device:
             return job
         if self._slice_left_s <= _DONE_S:
             self._turns.rotate(-1)
-            self._slice_left_s = self._slice_s
+            self._slice_left_s = SLICE_S
         return None
 
 
@@ -109,18 +97,12 @@ class DevicePace(Pace):
             raise ConnectionError("the device's process has ended")
 
 
-def serve_device(jobs: list[socket.socket], slice_s: float, switch_s: float) -> None:
-    """Be the device until the last job has hung up.
-
-    Args:
-        jobs: the device's ends of the jobs' connections, of type SOCK_SEQPACKET.
-        slice_s: see `Device`.
-        switch_s: see `Device`.
-    """
+def serve_device(jobs: list[socket.socket]) -> None:
+    """Be the device until the last job has hung up, given its ends of the jobs' connections (SOCK_SEQPACKET)."""
     sleep_accurately()
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, -20)  # a device does not wait for a core of its host
-    device = Device(slice_s, switch_s)
+    device = Device()
     open_jobs = {job.fileno(): job for job in jobs}
     while open_jobs:
         # select, because epoll rounds its timeout up to a millisecond.

@@ -15,12 +15,10 @@ from bench_lease_parts.device import DEVICE_VARIABLE, serve_device
 from ddp_crossover.lease.directory import DIRECTORY_VARIABLE
 
 
-def main() -> int:
+def main(directory: Path) -> int:
     """Run one host."""
-    directory = Path(sys.argv[1])
-    settings = CaseSettings.read(directory)
     processes, device_ends = [], []
-    for index in range(len(settings.jobs)):
+    for index in range(len(CaseSettings.read(directory).jobs)):
         device_end, job_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own = {
             "MASTER_PORT": str(int(os.environ["MASTER_PORT"]) + index),
@@ -32,10 +30,10 @@ def main() -> int:
         processes.append(subprocess.Popen(command, env=os.environ | own, pass_fds=[job_end.fileno()]))
         job_end.close()
         device_ends.append(device_end)
-    serve_device(device_ends, settings.slice_s, settings.switch_s)
+    serve_device(device_ends)
     codes = [process.wait() for process in processes]
     return next((abs(code) for code in codes if code), 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Path(sys.argv[1])))

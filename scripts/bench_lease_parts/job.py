@@ -30,8 +30,6 @@ CALIBRATION_NUMEL = 2_000_000
 TIMEOUT = timedelta(seconds=120)
 WARM_UP_LIMIT = 60
 LEASE_START_S = 10.0
-PROBE_KERNEL_S = 0.002
-PROBE_KERNELS = 200
 
 
 class Job:
@@ -39,7 +37,7 @@ class Job:
 
     def __init__(self, directory: Path, index: int) -> None:
         case = CaseSettings.read(directory)
-        self._directory, self._index, self._case = directory, index, case
+        self._directory, self._index = directory, index
         self._settings: JobSettings = case.jobs[index]
         self._pace = DevicePace(self._settings.compute_s / 3 / self._settings.layers)
         self._arms: dict[str, Arm] = {}
@@ -54,17 +52,6 @@ class Job:
         """Bytes per second of all-reduces over the link."""
         flat = torch.zeros(CALIBRATION_NUMEL)
         return flat.nbytes / min(all_reduces_s(flat, warm_up=2, times=5))
-
-    def probe(self) -> dict[str, float]:
-        """What a kernel on the idle device takes longer than it should, and what a plain sleep does, in seconds."""
-
-        def excess_s(spend: Any) -> float:
-            start = time.perf_counter()
-            for _ in range(PROBE_KERNELS):
-                spend(PROBE_KERNEL_S)
-            return (time.perf_counter() - start) / PROBE_KERNELS - PROBE_KERNEL_S
-
-        return {"sleep_excess_s": excess_s(time.sleep), "kernel_excess_s": excess_s(self._pace.spend)}
 
     def prepare(self, parameters: int) -> dict[str, Any]:
         """Set the pace, build both arms and train until they run evenly.
@@ -82,9 +69,8 @@ class Job:
         compute_s = statistics.median(
             set_pace(self._pace, self._settings.layers, self._settings.compute_s, compute_only)
         )
-        link_s = 0.0
-        if self._settings.kind == "training":
-            link_s = min(all_reduces_s(torch.zeros(sum(sizes)), warm_up=2, times=5))
+        flat = torch.zeros(sum(sizes))
+        link_s = min(all_reduces_s(flat, warm_up=2, times=5)) if self._settings.trains else 0.0
         for name, lease in (("plain", None), ("leased", self._lease)):
             self._arms[name] = self._make_arm(workload, lease)
             self._arms[name].warm_up(WARM_UP_LIMIT)
@@ -94,30 +80,27 @@ class Job:
     def run(self, arm_name: str, window: Window) -> dict[str, Any]:
         """Train from the beginning of the window until after its end.
 
-        Returns the times of the beginning and of the end of every step, and the lease's figures.
+        Returns the times of the beginning and of the end of every step, and how many turns were taken with the lease
+        and without it.
         """
-        arm = self._arms[arm_name]
-        before = self._sums(arm)
+        arm, before = self._arms[arm_name], self._turns()
         time.sleep(max(0.0, window.begin_s - time.monotonic()))
         ends_s = [time.monotonic()]
         while not self._is_last(window, steps=len(ends_s) - 1, now_s=ends_s[-1]):
             arm.step()
             ends_s.append(time.monotonic())
         self._rest(arm)
-        after = self._sums(arm)
-        return {"ends_s": ends_s, "sums": {key: after[key] - before[key] for key in after}}
+        return {"ends_s": ends_s, **{key: now - before[key] for key, now in self._turns().items()}}
 
-    def close(self) -> dict[str, Any]:
-        """Leave; returns the facts of both arms, and why turns were taken without the lease."""
-        facts = {name: arm.facts() for name, arm in self._arms.items()}
+    def close(self) -> None:
+        """Leave."""
         for arm in self._arms.values():
             arm.close()
         self._lease.close()
-        return facts | {"unleased": dict(self._lease.stats().unleased)}
 
     def _make_arm(self, workload: Workload, lease: GpuLease | None, communicates: bool = True) -> Arm:
         network = workload.build()
-        if self._settings.kind == "compute":
+        if not self._settings.trains:
             optimizer = SGD(network.parameters(), lr=LEARNING_RATE)
             if lease is not None:
                 lease.instrument(network, optimizer)
@@ -127,22 +110,12 @@ class Job:
         if not communicates:
             ddp.register_comm_hook(None, noop_hook)
             return Arm(workload, ddp, optimizer)
-        state = dx.attach(ddp, optimizer, schedule=self._case.schedule, tune=False, lease=lease)
+        state = dx.attach(ddp, optimizer, schedule="dear", tune=False, lease=lease)
         return Arm(workload, ddp, optimizer, state)
 
-    def _sums(self, arm: Arm) -> dict[str, float]:
-        """Figures that add up from the beginning of the job, see `LeaseStats` and `LeaseUse`."""
-        lease = self._lease.stats()
-        sums = {
-            "grants": lease.grants, "unleased": sum(lease.unleased.values()), "lost": lease.lost,
-            "waited_s": lease.waited_s,
-        }  # fmt: skip
-        if arm.state is not None:
-            stats = arm.state.stats()
-            sums["exposed_s"] = stats.exposed_s
-            if stats.lease is not None:
-                sums |= {key: getattr(stats.lease, key) for key in ("held_s", "given_s", "filled_s", "slowed_s")}
-        return sums
+    def _turns(self) -> dict[str, int]:
+        stats = self._lease.stats()
+        return {"grants": stats.grants, "unleased": sum(stats.unleased.values())}
 
     def _rest(self, arm: Arm) -> None:
         """Finish deferred work, and leave the device to others."""
@@ -155,7 +128,7 @@ class Job:
         Rank 0 names the last step two steps ahead. No rank gets that far without it: the first forward of a step waits
         for gradients of rank 0 of the step before.
         """
-        if self._settings.kind == "compute":
+        if not self._settings.trains:
             return now_s >= window.end_s
         notice = self._directory / f"last-step-{self._index}-{window.number}"
         if dist.get_rank() == 0 and now_s >= window.end_s and not notice.exists():
@@ -174,9 +147,8 @@ def sizes_of_layers(job: JobSettings, parameters: int) -> list[int]:
     return [first, *layer_sizes(parameters - first, job.layers - 1, "uniform")]
 
 
-def main() -> None:
+def main(directory: Path, index: int) -> None:
     """Run one rank of one job."""
-    directory, index = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     sleep_accurately()
     dist.init_process_group("gloo", timeout=TIMEOUT)
@@ -192,4 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), int(sys.argv[2]))

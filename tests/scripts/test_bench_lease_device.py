@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 
 from bench_lease_parts.device import DEVICE_VARIABLE, Device, DevicePace, serve_device
 
-SLICE_S = 0.002
-
 
 def run_to_the_end(device: Device) -> dict[int, float]:
     """When each kernel in the queue is done."""
@@ -27,35 +25,25 @@ def run_to_the_end(device: Device) -> dict[int, float]:
 
 
 def test_a_kernel_alone_takes_its_own_time() -> None:
-    device = Device(SLICE_S)
+    device = Device()
     device.submit(1, 0.0105, 10.0)
     assert device.advance(10.01) == []
     assert run_to_the_end(device) == {1: pytest.approx(10.0105)}
 
 
 def test_equal_kernels_take_turns_and_end_together() -> None:
-    device = Device(SLICE_S)
+    device = Device()
     device.submit(1, 0.010, 0.0)
     device.submit(2, 0.010, 0.0)
     assert run_to_the_end(device) == {1: pytest.approx(0.018), 2: pytest.approx(0.020)}
 
 
 def test_a_short_kernel_waits_for_a_slice_of_each_other_job() -> None:
-    device = Device(SLICE_S)
+    device = Device()
     device.submit(1, 0.1, 0.0)
     device.submit(2, 0.1, 0.0)
     device.submit(3, 0.001, 0.0001)
     assert run_to_the_end(device)[3] == pytest.approx(0.005)
-
-
-def test_a_switch_between_jobs_costs_what_was_asked_for() -> None:
-    device = Device(SLICE_S, switch_s=0.0005)
-    device.submit(1, 0.004, 0.0)
-    device.submit(2, 0.004, 0.0)
-    # 1 2 1 2: three switches.
-    assert run_to_the_end(device) == {1: pytest.approx(0.007), 2: pytest.approx(0.0095)}
-    device.submit(2, 0.004, 1.0)
-    assert run_to_the_end(device) == {2: pytest.approx(1.004)}
 
 
 kernels = st.lists(st.tuples(st.integers(0, 4), st.floats(1e-4, 0.05), st.floats(0, 0.02)), min_size=1, max_size=12)
@@ -63,7 +51,7 @@ kernels = st.lists(st.tuples(st.integers(0, 4), st.floats(1e-4, 0.05), st.floats
 
 @given(kernels)
 def test_the_device_is_never_idle_while_there_is_work(arrivals: list[tuple[int, float, float]]) -> None:
-    device, now_s, busy_until_s, waiting = Device(SLICE_S), 0.0, 0.0, set[int]()
+    device, now_s, busy_until_s, waiting = Device(), 0.0, 0.0, set[int]()
     done: dict[int, float] = {}
     for job, kernel_s, later_s in arrivals:
         now_s += later_s
@@ -100,7 +88,7 @@ def run_processes(kernels_s: list[float], seconds: float) -> list[float]:
         device_ends.append(device_end)
         answers.append(ours)
         job_end.close()
-    server = started(serve_device, device_ends, SLICE_S, 0.0)
+    server = started(serve_device, device_ends)
     for device_end in device_ends:
         device_end.close()
     for process in [*processes, server]:
