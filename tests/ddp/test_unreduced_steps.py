@@ -2,92 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrize
+from torch import nn
 
 import ddp_crossover as dx
 from equivalence import SMALL_GROUPS_MB
 from heard import heard
-
-STEPS = 11
-IN_PIPELINE = 7
-WIDTH = 6
-
-
-class Script:
-    """Trains a small model, with a loss of ordinary size on each rank's own data."""
-
-    ignored: tuple[str, ...] = ()
-
-    def __init__(self, group: Any = None, **options: Any) -> None:
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.net, list(self.ignored))
-        self.model = DistributedDataParallel(self.net, process_group=group)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
-        options.setdefault("fusion_mb", SMALL_GROUPS_MB)
-        if options.get("schedule") == "allreduce":
-            options.pop("fusion_mb")
-        self.state = dx.attach(self.model, self.optimizer, **options)
-        self.is_weighted = options.get("weighted", False)
-
-    def x(self, step: int) -> Tensor:
-        return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
-
-    def batch(self) -> contextlib.AbstractContextManager[Any]:
-        return self.state.batch(4) if self.is_weighted else contextlib.nullcontext()
-
-    def backward(self, step: int) -> None:
-        with self.batch():
-            self.model(self.x(step)).pow(2).mean().backward()
-
-    def average(self) -> None:
-        """What a script does that averages gradients by itself."""
-        for parameter in self.net.parameters():
-            assert parameter.grad is not None
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-
-
-Step = Callable[[Script, int], None]
-
+from unreduced import (
+    IN_PIPELINE,
+    STEPS,
+    Script,
+    Step,
+    alone_on_purpose,
+    averaged_after_no_sync,
+    parametrized,
+    past_ddp,
+    second_backward,
+    second_backward_alone,
+)
 
 # Faults.
-
-
-def past_ddp(script: Script, step: int) -> None:
-    with script.batch():
-        script.model.module(script.x(step)).pow(2).mean().backward()
 
 
 def past_ddp_and_clipped(script: Script, step: int) -> None:
     past_ddp(script, step)
     nn.utils.clip_grad_norm_(script.net.parameters(), 0.1)
-
-
-def second_backward(script: Script, step: int) -> None:
-    x = script.x(step).requires_grad_()
-    with script.batch():
-        output = script.model(x)
-        output.pow(2).mean().backward(retain_graph=True)
-        [gradient] = torch.autograd.grad(output.sum(), x, create_graph=True)
-        gradient.pow(2).mean().backward()
-
-
-def second_backward_alone(script: Script, step: int) -> None:
-    with script.batch():
-        output = script.model(script.x(step))
-        output.pow(2).mean().backward(retain_graph=True)
-        script.optimizer.zero_grad()
-        output.abs().mean().backward()
 
 
 def moved_and_back(script: Script, step: int) -> None:
@@ -111,14 +54,9 @@ FAULTS = {
 
 def _heard(kind: Step, first: int, options: dict[str, Any]) -> list[str]:
     with heard() as said:
-        script = Script(**options)
-        for step in range(STEPS):
-            script.optimizer.zero_grad()
-            if step >= first:
-                kind(script, step)
-            else:
-                script.backward(step)
-            script.optimizer.step()
+        script = Script(options)
+        script.train(kind, first)
+        assert script.state is not None
         script.state.detach()
     return [line for line in said if "not reduced by DDP" in line]
 
@@ -128,34 +66,21 @@ def _heard(kind: Step, first: int, options: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(("kind", "cause"), FAULTS.items(), ids=lambda one: getattr(one, "__name__", ""))
 def test_a_fault_is_said_once_with_parameter_and_line(on_ranks, kind, cause, first, options) -> None:
     [said], other = on_ranks(_heard, 2, kind, first, options)
-    assert said.startswith("SGD.step() at test_unreduced_steps.py:") and cause in said, said
+    assert said.startswith("SGD.step() at unreduced.py:") and cause in said, said
     assert "the gradient of 0.weight was not reduced by DDP in this step, so ranks train apart" in said
-    assert "because the backward at test_unreduced_steps.py:" in said
+    assert "because the backward at unreduced.py:" in said
     assert not other  # rank 0 speaks
-
-
-class _Negative(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return -weight
 
 
 def _heard_of_a_parametrized_layer() -> list[str]:
     with heard() as said:
-        script = Script()
-        script.state.detach()
-        script.model = DistributedDataParallel(script.net, find_unused_parameters=True)
-        script.state = dx.attach(script.model, script.optimizer, fusion_mb=SMALL_GROUPS_MB)
-        parametrize.register_parametrization(script.net[2], "weight", _Negative())
-        for step in range(STEPS):
-            script.optimizer.zero_grad()
-            script.backward(step)
-            script.optimizer.step()
+        Script({}, {"find_unused_parameters": True}).train(parametrized)
     return [line for line in said if "not reduced by DDP" in line]
 
 
 def test_a_parameter_that_ddp_has_lost_sight_of_is_named(on_ranks) -> None:
     [said], _ = on_ranks(_heard_of_a_parametrized_layer, 2)
-    assert "the gradient of 2.weight was not reduced by DDP" in said and MOVED.split(",")[0] in said, said
+    assert "the gradient of 0.weight was not reduced by DDP" in said and MOVED.split(",")[0] in said, said
 
 
 # What a script has asked for, or does by itself.
@@ -168,21 +93,10 @@ def accumulated(script: Script, step: int) -> None:
     script.backward(step)
 
 
-def alone_on_purpose(script: Script, step: int) -> None:
-    with script.model.no_sync():
-        script.backward(step)
-
-
 def alone_on_purpose_past_ddp(script: Script, step: int) -> None:
     with script.model.no_sync():
         past_ddp(script, step)
         script.optimizer.step()
-
-
-def averaged_after_no_sync(script: Script, step: int) -> None:
-    with script.model.no_sync():
-        script.backward(step)
-    script.average()
 
 
 def averaged_past_ddp(script: Script, step: int) -> None:
@@ -260,17 +174,9 @@ def test_nothing_is_said_of_what_a_script_does_on_purpose(on_ranks, kind, first)
     assert on_ranks(_heard, 2, kind, first, {}) == [[], []]
 
 
-class Ignoring(Script):
-    ignored = ("0.weight", "0.bias")
-
-
 def _heard_of_ignored() -> list[str]:
     with heard() as said:
-        script = Ignoring()
-        for step in range(STEPS):
-            script.optimizer.zero_grad()
-            script.backward(step)
-            script.optimizer.step()
+        Script({}, ignored=("0.weight", "0.bias")).train()
     return [line for line in said if "not reduced" in line]
 
 
@@ -284,8 +190,7 @@ def test_one_rank_has_nobody_to_reduce_with(on_ranks) -> None:
 
 def _two_optimizers() -> list[str]:
     with heard() as said:
-        script = Script()
-        script.state.detach()
+        script = Script(None)
         optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (script.net[0], script.net[2])]
         script.state = dx.attach(script.model, optimizers, fusion_mb=SMALL_GROUPS_MB)
         for step in range(STEPS):
@@ -332,7 +237,7 @@ def _heard_at_attach(is_own_group: bool, started: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch, heard() as said:
         patch.setenv("WORLD_SIZE", started)
         patch.setenv("RANK", str(dist.get_rank()))
-        Script(group=group if is_own_group else None).state.detach()
+        Script({}, {"process_group": group if is_own_group else None})
     return [line for line in said if "has one rank" in line]
 
 
