@@ -180,7 +180,6 @@ class TopKCodec(Codec):
         self._index_dtype = torch.int16 if self._selector is Selector.CHUNKED else torch.int32
 
     def with_density(self, density: float) -> TopKCodec:
-        """The same codec with another density."""
         return TopKCodec(density, self._selector)
 
     def payload_bytes(self, numel: int) -> int:

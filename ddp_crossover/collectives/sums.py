@@ -46,7 +46,6 @@ class RankWeights:
 
     @property
     def own(self) -> float:
-        """This rank's weight."""
         return self.of_ranks[self._rank]
 
     def set_counts(self, counts: Sequence[int]) -> None:

@@ -265,7 +265,6 @@ def _loaded(code: types.CodeType, *instructions: str) -> set[str]:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """All names in code, those of attributes among them."""
     return {name for one in _codes(code) for name in one.co_names}
 
 
@@ -354,7 +353,6 @@ def _of_files(paths: list[str]) -> list[str]:
 
 
 def _class_of(value: Any) -> str:
-    """A value's class, for messages."""
     kind = type(value)
     return f"a {kind.__module__}.{kind.__qualname__}"
 

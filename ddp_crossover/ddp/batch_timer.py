@@ -52,11 +52,9 @@ class BatchTimer:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the balancer has settled."""
         return self._balancer.is_settled
 
     def batch_begins(self) -> None:
-        """Begin to time a batch."""
         self._watch = Stopwatch(self._device)
         self._turns.time_batch(self._watch)
         self._begin = self._end = None

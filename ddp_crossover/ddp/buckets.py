@@ -134,7 +134,6 @@ class MemoryFormats:
         self._strides = strides
 
     def drop_references(self) -> None:
-        """Drop the parameters."""
         self._named = ()
         self._parameters.clear()
 

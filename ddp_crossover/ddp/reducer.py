@@ -123,7 +123,6 @@ class Reducer:
 
     @property
     def model(self) -> DistributedDataParallel:
-        """The DDP model."""
         ddp = self._ddp()
         assert ddp is not None  # the model is running
         return ddp

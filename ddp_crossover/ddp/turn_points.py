@@ -57,7 +57,6 @@ class TurnPoints:
             self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
 
     def remove(self) -> None:
-        """Remove all hooks."""
         for undo in self._undo:
             undo()
 

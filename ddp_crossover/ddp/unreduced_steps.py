@@ -277,5 +277,4 @@ def _writes_to(parameter: Tensor | None) -> _Writes | None:
 
 
 def _is_untaken(parameter: Tensor | None, gradients: ReducedGradients | None) -> bool:
-    """Whether DDP has taken a parameter for unused in its latest backward."""
     return gradients is not None and any(slot.parameter is parameter for slot in gradients.untaken)

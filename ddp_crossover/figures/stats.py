@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -207,24 +206,6 @@ class DearStats:
     def last_step(self) -> StepStats | None:
         """Figures of the latest iteration; None before the second one has ended."""
         return self.last_steps[-1] if self.last_steps else None
-
-    @property
-    def median_step(self) -> StepStats | None:
-        """Median of each figure over ``last_steps``, with the fall-backs of all of them; None if there are none."""
-        if not self.last_steps:
-            return None
-        fallbacks: Counter[str] = Counter()
-        for step in self.last_steps:
-            fallbacks.update(step.fallbacks)
-        return StepStats(
-            statistics.median(step.duration_s for step in self.last_steps),
-            statistics.median(step.communication_s for step in self.last_steps),
-            statistics.median(step.exposed_s for step in self.last_steps),
-            statistics.median(step.gather_s for step in self.last_steps),
-            statistics.median(step.gather_exposed_s for step in self.last_steps),
-            statistics.median_low(step.sent_bytes for step in self.last_steps),
-            dict(fallbacks),
-        )
 
 
 def _times(count: int) -> str:

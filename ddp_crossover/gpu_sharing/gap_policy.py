@@ -39,7 +39,6 @@ class ExpectedWaits:
         self._acquires_s.append(seconds)
 
     def note_release(self, seconds: float) -> None:
-        """Note the time of a release."""
         self._releases_s.append(seconds)
 
     @property

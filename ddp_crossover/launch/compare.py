@@ -42,7 +42,6 @@ class Verdict:
     finished_steps: int
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the verdict for JSON."""
         return asdict(self)
 
 

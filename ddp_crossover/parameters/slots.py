@@ -262,12 +262,10 @@ class GroupInFlight:
         self.state = GroupState.GATHERING
 
     def scatter_by(self, leg: ScatterLeg) -> None:
-        """The scatter leg was started."""
         self.scatter = leg
         self.state = GroupState.SCATTERING
 
     def gather_by(self, leg: Leg) -> None:
-        """The gather leg was started."""
         self.gather = leg
         self.state = GroupState.GATHERING
 

@@ -95,7 +95,6 @@ class StaleReadGuard:
         self._is_awaited = False
 
     def remove(self) -> None:
-        """Remove the gradient hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -153,17 +153,6 @@ class ComputeProfile:
         """Length in seconds of a step that never waits for communication."""
         return self.forward_s + self.backward_s + self.rest_s
 
-    def lasting(self, compute_s: float) -> ComputeProfile:
-        """The same step on a machine that is as much faster or slower as it takes for ``compute_s`` to come out."""
-        factor = compute_s / self.compute_s
-        return ComputeProfile(
-            use_s=tuple(factor * time_s for time_s in self.use_s),
-            arrival_s=tuple(factor * time_s for time_s in self.arrival_s),
-            forward_s=factor * self.forward_s,
-            backward_s=factor * self.backward_s,
-            rest_s=factor * self.rest_s,
-        )
-
     def to_json(self) -> dict[str, Any]:
         """A dict for ``json.dump``; :meth:`from_json` reads it."""
         return asdict(self)

@@ -308,7 +308,6 @@ class Planning:
         return Candidate(fusion_mb, Schedule.ALLREDUCE if prefers_allreduce else Schedule.AUTO)
 
     def _best_as_they_are(self) -> Candidate:
-        """The best candidate without codes according to the cost model."""
         assert self.compute is not None
         return Candidate(self._search(self.compute, None, is_coded=False).plan.fusion_mb)
 

@@ -103,7 +103,6 @@ class TrialLog:
         self.trials: list[Trial] = []
 
     def count(self, candidate: Candidate) -> int:
-        """Number of trials of this candidate."""
         return sum(trial.candidate == candidate for trial in self.trials)
 
     def candidates(self, schedule: Schedule) -> list[Candidate]:

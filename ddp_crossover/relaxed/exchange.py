@@ -84,7 +84,6 @@ class MeanExchange:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank has sent."""
         return self._link.sent_bytes
 
     @torch.no_grad()

@@ -390,7 +390,6 @@ def _landing_arenas(pipeline: Pipeline, memory: Mapping[str, Tensor]) -> dict[st
 
 
 def _carries_update(group: GroupInFlight) -> bool:
-    """Whether the gather leg brings updated parameters, or has brought them."""
     return bool(group.put_aside) and group.state in (GroupState.GATHERING, GroupState.COMPLETE)
 
 

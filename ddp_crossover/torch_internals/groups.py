@@ -153,7 +153,6 @@ class OwnedGroups:
         self._given_up: list[str] = []
 
     def add(self, group: dist.ProcessGroup) -> None:
-        """Own a group from now on."""
         self._in_use.append(group)
 
     def give_up(self, wait_for_use: Callable[[], None] | None = None) -> None:

@@ -28,7 +28,6 @@ class LegTimes:
         self.posted_s = float("nan")
 
     def post(self) -> None:
-        """Note that it is posted now."""
         self.posted_s = time.perf_counter()
 
 

@@ -7,6 +7,7 @@ import copy
 import hashlib
 import math
 import os
+import statistics
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -222,12 +223,12 @@ def pipeline_facts(state: dx.DearState) -> dict[str, Any]:
             f"no step was pipelined, so no gradient travelled as this wire says: give more --steps; fallbacks: "
             f"{dict(stats.fallbacks)}"
         )
-    median = stats.median_step
+    sent_bytes = [step.sent_bytes for step in stats.last_steps]
     return {
         "pipelined_steps": stats.pipelined_iterations,
         "fallbacks": dict(stats.fallbacks),
         "plan": str(state.plan),
-        "sent_bytes_per_step": median.sent_bytes if median else None,
+        "sent_bytes_per_step": statistics.median_low(sent_bytes) if sent_bytes else None,
     }
 
 

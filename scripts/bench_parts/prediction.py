@@ -5,7 +5,7 @@ import dataclasses
 from bench_kit.training import Arm
 from bench_parts.arms import ArmName
 from bench_parts.least_step import least_step_s
-from ddp_crossover.planning.cost_model import LinkModel
+from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.ddp_buckets import ddp_buckets
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.schedule_simulator import simulate
@@ -31,7 +31,19 @@ def least_case_step_s(profile: ModelProfile, compute_s: float, all_reduce_s: flo
     start_s = link.per_leg_s + link.latency_s
     sent_bytes = 2 * all_bytes * (profile.world_size - 1) / profile.world_size
     as_measured = LinkModel(link.latency_s, link.per_leg_s, max(0.0, all_reduce_s - start_s) / sent_bytes)
-    return least_step_s(dataclasses.replace(profile, compute=profile.compute.lasting(compute_s), link=as_measured))
+    return least_step_s(dataclasses.replace(profile, compute=lasting(profile.compute, compute_s), link=as_measured))
+
+
+def lasting(compute: ComputeProfile, compute_s: float) -> ComputeProfile:
+    """The same step on a machine that is as much faster or slower as it takes for `compute_s` to come out."""
+    factor = compute_s / compute.compute_s
+    return ComputeProfile(
+        use_s=tuple(factor * time_s for time_s in compute.use_s),
+        arrival_s=tuple(factor * time_s for time_s in compute.arrival_s),
+        forward_s=factor * compute.forward_s,
+        backward_s=factor * compute.backward_s,
+        rest_s=factor * compute.rest_s,
+    )
 
 
 def predicted_steps_s(arms: dict[str, Arm]) -> dict[str, float]:

@@ -104,8 +104,3 @@ def test_impossible_numbers_are_named() -> None:
         ComputeProfile((0.0, 0.1), (0.3,), 0.1, 0.2)
     with pytest.raises(ValueError, match="finite"):
         ComputeProfile((0.0,), (float("inf"),), 0.1, 0.2)
-
-
-def test_a_slower_machine_takes_longer_for_each_part() -> None:
-    profile = ComputeProfile((0.0, 1.0), (4.0, 2.0), forward_s=2.0, backward_s=4.0, rest_s=2.0)
-    assert profile.lasting(16.0) == ComputeProfile((0.0, 2.0), (8.0, 4.0), forward_s=4.0, backward_s=8.0, rest_s=4.0)

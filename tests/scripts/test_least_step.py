@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench_parts.least_step import least_step_s
+from bench_parts.prediction import lasting
 from ddp_crossover.fusion import GradientSpec, plan_fusion
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.ddp_buckets import simulate_ddp
@@ -160,3 +161,8 @@ def test_fine_pieces_come_close_to_it() -> None:
     )
     _, best = best_of_sizes(profile.specs, profile.compute, profile.link, 2, "auto", candidates_mb=[1e-6])
     assert math.isclose(best.step_s, least_step_s(profile), rel_tol=0.02)
+
+
+def test_a_slower_machine_takes_longer_for_each_part() -> None:
+    compute = ComputeProfile((0.0, 1.0), (4.0, 2.0), forward_s=2.0, backward_s=4.0, rest_s=2.0)
+    assert lasting(compute, 16.0) == ComputeProfile((0.0, 2.0), (8.0, 4.0), forward_s=4.0, backward_s=8.0, rest_s=4.0)

@@ -211,12 +211,12 @@ def stats_of_steps() -> tuple[Any, ...]:
     job.train(SETTLED + 4)
     stats = job.timed.stats()
     job.close()
-    return none_yet, stats.last_steps, stats.median_step, stats
+    return none_yet, stats.last_steps, stats
 
 
 def test_stats_tell_of_single_steps(on_ranks) -> None:
     size = sum(p.nbytes for p in DeepNet().parameters())
-    for none_yet, steps, median, stats in on_ranks(stats_of_steps, 2):
+    for none_yet, steps, stats in on_ranks(stats_of_steps, 2):
         assert none_yet is None
         assert len(steps) == SETTLED + 4
         assert stats.last_step == steps[-1]
@@ -226,7 +226,6 @@ def test_stats_tell_of_single_steps(on_ranks) -> None:
             assert 0 <= step.exposed_s <= step.duration_s and 0 <= step.communication_s <= step.duration_s
             assert step.fallbacks == {}
         assert sum(step.communication_s for step in steps) > 0
-        assert min(s.duration_s for s in steps) <= median.duration_s <= max(s.duration_s for s in steps)
 
 
 def _ends_of_traces() -> list[float]:

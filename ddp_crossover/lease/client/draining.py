@@ -48,7 +48,6 @@ class Draining:
         return self._is_drained is not None
 
     def end_turn(self) -> None:
-        """End the turn now."""
         # In this order: who sees that nothing is under way must also see that the turn has ended.
         self._turn.end()
         self.ended_s = time.perf_counter()
