@@ -36,7 +36,6 @@ from ddp_crossover.ddp.plan_in_force import PlanInForce
 from ddp_crossover.ddp.reducer import Reducer
 from ddp_crossover.ddp.refusals import (
     refuse_model,
-    refuse_momentum,
     refuse_optimizers,
     refuse_shared_statistics,
     statistics_of_a_rank,
@@ -203,7 +202,6 @@ def _compose_on(
     device = parameters[0].device
     fallbacks = FallbackLog(link.rank)
     require_same_setup(link, named, optimizers, asked)
-    refuse_momentum(link.world_size, asked.compress, optimizers)
     if asked.weighted:
         refuse_shared_statistics(ddp.module)
     if not switched_off() and (warning := why_alone(ddp)) is not None and is_first_process():

@@ -18,9 +18,6 @@ class TopK:
         selector: how they are found. ``"auto"``: ``"chunked"`` on CPU, ``"exact"`` elsewhere. ``"exact"``: the largest.
             ``"chunked"``: the largest of each 4096 elements, which is several times as fast on CPU and needs smaller
             indices.
-        momentum_correction: factor of a momentum that is applied to gradients before they are selected, 0.9 for
-            example, instead of the optimizer's, which must then be 0 (Deep Gradient Compression, arXiv 1712.01887).
-            False: none, which works with every optimizer.
         warmup: densities of the first steps, as (steps, density) in their order: ``[(500, 0.25), (500, 0.0625)]``.
 
     Raises:
@@ -33,7 +30,6 @@ class TopK:
 
     density: float = 0.01
     selector: str = "auto"
-    momentum_correction: float = False
     warmup: Sequence[tuple[int, float]] = ()
 
     def __post_init__(self) -> None:
@@ -42,10 +38,6 @@ class TopK:
                 raise ValueError(f"density must be above 0 and at most 1, the part of the elements sent, got {density}")
         if self.selector not in SELECTORS:
             raise ValueError(f"selector must be one of {', '.join(SELECTORS)}, got {self.selector!r}")
-        if not 0 <= self.momentum_correction < 1:
-            raise ValueError(
-                f"momentum_correction must be a factor from 0 to below 1, or False, got {self.momentum_correction}"
-            )
         for steps, _ in self.warmup:
             if steps < 1 or not math.isfinite(steps):
                 raise ValueError(f"each entry of warmup is (steps, density) with 1 step or more, got {steps} steps")

@@ -48,10 +48,6 @@ class Codec(ABC):
     def add(self, payload: Tensor, total: Tensor) -> None:
         """Add what ``payload`` stands for to ``total``, rounded once."""
 
-    def clear(self, payload: Tensor, state: Tensor) -> None:
-        """Set the elements of ``state`` to zero that ``payload`` holds; sparse codes only."""
-        raise NotImplementedError
-
     @abstractmethod
     def is_finite(self, payload: Tensor) -> Tensor:
         """Whether everything decodes to finite values, as a 0-dim tensor."""

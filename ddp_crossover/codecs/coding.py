@@ -47,36 +47,27 @@ class Coding:
     Args:
         scatter: codec of scatter legs.
         gather: codec of gather legs; None sends sums as they are.
-        momentum: factor of the velocity, if there is one.
 
     Attributes:
         finite: 0-dim tensors that tell whether the sums that this rank has seen in this step are finite.
         payload: code of this rank's sums, which its gather leg sends.
     """
 
-    def __init__(self, scatter: Codec, gather: Codec | None, momentum: float = 0.0) -> None:
+    def __init__(self, scatter: Codec, gather: Codec | None) -> None:
         self.gather = gather
-        self._momentum = momentum
-        self.begin_step(scatter, None, None)
+        self.begin_step(scatter, None)
 
-    def begin_step(self, scatter: Codec, residual: Change | None, velocity: Change | None) -> None:
+    def begin_step(self, scatter: Codec, residual: Change | None) -> None:
         """Begin the next step.
 
         Args:
             scatter: codec of the scatter leg.
             residual: the residuals; None without error feedback.
-            velocity: the gradients with momentum, which travel in their place; None: gradients travel.
         """
         self.scatter = scatter
         self.finite: list[Tensor] = []
         self.payload: Tensor | None = None
         self._residual = residual
-        self._velocity = velocity
-
-    @property
-    def own_is_coded(self) -> bool:
-        """Whether the owner of a slice codes its own gradients, too: with momentum, what is sent loses its velocity."""
-        return self._velocity is not None
 
     def encode(self, values: Tensor, low: int, high: int, payload: Tensor) -> None:
         """Write the code of this rank's gradients of a slice.
@@ -88,12 +79,7 @@ class Coding:
         """
         residual = self._residual_of(low, high)
         left_out = torch.empty_like(values) if residual is None else residual.after
-        velocity = None if self._velocity is None else self._velocity.of(low, high)
-        if velocity is not None:
-            values = torch.add(values, velocity.before, alpha=self._momentum, out=velocity.after)
         self.scatter.encode(values, None if residual is None else residual.before, left_out, payload)
-        if velocity is not None:
-            self.scatter.clear(payload, velocity.after)
 
     def hand_over(self, values: Tensor, low: int, high: int) -> None:
         """Add what this rank has left out of a slice that another rank of its node codes now to its gradients of it.
@@ -108,13 +94,9 @@ class Coding:
             residual = self._residual.of(low, high)
             values.add_(residual.before)
             residual.after.zero_()
-        if self._velocity is not None:
-            velocity = self._velocity.of(low, high)
-            values.add_(velocity.before, alpha=self._momentum)
-            velocity.after.zero_()
 
     def own_term(self, values: Tensor, low: int, high: int, *, in_place: bool) -> Tensor:
-        """This rank's term of the sum of its own slice, if it is not coded; in the memory of ``values`` or not."""
+        """This rank's term of the sum of its own slice; in the memory of ``values`` or not."""
         residual = self._residual_of(low, high)
         if residual is None:
             return values if in_place else values.clone()
@@ -132,14 +114,12 @@ class Coding:
         """
         residual = self._residual_of(low, high)
         if self.gather is None or payload is None:
-            if residual is not None and not self.own_is_coded:
+            if residual is not None:
                 residual.after.zero_()
             self.note(total)
             return
-        left_out = torch.empty_like(total) if residual is None or self.own_is_coded else residual.after
+        left_out = torch.empty_like(total) if residual is None else residual.after
         self.gather.encode(total, None, left_out, payload)
-        if residual is not None and self.own_is_coded:
-            residual.after.add_(left_out)
         self.payload = payload
         self.decode_sum(payload, total)
 

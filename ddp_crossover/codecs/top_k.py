@@ -204,9 +204,6 @@ class TopKCodec(Codec):
         sent, _ = self._split(payload)
         total.index_add_(0, self._indices(payload, total), sent)
 
-    def clear(self, payload: Tensor, state: Tensor) -> None:
-        state.index_fill_(0, self._indices(payload, state), 0.0)
-
     def is_finite(self, payload: Tensor) -> Tensor:
         return all_finite(self._split(payload)[0])
 

@@ -216,8 +216,7 @@ class CodedSumRound(_CodesOfAllRound):
     def finish(self) -> None:
         coding, own = self._coding, self._own()
         is_first = self._members.own == 0
-        own_term = self._encoded(own) if coding.own_is_coded else coding.own_term(*own, in_place=is_first)
-        self._add_up(own_term, own.values, own_is_coded=coding.own_is_coded)
+        self._add_up(coding.own_term(*own, in_place=is_first), own.values, own_is_coded=False)
         payload = None if coding.gather is None else self._payload(coding.gather, len(own.values))
         coding.encode_sum(*own, payload)
 

@@ -20,7 +20,6 @@ from torch.optim import LBFGS, Optimizer
 from ddp_crossover.fusion import Schedule
 from ddp_crossover.hooks import PICKLE_ADVICE, Hook
 from ddp_crossover.log import first_of
-from ddp_crossover.top_k import TopK
 from ddp_crossover.torch_internals.ddp import (
     has_comm_hook,
     is_joining,
@@ -265,27 +264,6 @@ def refuse_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[Optimiz
         if not any(id(p) in managed for g in optimizer.param_groups for p in g["params"]):
             raise ValueError(
                 f"none of the parameters of {kind} belong to this DDP model: build the optimizer from ddp.parameters()"
-            )
-
-
-def refuse_momentum(world_size: int, compress: TopK | None, optimizers: Sequence[Optimizer]) -> None:
-    """Raise if momentum correction would apply no momentum, or a second one.
-
-    Raises:
-        ValueError: if so.
-    """
-    if compress is None or not compress.momentum_correction:
-        return
-    if world_size == 1:
-        raise ValueError(
-            "momentum_correction applies the momentum to what is sent, and one rank sends nothing: give the optimizer "
-            "the momentum, and leave out compress="
-        )
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        if group.get("momentum") or (group.get("betas") or (0.0,))[0]:
-            raise ValueError(
-                "momentum_correction applies the momentum before gradients are selected, and the optimizer applies one "
-                "too: set the optimizer's momentum (or first beta) to 0, or leave out momentum_correction"
             )
 
 

@@ -48,7 +48,7 @@ class Range(NamedTuple):
 
 
 class Feedback:
-    """The residuals of one rank, and with momentum correction its velocities. They stay when plans change.
+    """The residuals of one rank. They stay when plans change.
 
     Args:
         wire: what gradients are on the wire.
@@ -82,13 +82,11 @@ class Feedback:
         coded = [spec for spec in specs if spec.is_coded]
         sizes = arena_capacity(coded, world_size, shard_align_bytes)
         self._residuals = {arena: _Pair(numel, device) for arena, numel in sizes.items()} if wire.has_feedback else {}
-        self._momentum = 0.0 if wire.top_k is None else float(wire.top_k.momentum_correction)
-        self._velocities = {arena: _Pair(numel, device) for arena, numel in sizes.items()} if self._momentum else {}
         self._specs = specs
         self._plan: FusionPlan | None = None
-        self._loaded: dict[str, dict[str, Tensor]] | None = None
+        self._loaded: dict[str, Tensor] | None = None
         if streams is not None:
-            for _, pair in self._all():
+            for pair in self._residuals.values():
                 for memory in (pair.before, pair.after):
                     streams.keep_until_done(memory)
         self._codings: list[tuple[FusionGroup, Coding]] = []
@@ -96,7 +94,7 @@ class Feedback:
     def use(self, plan: FusionPlan) -> None:
         """Move all to the places that gradients have in this plan."""
         if self._plan is not None and self._plan.is_coded and plan.is_coded:
-            for arena, pair in self._all():
+            for arena, pair in self._residuals.items():
                 pair.after.zero_()
                 for index, spec in enumerate(plan.gradients):
                     if spec.arena == arena:
@@ -111,7 +109,7 @@ class Feedback:
 
     def coding(self, group: FusionGroup) -> Coding:
         """The coding of a group's fusion buffer in all steps under the plan in use."""
-        coding = Coding(self._scatter, self._wire.gather, self._momentum)
+        coding = Coding(self._scatter, self._wire.gather)
         self._codings.append((group, coding))
         return coding
 
@@ -120,7 +118,7 @@ class Feedback:
         if isinstance(scale, Tensor) or isinstance(self.scale, Tensor) or scale != self.scale:
             ratio = torch.as_tensor(scale / self.scale)
             is_the_same_scaler = (ratio >= 1 / _MOST_RESCALED) & (ratio <= _MOST_RESCALED)
-            for _, pair in self._all():
+            for pair in self._residuals.values():
                 for state in (pair.before, pair.after):
                     state.mul_(torch.where(is_the_same_scaler, ratio, 0.0).to(state))
             self.scale = scale
@@ -129,12 +127,8 @@ class Feedback:
             if density != self._scatter.density:
                 self._scatter = self._scatter.with_density(density)
         for group, coding in self._codings:
-            residual, velocity = self._residuals.get(group.arena), self._velocities.get(group.arena)
-            coding.begin_step(
-                self._scatter,
-                None if residual is None else residual.of(group),
-                None if velocity is None else velocity.of(group),
-            )
+            residual = self._residuals.get(group.arena)
+            coding.begin_step(self._scatter, None if residual is None else residual.of(group))
 
     def end_step(self, unused: Iterable[Range], finite: Sequence[Tensor]) -> None:
         """Take over what the step has left out.
@@ -147,31 +141,30 @@ class Feedback:
             return
         self.steps += 1
         for arena, low, high in unused:
-            for pairs in self._kinds().values():
-                if arena in pairs:
-                    pairs[arena].after[low:high] = pairs[arena].before[low:high]
+            if (pair := self._residuals.get(arena)) is not None:
+                pair.after[low:high] = pair.before[low:high]
         if self._host_knows:
-            for _, pair in self._all():
+            for pair in self._residuals.values():
                 pair.swap()
         elif finite:
             all_finite = torch.stack(list(finite)).all()
-            for _, pair in self._all():
+            for pair in self._residuals.values():
                 pair.take_over_if(all_finite)
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of everything, by name of the parameter, flat, in memory order."""
         state: dict[str, Any] = {"steps": self.steps, "scale": float(self.scale)}
         if self._loaded is not None:  # not in place yet
-            return state | {kind: dict(self._loaded[kind]) for kind in self._kinds()}
-        return state | {kind: self._copies(pairs) for kind, pairs in self._kinds().items()}
+            return state | {"residual": dict(self._loaded)}
+        return state | {"residual": self._copies()}
 
-    def _copies(self, pairs: Mapping[str, _Pair]) -> dict[str, Tensor]:
+    def _copies(self) -> dict[str, Tensor]:
         if self._plan is None:
             return {}
         return {
-            spec.name: pairs[spec.arena].before[low : low + spec.numel].clone().cpu()
+            spec.name: self._residuals[spec.arena].before[low : low + spec.numel].clone().cpu()
             for spec, low in zip(self._plan.gradients, self._plan.offsets, strict=True)
-            if spec.arena in pairs
+            if spec.arena in self._residuals
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -181,31 +174,22 @@ class Feedback:
             ValueError: if it is the state of another model.
         """
         numels = {spec.name: spec.numel for spec in self._specs}
-        for kind in self._kinds():
-            for name, values in state[kind].items():
-                if numels.get(name) != values.numel():
-                    raise ValueError(
-                        f"this state was saved for another model: it has {values.numel()} elements of {name!r}, and "
-                        f"the model {numels.get(name, 'no such parameter')}"
-                    )
+        for name, values in state["residual"].items():
+            if numels.get(name) != values.numel():
+                raise ValueError(
+                    f"this state was saved for another model: it has {values.numel()} elements of {name!r}, and "
+                    f"the model {numels.get(name, 'no such parameter')}"
+                )
         self.steps, self.scale = int(state["steps"]), float(state["scale"])
-        self._loaded = {kind: {name: values.clone() for name, values in state[kind].items()} for kind in self._kinds()}
+        self._loaded = {name: values.clone() for name, values in state["residual"].items()}
         self._place_loaded()
 
     def _place_loaded(self) -> None:
         if self._plan is None or self._loaded is None:
             return
-        for kind, pairs in self._kinds().items():
-            for spec, low in zip(self._plan.gradients, self._plan.offsets, strict=True):
-                if spec.arena in pairs:
-                    values = self._loaded[kind].get(spec.name)
-                    for state in (pairs[spec.arena].before, pairs[spec.arena].after):
-                        state[low : low + spec.numel] = 0.0 if values is None else values
+        for spec, low in zip(self._plan.gradients, self._plan.offsets, strict=True):
+            if (pair := self._residuals.get(spec.arena)) is not None:
+                values = self._loaded.get(spec.name)
+                for state in (pair.before, pair.after):
+                    state[low : low + spec.numel] = 0.0 if values is None else values
         self._loaded = None
-
-    def _kinds(self) -> dict[str, dict[str, _Pair]]:
-        return {"residual": self._residuals, "velocity": self._velocities}
-
-    def _all(self) -> Iterable[tuple[str, _Pair]]:
-        yield from self._residuals.items()
-        yield from self._velocities.items()

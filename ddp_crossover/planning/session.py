@@ -181,8 +181,7 @@ class Planning:
     @property
     def _may_be_plain(self) -> bool:
         """Whether gradients may also travel as they are, by plain all-reduces: what legs do does not change updates."""
-        compress = self._options.compress
-        return not self._options.shard_optimizer and not (compress is not None and compress.momentum_correction)
+        return not self._options.shard_optimizer
 
     @property
     def has_begun(self) -> bool:

@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 
 import ddp_crossover as dx
-from coded_runs import ADAM, SGD, Coded, Training, assert_same, everywhere, loss_of
+from coded_runs import ADAM, Coded, Training, assert_same, everywhere, loss_of
 from ddp_crossover.ddp.reducer import Reducer
 from ddp_crossover.fusion import plan_fusion
 
 OnRanks = Callable[..., list[Any]]
 INT8: dict[str, Any] = {"wire_dtype": torch.int8}
 SPARSE: dict[str, Any] = {"compress": dx.TopK(0.05)}
-MOMENTUM: dict[str, Any] = {"compress": dx.TopK(0.05, momentum_correction=0.9)}
 SIZES_KB = (8, 3, 40, 8, 5)
 
 
@@ -54,15 +53,12 @@ def _plans_change(case: Coded) -> None:
     assert_same(run.parameters(), {n: p.detach() for n, p in reference.model.named_parameters()}, "at the end")
     for rank, left_out in enumerate(everywhere(run.left_out())):
         assert_same(left_out["residual"], reference.ranks.residual[rank], f"residual of rank {rank}")
-        if case.wire().momentum:
-            assert_same(left_out["velocity"], reference.ranks.velocity[rank], f"velocity of rank {rank}")
     run.state.detach()
 
 
 CASES = {
     "int8": Coded(INT8, ADAM),
     "sparse": Coded(SPARSE | INT8, ADAM, looks=False),
-    "momentum": Coded(MOMENTUM, SGD, looks=False),
 }
 
 
@@ -75,7 +71,6 @@ NODES = ((0, 1), (2, 3))
 CASES_BY_NODE = {
     "int8": Coded(INT8 | {"groups": "node"}, ADAM, nodes=NODES),
     "sparse": Coded(SPARSE | {"groups": "node"}, ADAM, nodes=NODES),
-    "momentum": Coded(MOMENTUM | {"groups": "node"}, SGD, nodes=NODES, looks=False),
 }
 
 

@@ -35,7 +35,6 @@ from optimizers import interleaved_optimizers
 OnRanks = Callable[..., list[Any]]
 INT8: dict[str, Any] = {"wire_dtype": torch.int8}
 SPARSE_INT8: dict[str, Any] = {"compress": dx.TopK(0.05)} | INT8
-MOMENTUM: dict[str, Any] = {"compress": dx.TopK(0.05, momentum_correction=0.9)}
 
 
 class InDtype(nn.Module):
@@ -113,11 +112,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_models(on_ranks: OnRanks, name: str) -> None:
     on_ranks(compare_with_one_process, 2, Coded(SPARSE_INT8, SGD, MODELS[name]))
-
-
-@pytest.mark.parametrize("name", ["bf16", "channels last", "tied"])
-def test_models_with_momentum(on_ranks: OnRanks, name: str) -> None:
-    on_ranks(compare_with_one_process, 2, Coded(MOMENTUM, SGD, MODELS[name], looks=False))
 
 
 def test_gradients_in_buckets(on_ranks: OnRanks) -> None:
@@ -252,7 +246,7 @@ def _one_dimensional(options: dict[str, Any]) -> None:
         assert torch.equal(ours.grad, theirs.grad) == (ours.dim() < 2), name
 
 
-@pytest.mark.parametrize("options", [INT8, SPARSE_INT8, MOMENTUM], ids=["int8", "sparse", "momentum"])
+@pytest.mark.parametrize("options", [INT8, SPARSE_INT8], ids=["int8", "sparse"])
 def test_one_dimensional_parameters_are_not_coded(on_ranks: OnRanks, options: dict[str, Any]) -> None:
     on_ranks(_one_dimensional, 2, options)
 
@@ -429,8 +423,6 @@ def _refusals() -> None:
         model = DistributedDataParallel(CodedNet())
         return dx.attach(model, optimizer(model.parameters(), lr=0.1), **options)
 
-    momentum = partial(torch.optim.SGD, momentum=0.9)
-    corrected = dx.TopK(momentum_correction=0.9)
     for options, message in (
         ({"wire_dtype": torch.int8, "schedule": "allreduce"}, "leave out one of them"),
         ({"compress": dx.TopK(), "schedule": "allreduce"}, "leave out one of them"),
@@ -441,8 +433,6 @@ def _refusals() -> None:
         ({"groups": "rack"}, "groups must be 'node' or None"),
         ({"compress": 0.01}, "compress must be a dx.TopK"),
         ({"wire_dtype": torch.int16}, "wire_dtype must be"),
-        ({"compress": corrected, "optimizer": momentum}, "or leave out momentum_correction"),
-        ({"compress": corrected, "optimizer": torch.optim.Adam}, "or leave out momentum_correction"),
     ):
         with pytest.raises(ValueError, match=message):
             attach(**options)
@@ -462,9 +452,6 @@ def test_refusals(on_ranks: OnRanks) -> None:
         ({"density": 1.1}, "density must be above 0"),
         ({"density": float("nan")}, "density must be above 0"),
         ({"selector": "best"}, "selector must be one of auto, exact, chunked"),
-        ({"momentum_correction": 1.0}, "momentum_correction must be a factor"),
-        ({"momentum_correction": True}, "momentum_correction must be a factor"),
-        ({"momentum_correction": -0.1}, "momentum_correction must be a factor"),
         ({"warmup": [(0, 0.5)]}, "1 step or more"),
         ({"warmup": [(5, 2.0)]}, "density must be above 0"),
     ],

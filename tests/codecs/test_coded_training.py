@@ -27,9 +27,6 @@ CASES = {
     "top-k and bf16": Coded({"compress": SPARSE, "wire_dtype": torch.bfloat16}, ADAM),
     "exact": Coded({"compress": dx.TopK(0.05, "exact")}),
     "chunked in one large group": Coded({"compress": dx.TopK(0.05, "chunked"), "fusion_mb": 1.0}),
-    "momentum": Coded({"compress": dx.TopK(0.05, momentum_correction=0.9)}),
-    "momentum, exact": Coded({"compress": dx.TopK(0.05, "exact", momentum_correction=0.9)}, steps=15, looks=False),
-    "momentum and int8": Coded({"compress": dx.TopK(0.05, momentum_correction=0.9)} | INT8, looks=False),
     "warmup": Coded({"compress": dx.TopK(0.01, "exact", warmup=[(2, 0.5), (1, 0.1)])}, MOMENTUM_SGD),
     "dear": Coded(INT8 | {"schedule": "dear"}, ADAM, looks=False),
 }
@@ -45,7 +42,7 @@ def test_two_ranks(on_ranks: OnRanks, name: str) -> None:
     on_ranks(compare_with_one_process, 2, CASES[name])
 
 
-@pytest.mark.parametrize("name", ["int8", "top-k and int8", "momentum and int8"])
+@pytest.mark.parametrize("name", ["int8", "top-k and int8"])
 def test_four_ranks(on_ranks: OnRanks, name: str) -> None:
     on_ranks(compare_with_one_process, 4, CASES[name])
 
@@ -58,7 +55,6 @@ NODES = {
     "plain wire of one-dimensional parameters": Coded(INT8 | {"groups": "node"}, SGD),
     "top-k": Coded({"compress": SPARSE, "groups": "node"}, ADAM),
     "top-k and int8": Coded({"compress": SPARSE, "groups": "node"} | INT8, MOMENTUM_SGD, looks=False),
-    "momentum": Coded({"compress": dx.TopK(0.05, momentum_correction=0.9), "groups": "node"}, looks=False),
 }
 
 

@@ -20,7 +20,7 @@ WIRES: dict[str, dict[str, Any]] = {
     "int8": {"wire_dtype": torch.int8},
     "top-k": {"compress": dx.TopK(0.1)},
     "top-k, int8": {"compress": dx.TopK(0.1), "wire_dtype": torch.int8},
-    "momentum": {"compress": dx.TopK(0.1, momentum_correction=0.9), "wire_dtype": torch.bfloat16},
+    "sparse, bf16": {"compress": dx.TopK(0.1), "wire_dtype": torch.bfloat16},
 }
 
 

@@ -85,7 +85,7 @@ def test_what_this_rank_does_not_code_stays_when_plans_change(seed) -> None:
 
 def _saved() -> dict:
     residual = {spec.name: torch.randn(spec.numel) for spec in SPECS if spec.is_coded}
-    return {"steps": 3, "scale": 1.0, "residual": residual, "velocity": {}}
+    return {"steps": 3, "scale": 1.0, "residual": residual}
 
 
 def test_loaded_residuals_stay_where_this_rank_codes_nothing() -> None:

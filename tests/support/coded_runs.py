@@ -72,7 +72,6 @@ class Coded:
             dtype=self.options.get("wire_dtype"),
             density=None if top_k is None else partial(density_at, tuple(top_k.warmup), top_k.density),
             selector="auto" if top_k is None else top_k.selector,
-            momentum=0.0 if top_k is None else float(top_k.momentum_correction),
             feedback=self.feedback,
             nodes=self.nodes,
         )
@@ -185,7 +184,5 @@ def compare_with_one_process(case: Coded) -> dict[str, Any]:
                 assert_same(all_left_out[one]["residual"], reference.ranks.residual[one], f"residual of rank {one}")
             else:
                 assert not all_left_out[one]["residual"]
-            if case.wire().momentum:
-                assert_same(all_left_out[one]["velocity"], reference.ranks.velocity[one], f"velocity of rank {one}")
     run.state.detach()
     return left_out

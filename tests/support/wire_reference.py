@@ -69,7 +69,6 @@ class Wire:
         dtype: ``wire_dtype``.
         density: of a sparse wire at a step, counted from the first coded one; None without ``compress``.
         selector: of a sparse wire.
-        momentum: ``momentum_correction``.
         feedback: ``error_feedback``.
         nodes: the ranks of each node; one node for each rank by default.
     """
@@ -77,7 +76,6 @@ class Wire:
     dtype: torch.dtype | None = None
     density: Callable[[int], float] | None = None
     selector: str = "auto"
-    momentum: float = 0.0
     feedback: bool = True
     nodes: Sequence[Sequence[int]] = ()
 
@@ -100,19 +98,16 @@ class Ranks:
 
     Attributes:
         residual: by rank, by name, flat: what codes have left out.
-        velocity: likewise, with momentum.
         steps: coded steps that counted.
     """
 
     wire: Wire
     world_size: int
     residual: list[dict[str, Tensor]] = field(default_factory=list)
-    velocity: list[dict[str, Tensor]] = field(default_factory=list)
     steps: int = 0
 
     def __post_init__(self) -> None:
         self.residual = [{} for _ in range(self.world_size)]
-        self.velocity = [{} for _ in range(self.world_size)]
 
     def mean(self, gradients: Sequence[Mapping[str, Tensor]], plan: Any) -> dict[str, Tensor]:
         """The mean of the ranks' gradients (flat, by name, in memory order) as every rank gets it."""
@@ -122,7 +117,7 @@ class Ranks:
         mean = {name: self._uncoded([one[name] for one in terms]) for name in names if name not in coded}
         if plan is None or not plan.is_coded:
             return mean
-        residual, velocity = self._zeros(terms[0], coded), self._zeros(terms[0], coded)
+        residual = self._zeros(terms[0], coded)
         finite = True
         for group in plan.groups:
             inside = [plan.gradients[piece.parameter].name for piece in group.pieces]
@@ -131,16 +126,14 @@ class Ranks:
             flat = _Layout(plan, group)
             buffers = [flat.gathered(one) for one in terms]
             e = [flat.gathered(one) for one in self.residual]
-            u = [flat.gathered(one) for one in self.velocity]
-            total, e, u = self._coded(buffers, e, u)
+            total, e = self._coded(buffers, e)
             finite = finite and bool(total.isfinite().all())
             flat.scattered(total, mean, terms[0])
             for rank in range(self.world_size):
                 flat.scattered(e[rank], residual[rank])
-                flat.scattered(u[rank], velocity[rank])
         if finite:
             self.steps += 1
-            self.residual, self.velocity = residual, velocity
+            self.residual = residual
         return mean
 
     def _zeros(self, like: Mapping[str, Tensor], names: Iterable[str]) -> list[dict[str, Tensor]]:
@@ -156,67 +149,53 @@ class Ranks:
             terms = [_sum([terms[rank] for rank in node]) for node in self.wire.nodes]
         return _sum(terms).to(wire).to(dtype)
 
-    def _coded(
-        self, terms: list[Tensor], e: list[Tensor], u: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """The sum of a fusion buffer that all ranks get, and the new residuals and velocities."""
+    def _coded(self, terms: list[Tensor], e: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The sum of a fusion buffer that all ranks get, and the new residuals."""
         nodes = self.wire.nodes or [[rank] for rank in range(self.world_size)]
         places = len(nodes[0])
-        e, u = [one.clone() for one in e], [one.clone() for one in u]
+        e = [one.clone() for one in e]
         total = torch.empty_like(terms[0])
         size = total.numel() // self.world_size
         for place in range(places):
             # Inside of a node nothing is coded.
             part = slice(place * len(nodes) * size, (place + 1) * len(nodes) * size)
             at_home = [
-                _sum(
-                    [
-                        self._handed_over(i == place, *(x[rank][part] for x in (terms, e, u)))
-                        for i, rank in enumerate(node)
-                    ]
-                )
+                _sum([self._handed_over(i == place, terms[rank][part], e[rank][part]) for i, rank in enumerate(node)])
                 for node in nodes
             ]
             across = [node[place] for node in nodes]
-            own_e, own_u = [e[rank][part] for rank in across], [u[rank][part] for rank in across]
+            own_e = [e[rank][part] for rank in across]
             if places > 1 and self.wire.density is not None:
                 pieces = [slice(0, at_home[0].numel())]  # sent to all as a whole, and summed by each
-                total[part] = self._one_slice(at_home, own_e, own_u, None)
+                total[part] = self._one_slice(at_home, own_e, None)
                 continue
             pieces = [slice(i * size, (i + 1) * size) for i in range(len(across))]
             for owner, piece in enumerate(pieces):
                 total[part][piece] = self._one_slice(
-                    [one[piece] for one in at_home], [one[piece] for one in own_e], [one[piece] for one in own_u], owner
+                    [one[piece] for one in at_home], [one[piece] for one in own_e], owner
                 )
-        return total, e, u
+        return total, e
 
-    def _handed_over(self, is_own: bool, term: Tensor, e: Tensor, u: Tensor) -> Tensor:
+    def _handed_over(self, is_own: bool, term: Tensor, e: Tensor) -> Tensor:
         """A rank's gradients of a part, with what it has left out of it if another rank of the node codes it."""
         if is_own:
             return term
-        term = torch.add(term + e, u, alpha=self.wire.momentum)
+        term = term + e
         e.zero_()
-        u.zero_()
         return term
 
-    def _one_slice(self, terms: list[Tensor], e: list[Tensor], u: list[Tensor], owner: int | None) -> Tensor:
-        """The sum of a slice as its owner sends it; changes residuals and velocities in place."""
+    def _one_slice(self, terms: list[Tensor], e: list[Tensor], owner: int | None) -> Tensor:
+        """The sum of a slice as its owner sends it; changes residuals in place."""
         wire, sent = self.wire, []
         for i, term in enumerate(terms):
-            value = term
-            if wire.momentum:
-                u[i].copy_(torch.add(term, u[i], alpha=wire.momentum))
-                value = u[i]
-            value = value + e[i] if wire.feedback else value.clone()
-            if i == owner and not wire.momentum:
+            value = term + e[i] if wire.feedback else term.clone()
+            if i == owner:
                 sent.append(value)
                 e[i].zero_()
                 continue
             if wire.density is not None:
                 mask = largest_of(value, wire.density(self.steps), wire.selector)
                 code = torch.where(mask, value, 0.0)
-                if wire.momentum:
-                    u[i][mask] = 0
                 if wire.feedback:
                     e[i].copy_(torch.where(mask, 0.0, value))
             else:
