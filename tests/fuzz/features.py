@@ -67,6 +67,11 @@ def _adds_to_views(choices: Choices) -> bool:
     return adds_up and bool(choices.get("bucket_view"))
 
 
+def _is_refused_by_some_ranks(choices: Choices) -> bool:
+    """A gradient of one rank alone is not recognized where its elements were clipped, and the other ranks raise."""
+    return bool(choices.get("weighted")) and choices.get("clip") == "value"
+
+
 # Whether this version of torch can copy the gradients of a bucket into it together.
 BATCHES_COPIES = "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters
 # Parameters that take part in some forwards only. DDP must look for them, and no graph is static.
@@ -116,7 +121,7 @@ SCRIPT = (
     Feature("scheduler", ("", "step", "cycle", "one_cycle")),
     Feature("sizes", ("equal", "unequal", "zeros"), has("find_unused", "static_graph", model=BRANCHES, zero="between")),
     Feature("past_ddp", ("", "always", "sometimes"),  # forwards through the module inside of DDP, which reduces nothing
-            has("static_graph", "by_name", clip="own", sizes="zeros")),
+            either(has("static_graph", "by_name", clip="own", sizes="zeros"), _is_refused_by_some_ranks)),
     Feature("batch_around", ("each", "all"), lambda choices: choices.get("micro_batches", 1) == 1),
     Feature("second", ("", "alternate", "one_optimizer"),
             has("closure", "scaler", "static_graph", optimizer=("two", "interleaved", "partial"))),
