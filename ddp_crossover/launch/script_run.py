@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -82,6 +83,7 @@ def three_runs(
         ValueError: if the script fails, or leaves nothing.
     """
     with ExitStack() as stack:
+        stack.enter_context(_sigterm_raises())
 
         def make() -> str:
             return stack.enter_context(tempfile.TemporaryDirectory(prefix=f"ddp_crossover-{name}-"))
@@ -104,6 +106,16 @@ def three_runs(
                 meeting.gather(None)  # or the copy would be dropped while others use it
         yield runs
         meeting.gather(None)
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Context in which SIGTERM, which torchrun sends when a rank fails, leaves no files behind."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -134,10 +146,14 @@ def _run(command: Sequence[str], environment: Mapping[str, str], arm: str, *, sh
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as script:
         assert script.stdout is not None
-        for line in script.stdout:
-            lines.append(line)
-            if shows:
-                _write(line)
+        try:
+            for line in script.stdout:
+                lines.append(line)
+                if shows:
+                    _write(line)
+        except BaseException:
+            script.terminate()  # else this would wait for the end of training
+            raise
     output = "".join(lines)
     if script.returncode:
         hint = ""

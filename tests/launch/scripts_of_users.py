@@ -60,8 +60,12 @@ def torchrun(
     *command: str, ranks: int = 2, folder: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """What a user starts on one node."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return _start([*launcher, *command], folder, environment)
+    return _start(torchrun_command(*command, ranks=ranks), folder, environment)
+
+
+def torchrun_command(*command: str, ranks: int = 2) -> list[str]:
+    """The whole of it."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *command]
 
 
 def python(*command: str, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -72,10 +76,14 @@ def python(*command: str, folder: Path | None = None, **environment: str) -> sub
 def _start(
     command: Sequence[str], folder: Path | None, environment: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
     # Without a time limit of its own: pytest's ends it, and on a busy machine nine interpreters take long to start.
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return subprocess.run(command, cwd=folder, env=environment_of_user(**environment), capture_output=True, text=True)
+
+
+def environment_of_user(**more: str) -> dict[str, str]:
+    """One in which this checkout is found."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
 
 
 def bits(done: subprocess.CompletedProcess[str]) -> list[list[str]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scripts_of_users import TRAIN, torchrun, write_script
+from scripts_of_users import TRAIN, environment_of_user, torchrun, torchrun_command, write_script
 
 from ddp_crossover.launch.throw_away import inside, throw_away_copy
 
@@ -132,6 +132,21 @@ def test_verify_leaves_files_as_they_were(tmp_path: Path, files) -> None:
     done = torchrun(*VERIFY, str(script), folder=Path.cwd(), BEST=str(tmp_path / "elsewhere" / "best.pt"))
     assert done.returncode == 0 and "bit for bit" in done.stdout, done.stdout + done.stderr
     assert "for real" not in done.stderr
+
+
+@pytest.mark.nightly
+def test_a_command_that_is_terminated_leaves_nothing_behind(tmp_path: Path) -> None:
+    text = TRAIN.replace("    losses = []", "    print('training', flush=True)\n    import time; time.sleep(600)")
+    (tmp_path / "temporary").mkdir()
+    command = torchrun_command(*VERIFY, "--show-output", str(write_script(tmp_path, text)))
+    environment = environment_of_user(TMPDIR=str(tmp_path / "temporary"))
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stderr is not None
+        assert any("training" in line for line in launcher.stderr)
+        assert list((tmp_path / "temporary").glob("ddp_crossover-*"))
+        launcher.terminate()
+        launcher.communicate()
+    assert not list((tmp_path / "temporary").glob("ddp_crossover-*"))
 
 
 @pytest.mark.nightly
