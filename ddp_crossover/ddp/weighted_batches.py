@@ -257,10 +257,12 @@ class WeightedBatches:
             were_added_to: whether a backward has added this rank's own gradients to reduced ones.
         """
         if (self._unreduced.number or were_added_to) and not are_empty(optimizer_parameters(optimizer)):
+            # Where a framework calls the closure, it is tempting to put batch() around step().
+            closure = "" if self._count is None else "; if step() gets a closure, enter state.batch() inside of it"
             raise RuntimeError(
                 "optimizer.step() was called with gradients of this rank alone, which were not reduced and so not "
                 "weighted (weighted=True): leave the last micro-batch of a step out of no_sync(), add up losses before "
-                "one backward, or call optimizer.zero_grad() to drop them"
+                f"one backward, or call optimizer.zero_grad() to drop them{closure}"
             )
 
     def forward_begins(self, *, reduces: bool) -> None:

@@ -342,3 +342,29 @@ def _places_in_the_epoch(workers: int) -> list[tuple[int, int]]:
 def test_a_balanced_sampler_counts_steps_that_were_trained(on_ranks, workers) -> None:
     expected = [(1, 0), *((1, batch) for batch in range(8)), (2, 0)]
     assert on_ranks(_places_in_the_epoch, 2, workers) == [expected, expected]
+
+
+def _batch_around_a_step_with_a_closure() -> str:
+    ranks = Ranks()
+    x, y = samples_of(0, torch.float64)
+
+    def closure() -> torch.Tensor:
+        ranks.optimizer.zero_grad()
+        loss = mse(ranks.model(x[:4]), y[:4])
+        loss.backward()
+        return loss
+
+    try:
+        for _ in range(STEPS):
+            with ranks.state.batch(4):
+                ranks.optimizer.step(closure)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        ranks.state.detach()
+    return "nothing"
+
+
+def test_a_batch_around_a_step_with_a_closure(on_ranks) -> None:
+    for said in on_ranks(_batch_around_a_step_with_a_closure, 2):
+        assert "enter state.batch() inside of it" in said
