@@ -218,6 +218,45 @@ def test_a_step_that_is_in_memory_in_part_is_not_saved(scripts) -> None:
     assert not saved
 
 
+# Rank 1 sends all but the group of the last layers, whose optimizer has put its update off; the other's is in memory.
+_ONE_OPTIMIZER_OF_TWO = """
+state.detach()
+late, optimizer = [torch.optim.AdamW(part.parameters(), lr=0.01) for part in (net[8:], net[:8])]
+state = dx.attach(model, [late, optimizer], fusion_mb=0.02)
+
+def train_both(index):
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * index + rank))
+    net.zero_grad()
+    model(x).square().mean().backward()
+    late.step()
+    if index == 7:
+        print([parameter.grad.sum() for parameter in net[:8].parameters()])
+    optimizer.step()
+
+for index in range(7):
+    train_both(index)
+state.synchronize()
+dist.barrier()
+if rank:
+    from ddp_crossover.collectives.gloo_leg import GlooGatherLeg
+    post = GlooGatherLeg.post
+    GlooGatherLeg.post = lambda leg: post(leg) if leg.group else None
+train_both(7)
+print("both have stepped", flush=True)
+if rank:
+    time.sleep(0.5)  # what was sent arrives
+    os._exit(0)
+save()
+"""
+
+
+def test_two_optimizers_of_which_one_has_made_its_step_are_not_saved(scripts) -> None:
+    [one, _], [saved, _] = scripts.run(_ONE_OPTIMIZER_OF_TWO)
+    assert "both have stepped" in one.output, one
+    assert one.exitcode == 1 and "LegError" in one.output, one
+    assert not saved
+
+
 def test_with_three_ranks_the_others_leave_in_time(scripts) -> None:
     end = "train(late_rank=1)\nif rank == 1: os._exit(0)\nsave()\nif rank: raise ZeroDivisionError('my own')"
     ends, saves = scripts.run(end, world_size=3)
