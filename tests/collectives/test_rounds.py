@@ -97,7 +97,7 @@ def _coded(
     buffers = []
     for term, residual in zip(terms, residuals, strict=True):
         coding = Coding(scatter, gather)
-        coding.begin_step(scatter, residual, None)
+        coding.begin_step(scatter, residual)
         buffers.append(FusionBuffer((term.clone(),), coding=coding))
     return buffers
 
