@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
+from bench_parts.prediction import lasting
 from ddp_crossover import cli
 from ddp_crossover.collectives.gloo_link import GlooLink
-from ddp_crossover.ddp.reducer import Reducer
+from ddp_crossover.ddp.plan_in_force import PlanInForce
 from ddp_crossover.dear import Phase
 from ddp_crossover.fusion import FusionPlan, Schedule
 from ddp_crossover.planning import session as planning
@@ -117,7 +118,7 @@ def _measures_differ() -> Iterator[None]:
     profile = ComputeProfiler.profile
 
     def other_profile(profiler: ComputeProfiler) -> ComputeProfile:
-        return profile(profiler).lasting(off * 1e-3)
+        return lasting(profile(profiler), off * 1e-3)
 
     with (
         mock.patch.object(planning, "probe_link", lambda *args: LinkModel(off * 1e-3, off * 1e-3, off * 1e-9)),
@@ -129,13 +130,13 @@ def _measures_differ() -> Iterator[None]:
 def _agreed() -> tuple[Any, ...]:
     """What every rank plans from and with."""
     digests = []
-    use = Reducer._use
+    use = PlanInForce._use
 
-    def noting(reducer: Reducer, choice: Any) -> None:
+    def noting(in_force: PlanInForce, choice: Any) -> None:
         digests.append(choice.digest())
-        use(reducer, choice)
+        use(in_force, choice)
 
-    with _measures_differ(), mock.patch.object(Reducer, "_use", noting):
+    with _measures_differ(), mock.patch.object(PlanInForce, "_use", noting):
         job = Job()
         for _ in range(SETTLING + PROFILING + TUNING):
             job.train(1)
@@ -159,22 +160,22 @@ def test_all_ranks_plan_from_what_rank_0_has_measured_and_tune_alike(on_ranks) -
 def _switch_and_look(schedules: tuple[str, ...]) -> int:
     """Train under random plans; at each switch nothing may be under way. Returns the number of switches."""
     switches = 0
-    use = Reducer._use
+    use = PlanInForce._use
 
-    def careful(reducer: Reducer, plan: FusionPlan) -> None:
+    def careful(in_force: PlanInForce, plan: FusionPlan) -> None:
         nonlocal switches
-        before, link = reducer.pipeline, reducer._link
+        before, link = in_force.pipeline, in_force._link
         assert isinstance(link, GlooLink)
         assert not link._context.open_legs
-        switches += reducer._planning.has_begun
+        switches += in_force._planning.has_begun
         if before is not None:
             assert before.phase is Phase.IDLE
             assert not before.updates
             assert all(slot.pending.current.resolved for slot in before.slots)
-        use(reducer, plan)
-        assert reducer.pipeline is None or reducer.pipeline is not before
+        use(in_force, plan)
+        assert in_force.pipeline is None or in_force.pipeline is not before
 
-    with random_plans(3, schedules=schedules), mock.patch.object(Reducer, "_use", careful):
+    with random_plans(3, schedules=schedules), mock.patch.object(PlanInForce, "_use", careful):
         job = Job()
         job.train(25)
         stats = job.state.stats()
