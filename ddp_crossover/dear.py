@@ -299,16 +299,13 @@ class Pipeline:
             if not self.updates:
                 return
             groups = dict.fromkeys(group for slot in slots if slot in self.updates for group in slot.groups)
-            with_next = self._arrived_behind(groups)
+            arrived = self._arrived_behind(groups)
             # Wait for all groups before the first update: a leg that fails must not leave only some of them updated.
-            for group in (*groups, *with_next):
+            for group in (*groups, *arrived):
                 self._await_gather(group)
-            if with_next:
-                self._update(dict.fromkeys(slot for group in (*groups, *with_next) for slot in group.slots))
-                return
-            # Update group by group: gradients cast back to the parameters' dtype never take more than one group.
-            for group in groups:
-                self._update(group.slots)
+            # Else group by group: gradients cast back to the parameters' dtype never take more than one group.
+            for together in [(*groups, *arrived)] if arrived else [(group,) for group in groups]:
+                self._update(dict.fromkeys(slot for group in together for slot in group.slots))
 
     def _arrived_behind(self, groups: Collection[GroupInFlight]) -> list[GroupInFlight]:
         """The groups that forward uses next, as far as their gather legs have ended, to be updated together with these.

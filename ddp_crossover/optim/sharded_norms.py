@@ -10,7 +10,7 @@ The result does not depend on what other ranks have read, so ranks need not agre
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 from zlib import crc32
 
@@ -71,10 +71,9 @@ def gradients_of(pipeline: Pipeline, parameters: Iterable[Tensor]) -> Gradients 
 
 
 def clip_grad_norm(
-    pipeline: Pipeline | None, parameters: Iterable[Tensor], max_norm: float, norm_type: float
+    pipeline: Pipeline | None, parameters: Sequence[Tensor], max_norm: float, norm_type: float
 ) -> Tensor:
     """Clip the norm of all gradients of a model, and return what it was; see :meth:`DearState.clip_grad_norm_`."""
-    parameters = list(parameters)
     gradients = shared_gradients(pipeline, parameters)
     if pipeline is None or gradients is None or norm_type <= 0:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)

@@ -134,15 +134,12 @@ def _notice_shutdowns() -> None:
 
     def noticed(group: dist.ProcessGroup) -> None:
         try:
-            _before_shutdown.pop(group, _nothing)()
+            if (function := _before_shutdown.pop(group, None)) is not None:
+                function()
         finally:
             shutdown(group)
 
     dist.ProcessGroup.shutdown = noticed  # type: ignore[assignment, method-assign]
-
-
-def _nothing() -> None:
-    pass
 
 
 class OwnedGroups:
