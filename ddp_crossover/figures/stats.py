@@ -152,12 +152,12 @@ class DearStats:
         return Counter({**self.fallbacks, **looks})
 
     def __str__(self) -> str:
-        """Return how many steps overlapped and, in a line each, what prevented it most often."""
+        """Return how many steps hid their all-gathers behind the next forward and, in a line each, what kept others."""
         plain = self.iterations - self.pipelined_iterations
         if self.pipelined_iterations:
-            overlapped, more = f"{self.overlapped_steps} of {self.finished_steps} pipelined steps overlapped", " more"
+            overlapped, more = f"{self.overlapped_steps} of {self.finished_steps} steps hid their all-gathers", " more"
         else:
-            overlapped, more = "no steps overlapped", ""
+            overlapped, more = "no steps hid their all-gathers", ""
         lines = [overlapped + (f"; {plain}{more} were plain all-reduces" if plain else "")]
         lines += [f"  {_times(times)}: {what}" for what, times in self.obstacles.most_common(_SHOWN)]
         if not self.obstacles and self.overlapped_steps < self.finished_steps:

@@ -85,7 +85,7 @@ def compare(
         )
         return verdict(2, text)
     difference = first_difference(first, other, "plain", "attached")
-    compared = f"{steps} optimizer steps, {losses} losses; {overlapped} of {finished} pipelined steps overlapped"
+    compared = f"{steps} optimizer steps, {losses} losses; {overlapped} of {finished} steps hid their all-gathers"
     if difference is None:
         how = "DDP that adds in rank order" if first["sums_are_in_rank_order"] else "plain DDP"
         text = f"parameters, buffers, optimizer state and losses equal {how}'s bit for bit ({compared})"

@@ -240,7 +240,7 @@ def costs(obstacles: Mapping[str, int], advice: Mapping[str, str], steps: int, n
     lines, said = [], set()
     for what, times in sorted(obstacles.items(), key=lambda one: -one[1]):
         way_out = advice.get(what, "")
-        lines.append(f"Costs overlap in {min(times, steps)} of {steps} pipelined steps: {what}.")
+        lines.append(f"Costs overlap in {min(times, steps)} of {steps} steps: {what}.")
         if way_out and way_out not in said:
             lines.append(f"  {way_out.rstrip('.')}.")
             said.add(way_out)

@@ -109,7 +109,7 @@ def _train(name: str) -> tuple[dict[str, int], str, list[str]]:
 def test_the_line_that_needs_updates_early_is_named_once_a_step(on_ranks, name) -> None:
     before_step, after_step, what = LOOKS[name]
     (looks, line, _), (_, _, logged_by_rank_1) = on_ranks(_train, 2, name)
-    assert "steps overlapped" in line
+    assert "hid their all-gathers" in line
     assert logged_by_rank_1 == []
     if name == "nobody":
         assert looks == {}

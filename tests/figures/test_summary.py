@@ -58,7 +58,7 @@ def test_a_state_shows_what_is_in_force(on_ranks) -> None:
     assert "rank 0 of 2 over gloo" in before and "plain all-reduces" in before and "last step" not in before
     after, _ = first["trained"]
     assert "schedule auto" in after and ".weight" in after and "KiB in all" in after
-    assert re.search(r"last step \S+ ms, \S+ ms of it exposed", after) and "steps overlapped" in after
+    assert re.search(r"last step \S+ ms, \S+ ms of it exposed", after) and "hid their all-gathers" in after
     assert len(after.splitlines()) < 12
     assert "rank 1 of 2" in second["trained"][0]
     detached, _ = first["detached"]
@@ -129,7 +129,7 @@ def test_a_prediction_stands_beside_no_figure_of_steps_before_it() -> None:
     assert "ms of it exposed" in summary("a model", None, left, stats, is_detached=False)
     assert summary("a model", None, left, stats, is_detached=True).splitlines()[1:] == [
         f"  {left}",
-        "  no steps overlapped; 2 were plain all-reduces",
+        "  no steps hid their all-gathers; 2 were plain all-reduces",
     ]
 
 

@@ -65,7 +65,7 @@ def test_optimizers_with_states_of_the_same_name_are_all_compared(tmp_path: Path
 def test_it_says_when_too_few_steps_overlapped_to_mean_much(tmp_path: Path) -> None:
     plain, again = _write(tmp_path / "plain", [1.0]), _write(tmp_path / "again", [1.0])
     verdict = compare(plain, _write(tmp_path / "ours", [1.0]), again, {})
-    assert verdict.text.endswith("1 of 1 pipelined steps overlapped)")
+    assert verdict.text.endswith("1 of 1 steps hid their all-gathers)")
     waits = MODEL | {"overlapped_steps": 1, "finished_steps": 3, "obstacles": {"train.py:3 clips": 2}}
     weak = compare(plain, _write(tmp_path / "waits", [1.0], models=[waits]), again, {})
     assert weak.exit_status == 0 and weak.text.endswith("a run whose steps do; train.py:3 clips (2 times)")

@@ -59,10 +59,10 @@ def test_each_cost_and_each_way_out_is_said_once_and_no_count_exceeds_the_steps(
     advice = {what: "Attach with norms='sharded'." for what in obstacles if "clips" in what}
     said = costs(obstacles, advice, 30, None)
     assert said == [
-        "Costs overlap in 30 of 30 pipelined steps: train.py:3 clips.",
+        "Costs overlap in 30 of 30 steps: train.py:3 clips.",
         "  Attach with norms='sharded'.",
-        "Costs overlap in 30 of 30 pipelined steps: train.py:4 clips.",
-        "Costs overlap in 2 of 30 pipelined steps: train.py:9 reads.",
+        "Costs overlap in 30 of 30 steps: train.py:4 clips.",
+        "Costs overlap in 2 of 30 steps: train.py:9 reads.",
         "  What stands behind that, the doctor says with --norms sharded.",
     ]
     assert costs(obstacles, advice, 30, "sharded") == said[:-1]
