@@ -13,6 +13,7 @@ import pickle
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -174,10 +175,28 @@ def optimizer_resumes(run: Run) -> None:
         optimizer.load_state_dict(torch.load(saved))
 
 
+@dataclass(frozen=True)
+class _Order:
+    """In which order entries come; None where no order is promised, which equals any."""
+
+    places: list[int] | None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Order) and (None in (self.places, other.places) or self.places == other.places)
+
+
 @event
 def optimizer_state_read(run: Run) -> Any:
     run.consolidate()
-    return [list(dict(optimizer.state).values()) for optimizer in run.main.optimizers]
+    is_sharded = run.arm is not None and bool(run.arm.get("shard_optimizer"))
+    seen = []
+    for optimizer in run.main.optimizers:
+        places = {
+            id(p): place for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
+        }
+        entries = {places[id(parameter)]: state for parameter, state in dict(optimizer.state).items()}
+        seen.append({"order": _Order(None if is_sharded else list(entries)), "entries": entries})
+    return seen
 
 
 @event
