@@ -7,11 +7,8 @@ no update is pending and nothing is on the wire. Ranks compare their plans befor
 from __future__ import annotations
 
 import enum
-import itertools
-import logging
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from statistics import median
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,19 +29,16 @@ from ddp_crossover.planning.link_probe import probe_codecs, probe_link
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.progress import coming, given_plan, outcome
 from ddp_crossover.planning.search import CANDIDATES_MB, HOST_PER_GROUP_S, PlannedStep, choose_plan
+from ddp_crossover.planning.trial_timer import TrialTimer
 from ddp_crossover.planning.trials import Candidate
-from ddp_crossover.planning.tuned_file import TunedFileError, describe_model, load_tuned, save_tuned
-from ddp_crossover.planning.tuner import TRIAL_STEPS, WARMUP_STEPS, Tuner, TuningResult
+from ddp_crossover.planning.tuned_memory import TunedMemory
+from ddp_crossover.planning.tuner import Tuner, TuningResult
 
 # The plan before any measurement: the number of groups to aim for, and bounds of the group size in MiB.
 _FIRST_GROUPS = 16
 _FIRST_MB = (0.25, 8.0)
 # A host that takes longer for a group than this has waited for the device.
 _MOST_HOST_S = 1e-3
-# With new buckets, DDP's next step makes them and the one after it orders them.
-_STEPS_OF_NEW_BUCKETS = 2
-# Trials that another job disturbed are repeated, but not for ever: the tuner must end next to a job that never leaves.
-_MAX_REPEATED_TRIALS = 5
 
 
 class Stage(enum.Enum):
@@ -107,31 +101,16 @@ class Planning:
         self._codec_s_per_element = 0.0
         self._link = link
         self._device = named[0][1].device
-        self._tuned_key = describe_model(
-            named,
-            world_size=link.world_size,
-            backend=backend,
-            device_type=self._device.type,
-            wire_dtype=None if options.wire_dtype is None else str(options.wire_dtype),
-            is_sharded=options.shard_optimizer,
-            compress=None if options.compress is None else str(options.compress),
-            groups=options.groups,
-        )
+        self._memory = TunedMemory(named, options, link, backend)
         self._model_bytes = round(sum(spec.numel * spec.itemsize_bytes for spec in self.specs))
         self._plain_bytes = round(sum(spec.numel * spec.itemsize_bytes for spec in self.plain_specs))
-        self._stopwatch = Stopwatch(self._device)
         self._orders = Orders([], [])
         self._tuner: Tuner | None = None
-        self._known: Candidate | None = None
         self._turns = turns
-        self._disturbances = 0
-        self._repeats_left = _MAX_REPEATED_TRIALS
-        self._step_marks: list[Any] = []
-        self._waits_s: list[float] = []
+        self._timer = TrialTimer(link, self._device, turns, Stopwatch(self._device))
         self._exposed_s: dict[Candidate, float] = {}
         self._predicted: Candidate | None = None
         self._bucket_cap_mb = bucket_cap_mb
-        self._steps_to_skip = 0
         self._host_per_group_s = HOST_PER_GROUP_S
         self.takes_buckets_as_built = False
         self.stage = Stage.OBSERVING
@@ -156,16 +135,16 @@ class Planning:
         require_equal("arrival order", {"arrival order": orders.arrival}, self._link.process_group, self._device)
         self._orders = Orders(proposals[0]["arrival"], proposals[0]["use"])
         self._tuner = self.result = None
-        self.takes_buckets_as_built, self._steps_to_skip = False, 0
+        self.takes_buckets_as_built = False
         self._exposed_s.clear()
-        self._repeats_left = _MAX_REPEATED_TRIALS
+        self._timer.reset()
         self.profiler = None
         plan = self._checked(self._cut(self._first_mb(), self._options.schedule))
         self.stage = Stage.SETTLED
         is_planned = self._options.fusion_mb is None or not self._link.chooses_gather_order
         if self._options.schedule is Schedule.AUTO and is_planned:
             self.stage = Stage.PROFILING
-            self.profiler = ComputeProfiler(self._stopwatch, len(self.specs))
+            self.profiler = ComputeProfiler(Stopwatch(self._device), len(self.specs))
         return plan
 
     def why_not_at_all(self) -> str | None:
@@ -174,7 +153,7 @@ class Planning:
             return None
         if self._link.world_size == 1:
             return "there is one rank, so nothing is sent"
-        if self._known is not None and self._known.as_built:
+        if self._memory.known is not None and self._memory.known.as_built:
             return f"DDP as it was is the fastest, as stored in tuned_file {self._options.tuned_file}"
         return None
 
@@ -198,15 +177,9 @@ class Planning:
         if self.stage is Stage.PROFILING and self.profiler is not None and self.profiler.done:
             with self._turns.released():
                 return self._leave_profiling()
-        if self.stage is Stage.TUNING:
-            if self._steps_to_skip:
-                self._steps_to_skip -= 1
-                self._begin_trial()
-                return None
-            self._mark_step()
-            if len(self._step_marks) > TRIAL_STEPS:
-                with self._turns.released():
-                    return self._end_trial()
+        if self.stage is Stage.TUNING and self._timer.step_ends():
+            with self._turns.released():
+                return self._end_trial()
         return None
 
     def model_profile(self) -> ModelProfile | None:
@@ -223,7 +196,7 @@ class Planning:
             return f"DDP will train as it was before attach, from the next step on: {why}"
         if self.stage is Stage.TUNING and self._tuner is not None:
             return self._tuner.progress()
-        given = given_plan(self._options, self._first_mb(), self._known)
+        given = given_plan(self._options, self._first_mb(), self._memory.known)
         if self.stage is Stage.OBSERVING:
             next_one = coming(self._options, given)
             return f"waiting until DDP's buckets have settled, which takes three steps or more; then {next_one}"
@@ -273,9 +246,9 @@ class Planning:
         if fixed_mb is not None:
             return self._checked(self.planned.plan)
         start = self._predicted = self._best_predicted()
-        if self._known is not None:
+        if self._memory.known is not None:
             self._say_what_was_decided()
-            return self._plan_of(self._known)
+            return self._plan_of(self._memory.known)
         if not self._options.tune or start.as_built:  # without trials codes are used, as asked for
             if start.as_built:
                 self._say_what_was_decided()
@@ -290,7 +263,7 @@ class Planning:
         )
         self.stage = Stage.TUNING
         plan = self._plan_of(self._tuner.candidate)
-        self._begin_trial()
+        self._timer.begin(has_new_buckets=self.takes_buckets_as_built)
         return plan
 
     def _best_predicted(self) -> Candidate:
@@ -310,91 +283,50 @@ class Planning:
         assert self.compute is not None
         return Candidate(self._search(self.compute, None, is_coded=False).plan.fusion_mb)
 
-    def _begin_trial(self) -> None:
-        self._step_marks, self._waits_s = [], []
-        self._mark_step()
-        self._disturbances = self._turns.disturbances
-
-    def _mark_step(self) -> None:
-        self._step_marks.append(self._stopwatch.mark())
-        self._waits_s.append(self._link.clock.sums().exposed_s)
-
     def _end_trial(self) -> FusionPlan | None:
         assert self._tuner is not None
-        times_s = self._stopwatch.seconds(self._step_marks, waits=True)
-        steps_s = [later - earlier for earlier, later in itertools.pairwise(times_s)]
-        # Ranks wait for each other, so a step takes as long as on the slowest rank.
-        mine = {"steps_s": steps_s, "disturbed": self._turns.disturbances > self._disturbances}
-        answers = self._exchange(mine)
-        if self._repeats_left and any(answer["disturbed"] for answer in answers):
-            # The step times include another job's turns, so repeat the trial.
-            self._repeats_left -= 1
-            self._begin_trial()
+        times = self._timer.end()
+        if times is None:
             return None
-        slowest_s = [max(on_ranks) for on_ranks in zip(*(answer["steps_s"] for answer in answers), strict=True)]
         before = self._tuner.candidate
-        if self._link.clock.sums().communication_s:  # not on NCCL, whose legs do not run in host time
-            exposed_s = [later - earlier for earlier, later in itertools.pairwise(self._waits_s)]
-            self._exposed_s[before] = median(exposed_s[WARMUP_STEPS:])
-        for step_s in slowest_s:
+        if times.exposed_s is not None:
+            self._exposed_s[before] = times.exposed_s
+        for step_s in times.steps_s:
             self._tuner.observe(step_s)
+        had_buckets_as_built = self.takes_buckets_as_built
         plan = self._plan_of(self._tuner.candidate) if self._tuner.candidate != before else None
-        self._begin_trial()
         if self._tuner.result is not None:
             self._settle(self._tuner.result)
-        elif self._link.rank == 0:
-            logger.info("%s", self._tuner.progress())
+        else:
+            self._timer.begin(has_new_buckets=self.takes_buckets_as_built != had_buckets_as_built)
+            if self._link.rank == 0:
+                logger.info("%s", self._tuner.progress())
         return plan
 
     def _settle(self, result: TuningResult) -> None:
         self.stage = Stage.SETTLED
         self.result = result
-        self._step_marks = []
         self._say_what_was_decided()
-        if self._link.rank == 0:
-            self._save_tuned(result)
+        self._memory.save(result)
 
     def _say_what_was_decided(self) -> None:
         if self._link.rank == 0:
             say(self.progress())
 
-    def _save_tuned(self, result: TuningResult) -> None:
-        """Save the result; failures are only logged, since they cost the next run its trials and this run nothing."""
-        if self._options.tuned_file is None:
-            return
-        key, model = self._tuned_key
-        try:
-            save_tuned(self._options.tuned_file, key, model, result)
-        except (TunedFileError, OSError) as error:
-            say(f"the result of tuning could not be saved to tuned_file: {error}", logging.WARNING)
-
     def load_tuned(self) -> None:
-        """Read the tuned file on rank 0, for all ranks. Call it early, before training time could be lost to an error.
+        """Read the tuned file, for all ranks. Call it early, before training time could be lost to an error.
 
         Raises:
             TunedFileError: on every rank, if rank 0 cannot use the file.
         """
-        if self._options.tuned_file is None:
-            return
-        mine: dict[str, Any] = {}
-        if self._link.rank == 0:
-            try:
-                if (best := load_tuned(self._options.tuned_file, self._tuned_key[0])) is not None:
-                    mine["found"] = asdict(best)
-            except (TunedFileError, OSError) as error:
-                mine["error"] = str(error)
-        answer = self._exchange(mine)[0]
-        if "error" in answer:
-            raise TunedFileError(answer["error"])
-        self._known = Candidate(**answer["found"]) if "found" in answer else None
+        self._memory.load()
 
     # Making plans.
 
     def _plan_of(self, candidate: Candidate) -> FusionPlan:
         assert self.compute is not None
-        as_built = candidate.as_built and self._bucket_cap_mb is not None  # a tuned file may ask for it
-        self._steps_to_skip = _STEPS_OF_NEW_BUCKETS if as_built != self.takes_buckets_as_built else 0
-        self.takes_buckets_as_built = as_built
+        # A tuned file may ask for buckets as they were where that is no choice.
+        self.takes_buckets_as_built = candidate.as_built and self._bucket_cap_mb is not None
         if candidate.schedule is Schedule.ALLREDUCE:
             return self._checked(self._cut(candidate.fusion_mb, Schedule.ALLREDUCE))
         plan = self._search(

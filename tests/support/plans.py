@@ -22,6 +22,7 @@ from ddp_crossover.fusion import MB, FusionPlan, Schedule, plan_fusion
 from ddp_crossover.planning.compute_profiler import Stopwatch
 from ddp_crossover.planning.search import TAPERS
 from ddp_crossover.planning.session import Orders, Planning, Stage
+from ddp_crossover.planning.trial_timer import TrialTimer
 from ddp_crossover.planning.trials import Candidate
 
 AS_BUILT = "as built"  # a favourite: DDP as it was before attach
@@ -106,7 +107,7 @@ class JudgedPlanning(Planning):
         super().__init__(*args)
         self._favourite = favourite
         self._best_mb = best_mb
-        self._stopwatch = _Judge(self)
+        self._timer = TrialTimer(self._link, self._device, self._turns, _Judge(self))
         self.choices: list[FusionPlan] = []
 
     def _best_predicted(self) -> Candidate:
