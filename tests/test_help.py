@@ -28,7 +28,7 @@ def test_the_help_of_a_command_is_plain_text(command, capsys) -> None:
 
 
 def test_the_help_of_the_lease_says_what_its_exit_status_means(capsys) -> None:
-    assert "exit status" in _help(capsys, "lease")
+    assert "Exit status" in _help(capsys, "lease")
 
 
 def _shown_as_help(script: Path) -> Iterator[str]:

@@ -30,8 +30,6 @@ NOT_OURS = {
     "atexit": "of weakref.finalize",
     "raiseExceptions": "of logging, in the broker's process",
     "exec_module": "of a module's loader",
-    "epilog": "of an ArgumentParser",
-    "description": "of an ArgumentParser",
 }
 
 

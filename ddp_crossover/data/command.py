@@ -1,4 +1,7 @@
-"""Show the data caches in a directory, check their samples, or remove them."""
+"""Show the data caches in a directory, check their samples, or remove them.
+
+Exit status: 0 if all went well, 1 if --check found damaged samples, 2 for a wrong argument.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,6 @@ from ddp_crossover.log import short
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verbs and their options to ``parser``."""
-    parser.epilog = "exit status: 0 if all went well, 1 if --check found damaged samples, 2 for a wrong argument"
     verbs = parser.add_subparsers(dest="verb", required=True)
     info = verbs.add_parser("info", help="list the caches: data set, samples, size, last use")
     info.add_argument("--check", action="store_true", help="read all samples and compare their checksums")

@@ -1,4 +1,7 @@
-"""Run the broker of the GPU lease, and show which job holds which GPU and how jobs spend their time."""
+"""Run the broker of the GPU lease, and show which job holds which GPU and how jobs spend their time.
+
+Exit status: 0 if all went well, 1 if no broker can be asked, 2 for a wrong option.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,6 @@ _STATUS_S = 2.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verbs and their options to ``parser``."""
-    parser.epilog = "exit status: 0 if all went well, 1 if no broker can be asked, 2 for a wrong option"
     verbs = parser.add_subparsers(dest="verb", required=True)
     serve = verbs.add_parser("serve", help="run a broker in the foreground, for containers that share its directory")
     add = serve.add_argument

@@ -1,6 +1,8 @@
 """Draw traces as a picture, one above the other on one time axis.
 
-Needs matplotlib, which pip install ddp_crossover[plot] brings.
+Draws what Trace.save() wrote, such as a trace of plain DDP and one of DeAR: a row each for forward, backward,
+reduce-scatter, all-gather and update, and for the lease where there is one; exposed communication in red. Needs
+matplotlib, which pip install ddp_crossover[plot] brings.
 """
 
 from __future__ import annotations
@@ -48,11 +50,6 @@ _QUEUED_ALPHA = 0.35
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``timeline``."""
-    parser.description = (
-        "Draw traces that Trace.save() wrote, such as one of plain DDP and one of DeAR: a row each for forward, "
-        "backward, reduce-scatter, all-gather and update, and for the lease where there is one; exposed communication "
-        "in red."
-    )
     parser.add_argument("traces", nargs="+", metavar="trace.json", help="from top to bottom")
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("timeline.png"), help="picture to write (%(default)s)"
