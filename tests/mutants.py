@@ -2,8 +2,9 @@
 
     python -m tests.mutants --seed 1 --count 60 [--json FILE]
 
-Draws changes of one place each, and for each runs in a copy of the checkout: the programs that have failed once, each
-feature by itself, then the day's tests of the room. `--whole` runs all of the day's tests on what has survived.
+Draws changes of one place each, and for each runs in a copy of the checkout, until something fails: the programs that
+have failed once, the day's tests of the room, each feature by itself. `--whole` runs all of the day's tests on what has
+survived.
 """
 
 from __future__ import annotations
@@ -107,14 +108,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=60)
-    parser.add_argument("--first", type=int, default=0, help="go on with this one")
+    parser.add_argument("--only", default="", help="of those drawn, in files whose path has this in it")
     parser.add_argument("--whole", action="store_true", help="run all of the day's tests on what has survived")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     files = [path for name in CORE for path in sorted((ROOT / "ddp_crossover").glob(f"{name}*/**/*.py"))]
     files += [ROOT / "ddp_crossover" / name for name in CORE if name.endswith(".py")]
     everything = [mutant for path in files for mutant in mutants_of(path)]
-    drawn = random.Random(arguments.seed).sample(everything, arguments.count)[arguments.first :]
+    drawn = random.Random(arguments.seed).sample(everything, arguments.count)
     ended = []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
@@ -122,10 +123,12 @@ def main() -> int:
         for name in tracked.splitlines():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name)
-        for number, mutant in enumerate(drawn, arguments.first):
+        for number, mutant in enumerate(drawn):
+            if arguments.only not in mutant.file:
+                continue
             room = Path("tests") / Path(mutant.file).parts[1]
-            stages = [["tests/fuzz", "-k", "failed_once"], ["tests/fuzz", "-k", "by_itself"]]
-            stages += [[str(room)]] if (ROOT / room).is_dir() else [["tests", "--ignore", "tests/fuzz", "-m", "quick"]]
+            of_room = [str(room)] if (ROOT / room).is_dir() else ["tests", "--ignore", "tests/fuzz", "-m", "quick"]
+            stages = [["tests/fuzz", "-k", "failed_once"], of_room, ["tests/fuzz", "-k", "by_itself"]]
             stages += [["tests"]] if arguments.whole else []
             killer = outcome(mutant, copy, stages)
             print(f"{number:3} {'killed' if killer else 'SURVIVES'} {mutant.file}:{mutant.line} "
