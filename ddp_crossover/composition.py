@@ -179,6 +179,7 @@ def compose(
         process_group_timeout(group_of_legs, device),
         own_group=process_group,
         sums_in_fp32=wire.cast_to is not None,
+        connections=asked.connections,
     )
     try:
         return _compose_on(link, ddp, named, optimizers, asked, wire, plain_reason, lease, on_leave)

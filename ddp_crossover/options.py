@@ -20,6 +20,7 @@ _OF_RANK = {"is_of_rank": True}
 CAST_DTYPES = ("torch.bfloat16", "torch.float16")
 CODED_DTYPES = ("torch.int8",)
 WIRE_DTYPES = (*CAST_DTYPES, *CODED_DTYPES)
+MOST_CONNECTIONS = 8
 
 
 def switched_off() -> bool:
@@ -49,6 +50,7 @@ class GivenOptions(TypedDict, total=False):
     wire_dtype: torch.dtype | None
     compress: TopK | None
     groups: str | None
+    connections: int
     norms: str
     tune: bool
     tuned_file: str | os.PathLike[str] | None
@@ -83,6 +85,9 @@ class Options:
             lowest ranks, so from three ranks on the last bits are not those without it; 16-bit sums are rounded once
             in each round. Codes travel across nodes only. Nodes are torchrun's, else hosts, and need equally many
             ranks. NCCL chooses by itself. Default: all ranks exchange with all others.
+        connections: number of connections to each peer over gloo, 1 to 8, of which each carries a part of every larger
+            slice. For links that limit a connection: clouds do, and so does TCP over long distances. ``doctor`` says
+            whether it helps. Each needs a port and a thread for each peer. NCCL chooses by itself.
         norms: ``"exact"``: ``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` give the bits of plain DDP,
             and wait for all gradients, so that no update is deferred in a step that clips. ``"sharded"``: they take
             norms from the ranks' shards and leave the factor pending, so the overlap is kept; the last bits of the norm
@@ -111,6 +116,7 @@ class Options:
     wire_dtype: torch.dtype | None = None
     compress: TopK | None = None
     groups: str | None = None
+    connections: int = 1
     norms: Norms = Norms.EXACT
     tune: bool = True
     tuned_file: str | os.PathLike[str] | None = field(default=None, metadata=_OF_RANK)
@@ -144,6 +150,8 @@ class Options:
         for name in ("tune", "strict", "shard_optimizer", "weighted"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.connections, int) or not 1 <= self.connections <= MOST_CONNECTIONS:
+            raise ValueError(f"connections must be a number from 1 to {MOST_CONNECTIONS}, got {self.connections!r}")
         if self.fusion_mb is not None and not (isinstance(self.fusion_mb, int | float) and self.fusion_mb > 0):
             raise ValueError(
                 f"fusion_mb must be a number greater than 0 (MiB per fusion group), got {self.fusion_mb!r}"

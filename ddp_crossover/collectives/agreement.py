@@ -29,7 +29,11 @@ def all_gather_json(value: Any, process_group: dist.ProcessGroup, device: torch.
 
 def require_equal(what: str, value: dict[str, Any], process_group: dist.ProcessGroup, device: torch.device) -> None:
     """Raise :class:`DisagreementError` on every rank unless all ranks passed the same ``value``."""
-    values = all_gather_json(value, process_group, device)
+    refuse_difference(what, all_gather_json(value, process_group, device))
+
+
+def refuse_difference(what: str, values: list[Any]) -> None:
+    """Raise :class:`DisagreementError` unless all values, which are given in rank order, are the same."""
     for rank, other in enumerate(values):
         difference = _first_difference(values[0], other, rank)
         if difference is not None:

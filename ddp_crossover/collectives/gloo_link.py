@@ -7,7 +7,7 @@ training thread inside such a method and wait for a leg.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
 import torch
@@ -42,16 +42,17 @@ class PeerLink(Link):
 
     def __init__(
         self,
-        process_group: dist.ProcessGroup,
+        process_groups: Sequence[dist.ProcessGroup],
         device: torch.device,
         backlog: SocketBacklog,
         *,
         sums_in_fp32: bool = False,
     ) -> None:
+        process_group = process_groups[0]
         super().__init__(process_group)
         threads = GlooThreads(backlog)
         failures = Failures(self.rank, on_failure=threads.posting.stop_pacing)
-        messages = PeerMessages(process_group, self.meter)
+        messages = PeerMessages(process_groups, self.meter)
         self.pace = threads.posting.pace
         self._context = GlooCommContext(messages, threads, failures, self.meter, self.nodes, sums_in_fp32)
         self._small_gathers = 0
@@ -137,9 +138,9 @@ class GlooLink(PeerLink):
     """Peer exchange of CPU tensors.
 
     Args:
-        process_group: process group for the legs.
+        process_groups: process groups for the legs, over the same ranks: each is a connection to each peer.
         device: device of the gradients.
-        backlog: backlog of the group's sockets.
+        backlog: backlog of the groups' sockets.
         sums_in_fp32: whether 16-bit buffers are added up in fp32 and rounded once.
     """
 
@@ -148,13 +149,13 @@ class GlooLink(PeerLink):
 
     def __init__(
         self,
-        process_group: dist.ProcessGroup,
+        process_groups: Sequence[dist.ProcessGroup],
         device: torch.device,
         backlog: SocketBacklog,
         *,
         sums_in_fp32: bool = False,
     ) -> None:
-        super().__init__(process_group, device, backlog, sums_in_fp32=sums_in_fp32)
+        super().__init__(process_groups, device, backlog, sums_in_fp32=sums_in_fp32)
         context = self._context
         self.staging = StagingQueue(context.threads.posting.put, context.failures)
         self.early_receives = AnnouncedLegs(context)

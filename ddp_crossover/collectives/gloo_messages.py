@@ -2,6 +2,10 @@
 
 One tag per iteration, leg and fusion group: a late message never matches another leg's receive. The peer for whose
 messages this rank waits is named long before the process group's timeout ends the job.
+
+With several connections a slice travels in as many parts, since a link may limit each of them: clouds do, and so does
+TCP over long distances. Both sides cut alike, because the slice that one sends is as long as the one that the other
+receives.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import NamedTuple, cast
 
@@ -105,6 +109,8 @@ class LatePeers:
 _ITERATIONS = 2**13
 _NO_GROUP = MAX_GROUPS
 _ABORT = timedelta(milliseconds=1)
+# A part that takes less time on the wire than its message takes the host is not worth one.
+LEAST_PART_BYTES = 2**16
 
 
 class MessageKind(enum.IntEnum):
@@ -145,7 +151,7 @@ class PeerMessages:
     """Sends slices to the peers of one process group, and receives theirs. Only :meth:`wait` blocks.
 
     Args:
-        process_group: the group; its backend is gloo.
+        process_groups: groups of the same ranks, a connection to each peer each; their backend is gloo.
         meter: counts the bytes that are sent.
 
     Attributes:
@@ -154,22 +160,19 @@ class PeerMessages:
         peers: the other ranks.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, meter: LinkMeter) -> None:
-        self.rank = dist.get_rank(process_group)
-        self.world_size = dist.get_world_size(process_group)
+    def __init__(self, process_groups: Sequence[dist.ProcessGroup], meter: LinkMeter) -> None:
+        self.rank = dist.get_rank(process_groups[0])
+        self.world_size = dist.get_world_size(process_groups[0])
         self.peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        self._process_group = process_group
+        self._process_groups = tuple(process_groups)
         self._meter = meter
         self._awaited: dict[int, Awaited] = {}  # by thread; takes no lock, since each thread has its own entry
 
     def receive(self, slices: Sequence[Slice], tag: int) -> list[Message]:
         """Post receives; empty slices are left out on both sides."""
         return [
-            Message(
-                peer, cast(dist.Work, dist.irecv(memory, group=self._process_group, group_src=peer, tag=tag)), False
-            )
-            for peer, memory in slices
-            if memory.numel()
+            Message(peer, cast(dist.Work, dist.irecv(memory, group=group, group_src=peer, tag=tag)), False)
+            for group, peer, memory in self._parts(slices, tag)
         ]
 
     def wait(self, messages: Sequence[Message], label: str, *, is_proof: bool = False) -> None:
@@ -189,21 +192,32 @@ class PeerMessages:
 
     def send(self, slices: Sequence[Slice], tag: int) -> list[Message]:
         """Post sends; empty slices are left out on both sides."""
-        slices = [one for one in slices if one.memory.numel()]
         self._meter.sent(sum(one.memory.nbytes for one in slices))
         return [
-            Message(peer, cast(dist.Work, dist.isend(memory, group=self._process_group, group_dst=peer, tag=tag)), True)
-            for peer, memory in slices
+            Message(peer, cast(dist.Work, dist.isend(memory, group=group, group_dst=peer, tag=tag)), True)
+            for group, peer, memory in self._parts(slices, tag)
         ]
+
+    def _parts(self, slices: Sequence[Slice], tag: int) -> Iterator[tuple[dist.ProcessGroup, int, Tensor]]:
+        """What travels in a message of its own: its group, its peer, its memory."""
+        several = len(self._process_groups)
+        for peer, memory in slices:
+            if not memory.numel():
+                continue
+            count = max(1, min(several, memory.nbytes // LEAST_PART_BYTES)) if several > 1 else 1
+            parts = memory.chunk(count) if count > 1 else (memory,)
+            for number, part in enumerate(parts, tag):  # few parts are not always those of the first connection
+                yield self._process_groups[number % several], peer, part
 
     def abort(self) -> None:
         """End all waits in gloo on this rank and its peers: a timed-out receive closes all connections of its group."""
         tag = message_tag(MessageKind.GATHER, 0, _NO_GROUP)
         for peer in self.peers:
-            with contextlib.suppress(Exception):  # the timeout, which is intended
-                [receive] = self.receive([Slice(peer, torch.empty(1))], tag)
-                receive.work.wait(_ABORT)
+            for group in self._process_groups:
+                with contextlib.suppress(Exception):  # the timeout, which is intended
+                    receive = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=tag)
+                    cast(dist.Work, receive).wait(_ABORT)
 
     def close(self) -> None:
-        """Drop the reference to the process group: the last one closes its sockets."""
-        del self._process_group
+        """Drop the references to the process groups: the last one of each closes its sockets."""
+        del self._process_groups

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ddp_crossover.collectives.agreement import all_gather_json
+from ddp_crossover.collectives.agreement import all_gather_json, refuse_difference
 from ddp_crossover.collectives.all_reduce import backend_for, family_of, stream_for_all_reduces
 from ddp_crossover.collectives.copy_engine_link import CopyEngineLink, is_asked_for, refuse_unless_possible
 from ddp_crossover.collectives.gloo_link import GlooLink
@@ -25,6 +25,7 @@ def make_link(
     own_group: dist.ProcessGroup | None = None,
     *,
     sums_in_fp32: bool = False,
+    connections: int = 1,
 ) -> Link:
     """Make the link for a device type and backend, on its own process group over the same ranks.
 
@@ -34,10 +35,12 @@ def make_link(
         timeout: time after which a leg fails.
         own_group: process group for the link; a new one with the same backend by default.
         sums_in_fp32: whether gloo links add up 16-bit buffers in fp32 and round once. NCCL adds by itself.
+        connections: number of connections to each peer, on gloo.
 
     Raises:
         ValueError: if the backend is neither gloo nor NCCL, or ``own_group`` has other ranks, or asks for copy engines
-            (see :class:`CopyEngineLink`) where there are none.
+            (see :class:`CopyEngineLink`) where there are none, or for several connections on NCCL.
+        DisagreementError: if ranks want different numbers of connections.
     """
     # The legs may use another backend than DDP: gloo copies CUDA tensors through the host, and so leaves the GPU alone.
     of_legs = own_group if own_group is not None else process_group
@@ -58,9 +61,15 @@ def make_link(
     on_copy_engines = link is NcclLink and own_group is not None and is_asked_for(own_group, device)
     if on_copy_engines:
         refuse_unless_possible(of_legs, device)
-    all_given_up = [set(names) for names in all_gather_json(given_up(ranks), process_group, device)]
+    if connections > 1 and link is NcclLink:
+        raise ValueError(
+            f"connections={connections} is for gloo: NCCL opens several connections by itself, as many as "
+            "NCCL_NSOCKS_PERTHREAD in the environment says"
+        )
+    of_ranks = all_gather_json({"given_up": given_up(ranks), "connections": connections}, process_group, device)
+    refuse_difference("setup", [{"options": {"connections": one["connections"]}} for one in of_ranks])
     # Here, because all ranks attach; and only those that all have given up: each has a garbage collector of its own.
-    destroy(sorted(set.intersection(*all_given_up)))
+    destroy(sorted(set.intersection(*(set(one["given_up"]) for one in of_ranks))))
     before = connected_tcp_sockets()
     of_ddp = process_group
     process_group = own_group or new_group(ranks, backend=backend, timeout=timeout, purpose="legs")
@@ -71,8 +80,14 @@ def make_link(
     else:
         # New sockets are those of the new group. The sockets of a given `own_group` are unknown, and on macOS
         # all are; the backlog is then empty, and gather legs are posted as soon as they are ready.
+        further = [
+            new_group(ranks, backend=backend, timeout=timeout, purpose=f"legs, connection {number}")
+            for number in range(2, connections + 1 if len(ranks) > 1 else 2)
+        ]
         backlog = SocketBacklog(connected_tcp_sockets() - before)
-        made = link(process_group, device, backlog, sums_in_fp32=sums_in_fp32)
+        made = link((process_group, *further), device, backlog, sums_in_fp32=sums_in_fp32)
+        for group in further:
+            made.owned_groups.add(group)
     if own_group is None:
         made.owned_groups.add(process_group)
     if made.all_reduce_stream is None:

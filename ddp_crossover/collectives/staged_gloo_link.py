@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -75,15 +75,15 @@ class StagedGlooLink(PeerLink):
     to the host, so its receives are posted with it.
 
     Args:
-        process_group: process group for the legs.
+        process_groups: process groups for the legs, over the same ranks: each is a connection to each peer.
         device: device of the gradients.
-        backlog: backlog of the group's sockets.
+        backlog: backlog of the groups' sockets.
         sums_in_fp32: whether 16-bit buffers are added up in fp32 and rounded once.
     """
 
     def __init__(
         self,
-        process_group: dist.ProcessGroup,
+        process_groups: Sequence[dist.ProcessGroup],
         device: torch.device,
         backlog: SocketBacklog,
         *,
@@ -92,7 +92,7 @@ class StagedGlooLink(PeerLink):
         # First, because it may fail: the base class starts threads.
         self._to_host_stream = gpu.new_stream(device)
         self._to_device_stream = gpu.new_stream(device)
-        super().__init__(process_group, device, backlog, sums_in_fp32=sums_in_fp32)
+        super().__init__(process_groups, device, backlog, sums_in_fp32=sums_in_fp32)
         self._host_buffers: dict[int, Tensor] = {}
         self.streams = CudaStreams(device, (self._to_host_stream, self._to_device_stream))
 

@@ -42,6 +42,7 @@ def add_attach_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top-k", type=float, metavar="DENSITY", help="send this part of the gradients; not exact")
     parser.add_argument("--groups", choices=["node"], help="exchange gradients inside of nodes first, then across")
+    parser.add_argument("--connections", type=int, metavar="N", help="connections to each peer, on gloo (default: 1)")
     add_norms_argument(parser)
     parser.add_argument("--no-tune", dest="tune", action="store_const", const=False, help="try no plans on real steps")
     parser.add_argument("--tuned-file", metavar="FILE", help="keep what the tuner finds there, for the next run")
@@ -65,7 +66,7 @@ def attach_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: for options that contradict each other.
     """
-    names = ("schedule", "fusion_mb", "wire_dtype", "groups", "norms", "tune", "tuned_file", "strict")
+    names = ("schedule", "fusion_mb", "wire_dtype", "groups", "connections", "norms", "tune", "tuned_file", "strict")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.top_k is not None:
         options["compress"] = asdict(TopK(args.top_k))

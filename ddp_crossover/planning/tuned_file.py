@@ -46,6 +46,7 @@ def describe_model(
     is_sharded: bool = False,
     compress: str | None = None,
     groups: str | None = None,
+    connections: int = 1,
 ) -> tuple[str, dict[str, Any]]:
     """The key of a model on a world, and a human-readable description of both.
 
@@ -58,6 +59,7 @@ def describe_model(
         is_sharded: whether the optimizer is sharded.
         compress: the sparse wire, in words.
         groups: the groups in which ranks exchange slices.
+        connections: number of connections to each peer.
 
     Returns:
         The key, a SHA-256 in hex over the arguments (names, shapes and dtypes of parameters), which is equal on all
@@ -73,6 +75,8 @@ def describe_model(
     if is_sharded:
         world["shard_optimizer"] = True
     world |= {name: value for name, value in (("compress", compress), ("groups", groups)) if value is not None}
+    if connections > 1:
+        world["connections"] = connections
     identity = {**world, "parameters": [[name, list(p.shape), str(p.dtype)] for name, p in parameters]}
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     numel = sum(p.numel() for _, p in parameters)

@@ -45,6 +45,7 @@ class TunedMemory:
             is_sharded=options.shard_optimizer,
             compress=None if options.compress is None else str(options.compress),
             groups=options.groups,
+            connections=options.connections,
         )
 
     def load(self) -> None:

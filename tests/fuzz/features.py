@@ -148,6 +148,7 @@ ARM = (
     Feature("top_k", (0, 0.3, 1.0), has("shard_optimizer", schedule="allreduce")),
     Feature("groups", ("", "node"), has("shard_optimizer", schedule="allreduce")),
     Feature("plans", ("", "random"), has("top_k", "groups", wire="int8")),
+    Feature("connections", (1, 3)),
     Feature("own_group", (False, True)),
     Feature("trace", (False, True)),
 )

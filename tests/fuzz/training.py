@@ -203,6 +203,9 @@ class Run:
         assert self.arm is not None
         arm = dict(self.arm)
         import ddp_crossover as dx
+        from ddp_crossover.collectives import gloo_messages
+
+        gloo_messages.LEAST_PART_BYTES = 64  # these models are small
 
         wire, top_k = arm.pop("wire", ""), arm.pop("top_k", 0)
         options: dict[str, Any] = {"fusion_mb": arm.pop("fusion_mb", 5e-4)}

@@ -19,7 +19,12 @@ _TCP_INFO_BYTES = 232
 
 def tcp_bytes_sent() -> int:
     """Payload bytes that all TCP connections of this process have sent, without retransmissions."""
-    return sum(_bytes_sent(int(fd)) for fd in os.listdir("/proc/self/fd"))
+    return sum(tcp_bytes_by_socket().values())
+
+
+def tcp_bytes_by_socket() -> dict[int, int]:
+    """The same for each file descriptor; 0 for those that are no TCP connections."""
+    return {int(fd): _bytes_sent(int(fd)) for fd in os.listdir("/proc/self/fd")}
 
 
 def _bytes_sent(fd: int) -> int:
