@@ -50,6 +50,7 @@ def network(args: argparse.Namespace) -> AbstractContextManager[RunRanks]:
         ranks_per_host=args.ranks_per_host,
         slow_nic=args.slow_nic,
         delay_ms=args.delay_ms,
+        per_connection=args.per_connection,
     )
 
 
@@ -58,7 +59,8 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
     hosts = f"{args.hosts} hosts of {args.ranks_per_host} ranks"
     slow = f", the last {args.slow_nic}" if args.slow_nic else ""
     delay = f", {args.delay_ms:g} ms one way" if args.delay_ms else ""
-    shaped = f"{hosts}, {args.rate} each way{slow}{delay}, burst {args.burst}, latency {args.latency}"
+    each = f", {args.per_connection} each connection" if args.per_connection else ""
+    shaped = f"{hosts}, {args.rate} each way{slow}{delay}{each}, burst {args.burst}, latency {args.latency}"
     return record.configuration(
         args,
         network=f"loopback, {args.hosts * args.ranks_per_host} processes: NOT a measurement of a network"

@@ -80,9 +80,9 @@ class Lab:
 
     `rate`, `burst` and `latency` are written as for `tc` (tc-tbf(8)): "1gbit", "256kb", "20ms". With `slow_nic`, that
     is the rate of the last host. With `delay_ms` each packet arrives that much later, so that a round trip takes twice
-    as long. Each host is pinned to one of the cores that this process may use, in turn. While the lab is open, SIGTERM
-    and SIGHUP raise SystemExit unless they had a handler, so that it is removed. After SIGKILL the next lab on this
-    machine removes it.
+    as long. With `per_connection`, no TCP connection sends faster than that. Each host is pinned to one of the cores
+    that this process may use, in turn. While the lab is open, SIGTERM and SIGHUP raise SystemExit unless they had a
+    handler, so that it is removed. After SIGKILL the next lab on this machine removes it.
 
     Raises ValueError for a wrong number of hosts or a negative delay; entering it raises LabError with the way out when
     it cannot be built.
@@ -97,13 +97,16 @@ class Lab:
         latency: str = "20ms",
         slow_nic: str | None = None,
         delay_ms: float | None = None,
+        per_connection: str | None = None,
     ) -> None:
         if not 2 <= hosts <= MAX_HOSTS:
             raise ValueError(f"hosts must be 2 to {MAX_HOSTS}, not {hosts}")
         if delay_ms is not None and not delay_ms >= 0:
             raise ValueError(f"delay_ms must be 0 or more, not {delay_ms:g}")
         self.hosts = hosts
-        self._shaping = Shaping(rate, burst, latency)
+        if per_connection is not None and rate is None:
+            raise ValueError("per_connection limits a part of rate: give rate as well")
+        self._shaping = Shaping(rate, burst, latency, per_connection)
         self._slow_nic = slow_nic
         self._delay_ms = delay_ms
         self._relay: subprocess.Popen[bytes] | None = None
@@ -142,7 +145,8 @@ class Lab:
 
         An argument that is not given keeps its value. Raises LabError when `tc` refuses the values.
         """
-        self._shaping = Shaping(rate, burst or self._shaping.burst, latency or self._shaping.latency)
+        burst, latency = burst or self._shaping.burst, latency or self._shaping.latency
+        self._shaping = Shaping(rate, burst, latency, self._shaping.per_connection)
         self._shape()
 
     def _shape(self) -> None:
@@ -250,7 +254,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"[host {rank}] {line}", file=to, flush=True)
 
     try:
-        with Lab(args.hosts, rate=args.rate, burst=args.burst, latency=args.latency, delay_ms=args.delay_ms) as lab:
+        with Lab(
+            args.hosts,
+            rate=args.rate,
+            burst=args.burst,
+            latency=args.latency,
+            delay_ms=args.delay_ms,
+            per_connection=args.per_connection,
+        ) as lab:
             results, exit_code = lab.run(args.command, timeout_s=args.timeout_s, on_line=show), 0
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -280,6 +291,7 @@ def _parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--delay-ms", type=_delay_ms, metavar="MS", help="each packet arrives this much later (no delay)"
     )
+    parser.add_argument("--per-connection", metavar="RATE", help="each TCP connection sends at most this fast")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="time limit for all hosts (600)")
     parser.add_argument("--json", action="store_true", help="results as JSON on stdout; the hosts' lines go to stderr")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what every host runs")
@@ -287,6 +299,8 @@ def _parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     args.command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not args.command:
         parser.error("give the command that every host runs after --")
+    if args.per_connection and args.rate == "none":
+        parser.error("--per-connection limits a part of --rate: give a rate")
     args.rate = None if args.rate == "none" else args.rate
     return args
 

@@ -13,6 +13,7 @@ import torch
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.fusion import Schedule
 from ddp_crossover.log import short
+from ddp_crossover.planning.cost_model import LinkModel
 from ddp_crossover.planning.ddp_buckets import all_communication_s, simulate_ddp
 from ddp_crossover.planning.gradient_specs import as_codes
 from ddp_crossover.planning.model_profile import ModelProfile
@@ -25,6 +26,8 @@ _LEAST = 0.001  # what is printed as more than 0
 _OFTEN = 0.5
 # Balance is named from this gain of compute on; ranks of one kind differ by a few percent.
 _UNEQUAL = 0.08
+# Several connections are named if they are faster than one by this: each also costs the processors something.
+_LIMITED = 0.3
 _FEWEST_RANKS = 2
 _SHARDED = "norms='sharded'"  # in an advice
 
@@ -168,6 +171,23 @@ def about_int8(prediction: Prediction) -> str | None:
     return (
         f"With wire_dtype=torch.int8, which is no longer exact: {duration(prediction.int8_s)} a step predicted "
         f"({prediction.plain_s / prediction.int8_s:.2f} times)."
+    )
+
+
+def about_connections(link: LinkModel, several: LinkModel, number: int) -> str | None:
+    """One sentence about a link that limits each connection.
+
+    Args:
+        link: the link with one connection to each peer.
+        several: the same with several.
+        number: how many these are.
+    """
+    if link.s_per_byte < (1 + _LIMITED) * several.s_per_byte:
+        return None
+    one_gbps, several_gbps = (8e-9 / one.s_per_byte for one in (link, several))
+    return (
+        f"A connection reaches {short(one_gbps)} Gb/s here, and {number} reach {short(several_gbps)}: attach with "
+        f"connections={number} (under run: --connections {number})."
     )
 
 

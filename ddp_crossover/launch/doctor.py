@@ -31,6 +31,7 @@ from ddp_crossover.collectives.make_link import make_link
 from ddp_crossover.fusion import GradientSpec
 from ddp_crossover.launch.diagnosis import (
     StepTime,
+    about_connections,
     about_int8,
     about_plain_overlap,
     about_slow_ranks,
@@ -59,6 +60,8 @@ _MOSTLY = 0.5
 _KNOWN_MODELS = {"ResNet-50": 25.6, "BERT-base, GPT-2": 110.0, "GPT-2 medium": 355.0}
 _KNOWN_COMPUTE_S = (0.1, 0.3, 1.0)
 _LAYERS = 48
+# So many connections to each peer are tried beside one.
+_SEVERAL = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     meeting = Meeting()
     if meeting.rank == 0:
         print("doctor: measuring the link ...", file=sys.stderr, flush=True)
-    pairs, link = _measure_link(meeting)
+    pairs, link, several = _measure_link(meeting)
     if command is None:
         report = _known_models(link, int(os.environ["WORLD_SIZE"]))
     else:
@@ -96,13 +99,14 @@ def run(args: argparse.Namespace) -> int:
             report = _report_on(runs, why_not_attached, args) if meeting.rank == 0 else {}
         report["unsynchronized"] = unsynchronized
     if meeting.rank == 0:
+        report["connections"] = None if several is None else about_connections(link, several, _SEVERAL)
         report = {"pairs": [asdict(pair) for pair in pairs], "link": link.to_json(), **report}
         print(json.dumps(report, indent=1) if args.json else _in_words(report, pairs))
     return 0
 
 
-def _measure_link(meeting: Meeting) -> tuple[list[Pair], LinkModel]:
-    """All pairs of ranks, and the link as legs see it; on a process group that is gone afterwards."""
+def _measure_link(meeting: Meeting) -> tuple[list[Pair], LinkModel, LinkModel | None]:
+    """All pairs of ranks, the link as legs see it, and on gloo with several connections; on a group of its own."""
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu else torch.device("cpu")
     if has_gpu:
@@ -114,14 +118,19 @@ def _measure_link(meeting: Meeting) -> tuple[list[Pair], LinkModel]:
         of_ranks = all_gather_json([asdict(pair) for pair in measure_pairs(device)], group, device)
         pairs = [Pair(tuple(pair.pop("ranks")), **pair) for of_rank in of_ranks for pair in of_rank]
         if dist.get_world_size() == 1:
-            return pairs, LinkModel(0.0, 0.0, 0.0)
-        link = make_link(group, device, _TIMEOUT)
-        try:
-            return pairs, probe_link(link, 16 * 2**20, device)
-        finally:
-            link.close()
+            return pairs, LinkModel(0.0, 0.0, 0.0), None
+        several = None if has_gpu else _probed(group, device, _SEVERAL)
+        return pairs, _probed(group, device, 1), several
     finally:
         dist.destroy_process_group()
+
+
+def _probed(group: dist.ProcessGroup, device: torch.device, connections: int) -> LinkModel:
+    link = make_link(group, device, _TIMEOUT, connections=connections)
+    try:
+        return probe_link(link, 16 * 2**20, device)
+    finally:
+        link.close()
 
 
 def _report_on(runs: list[Run], why_not_attached: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -223,5 +232,5 @@ def _in_words(report: dict[str, Any], pairs: list[Pair]) -> str:
     if report.get("attached_by_script"):
         lines.append("The script attaches by itself; plain is with DDP_CROSSOVER=off.")
     lines += [*report.get("costs", ()), report["verdict"]]
-    remarks = ("int8", "plain_overlap", "slow_ranks", "unsynchronized")
+    remarks = ("connections", "int8", "plain_overlap", "slow_ranks", "unsynchronized")
     return "\n".join([*lines, *filter(None, (report.get(what) for what in remarks))])

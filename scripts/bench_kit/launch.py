@@ -114,16 +114,23 @@ def on_lab(
     ranks_per_host: int = 1,
     slow_nic: str | None = None,
     delay_ms: float | None = None,
+    per_connection: str | None = None,
     timeout_s: float = CASE_TIMEOUT_S,
 ) -> Iterator[RunRanks]:
     """Ranks on the hosts of a lab; `rate` may be "none", and `slow_nic` is that of the last host if it differs.
-    `delay_ms` is how much later each packet arrives; None: at once.
+    `delay_ms` is how much later each packet arrives; None: at once. `per_connection` limits each TCP connection.
 
     Raises LabError where no lab can be built.
     """
     several = [] if ranks_per_host == 1 else ["-m", "bench_kit.host_ranks", str(ranks_per_host)]
     with Lab(
-        hosts, rate=None if rate == "none" else rate, burst=burst, latency=latency, slow_nic=slow_nic, delay_ms=delay_ms
+        hosts,
+        rate=None if rate == "none" else rate,
+        burst=burst,
+        latency=latency,
+        slow_nic=slow_nic,
+        delay_ms=delay_ms,
+        per_connection=per_connection,
     ) as lab:
 
         def run_ranks(arguments: list[str], environment: dict[str, str], on_line: Callable[[str], None]) -> None:

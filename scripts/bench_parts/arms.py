@@ -52,6 +52,10 @@ KINDS = {
     "auto": Kind('ddp_crossover, schedule="auto"', {"schedule": "auto"}),
     "auto-bf16": Kind('ddp_crossover, schedule="auto", bf16 on the wire', {"wire_dtype": torch.bfloat16}),
     "auto-int8": Kind("ddp_crossover, 8-bit codes on the wire", {"wire_dtype": torch.int8}),
+    **{
+        f"auto-{number}c": Kind(f"ddp_crossover, {number} connections to each peer", {"connections": number}, False)
+        for number in (2, 4, 8)
+    },
     "top-k": Kind("ddp_crossover, 1% of the elements in scatter legs", {"compress": TOP_K}, False),
     "top-k-int8": Kind(
         "the same, with 8-bit codes in gather legs", {"compress": TOP_K, "wire_dtype": torch.int8}, False

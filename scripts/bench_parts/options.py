@@ -78,6 +78,7 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     add("--ranks-per-host", type=positive_int, default=1, help="not shaped between them (%(default)s)")
     add("--slow-nic", metavar="RATE", help="what the last host sends at most")
     add("--delay-ms", type=positive, metavar="MS", help="each packet arrives this much later (no delay)")
+    add("--per-connection", metavar="RATE", help="what each TCP connection sends at most, as in clouds (no limit)")
     add("--burst", default="256kb", help="sent at once after a pause, see tc-tbf(8) (%(default)s)")
     add("--latency", default="20ms", help="longest wait in the queue, see tc-tbf(8) (%(default)s)")
     add("--no-lab", action="store_true",

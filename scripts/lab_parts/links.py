@@ -6,6 +6,7 @@ Every interface is made inside of a namespace, so deleting the namespaces delete
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 from lab_parts import long_wire
@@ -19,12 +20,21 @@ INTERFACE = "eth0"
 CONGESTION_CONTROL = "cubic"
 
 
+# A connection's class is told by some bits of its two ports; the lowest ones are alike where Linux chooses ports.
+_PORT_BITS = 0x1E
+
+
 class Shaping(NamedTuple):
-    """How fast a host may send, as `tc` writes it: tc-tbf(8). A rate of None means no limit."""
+    """How fast a host may send, as `tc` writes it: tc-tbf(8). A rate of None means no limit.
+
+    `per_connection` limits each TCP connection beside that, as clouds do: tc-htb(8), with a class for each of 256 pairs
+    of port numbers.
+    """
 
     rate: str | None
     burst: str
     latency: str
+    per_connection: str | None = None
 
 
 def address(rank: int) -> str:
@@ -93,8 +103,29 @@ def add_bridge(host: str) -> None:
 
 def shape(host: str, shaping: Shaping) -> None:
     """Limit what a host sends; replaces an earlier limit. Packets in the queue are kept."""
+    if shaping.per_connection is not None:
+        _shape_connections(host, shaping)
+        return
     if shaping.rate is None:
         discipline: tuple[str, ...] = ("noqueue",)
     else:
         discipline = ("tbf", "rate", shaping.rate, "burst", shaping.burst, "latency", shaping.latency)
     call("tc", "-n", host, "qdisc", "replace", "dev", INTERFACE, "root", *discipline)
+
+
+def _shape_connections(host: str, shaping: Shaping) -> None:
+    burst = f"burst {shaping.burst} cburst {shaping.burst}"
+    lines = [
+        "qdisc replace dev {0} root noqueue",  # with what an earlier limit has left
+        "qdisc replace dev {0} root handle 1: htb default 10",
+        f"class add dev {{0}} parent 1: classid 1:1 htb rate {shaping.rate} {burst}",
+    ]
+    # A class's own rate is granted even if that of all together is used up; beyond it they borrow from each other.
+    for number, (source, target) in enumerate(product(range(0, _PORT_BITS + 1, 2), repeat=2), 0x10):
+        class_ = f"1:{number:x}"
+        ports = f"match u16 {source:#x} {_PORT_BITS:#x} at 20 match u16 {target:#x} {_PORT_BITS:#x} at 22"
+        lines += [
+            f"class add dev {{0}} parent 1:1 classid {class_} htb rate 1mbit ceil {shaping.per_connection} {burst}",
+            f"filter add dev {{0}} parent 1: protocol ip prio 1 u32 {ports} flowid {class_}",
+        ]
+    call("tc", "-n", host, "-batch", "-", given="\n".join(lines).format(INTERFACE) + "\n")

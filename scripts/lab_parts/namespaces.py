@@ -25,13 +25,13 @@ KILL_TIMEOUT_S = 5.0
 
 
 @uninterrupted
-def call(*command: str) -> None:
-    """Run a command of the system; raises LabError with its error message when it fails."""
+def call(*command: str, given: str = "") -> None:
+    """Run a command of the system, with this as its input; raises LabError with its error message when it fails."""
     # A Ctrl-C must not reach the command, which may be half of a clean-up: it runs in a session of its own, and with
     # blocked signals until it is there.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True)
+        done = subprocess.run(command, input=given, capture_output=True, text=True, start_new_session=True)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if done.returncode:

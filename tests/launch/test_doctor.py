@@ -12,6 +12,7 @@ from scripts_of_users import TRAIN, python, torchrun, write_script
 from ddp_crossover.fusion import GradientSpec
 from ddp_crossover.launch.diagnosis import (
     StepTime,
+    about_connections,
     about_plain_overlap,
     about_slow_ranks,
     costs,
@@ -52,6 +53,13 @@ def test_as_much_communication_as_compute_is_worth_it() -> None:
 def test_a_line_that_needs_all_updates_in_every_step_is_the_verdict() -> None:
     text = verdict(predict(_profile(3e-8), DEFAULT_BUCKET_MB), {"train.py:3 reads parameters": 19}, 20, "run it")
     assert text.startswith("Not as the script is: most steps wait") and "If they did not: 1.6" in text
+
+
+@pytest.mark.parametrize(("several_s_per_byte", "is_said"), [(4e-9, True), (14e-9, False), (17e-9, False)])
+def test_several_connections_are_named_where_one_is_the_limit(several_s_per_byte: float, is_said: bool) -> None:
+    text = about_connections(LinkModel(1e-4, 1e-5, 16e-9), LinkModel(1e-4, 1e-5, several_s_per_byte), 4)
+    said = "A connection reaches 0.5 Gb/s here, and 4 reach 2 Gb/s: attach with connections=4"
+    assert (text or "").startswith(said) is is_said
 
 
 def test_each_cost_and_each_way_out_is_said_once_and_no_count_exceeds_the_steps() -> None:

@@ -128,6 +128,20 @@ def test_links_are_as_fast_as_asked_for(hosts: int) -> None:
 
 @pytest.mark.alone
 @needs_lab
+def test_a_connection_is_as_fast_as_asked_for_on_a_faster_link() -> None:
+    with Lab(rate="400mbit", per_connection="50mbit") as lab:
+        alone_s = transfer_s(lab)
+        lab.reshape(rate="200mbit")  # keeps the other limit
+        again_s = transfer_s(lab)
+    with Lab(rate="400mbit") as lab:
+        free_s = transfer_s(lab)
+    assert least_s(50e6) < alone_s < 2 * least_s(50e6)
+    assert least_s(50e6) < again_s < 2 * least_s(50e6)
+    assert free_s < alone_s / 2
+
+
+@pytest.mark.alone
+@needs_lab
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_packets_arrive_as_late_as_asked_for(hosts: int) -> None:
     with Lab(hosts=hosts, rate="50mbit", delay_ms=20.0) as lab:
