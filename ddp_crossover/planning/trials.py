@@ -16,7 +16,7 @@ from ddp_crossover.fusion import Schedule
 # A candidate that is faster by less than this does not count as faster: not worth the risk of a change of plan.
 MIN_GAIN = 0.01
 # How much slower groups of twice the size may be and still win: half as many groups cost the host up to a third less
-# processor time, which other work on it can use.
+# processor time, which other work on it can use. A larger allowance often took noise of 3% a step for such a tie.
 THRIFT = 0.005
 # Ratio of standard deviation to median absolute deviation for normal noise, and of the standard deviation of a median
 # to that of a mean (asymptotically, the median's variance is pi / 2 times the mean's). Rough, as samples are few.
