@@ -29,8 +29,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--only",
         action="append",
         default=[],
-        metavar="KEY=VALUE",
-        help="a feature that every program has, as shard_optimizer=true or clip=own; may be repeated",
+        metavar="KEY[=VALUE]",
+        help="what every program has, as shard_optimizer=true, clip=own or the event frozen; may be repeated",
     )
     parser.add_argument(
         "--least", type=int, default=0, metavar="N", help="draw for pairs of features until each has met N times"
@@ -50,7 +50,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def value_of(text: str) -> tuple[str, Any]:
-    """`key=value`, where the value is JSON or else a string."""
+    """`key=value`, where the value is JSON or else a string, or a key alone."""
     key, _, value = text.partition("=")
     try:
         return key, json.loads(value)

@@ -49,10 +49,12 @@ class Wanted:
 
     @classmethod
     def of(cls, choices: Choices) -> Wanted:
-        """Of features of either kind, by name."""
-        of_arm = {feature.name for feature in ARM}
-        script = {name: value for name, value in choices.items() if name not in of_arm}
-        return cls(script, {name: value for name, value in choices.items() if name in of_arm})
+        """Of features of either kind, and of events, by name; an event has no value."""
+
+        def of(table: Iterable[Any]) -> dict[str, Any]:
+            return {each.name: choices[each.name] for each in table if each.name in choices}
+
+        return cls(of(SCRIPT), of(ARM), tuple(of(EVENTS)))
 
     def __or__(self, other: Wanted) -> Wanted:
         return Wanted({**self.script, **other.script}, {**self.arm, **other.arm}, self.events + other.events)
