@@ -340,10 +340,12 @@ def memory_replaced(run: Run) -> None:
 
 @event
 def to_double_and_back(run: Run) -> None:
-    """Parameters go elsewhere and come back, in other memory."""
+    """Parameters go elsewhere and come back, in other memory: all, or those of a layer, which DDP takes for unused."""
     if run.script.get("dtype", "float32") == "float32":
-        run.main.net.double()
-        run.main.net.float()
+        net = run.main.net
+        moved = _draw(run).choice([net, *net.children()] if run.script.get("find_unused") else [net])
+        moved.double()
+        moved.float()
 
 
 @event
