@@ -125,6 +125,13 @@ def func_grad(run: Run) -> Any:
 
 
 @event
+def func_grad_of_input(run: Run) -> Any:
+    """A transform is the first to see the parameters, from inside."""
+    x, y = run.batch(50_008)
+    return torch.func.grad(lambda z: nn.functional.mse_loss(run.main.net(z), y))(x)
+
+
+@event
 def autograd_grad(run: Run) -> Any:
     x, y = run.batch(50_006)
     loss = nn.functional.mse_loss(run.main.net(x), y)

@@ -177,6 +177,7 @@ class EventFeature(NamedTuple):
 
 OUTSIDE = ("begin", "stepped")
 CHANGES_GRAPH = has("static_graph")
+NOT_IN_TRANSFORMS = has(model=(*BRANCHES, "batch_norm", "dropout", "checkpointed", "attending", "recurrent"))
 EVENTS = (
     EventFeature("evaluate", by_one=True),
     EventFeature("evaluate_ddp", without=has(model=BRANCHES)),
@@ -225,8 +226,8 @@ EVENTS = (
     EventFeature("thread_reads", by_one=True),
     EventFeature("thread_reads_gradients", ("gradients",), by_one=True),
     EventFeature("functional_call", by_one=True, without=has(model=("batch_norm", "dropout", "checkpointed"))),
-    EventFeature("func_grad", OUTSIDE,
-                 has(model=(*BRANCHES, "batch_norm", "dropout", "checkpointed", "attending", "recurrent"))),
+    EventFeature("func_grad", OUTSIDE, NOT_IN_TRANSFORMS),
+    EventFeature("func_grad_of_input", OUTSIDE, NOT_IN_TRANSFORMS),
     EventFeature("autograd_grad", OUTSIDE, has("static_graph", model=("batch_norm", "by_rank"))),
     EventFeature("random_numbers", by_one=False),
     EventFeature("garbage", by_one=True),
