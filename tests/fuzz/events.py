@@ -139,6 +139,15 @@ def autograd_grad(run: Run) -> Any:
 
 
 @event
+def micro_batch_dropped(run: Run) -> None:
+    """One whose gradients nobody wants after all."""
+    x, y = run.batch(50_009)
+    with run.main.ddp.no_sync(), run.counted(len(x)):
+        nn.functional.mse_loss(run.main.ddp(x), y).backward()
+    run.main.ddp.zero_grad(set_to_none=_draw(run).random() < 0.5)
+
+
+@event
 def train_and_eval(run: Run) -> None:
     run.main.net.eval()
     run.main.net.train()

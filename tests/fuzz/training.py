@@ -398,7 +398,7 @@ class Run:
         mine, total = sum(of_ranks[self.rank] for of_ranks in sizes), sum(map(sum, sizes))
         around_all = self.script.get("batch_around") == "all" and micro > 1
         losses = torch.zeros(())
-        with self._counted(mine) if around_all else contextlib.nullcontext():
+        with self.counted(mine) if around_all else contextlib.nullcontext():
             for index, of_ranks in enumerate(sizes):
                 count = of_ranks[self.rank]
                 is_last = index == micro - 1
@@ -406,7 +406,7 @@ class Run:
                 learns = self.script.get("static_graph") and not step
                 syncs = is_last or learns or self.script.get("reduce_each", False)
                 adds_up = contextlib.nullcontext() if syncs else self._no_sync()
-                with adds_up, contextlib.nullcontext() if around_all else self._counted(count):
+                with adds_up, contextlib.nullcontext() if around_all else self.counted(count):
                     losses = losses + self._micro_batch(micro * step + index, count, mine, total, step)
         self.see(losses)
         return losses
@@ -442,7 +442,8 @@ class Run:
         """Whether plain DDP multiplies losses so that samples count alike."""
         return self.arm is None and bool(self.reference.get("weighted"))
 
-    def _counted(self, samples: int) -> contextlib.AbstractContextManager[Any]:
+    def counted(self, samples: int) -> contextlib.AbstractContextManager[Any]:
+        """Around a batch of so many samples."""
         if not self.weights:
             return contextlib.nullcontext()
         stack = contextlib.ExitStack()
