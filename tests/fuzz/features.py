@@ -229,7 +229,7 @@ EVENTS = (
     EventFeature("func_grad", OUTSIDE, NOT_IN_TRANSFORMS),
     EventFeature("func_grad_of_input", OUTSIDE, NOT_IN_TRANSFORMS),
     EventFeature("autograd_grad", OUTSIDE, has("static_graph", model=("batch_norm", "by_rank"))),
-    EventFeature("micro_batch_dropped", OUTSIDE, CHANGES_GRAPH),
+    EventFeature("micro_batch_dropped", OUTSIDE, has("static_graph", model=BRANCHES)),
     EventFeature("random_numbers", by_one=False),
     EventFeature("garbage", by_one=True),
     EventFeature("group_made"),
