@@ -241,3 +241,21 @@ def test_gradients_of_other_graphs_tell_nothing_about_a_forward(on_ranks) -> Non
     ddp = {"find_unused_parameters": True}
     case = Case(_differentiate_other_graphs, ShiftedNet, SGD, ddp=ddp, strict=False, pipelined=False)
     check_case(case, on_ranks)
+
+
+def _backward_after_both_forwards(run: Run) -> Iterator[Any]:
+    """The first backward gives a gradient to a parameter that the second forward has left out."""
+    for x, y in run.batches():
+        run.optimizer.zero_grad()
+        with run.model.no_sync():
+            losses = [run.loss(run.model(x, shifts), y) for shifts in (True, False)]
+            for loss in losses:
+                loss.backward()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        run.optimizer.step()
+        yield loss
+
+
+def test_nor_do_gradients_of_the_forward_before(on_ranks) -> None:
+    check_case(Case(_backward_after_both_forwards, ShiftedNet, SGD), on_ranks)
