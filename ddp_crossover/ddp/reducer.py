@@ -372,8 +372,9 @@ class Reducer:
         if not torch.is_grad_enabled():
             return
         reduces = self.model.require_backward_grad_sync
-        # The reducer may still wait for the backward of an earlier forward, whatever this one is.
-        self._awaits_backward = self._awaits_backward or reduces
+        # The reducer may still wait for the backward of an earlier forward, whatever this one is. For one that raised,
+        # perhaps because of Ctrl-C in a wait for a peer, DDP prepares none.
+        self._awaits_backward = self._awaits_backward or (reduces and returned)
         self._unreduced.forward_ended(reduces=reduces)
         if not reduces and self.pipeline is not None:
             self.pipeline.gradients.expect_unreduced()  # the backward of this forward adds what no rank has shared
@@ -385,7 +386,6 @@ class Reducer:
             self.pipeline.gather_order.follow(self._use_order.ranks())
         before_backward = functools.partial(call_before_backward, output)
         self._guard.end_forward(before_backward)
-        # DDP prepares no backward for a forward that raised, perhaps because of Ctrl-C in a wait for a peer.
         if returned and self.pipeline is not None:
             self.pipeline.end_forward(before_backward if reduces else None)
 

@@ -196,8 +196,8 @@ def refuse_model(ddp: DistributedDataParallel) -> None:
     if has_comm_hook(ddp):
         raise ValueError(
             "this DDP model has a communication hook already, and DDP takes only one: leave out the other "
-            "register_comm_hook, call detach() if it is dear_hook, or build a new DistributedDataParallel around "
-            "ddp.module"
+            "register_comm_hook; if it is dear_hook, call detach(), and not between a forward and its backward, where "
+            "DDP keeps the hook; or build a new DistributedDataParallel around ddp.module"
         )
     if is_joining(ddp):
         raise ValueError(JOIN_ADVICE)
