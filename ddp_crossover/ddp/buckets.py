@@ -19,7 +19,6 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover import device as gpu
-from ddp_crossover.hooks import Hook
 from ddp_crossover.torch_internals.ddp import bucket_cap_bytes, may_await_backward, rebuild_buckets, rebuild_under_hook
 
 _BACKWARDS_UNTIL_REBUILT = 3
@@ -212,17 +211,6 @@ def _small_bytes(total_bytes: int, *, on_gpu: bool) -> int:
     return max(least_bytes, min(total_bytes // _BUCKETS_ON_GPU, _MOST_BYTES_ON_GPU)) if on_gpu else least_bytes
 
 
-class _OnForward(Hook):
-    """Calls ``call`` before a forward that a backward may follow."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = torch.compiler.disable(call)
-
-    def __call__(self, *_: object) -> None:
-        if torch.is_grad_enabled():
-            self._call()
-
-
 def _refuse_backward_of_earlier_forward(
     ddp: DistributedDataParallel, parameters: Sequence[Tensor]
 ) -> Callable[[], None]:
@@ -238,12 +226,11 @@ def _refuse_backward_of_earlier_forward(
             "attach before the forward"
         )
 
-    def allow() -> None:
+    def allow(*_: object) -> None:
         for handle in handles:
             handle.remove()
 
     # Not hooks on the parameters: `torch.autograd.grad()` runs these, too, and it adds nothing to gradients.
     handles = [get_gradient_edge(parameter).node.register_prehook(refuse) for parameter in parameters]
-    # Not our hooks of DDP's forward: these end with `detach()`, and a script may go on past DDP.
-    handles += [module.register_forward_pre_hook(_OnForward(allow)) for module in (ddp, ddp.module)]
+    handles.append(ddp.register_forward_pre_hook(torch.compiler.disable(allow)))  # also works after detach()
     return allow
