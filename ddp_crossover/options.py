@@ -87,7 +87,7 @@ class Options:
             ranks. NCCL chooses by itself. Default: all ranks exchange with all others.
         connections: number of connections to each peer over gloo, 1 to 8, of which each carries a part of every larger
             slice. For links that limit a connection: clouds do, and so does TCP over long distances. ``doctor`` says
-            whether it helps. Each needs a port and a thread for each peer. NCCL chooses by itself.
+            whether it helps. Each takes a socket for each peer, and some threads. NCCL chooses by itself.
         norms: ``"exact"``: ``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` give the bits of plain DDP,
             and wait for all gradients, so that no update is deferred in a step that clips. ``"sharded"``: they take
             norms from the ranks' shards and leave the factor pending, so the overlap is kept; the last bits of the norm
@@ -150,7 +150,7 @@ class Options:
         for name in ("tune", "strict", "shard_optimizer", "weighted"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if not isinstance(self.connections, int) or not 1 <= self.connections <= MOST_CONNECTIONS:
+        if type(self.connections) is not int or not 1 <= self.connections <= MOST_CONNECTIONS:
             raise ValueError(f"connections must be a number from 1 to {MOST_CONNECTIONS}, got {self.connections!r}")
         if self.fusion_mb is not None and not (isinstance(self.fusion_mb, int | float) and self.fusion_mb > 0):
             raise ValueError(

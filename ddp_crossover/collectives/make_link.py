@@ -15,7 +15,7 @@ from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.nccl_link import NcclLink
 from ddp_crossover.collectives.pace import SocketBacklog, connected_tcp_sockets
 from ddp_crossover.collectives.staged_gloo_link import StagedGlooLink
-from ddp_crossover.torch_internals.groups import destroy, given_up, new_group
+from ddp_crossover.torch_internals.groups import OwnedGroups, destroy, given_up, new_group
 
 
 def make_link(
@@ -61,35 +61,43 @@ def make_link(
     on_copy_engines = link is NcclLink and own_group is not None and is_asked_for(own_group, device)
     if on_copy_engines:
         refuse_unless_possible(of_legs, device)
+    of_ranks = all_gather_json({"given_up": given_up(ranks), "connections": connections}, process_group, device)
+    refuse_difference("setup", [{"options": {"connections": one["connections"]}} for one in of_ranks])
     if connections > 1 and link is NcclLink:
         raise ValueError(
             f"connections={connections} is for gloo: NCCL opens several connections by itself, as many as "
             "NCCL_NSOCKS_PERTHREAD in the environment says"
         )
-    of_ranks = all_gather_json({"given_up": given_up(ranks), "connections": connections}, process_group, device)
-    refuse_difference("setup", [{"options": {"connections": one["connections"]}} for one in of_ranks])
     # Here, because all ranks attach; and only those that all have given up: each has a garbage collector of its own.
     destroy(sorted(set.intersection(*(set(one["given_up"]) for one in of_ranks))))
-    before = connected_tcp_sockets()
     of_ddp = process_group
-    process_group = own_group or new_group(ranks, backend=backend, timeout=timeout, purpose="legs")
-    if link is NcclLink:
-        kind = CopyEngineLink if on_copy_engines else NcclLink
-        small_group = new_group(ranks, backend=backend, timeout=timeout, purpose="norms")
-        made: Link = kind(process_group, device, small_group, timeout)
-    else:
-        # New sockets are those of the new group. The sockets of a given `own_group` are unknown, and on macOS
-        # all are; the backlog is then empty, and gather legs are posted as soon as they are ready.
-        further = [
-            new_group(ranks, backend=backend, timeout=timeout, purpose=f"legs, connection {number}")
-            for number in range(2, connections + 1 if len(ranks) > 1 else 2)
-        ]
-        backlog = SocketBacklog(connected_tcp_sockets() - before)
-        made = link((process_group, *further), device, backlog, sums_in_fp32=sums_in_fp32)
-        for group in further:
-            made.owned_groups.add(group)
-    if own_group is None:
-        made.owned_groups.add(process_group)
+    opened: list[dist.ProcessGroup] = []
+
+    def open_group(purpose: str) -> dist.ProcessGroup:
+        opened.append(new_group(ranks, backend=backend, timeout=timeout, purpose=purpose))
+        return opened[-1]
+
+    try:
+        before = connected_tcp_sockets()
+        process_group = own_group or open_group("legs")
+        if link is NcclLink:
+            kind = CopyEngineLink if on_copy_engines else NcclLink
+            made: Link = kind(process_group, device, open_group("norms"), timeout)
+        else:
+            several = range(2, connections + 1) if len(ranks) > 1 else ()
+            further = [open_group(f"legs, connection {number}") for number in several]
+            # New sockets are those of the new groups. The sockets of a given `own_group` are unknown, and on macOS all
+            # are; the backlog is then empty, and gather legs are posted as soon as they are ready.
+            sockets = connected_tcp_sockets() - before if own_group is None else ()
+            made = link((process_group, *further), device, SocketBacklog(sockets), sums_in_fp32=sums_in_fp32)
+    except BaseException:
+        unused = OwnedGroups()
+        for group in opened:
+            unused.add(group)
+        unused.give_up()
+        raise
+    for group in opened:
+        made.owned_groups.add(group)
     if made.all_reduce_stream is None:
         made.all_reduce_stream = stream_for_all_reduces(of_ddp, device)
     return made

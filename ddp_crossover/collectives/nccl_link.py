@@ -235,7 +235,7 @@ class NcclLink(Link):
     Args:
         process_group: process group for the legs.
         device: device of the gradients.
-        small_group: process group for small exchanges, over the same ranks. The link owns and destroys it.
+        small_group: process group for small exchanges, over the same ranks. Ends with the link.
         timeout: time-out of both process groups.
 
     Attributes:
@@ -260,7 +260,6 @@ class NcclLink(Link):
         self.watch = LegWatch(self.rank, timeout.total_seconds())
         self._gather_group = process_group
         self._small_group = small_group
-        self.owned_groups.add(small_group)
         self._host_group: dist.ProcessGroup | None = None
         self._timeout = timeout
         self._device = device

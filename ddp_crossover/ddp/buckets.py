@@ -186,7 +186,7 @@ class Buckets:
             self._allow_backward = _refuse_backward_of_earlier_forward(ddp, parameters)
 
     def forward_begins(self) -> None:
-        """Allow backward from now on."""
+        """Allow backward from now on, as this forward has one that reduces."""
         if self._allow_backward is not None:
             self._allow_backward()
             self._allow_backward = None
@@ -223,12 +223,14 @@ def _refuse_backward_of_earlier_forward(
     def refuse(gradients: object) -> NoReturn:
         raise RuntimeError(
             "dear_hook was attached between a forward and its backward, whose gradients DDP would not reduce: "
-            "attach before the forward"
+            "attach before the forward. If this is the backward of a forward past DDP (of ddp.module), make one "
+            "through DDP first"
         )
 
     def allow(*_: object) -> None:
-        for handle in handles:
-            handle.remove()
+        if torch.is_grad_enabled():  # an evaluation tells nothing about the forward before it
+            for handle in handles:
+                handle.remove()
 
     # Not hooks on the parameters: `torch.autograd.grad()` runs these, too, and it adds nothing to gradients.
     handles = [get_gradient_edge(parameter).node.register_prehook(refuse) for parameter in parameters]

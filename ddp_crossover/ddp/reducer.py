@@ -330,7 +330,6 @@ class Reducer:
     def _before_forward(self) -> None:
         if not self._seen_forward:
             self._seen_forward = True
-            self._in_force.buckets.forward_begins()
             if not self._is_registered():
                 self._fallbacks.note(
                     "a DearState was built but its hook is not registered: call "
@@ -341,6 +340,7 @@ class Reducer:
             # Code that runs without gradients may check a parameter's class, as TransformerEncoder's fast path does.
             self._updates.flush()
             return
+        self._in_force.buckets.forward_begins()
         if self._follow_plan():
             return
         if self.batches is not None:

@@ -182,7 +182,7 @@ def about_connections(link: LinkModel, several: LinkModel, number: int) -> str |
         several: the same with several.
         number: how many these are.
     """
-    if link.s_per_byte < (1 + _LIMITED) * several.s_per_byte:
+    if not several.s_per_byte or link.s_per_byte < (1 + _LIMITED) * several.s_per_byte:  # 0: too fast to be measured
         return None
     one_gbps, several_gbps = (8e-9 / one.s_per_byte for one in (link, several))
     return (

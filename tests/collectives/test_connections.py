@@ -20,6 +20,7 @@ from ddp_crossover.collectives import make_link
 from ddp_crossover.collectives.agreement import DisagreementError
 from ddp_crossover.collectives.pace import connected_tcp_sockets
 from ddp_crossover.options import Options
+from ddp_crossover.torch_internals.groups import new_group
 from equivalence import Case, Run
 from harness import run_faulty_ranks, run_ranks
 from models import WideNet
@@ -60,6 +61,7 @@ def _sockets_around_attach() -> tuple[int, int, int]:
     before = len(connected_tcp_sockets())
     state = dx.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), connections=CONNECTIONS)
     attached = len(connected_tcp_sockets())
+    dist.barrier()  # connections end with the first rank that closes them
     state.detach()
     return before, attached, len(connected_tcp_sockets())
 
@@ -69,6 +71,35 @@ def _sockets_around_attach() -> tuple[int, int, int]:
 def test_detach_closes_all_connections() -> None:
     for before, attached, after in run_ranks(_sockets_around_attach, 2):
         assert attached >= before + CONNECTIONS
+        assert after == before
+
+
+def _sockets_around_attach_that_fails() -> list[int]:
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    dx.attach(ddp, optimizer).detach()  # what stays open, stays from the first attach on
+    counts = [len(connected_tcp_sockets())]
+    opened: list[None] = []
+
+    def fail_at_the_third(*args: Any, **options: Any) -> dist.ProcessGroup:
+        opened.append(None)
+        if len(opened) == 3:
+            raise OSError("too many open files")
+        return new_group(*args, **options)
+
+    with mock.patch.object(make_link, "new_group", fail_at_the_third), pytest.raises(OSError, match="too many"):
+        dx.attach(ddp, optimizer, connections=CONNECTIONS)
+    counts.append(len(connected_tcp_sockets()))
+    dist.barrier()
+    dx.attach(ddp, optimizer).detach()  # all ranks can end groups together now
+    return [*counts, len(connected_tcp_sockets())]
+
+
+@pytest.mark.launches
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_connections_of_an_attach_that_failed_are_closed_by_the_next() -> None:
+    for before, failed, after in run_ranks(_sockets_around_attach_that_fails, 2):
+        assert failed > before
         assert after == before
 
 
@@ -116,6 +147,8 @@ def test_nccl_is_told_to_open_them_itself() -> None:
         mock.patch.object(make_link, "backend_for", lambda *of: "nccl"),
         mock.patch.object(make_link, "family_of", lambda *of: "nccl"),
         mock.patch.object(dist, "get_process_group_ranks", lambda group: [0, 1]),
+        mock.patch.object(make_link, "given_up", lambda ranks: []),
+        mock.patch.object(make_link, "all_gather_json", lambda value, *of: [value]),
         pytest.raises(ValueError, match="NCCL_NSOCKS_PERTHREAD"),
     ):
         make_link.make_link(
@@ -123,7 +156,7 @@ def test_nccl_is_told_to_open_them_itself() -> None:
         )
 
 
-@pytest.mark.parametrize("connections", [0, 9, 2.0, "4", None])
+@pytest.mark.parametrize("connections", [0, 9, True, 2.0, "4", None])
 def test_other_numbers_are_refused(connections: Any) -> None:
     with pytest.raises(ValueError, match="connections must be a number from 1 to 8"):
         Options(connections=connections)

@@ -196,6 +196,9 @@ def _attach_within_an_iteration() -> None:
 
     early = loss()
     state = dx.attach(ddp, optimizer, tune=False)
+    with torch.no_grad():  # an evaluation changes nothing about it
+        loss()
+    ddp.module(torch.randn(2, INPUTS))
     with pytest.raises(RuntimeError, match="between a forward and its backward"):
         early.backward()
     optimizer.zero_grad()

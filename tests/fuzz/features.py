@@ -131,7 +131,8 @@ SCRIPT = (
     # Ranks that run other hooks than others go apart.
     Feature("hooks_write", (False, True), has(model=("recurrent", "by_rank"), sizes="zeros")),
     Feature("mode", ("", "device", "function")),
-    Feature("attach_at", (0, 3), has("weighted", sizes="zeros")),
+    # Right after an attach in the middle of training, a backward past DDP is taken for that of a forward before it.
+    Feature("attach_at", (0, 3), has("weighted", "past_ddp", sizes="zeros")),
     Feature("dropped", (False, True)),
     Feature("collects_garbage", (False, True)),
 )  # fmt: skip
@@ -213,7 +214,7 @@ EVENTS = (
     EventFeature("weight_decay"),
     EventFeature("group_added", OUTSIDE, has("scheduler")),  # schedulers of torch refuse a group that comes later
     EventFeature("frozen", OUTSIDE, either(CHANGES_GRAPH, lambda choices: not choices.get("find_unused"))),
-    EventFeature("attached_again", OUTSIDE),
+    EventFeature("attached_again", OUTSIDE, has("past_ddp")),
     EventFeature("detached", OUTSIDE, has(sizes="zeros")),
     EventFeature("synchronized"),
     EventFeature("module_copied", by_one=True),
