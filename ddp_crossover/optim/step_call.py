@@ -74,7 +74,7 @@ class StepCall:
         if pipeline is not None and pipeline.phase is Phase.REDUCED:
             self.pipeline = pipeline
             self.snapshot = OptimizerSnapshot(self.optimizer)
-            self.later = [deferrable.among(group, pipeline) for group in groups]
+            self.later = deferrable.among(groups, pipeline)
             groups = [_without(group, later) for group, later in zip(groups, self.later, strict=True)]
         self.stand_in.take(groups)
         return any(parameter.grad is not None for group in groups for parameter in group)
@@ -94,11 +94,25 @@ class Deferrable:
         self._early_reads = early_reads
         self._fallbacks = fallbacks
 
-    def among(self, parameters: Sequence[Tensor], pipeline: Pipeline) -> list[LazyParam]:
-        """Return those of ``parameters`` whose updates can be deferred."""
-        read_early = 0
-        candidates = []
+    def among(self, groups: Sequence[Sequence[Tensor]], pipeline: Pipeline) -> list[list[LazyParam]]:
+        """Return those of each group whose updates can be deferred; why others cannot counts once for all groups."""
         never: dict[LazyParam, str] = {}
+        read_early: list[LazyParam] = []
+        later = [self._of_group(group, pipeline, never, read_early) for group in groups]
+        self.note_not_deferred(never)
+        if read_early:
+            self._fallbacks.note(*_why_read(self._early_reads.clipped_by))
+        return later
+
+    def _of_group(
+        self,
+        parameters: Sequence[Tensor],
+        pipeline: Pipeline,
+        never: dict[LazyParam, str],
+        read_early: list[LazyParam],
+    ) -> list[LazyParam]:
+        """Those of ``parameters`` whose updates can be deferred; adds the others to ``never`` or ``read_early``."""
+        candidates = []
         for parameter in parameters:
             grad = parameter.grad
             if grad is None or (lazy := self._params.of_id.get(id(parameter))) is None:
@@ -109,14 +123,11 @@ class Deferrable:
             if slot.is_kept:
                 never[lazy] = _KEPT
             elif not slot.pending.is_current(grad):
-                read_early += 1
+                read_early.append(lazy)
             elif lazy.why_never_lazy is not None:
                 never[lazy] = lazy.why_never_lazy
             else:
                 candidates.append(lazy)
-        self.note_not_deferred(never)
-        if read_early:
-            self._fallbacks.note(*_why_read(self._early_reads.clipped_by))
         return candidates
 
     def note_not_deferred(self, why_not: Mapping[LazyParam, str]) -> None:

@@ -51,6 +51,13 @@ def two_optimizers(model: nn.Module) -> list[Optimizer]:
     return [torch.optim.AdamW(weights, lr=0.01), torch.optim.SGD(others, lr=0.1, momentum=0.9)]
 
 
+def two_groups(model: nn.Module) -> Optimizer:
+    """As Hugging Face's Trainer makes them: no weight decay for biases."""
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    return torch.optim.SGD([{"params": weights, "weight_decay": 0.01}, {"params": others}], lr=0.1, momentum=0.9)
+
+
 def backward(run: Run) -> Iterator[torch.Tensor]:
     for x, y in run.batches():
         run.model.zero_grad()
@@ -488,9 +495,9 @@ def _look_on_rank_0() -> None:
     ("loop", "function"), [(loops.clip_norm, "clipping"), (scale_loss, "GradScaler")], ids=["clip", "scaler"]
 )
 def test_exact_norms_say_once_which_line_costs_the_overlap(on_ranks, loop, function) -> None:
-    stats, other = on_ranks(_undeferred, 2, Case(loop, optimizer=SGD, steps=12))
+    stats, other = on_ranks(_undeferred, 2, Case(loop, optimizer=two_groups, steps=12))
     [(reason, times)] = stats.fallbacks.items()
-    assert times > 5
+    assert 5 < times <= stats.pipelined_iterations
     assert re.search(rf"torch's {function} at \w+_\w+\.py:\d+ needs all gradients", reason), reason
     assert "norms='sharded'" in stats.advice[reason]
     assert stats.fallbacks == other.fallbacks
