@@ -6,6 +6,7 @@ not work there. Fabric needs no callback: ``dx.attach(model, optimizer)`` behind
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from importlib import import_module
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_crossover.attaching import attach
 from ddp_crossover.comm_hook import DearState
 from ddp_crossover.ddp.unwrapping import unwrapped_model
+from ddp_crossover.integrations.batches import batch_of
 
 # One framework under two names. Both may be installed, and a callback must be of the one whose Trainer is used.
 _is_the_older_name = ("pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules) or (
@@ -37,7 +39,7 @@ class DearCallback(Callback):  # type: ignore[misc]  # frameworks are not instal
         options: keyword arguments of :class:`ddp_crossover.DearState`.
 
     Attributes:
-        state: the state of the last ``fit``, for its figures; None before the first.
+        state: the state of the last ``fit``, for its figures; None before the first, and without DDP.
 
     Example::
 
@@ -47,6 +49,17 @@ class DearCallback(Callback):  # type: ignore[misc]  # frameworks are not instal
     def __init__(self, **options: Any) -> None:
         self.state: DearState | None = None
         self._options = options
+
+    def batch(self, samples: int) -> contextlib.AbstractContextManager[None]:
+        """With ``weighted=True``, return ``state.batch(samples)``; in a single process a context that does nothing.
+
+        Args:
+            samples: see :meth:`ddp_crossover.DearState.batch`.
+
+        Raises:
+            RuntimeError: in one of several processes that DDP does not train; and what ``state.batch()`` raises.
+        """
+        return batch_of(self.state, samples)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach: DDP, the optimizers and what a checkpoint holds are in place."""

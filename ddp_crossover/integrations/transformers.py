@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from importlib import import_module
 from typing import Any
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from ddp_crossover.attaching import attach
 from ddp_crossover.comm_hook import DearState
 from ddp_crossover.ddp.unwrapping import live_objects
+from ddp_crossover.integrations.batches import batch_of
 
 TrainerCallback: Any = import_module("transformers").TrainerCallback
 
@@ -29,7 +31,7 @@ class DearCallback(TrainerCallback):  # type: ignore[misc]  # frameworks are not
         options: keyword arguments of :class:`ddp_crossover.DearState`.
 
     Attributes:
-        state: the state of the last ``train()``, for its figures; None before the first.
+        state: the state of the last ``train()``, for its figures; None before the first, and without DDP.
 
     Example::
 
@@ -39,6 +41,17 @@ class DearCallback(TrainerCallback):  # type: ignore[misc]  # frameworks are not
     def __init__(self, **options: Any) -> None:
         self.state: DearState | None = None
         self._options = options
+
+    def batch(self, samples: int) -> contextlib.AbstractContextManager[None]:
+        """With ``weighted=True``, return ``state.batch(samples)``; in a single process a context that does nothing.
+
+        Args:
+            samples: see :meth:`ddp_crossover.DearState.batch`.
+
+        Raises:
+            RuntimeError: in one of several processes that DDP does not train; and what ``state.batch()`` raises.
+        """
+        return batch_of(self.state, samples)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Optimizer, **kwargs: Any

@@ -9,7 +9,6 @@ runs anywhere.
 """
 
 import argparse
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -51,8 +50,7 @@ class WeightedTrainer(Trainer):
         return batches, sum(map(tokens_of, batches))
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        state = self.dear.state  # None in a single process, which has no DDP
-        with state.batch(tokens_of(inputs)) if state else nullcontext():
+        with self.dear.batch(tokens_of(inputs)):
             return super().training_step(model, inputs, num_items_in_batch)
 
 

@@ -52,7 +52,7 @@ class Tagger(LightningModule):
 
     def optimizer_step(self, epoch, batch_index, optimizer, closure):
         def weighted_closure():  # forward and backward
-            with self.dear.state.batch(self.tokens):
+            with self.dear.batch(self.tokens):
                 return closure()
 
         super().optimizer_step(epoch, batch_index, optimizer, weighted_closure if self.dear else closure)

@@ -49,12 +49,13 @@ def test_lightning_without_ddp_trains_and_says_that_nothing_is_attached(caplog: 
             self.net = nn.Linear(2, 1)
 
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            return self.net(batch).sum()
+            with dear.batch(len(batch)):
+                return self.net(batch).sum()
 
         def configure_optimizers(self) -> SGD:
             return SGD(self.parameters(), lr=0.1)
 
-    dear = DearCallback()
+    dear = DearCallback(weighted=True)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = lightning.Trainer(accelerator="cpu", devices=1, max_steps=2, callbacks=[dear], **quiet)
     with caplog.at_level(logging.WARNING, "ddp_crossover"):
@@ -87,9 +88,10 @@ def test_transformers_without_ddp_trains_and_says_that_nothing_is_attached(
             self.net = nn.Linear(2, 1)
 
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"loss": self.net(x).sum()}
+            with dear.batch(len(x)):
+                return {"loss": self.net(x).sum()}
 
-    dear = DearCallback()
+    dear = DearCallback(weighted=True)
     arguments = transformers.TrainingArguments(
         str(tmp_path), max_steps=2, use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True
     )
@@ -98,6 +100,19 @@ def test_transformers_without_ddp_trains_and_says_that_nothing_is_attached(
         transformers.Trainer(Model(), arguments, train_dataset=data, callbacks=[dear]).train()
     assert dear.state is None
     assert caplog.text.count("the Trainer uses no DistributedDataParallel") == 1
+
+
+def _batch_without_ddp() -> str:
+    from ddp_crossover.integrations.batches import batch_of
+
+    with pytest.raises(RuntimeError) as caught:
+        batch_of(None, 3)
+    return str(caught.value)
+
+
+def test_a_batch_of_one_of_several_processes_that_nothing_weights_is_refused(on_ranks) -> None:
+    for said in on_ranks(_batch_without_ddp, 2):
+        assert "let the Trainer use DDP" in said
 
 
 class _Accelerator:
