@@ -142,6 +142,7 @@ class _Uncalled:
     def __init__(self) -> None:
         self._steps = 0
         self._text = ""
+        self._is_said = False
         self._model_of: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
         self._handle: RemovableHandle | None = None
 
@@ -157,6 +158,8 @@ class _Uncalled:
             atexit.unregister(self._say)
 
     def _after_step(self, optimizer: Optimizer) -> None:
+        if self._is_said:  # not removed here, inside of a step: torch is going through the hooks
+            return
         if optimizer not in self._model_of:
             self._model_of[optimizer] = _trained_by(optimizer)
         if not (model := self._model_of[optimizer]):
@@ -171,8 +174,8 @@ class _Uncalled:
             self._say()
 
     def _say(self) -> None:
-        self.stop()
-        if self._text:
+        if self._text and not self._is_said:
+            self._is_said = True
             say(self._text, logging.WARNING)
 
 

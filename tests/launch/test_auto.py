@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ddp_crossover as dx
@@ -183,6 +184,21 @@ def _called_late() -> list[str]:
 
 def _attached_and_never_called() -> list[str]:
     return _called_from(12, attaches=True)
+
+
+def _never_called_beside_a_hook_of_others() -> int:
+    dx.auto(**OPTIONS)
+    steps: list[None] = []
+    register_optimizer_step_post_hook(lambda *_: steps.append(None))
+    ddp = _network()
+    optimizer = SGD(ddp.parameters(), lr=0.1)
+    for _ in range(12):
+        optimizer.step()
+    return len(steps)
+
+
+def test_saying_so_leaves_hooks_of_others_alone() -> None:
+    assert run_ranks(_never_called_beside_a_hook_of_others, 2) == [12, 12]
 
 
 @pytest.mark.parametrize("script", [_called_late, _attached_and_never_called], ids=lambda one: one.__name__)
