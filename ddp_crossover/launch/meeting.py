@@ -62,6 +62,16 @@ class Meeting:
         self._store.set(f"{key} {self.rank}", json.dumps(value))
         return [json.loads(self._store.get(f"{key} {rank}")) for rank in range(self._world_size)]
 
+    def part(self) -> None:
+        """Wait for all ranks a last time; rank 0 leaves last, because it may host the store."""
+        self.gather(None)
+        if self._is_alone:
+            return
+        key = self._next_key("leaves: rank")
+        self._store.set(f"{key} {self.rank}", "")
+        if self.rank == 0:
+            self._store.wait([f"{key} {rank}" for rank in range(self._world_size)])
+
     def _of_one(self, what: str, is_mine: bool, make: Callable[[], str]) -> str:
         key = self._next_key(what)
         if is_mine:

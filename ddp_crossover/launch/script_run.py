@@ -105,7 +105,7 @@ def three_runs(
                     raise ValueError(f"the script {why} ({arm}){_last(output)}")
                 meeting.gather(None)  # or the copy would be dropped while others use it
         yield runs
-        meeting.gather(None)
+        meeting.part()
 
 
 @contextmanager
