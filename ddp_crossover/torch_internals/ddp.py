@@ -76,6 +76,12 @@ def managed_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn
     ]
 
 
+def parameters_as_built(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    """Return the parameters that the module had when DDP was built around it, those that DDP ignores left out."""
+    parameters: list[torch.nn.Parameter] = private(ddp, "_module_parameters")
+    return parameters
+
+
 def bucket_cap_bytes(ddp: DistributedDataParallel) -> int:
     """Return the size in bytes above which DDP starts a new bucket."""
     return int(private(ddp, "bucket_bytes_cap"))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
 from equivalence import SMALL_GROUPS_MB
@@ -249,3 +250,22 @@ def test_a_group_of_one_rank_is_said_beside_others(on_ranks) -> None:
     assert "although 2 were started (WORLD_SIZE in the environment): leave out rank= and world_size=" in said
     assert on_ranks(_heard_at_attach, 1, False, "1") == on_ranks(_heard_at_attach, 1, False, "") == [[]]
     assert on_ranks(_heard_at_attach, 2, False, "2") == [[], []]
+
+
+# Parameters that came after DDP was built.
+
+
+def _heard_of_a_new_head(is_new: bool) -> list[str]:
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    if is_new:
+        ddp.module[1] = nn.Linear(4, 2)
+    with heard() as said:
+        dx.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)).detach()
+    return [line for line in said if "came into the model" in line]
+
+
+def test_parameters_that_came_after_ddp_was_built_are_said(on_ranks) -> None:
+    [said], other = on_ranks(_heard_of_a_new_head, 2, True)
+    assert said.startswith("1.weight and 1 more") and "Build DistributedDataParallel after such changes" in said
+    assert not other
+    assert on_ranks(_heard_of_a_new_head, 2, False) == [[], []]
