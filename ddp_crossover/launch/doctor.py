@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
             return Errand(options=options, examine=str(folder), steps=steps)
 
         with three_runs("doctor", command, errand_in, meeting, args) as runs:
-            unsynchronized = why_different(runs[0].parameters(meeting))
+            unsynchronized = why_different(runs[0].parameters(meeting), runs[1].why_apart(meeting))
             why_not_attached = runs[1].why_not_attached(meeting)
             report = _report_on(runs, why_not_attached, args) if meeting.rank == 0 else {}
         report["unsynchronized"] = unsynchronized

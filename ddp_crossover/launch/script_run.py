@@ -26,6 +26,8 @@ ARMS = ("plain", "attached", "plain again")
 
 _TAIL_LINES = 30
 _BETWEEN_LOOKS_S = 0.25
+# What is said of training that is not synchronized.
+_APART = ("so ranks train apart", "trains on its own", "so it reduces nothing", "so plain DDP does not reduce")
 # How the kernel refuses what the copy has not, or not for this user.
 _NOT_IN_COPY = ("Read-only file system", "Value too large for defined data type")
 
@@ -52,6 +54,12 @@ class Run:
         why = [line for line in self.output.splitlines() if "trains as plain DDP" in line]
         unsaid = "the script never calls the DDP model that it has built, or the model has a communication hook"
         return str(meeting.gather((*why, unsaid)[0])[0])
+
+    def why_apart(self, meeting: Meeting) -> str | None:
+        """Return why ranks train apart, as rank 0 has printed it in the run; None if it has not."""
+        why = [line for line in self.output.splitlines() if any(text in line for text in _APART)]
+        said: str | None = meeting.gather(why[0].rpartition("ddp_crossover: ")[2] if why else None)[0]
+        return said
 
     def parameters(self, meeting: Meeting) -> list[dict[str, str]]:
         """Return the digests of parameters of all ranks of the job at the end of the run."""

@@ -30,16 +30,19 @@ def parameter_digests(models: Sequence[DistributedDataParallel]) -> dict[str, st
     return {name: digest(parameter) for name, parameter in named("named_parameters", models)}
 
 
-def why_different(ranks: Iterable[Mapping[str, str]]) -> str | None:
+def why_different(ranks: Iterable[Mapping[str, str]], why_apart: str | None = None) -> str | None:
     """Return one sentence about parameters that ranks have differently; None if all are the same.
 
     Args:
         ranks: the digests of each rank.
+        why_apart: what was said while they trained; None if nothing was.
     """
     first, *others = ranks
     names = [name for name in first if any(other.get(name) != first[name] for other in others)]
     if not names:
         return None
+    if why_apart is not None:
+        return f"The ranks have different parameters ({first_of(names)}): {why_apart}."
     return (
         f"The ranks have different parameters: gradients of {first_of(names)} were never reduced, or something else "
         "has changed these on some ranks only."

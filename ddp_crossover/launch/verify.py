@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         plain, attached, again = (run.files() for run in runs)
         why_not = runs[1].why_not_attached(meeting)
         verdicts = {rank: compare(plain[rank], attached[rank], again[rank], options, why_not) for rank in plain}
-        unsynchronized = why_different(runs[0].parameters(meeting))
+        unsynchronized = why_different(runs[0].parameters(meeting), runs[1].why_apart(meeting))
     for rank, verdict in verdicts.items():
         _print(verdict, rank, unsynchronized, as_json=args.json)
     return max(verdict.exit_status for verdict in verdicts.values())

@@ -33,8 +33,7 @@ def run_errand(ddp_class: type[DistributedDataParallel]) -> None:
 
         default_generator.manual_seed(SEED)
     watch_new_models(ddp_class, _start)
-    if errand.options is not None and not (errand.record or errand.examine):
-        atexit.register(_say_if_none_was_built)
+    atexit.register(_say_if_none_was_built, is_examined=bool(errand.record or errand.examine))
 
 
 @functools.cache
@@ -47,7 +46,7 @@ def _start() -> BeforeForward:
     return start(errand)
 
 
-def _say_if_none_was_built() -> None:
+def _say_if_none_was_built(*, is_examined: bool) -> None:
     started = os.environ.get("WORLD_SIZE", "1")
     if _start.cache_info().currsize or started == "1" or os.environ.get("RANK") != "0":
         return
@@ -56,7 +55,8 @@ def _say_if_none_was_built() -> None:
     from ddp_crossover.options import switched_off
     from ddp_crossover.torch_internals.optimizers import was_any_built
 
-    if was_any_built() and not switched_off():  # a worker of a data loader builds none
+    # A worker of a data loader builds none. In verify and doctor a plain run is one that is switched off.
+    if was_any_built() and (is_examined or not switched_off()):
         say(
             f"nothing is attached to: {started} processes were started, and this one has built an optimizer and no "
             "DistributedDataParallel, so each trains on its own, unless the script averages gradients by itself. Wrap "

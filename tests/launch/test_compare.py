@@ -104,3 +104,5 @@ def test_parameters_that_ranks_have_differently_are_named() -> None:
     assert why_different([{"a": "1", "b": "2"}, {"a": "1", "b": "2"}]) is None
     said = why_different([{"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "0", "c": "0"}])
     assert said is not None and "different parameters: gradients of b and 1 more were never reduced" in said
+    assert why_different([{"a": "1"}, {"a": "0"}], "why") == "The ranks have different parameters (a): why."
+    assert why_different([{"a": "1"}, {"a": "1"}], "why") is None
