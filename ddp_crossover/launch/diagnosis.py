@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -29,6 +29,7 @@ _UNEQUAL = 0.08
 # Several connections are named if they are faster than one by this: each also costs the processors something.
 _LIMITED = 0.3
 _FEWEST_RANKS = 2
+_NANOSECOND = 1e-9
 _SHARDED = "norms='sharded'"  # in an advice
 
 
@@ -120,6 +121,8 @@ def predict(
         ours: measured step time under the plan that the simulator has chosen, or None.
         int8_s_per_element: seconds by which 8-bit codes delay a leg, per element; None: they cannot be had.
     """
+    if plain is not None:
+        profile = _at_most(profile, plain.median_s)
     assert profile.link is not None
     plain_predicted_s = simulate_ddp(profile, bucket_cap_mb).step_s
     fusion_mb, best = best_of_sizes(profile.specs, profile.compute, profile.link, profile.world_size, Schedule.AUTO)
@@ -147,6 +150,12 @@ def predict(
         gain_high=min(most, max(gains)),
         int8_s=None if int8_s_per_element is None else _with_int8_s(profile, int8_s_per_element),
     )
+
+
+def _at_most(profile: ModelProfile, step_s: float) -> ModelProfile:
+    """The profile, with compute that fits into a step of plain DDP; it does not if the machine was busier meanwhile."""
+    factor = step_s / profile.compute.compute_s
+    return profile if factor >= 1 else replace(profile, compute=profile.compute.times(factor))
 
 
 def _with_int8_s(profile: ModelProfile, codec_s_per_element: float) -> float:
@@ -237,6 +246,8 @@ def verdict(prediction: Prediction, obstacles: Mapping[str, int], steps: int, co
         f"{duration(prediction.communication_s)}, of which plain DDP leaves {duration(exposed_s)} exposed"
     )
     steps_take = f"{duration(prediction.ours_s)} a step instead of {duration(prediction.plain_s)}"
+    if prediction.gain > max(high, 0.0) + _LEAST:  # by what else the machines did
+        steps_take += ", more than communication explains"
     interval = f"{1 + low:.2f} to {1 + high:.2f} times as fast ({steps_take}; {why})"
     if high < _NOTICEABLE:
         gain = f"a gain of at most {high:.1%}" if high >= _LEAST else "no gain"
@@ -273,4 +284,6 @@ def duration(seconds: float) -> str:
     """Return a duration in the unit in which it is easily read."""
     if seconds >= 1:
         return f"{short(seconds)} s"
-    return f"{short(seconds * 1e3)} ms" if seconds >= 1e-3 or seconds == 0 else f"{short(seconds * 1e6)} us"
+    if seconds < _NANOSECOND:  # rounding
+        return "0 ms"
+    return f"{short(seconds * 1e3)} ms" if seconds >= 1e-3 else f"{short(seconds * 1e6)} us"

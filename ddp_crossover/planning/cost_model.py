@@ -153,6 +153,16 @@ class ComputeProfile:
         """Length in seconds of a step that never waits for communication."""
         return self.forward_s + self.backward_s + self.rest_s
 
+    def times(self, factor: float) -> ComputeProfile:
+        """The same step on a machine that takes ``factor`` times as long."""
+        return ComputeProfile(
+            use_s=tuple(time_s * factor for time_s in self.use_s),
+            arrival_s=tuple(time_s * factor for time_s in self.arrival_s),
+            forward_s=self.forward_s * factor,
+            backward_s=self.backward_s * factor,
+            rest_s=self.rest_s * factor,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """A dict for ``json.dump``; :meth:`from_json` reads it."""
         return asdict(self)

@@ -87,6 +87,12 @@ def test_it_never_predicts_a_loss_because_the_tuner_would_keep_plain_all_reduces
     assert predict(_profile(1e-8), DEFAULT_BUCKET_MB, StepTime(0.1, 0.1, 0.1)).gain == 0.0
 
 
+def test_compute_that_was_measured_on_a_busier_machine_fits_into_a_step_of_plain_ddp() -> None:
+    prediction = predict(_profile(1e-10), DEFAULT_BUCKET_MB, StepTime(0.1, 0.1, 0.1))
+    assert prediction.compute_s == pytest.approx(0.1) and prediction.ours_s < 0.102
+    assert prediction.gain_high <= prediction.communication_s / 0.1
+
+
 @pytest.mark.parametrize(
     ("plain_s", "ours_s", "said"),
     [
@@ -104,6 +110,8 @@ def test_a_verdict_is_what_the_whole_interval_says(plain_s, ours_s, said) -> Non
 def test_no_gain_exceeds_what_communication_takes() -> None:
     prediction = predict(_profile(1e-10), DEFAULT_BUCKET_MB, StepTime(0.5, 0.4, 0.6), StepTime(0.3, 0.2, 0.4))
     assert prediction.gain_high == pytest.approx(prediction.communication_s / 0.3) and prediction.gain_high < 0.01
+    said = "(300 ms a step instead of 500 ms, more than communication explains; compute takes 300 ms a step"
+    assert said in verdict(prediction, {}, 20, "")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +139,8 @@ def test_the_interval_of_a_step_time_reaches_over_runs_and_drift() -> None:
 
 
 def test_durations_are_in_units_that_are_read_at_once() -> None:
-    assert [duration(s) for s in (1.98e-3, 45e-6, 0.3, 12.34, 0)] == ["1.98 ms", "45 us", "300 ms", "12.3 s", "0 ms"]
+    assert [duration(s) for s in (1.98e-3, 45e-6, 0.3, 12.34)] == ["1.98 ms", "45 us", "300 ms", "12.3 s"]
+    assert duration(0) == duration(7e-18) == "0 ms"
 
 
 def test_a_slow_rank_is_named_with_what_balance_would_gain() -> None:
