@@ -213,13 +213,18 @@ def about_plain_overlap(prediction: Prediction, plain: StepTime) -> str | None:
     )
 
 
-def about_slow_ranks(rank_compute_s: Sequence[float]) -> str | None:
-    """One sentence about a rank that computes slowly, if batches by speed would be worth it."""
+def about_slow_ranks(rank_compute_s: Sequence[float], plain: StepTime) -> str | None:
+    """One sentence about a rank that computes slowly, if batches by speed would be worth it.
+
+    Args:
+        rank_compute_s: how long each rank computes in a step.
+        plain: steps of plain DDP. Ranks that differ by less than these steps may differ by chance.
+    """
     if len(rank_compute_s) < _FEWEST_RANKS or min(rank_compute_s) <= 0:
         return None
     slowest_s = max(rank_compute_s)
     balanced_s = len(rank_compute_s) / sum(1 / seconds for seconds in rank_compute_s)
-    if slowest_s / balanced_s - 1 < _UNEQUAL:
+    if slowest_s / balanced_s < max(1 + _UNEQUAL, plain.high_s / plain.low_s):
         return None
     slowest = list(rank_compute_s).index(slowest_s)
     return (

@@ -172,7 +172,7 @@ def _report_on(runs: list[Run], why_not_attached: str, args: argparse.Namespace)
         "int8": about_int8(prediction),
         # On CPUs backward and all-reduces share the cores, so how much is hidden says nothing about DDP.
         "plain_overlap": about_plain_overlap(prediction, plain_time) if torch.cuda.is_available() else None,
-        "slow_ranks": about_slow_ranks(profile.rank_compute_s),
+        "slow_ranks": about_slow_ranks(profile.rank_compute_s, plain_time),
         "rank_compute_s": profile.rank_compute_s,
         "costs": costs(obstacles, advice, counted, args.norms),
         "verdict": verdict(prediction, obstacles, counted, "The script has it already." if by_script else use),

@@ -144,15 +144,18 @@ def test_durations_are_in_units_that_are_read_at_once() -> None:
 
 
 def test_a_slow_rank_is_named_with_what_balance_would_gain() -> None:
-    said = about_slow_ranks([0.2, 0.4, 0.2])
+    steady = StepTime(0.4, 0.39, 0.41)
+    said = about_slow_ranks([0.2, 0.4, 0.2], steady)
     assert said is not None
     assert said.startswith(
         "Rank 1 is the slowest: it computes for 400 ms a step, the fastest for 200 ms. With batches by"
     )
     assert said.endswith("compute for about 240 ms, so a step would take up to 160 ms less.")
-    assert about_slow_ranks([0.2, 0.21]) is None
-    assert about_slow_ranks([0.2]) is None
-    assert about_slow_ranks([0.0, 0.2]) is None
+    assert about_slow_ranks([0.2, 0.21], steady) is None
+    assert about_slow_ranks([0.2], steady) is None
+    assert about_slow_ranks([0.0, 0.2], steady) is None
+    noisy = StepTime(0.4, 0.3, 0.6)
+    assert about_slow_ranks([0.2, 0.4, 0.2], noisy) is None, "steps differ by more than these ranks"
 
 
 def _report(*arguments: str) -> dict[str, Any]:
