@@ -35,7 +35,7 @@ def sums(world_size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     with ExitStack() as stack:
         for owner, name, replacement in replacements:
             stack.enter_context(mock.patch.object(owner, name, replacement))
-        link = StagedGlooLink(dist.new_group(), device, SocketBacklog([]))
+        link = StagedGlooLink([dist.new_group()], device, SocketBacklog([]))
         results = []
         for iteration in range(2):
             link.begin_iteration()
