@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 logger = logging.getLogger("ddp_crossover")
+_SPEAKER = "ddp_crossover: "
 
 
 def say(text: str, level: int = logging.INFO) -> None:
@@ -18,7 +19,12 @@ def say(text: str, level: int = logging.INFO) -> None:
     if logger.hasHandlers():
         logger.log(level, "%s", text)
     elif level >= logger.level and level > logger.manager.disable:
-        print(f"ddp_crossover: {text}", file=sys.stderr, flush=True)
+        print(f"{_SPEAKER}{text}", file=sys.stderr, flush=True)
+
+
+def without_speaker(line: str) -> str:
+    """Return what :func:`say` was given, of a line that it has printed."""
+    return line.rpartition(_SPEAKER)[2]
 
 
 def first_of(names: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ from ddp_crossover.launch.ending import steps_made
 from ddp_crossover.launch.errand import Errand, environment_with
 from ddp_crossover.launch.meeting import Meeting
 from ddp_crossover.launch.throw_away import OFFLINE, inside, throw_away_copy
+from ddp_crossover.log import without_speaker
 from ddp_crossover.options import SWITCH
 
 ARMS = ("plain", "attached", "plain again")
@@ -58,7 +59,7 @@ class Run:
     def why_apart(self, meeting: Meeting) -> str | None:
         """Return why ranks train apart, as rank 0 has printed it in the run; None if it has not."""
         why = [line for line in self.output.splitlines() if any(text in line for text in _APART)]
-        said: str | None = meeting.gather(why[0].rpartition("ddp_crossover: ")[2] if why else None)[0]
+        said: str | None = meeting.gather(without_speaker(why[0]) if why else None)[0]
         return said
 
     def parameters(self, meeting: Meeting) -> list[dict[str, str]]:
