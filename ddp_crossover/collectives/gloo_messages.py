@@ -204,7 +204,7 @@ class PeerMessages:
         for peer, memory in slices:
             if not memory.numel():
                 continue
-            count = max(1, min(several, memory.nbytes // LEAST_PART_BYTES)) if several > 1 else 1
+            count = max(1, min(several, memory.nbytes // LEAST_PART_BYTES))
             parts = memory.chunk(count) if count > 1 else (memory,)
             for number, part in enumerate(parts, tag):  # few parts are not always those of the first connection
                 yield self._process_groups[number % several], peer, part

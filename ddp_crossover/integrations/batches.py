@@ -9,21 +9,29 @@ import torch.distributed as dist
 from ddp_crossover.comm_hook import DearState
 
 
-def batch_of(state: DearState | None, samples: int) -> contextlib.AbstractContextManager[None]:
-    """Return ``state.batch(samples)``; without a state, a context that does nothing, as one process has no weights.
+class Batches:
+    """What callbacks have in common that train with a state, or in a single process without one.
 
-    Args:
-        state: the state of the training under way; None if nothing is attached to.
-        samples: number of samples, or tokens.
-
-    Raises:
-        RuntimeError: without a state in one of several processes, whose gradients would go unweighted.
+    Attributes:
+        state: the state of the training under way, or of the last one; None before, and without DDP.
     """
-    if state is not None:
-        return state.batch(samples)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        raise RuntimeError(
-            f"batch({samples}) would weight nothing, because DearCallback has not attached to a "
-            "DistributedDataParallel: call it while the Trainer trains, and let the Trainer use DDP"
-        )
-    return contextlib.nullcontext()
+
+    state: DearState | None = None
+
+    def batch(self, samples: int) -> contextlib.AbstractContextManager[None]:
+        """With ``weighted=True``, return ``state.batch(samples)``; in a single process a context that does nothing.
+
+        Args:
+            samples: see :meth:`ddp_crossover.DearState.batch`.
+
+        Raises:
+            RuntimeError: in one of several processes that DDP does not train; and what ``state.batch()`` raises.
+        """
+        if self.state is not None:
+            return self.state.batch(samples)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError(
+                f"batch({samples}) would weight nothing, because DearCallback has not attached to a "
+                "DistributedDataParallel: call it while the Trainer trains, and let the Trainer use DDP"
+            )
+        return contextlib.nullcontext()

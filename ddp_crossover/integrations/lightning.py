@@ -6,7 +6,6 @@ not work there. Fabric needs no callback: ``dx.attach(model, optimizer)`` behind
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 from importlib import import_module
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_crossover.attaching import attach
 from ddp_crossover.comm_hook import DearState
 from ddp_crossover.ddp.unwrapping import unwrapped_model
-from ddp_crossover.integrations.batches import batch_of
+from ddp_crossover.integrations.batches import Batches
 
 # One framework under two names. Both may be installed, and a callback must be of the one whose Trainer is used.
 _is_the_older_name = ("pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules) or (
@@ -29,7 +28,7 @@ Callback: Any = import_module("pytorch_lightning" if _is_the_older_name else "li
 logger = logging.getLogger("ddp_crossover")
 
 
-class DearCallback(Callback):  # type: ignore[misc]  # frameworks are not installed where types are checked
+class DearCallback(Batches, Callback):  # type: ignore[misc]  # frameworks are not installed where types are checked
     """Overlaps the communication of ``Trainer(strategy="ddp")``, with automatic and with manual optimization.
 
     Attaches when training starts and detaches when it ends, in every ``fit``. With a strategy other than DDP it does
@@ -49,17 +48,6 @@ class DearCallback(Callback):  # type: ignore[misc]  # frameworks are not instal
     def __init__(self, **options: Any) -> None:
         self.state: DearState | None = None
         self._options = options
-
-    def batch(self, samples: int) -> contextlib.AbstractContextManager[None]:
-        """With ``weighted=True``, return ``state.batch(samples)``; in a single process a context that does nothing.
-
-        Args:
-            samples: see :meth:`ddp_crossover.DearState.batch`.
-
-        Raises:
-            RuntimeError: in one of several processes that DDP does not train; and what ``state.batch()`` raises.
-        """
-        return batch_of(self.state, samples)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach: DDP, the optimizers and what a checkpoint holds are in place."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from importlib import import_module
 from typing import Any
@@ -14,14 +13,14 @@ from torch.optim import Optimizer
 from ddp_crossover.attaching import attach
 from ddp_crossover.comm_hook import DearState
 from ddp_crossover.ddp.unwrapping import live_objects
-from ddp_crossover.integrations.batches import batch_of
+from ddp_crossover.integrations.batches import Batches
 
 TrainerCallback: Any = import_module("transformers").TrainerCallback
 
 logger = logging.getLogger("ddp_crossover")
 
 
-class DearCallback(TrainerCallback):  # type: ignore[misc]  # frameworks are not installed where types are checked
+class DearCallback(Batches, TrainerCallback):  # type: ignore[misc]  # frameworks are not installed where types are checked
     """Overlaps the communication of a ``Trainer`` that uses DDP.
 
     Attaches when training starts and detaches when it ends, in every ``train()``. Without DDP it does nothing but say
@@ -41,17 +40,6 @@ class DearCallback(TrainerCallback):  # type: ignore[misc]  # frameworks are not
     def __init__(self, **options: Any) -> None:
         self.state: DearState | None = None
         self._options = options
-
-    def batch(self, samples: int) -> contextlib.AbstractContextManager[None]:
-        """With ``weighted=True``, return ``state.batch(samples)``; in a single process a context that does nothing.
-
-        Args:
-            samples: see :meth:`ddp_crossover.DearState.batch`.
-
-        Raises:
-            RuntimeError: in one of several processes that DDP does not train; and what ``state.batch()`` raises.
-        """
-        return batch_of(self.state, samples)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Optimizer, **kwargs: Any

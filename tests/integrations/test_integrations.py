@@ -103,10 +103,10 @@ def test_transformers_without_ddp_trains_and_says_that_nothing_is_attached(
 
 
 def _batch_without_ddp() -> str:
-    from ddp_crossover.integrations.batches import batch_of
+    from ddp_crossover.integrations.batches import Batches
 
     with pytest.raises(RuntimeError) as caught:
-        batch_of(None, 3)
+        Batches().batch(3)
     return str(caught.value)
 
 
