@@ -131,9 +131,10 @@ class Auto:
         self.models.append(AttachedModel(name, state))
         if dist.get_rank(ddp.process_group) == 0:
             millions = sum(parameter.numel() for _, parameter in managed_parameters(ddp)) / 1e6
-            ranks = dist.get_world_size(ddp.process_group)
+            world_size = dist.get_world_size(ddp.process_group)
+            ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
             names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
-            say(f"attached to {name} ({short(millions)} M parameters, {ranks} ranks) with {names}")
+            say(f"attached to {name} ({short(millions)} M parameters, {ranks}) with {names}")
 
 
 class _Uncalled:

@@ -100,6 +100,11 @@ class Prediction:
         """How much faster a step is. Never below 0, because the tuner would keep plain all-reduces."""
         return max(0.0, self.plain_s / self.ours_s - 1)
 
+    @property
+    def may_pay(self) -> bool:
+        """Whether a gain that would be noticed cannot be ruled out."""
+        return self.gain_high >= _NOTICEABLE
+
     def as_dict(self) -> dict[str, Any]:
         """Return the figures for JSON."""
         return {**asdict(self), "gain": self.gain}
@@ -254,7 +259,7 @@ def verdict(prediction: Prediction, obstacles: Mapping[str, int], steps: int, co
     if prediction.gain > max(high, 0.0) + _LEAST:  # by what else the machines did
         steps_take += ", more than communication explains"
     interval = f"{1 + low:.2f} to {1 + high:.2f} times as fast ({steps_take}; {why})"
-    if high < _NOTICEABLE:
+    if not prediction.may_pay:
         gain = f"a gain of at most {high:.1%}" if high >= _LEAST else "no gain"
         return f"Not worth it here: {gain} ({steps_take}; {why})."
     if low < _NOTICEABLE:

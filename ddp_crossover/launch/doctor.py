@@ -99,7 +99,10 @@ def run(args: argparse.Namespace) -> int:
             report = _report_on(runs, why_not_attached, args) if meeting.rank == 0 else {}
         report["unsynchronized"] = unsynchronized
     if meeting.rank == 0:
-        report["connections"] = None if several is None else about_connections(link, several, _SEVERAL)
+        # A script that attaches by itself may have several already; its own link says.
+        links = [link, *([LinkModel.from_json(report["attached_link"])] if report.get("attached_by_script") else [])]
+        of_links = [] if several is None else [about_connections(one, several, _SEVERAL) for one in links]
+        report["connections"] = of_links[0] if of_links and all(of_links) else None
         report = {"pairs": [asdict(pair) for pair in pairs], "link": link.to_json(), **report}
         print(json.dumps(report, indent=1) if args.json else _in_words(report, pairs))
     return 0
@@ -169,12 +172,14 @@ def _report_on(runs: list[Run], why_not_attached: str, args: argparse.Namespace)
         "advice": advice,
         "steps": counted,
         "attached_by_script": by_script,
+        "attached_link": profile.link.to_json(),
         "int8": about_int8(prediction),
         # On CPUs backward and all-reduces share the cores, so how much is hidden says nothing about DDP.
         "plain_overlap": about_plain_overlap(prediction, plain_time) if torch.cuda.is_available() else None,
         "slow_ranks": about_slow_ranks(profile.rank_compute_s, plain_time),
         "rank_compute_s": profile.rank_compute_s,
-        "costs": costs(obstacles, advice, counted, args.norms),
+        # Where nothing is to be gained, nothing needs a way out.
+        "costs": costs(obstacles, advice, counted, args.norms) if prediction.may_pay else [],
         "verdict": verdict(prediction, obstacles, counted, "The script has it already." if by_script else use),
     }
 
