@@ -1,4 +1,4 @@
-"""Small models that several loops train."""
+"""Small models that several loops train, and the loop of every tutorial."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from adversarial import Script
 
 
 def mlp(features: int = 8, hidden: int = 16, outputs: int = 4) -> nn.Sequential:
@@ -27,3 +29,9 @@ def train_step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tenso
     loss.backward()
     optimizer.step()
     return loss
+
+
+def fit(run: Script, model: nn.Module, optimizer: Any) -> None:
+    """The loop around them, which looks at losses."""
+    for x, y in run.batches():
+        run.log(train_step(model, optimizer, x, y))

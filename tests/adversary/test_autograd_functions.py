@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from adversarial import PAST_EVERYTHING, Script, adversarial
-from adversary.nets import mlp, mse, train_step
+from adversary.nets import fit, mlp, mse, train_step
 
 
 class GradScale(torch.autograd.Function):
@@ -55,20 +55,19 @@ class SavesWeight(torch.autograd.Function):
         return grad, 0.01 * weight
 
 
+class Decayed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(SavesWeight.apply(x, self.first.weight))))
+
+
 # Its version is noted before the update that is pending, and autograd compares it in backward.
 @adversarial(refused="modified by an inplace operation")
 def test_function_saves_a_parameter_before_anybody_uses_it(run: Script) -> None:
-    class Decayed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(torch.tanh(self.first(SavesWeight.apply(x, self.first.weight))))
-
-    model, optimizer = run.train(Decayed(), SGD, lr=0.05)
-    for x, y in run.batches():
-        run.log(train_step(model, optimizer, x, y))
+    fit(run, *run.train(Decayed(), SGD, lr=0.05))
 
 
 @adversarial()
@@ -76,8 +75,7 @@ def test_compiled_model_with_a_function_of_its_own(run: Script) -> None:
     net = nn.Sequential(ScaledLayer(8, 16), nn.Tanh(), nn.Linear(16, 4))
     model, optimizer = run.train(net, SGD, lr=0.05)
     net.compile(backend="aot_eager", fullgraph=True)
-    for x, y in run.batches():
-        run.log(train_step(model, optimizer, x, y))
+    fit(run, model, optimizer)
 
 
 @adversarial(fallback="allow_mutation_on_saved_tensors")
@@ -102,8 +100,7 @@ def test_execution_trace_records_some_steps(run: Script) -> None:
         observer = torch.profiler.ExecutionTraceObserver().register_callback(f"{folder}/trace.json")
         try:
             observer.start()
-            for x, y in run.batches(10):
-                train_step(model, optimizer, x, y)
+            fit(run, model, optimizer)
             observer.stop()
         finally:
             observer.unregister_callback()

@@ -27,31 +27,44 @@ def _train(run: Script, view: bool, make: Any = SGD, net: nn.Module | None = Non
     return model, optimizer
 
 
+def _gradients(model: nn.Module) -> list[Any]:
+    return [p.grad for p in model.parameters()]
+
+
+class _Raising(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, raises: bool = False) -> torch.Tensor:
+        if raises:
+            raise ValueError
+        return self.layer(x)
+
+
 @adversarial(fallback=TOO_LATE, three=True)
 def test_step_between_a_forward_and_its_backward(run: Script) -> None:
     """One layer, whose weight autograd does not need for backward: plain DDP allows it, too."""
     for view in VIEWS:
-        model, optimizer = _train(run, view, net=nn.Linear(8, 4), momentum=0.9)
-        x, y = next(run.batches())
-        mse(model(x), y).backward()
-        for x, y in run.batches():
-            loss = mse(model(x), y)
-            optimizer.step()
-            optimizer.zero_grad()
-            loss.backward()
-            run.log(loss, model.module.weight)
+        for another_forward in ("", "without sync", "raises"):
+            model, optimizer = _train(run, view, net=_Raising(), momentum=0.9)
+            x, y = next(run.batches())
+            mse(model(x), y).backward()
+            for x, y in run.batches():
+                loss = mse(model(x), y)
+                if another_forward == "raises":
+                    with contextlib.suppress(ValueError):
+                        model(2 * x, raises=True)
+                elif another_forward:
+                    with model.no_sync():
+                        model(2 * x)
+                optimizer.step()
+                optimizer.zero_grad()
+                loss.backward()
+                run.log(loss, model.module.layer.weight)
 
 
-@adversarial(fallback="", three=True)
-def test_gradients_are_taken_after_a_forward_and_read_after_the_backward(run: Script) -> None:
-    model, optimizer = _train(run, False)
-    for x, y in run.batches():
-        loss = mse(model(x), y)
-        before = [p.grad for p in model.parameters()]
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        run.log(before)
+# Gradients are taken between a forward and its backward, and looked at when that is over.
 
 
 @dataclass
@@ -70,16 +83,70 @@ class _Answering(nn.Module):
         return _Output(mse(output, y), [output])
 
 
-@adversarial(fallback="")
-def test_gradients_are_taken_after_a_forward_that_returns_a_dataclass(run: Script) -> None:
-    model, optimizer = _train(run, False, net=_Answering())
-    for x, y in run.batches():
-        output = model(x, y)
-        before = [p.grad for p in model.parameters()]
-        optimizer.zero_grad(set_to_none=True)
-        output.loss.backward()
-        optimizer.step()
-        run.log(before)
+class _PassingThrough(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.net(x), x
+
+
+def _plain(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return mse(model(x), y)
+
+
+def _in_a_dataclass(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return model(x, y).loss
+
+
+def _autograd_has_come_to_the_output(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss = mse(model(x), y)
+    torch.autograd.grad(loss, x, retain_graph=True)
+    return loss
+
+
+def _with_a_gradient_penalty(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    output = model(x)
+    [slope] = torch.autograd.grad(output.sum(), x, create_graph=True)
+    return mse(output, y) + slope.square().mean()
+
+
+def _backward_through_an_input_that_is_returned(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    made = 2 * x
+    output, same = model(made)
+    torch.autograd.grad(same.sum(), x, retain_graph=True)
+    return mse(output, y)
+
+
+def _view_that_is_changed_in_place(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    output = model(x)
+    output.mul_(0.5)
+    return mse(output, y.flatten())
+
+
+FORWARDS = {
+    "plain": (_plain, mlp),
+    "dataclass": (_in_a_dataclass, _Answering),
+    "autograd_grad": (_autograd_has_come_to_the_output, mlp),
+    "penalty": (_with_a_gradient_penalty, mlp),
+    "returned_input": (_backward_through_an_input_that_is_returned, _PassingThrough),
+    "changed_view": (_view_that_is_changed_in_place, lambda: nn.Sequential(mlp(), nn.Flatten(0))),
+}
+
+
+@adversarial(cases=FORWARDS, fallback="", three=True)
+def test_gradients_are_taken_after_a_forward_and_read_after_the_backward(run: Script, case: Any) -> None:
+    forward, net = case
+    for view in VIEWS:
+        model, optimizer = _train(run, view, net=net())
+        for x, y in run.batches():
+            loss = forward(model, x.requires_grad_(), y)
+            before = _gradients(model)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.log(loss, None if view else before)
 
 
 class _Aside(nn.Module):
@@ -95,17 +162,28 @@ class _Aside(nn.Module):
         return output * 1  # from here no way leads to the loss
 
 
-@adversarial(refused="RuntimeError: the gradient of .* was overwritten by the backward that has begun")
-def test_gradients_are_taken_before_a_backward_that_does_not_come_from_the_output(run: Script) -> None:
+@adversarial(
+    cases={"afterwards": False, "in_a_hook": True},
+    refused="RuntimeError: the gradient of .* was overwritten by the backward that has begun",
+)
+def test_gradients_are_taken_before_a_backward_that_does_not_come_from_the_output(run: Script, case: bool) -> None:
     net = _Aside()
     model, optimizer = _train(run, False, net=net)
+    held: list[Any] = []
+
+    def read(*_: Any) -> None:
+        run.log([gradient for gradient in held if gradient is not None])
+        held.clear()
+
+    if case:
+        next(model.parameters()).register_post_accumulate_grad_hook(read)
     for x, y in run.batches():
         model(x, y)
-        before = [p.grad for p in model.parameters()]
+        held[:] = _gradients(model)
         optimizer.zero_grad()
         net.loss.backward()
+        read()
         optimizer.step()
-        run.log(before)
 
 
 @adversarial()
@@ -121,81 +199,45 @@ def test_backward_does_not_come_from_the_output(run: Script) -> None:
             run.log(net.loss)
 
 
+# Gradients that are zeroed or moved while they travel.
+
+
 @adversarial(fallback="", three=True)
-def test_gradients_are_zeroed_in_place_after_step_and_read(run: Script) -> None:
+def test_gradients_are_zeroed_in_place_before_and_after_step(run: Script) -> None:
     for view in VIEWS:
         model, optimizer = _train(run, view, Adam)
         for step, (x, y) in enumerate(run.batches()):
             mse(model(x), y).backward()
+            if step % 4 == 2:
+                optimizer.zero_grad(set_to_none=False)
             optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
+            if step % 2:
+                optimizer.zero_grad(set_to_none=False)
+            else:
+                for gradient in _gradients(model):
+                    gradient.zero_()
             if step % 3 == 0:
-                run.log([p.grad for p in model.parameters()])
+                run.log(_gradients(model))
             if step % 3 == 1:
                 optimizer.step()  # with zeros: only the moments move
 
 
-@adversarial(fallback="")
-def test_gradients_are_zeroed_in_place_before_step(run: Script) -> None:
+@adversarial(fallback=GRADIENTS_READ)
+def test_storage_of_one_gradient_moves_while_others_are_on_the_wire_or_wait(run: Script) -> None:
     for view in VIEWS:
         model, optimizer = _train(run, view, Adam)
-        for x, y in run.batches():
-            mse(model(x), y).backward()
-            optimizer.zero_grad(set_to_none=False)
-            optimizer.step()
-
-
-@adversarial(fallback="")
-def test_a_gradient_is_zeroed_by_hand_and_held_over_a_backward(run: Script) -> None:
-    for view in VIEWS:
-        model, optimizer = _train(run, view)
-        for x, y in run.batches():
+        for step, (x, y) in enumerate(run.batches()):
             optimizer.zero_grad()
             mse(model(x), y).backward()
+            if step % 2:
+                model.module[4].bias.grad.share_memory_()
             optimizer.step()
-            held = model.module[0].weight.grad
-            held.zero_()
-            optimizer.zero_grad()
-            run.log(model(x))
-            if not view:
-                run.log(held)
-            del held
-
-
-@adversarial(fallback=GRADIENTS_READ)
-def test_storage_of_one_gradient_moves_while_others_are_on_the_wire(run: Script) -> None:
-    for view in VIEWS:
-        model, optimizer = _train(run, view)
-        for x, y in run.batches():
-            optimizer.zero_grad()
-            mse(model(x), y).backward()
-            model.module[4].bias.grad.share_memory_()
-            optimizer.step()
+            if not step % 2:
+                model.module[2].weight.grad.share_memory_()
             run.log(model.module[4].bias.grad)
 
 
-@adversarial(fallback="")
-def test_storage_of_one_gradient_moves_while_updates_wait(run: Script) -> None:
-    for view in VIEWS:
-        model, optimizer = _train(run, view, Adam)
-        for x, y in run.batches():
-            optimizer.zero_grad()
-            mse(model(x), y).backward()
-            optimizer.step()
-            model.module[2].weight.grad.share_memory_()
-
-
-@adversarial(fallback="")
-def test_gradients_are_edited_after_step(run: Script) -> None:
-    for view in VIEWS:
-        model, optimizer = _train(run, view, Adam)
-        for x, y in run.batches():
-            optimizer.zero_grad()
-            mse(model(x), y).backward()
-            optimizer.step()
-            for p in model.parameters():
-                p.grad.mul_(100)  # comes too late for the step
-            run.log([p.grad for p in model.parameters()])
+# Forwards and backwards in another order than one after the other.
 
 
 @adversarial(deferred=0, fallback="")
@@ -220,129 +262,6 @@ def test_model_is_checkpointed_as_a_whole(run: Script) -> None:
             loss.backward()
             optimizer.step()
             run.log(loss)
-
-
-SKIPPING = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 0.0003}
-ALARM_AFTER_S = 0.0037
-
-
-def _gradients(model: nn.Module) -> list[Any]:
-    return [p.grad for p in model.parameters()]
-
-
-@adversarial(deferred=0, fallback="")
-def test_gradients_are_taken_after_autograd_has_come_to_the_output_once(run: Script) -> None:
-    model, optimizer = _train(run, False)
-    for x, y in run.batches():
-        x.requires_grad_()
-        loss = mse(model(x), y)
-        torch.autograd.grad(loss, x, retain_graph=True)
-        before = _gradients(model)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        run.log(before)
-
-
-@adversarial(deferred=0, fallback="")
-def test_gradients_are_taken_before_a_backward_with_a_gradient_penalty(run: Script) -> None:
-    for view in VIEWS:
-        model, optimizer = _train(run, view, Adam)
-        for x, y in run.batches():
-            x.requires_grad_()
-            output = model(x)
-            [slope] = torch.autograd.grad(output.sum(), x, create_graph=True)
-            before = _gradients(model)
-            optimizer.zero_grad()
-            (mse(output, y) + slope.square().mean()).backward()
-            optimizer.step()
-            run.log(None if view else before)
-
-
-class _PassingThrough(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.net(x), x
-
-
-@adversarial(deferred=0, fallback="")
-def test_gradients_are_taken_after_a_backward_through_an_input_that_is_returned(run: Script) -> None:
-    before_it = nn.Linear(8, 8)
-    for view in VIEWS:
-        model, optimizer = _train(run, view, Adam, net=_PassingThrough())
-        for x, y in run.batches():
-            output, same = model(before_it(x))
-            torch.autograd.grad(same.sum(), before_it.parameters(), retain_graph=True)
-            before = _gradients(model)
-            optimizer.zero_grad()
-            mse(output, y).backward()
-            optimizer.step()
-            run.log(None if view else before)
-
-
-@adversarial(deferred=0, fallback="")
-def test_gradients_are_taken_and_the_output_is_a_view_that_is_changed_in_place(run: Script) -> None:
-    for view in VIEWS:
-        model, optimizer = _train(run, view, net=nn.Sequential(mlp(), nn.Flatten(0)))
-        for x, y in run.batches():
-            output = model(x)
-            output.mul_(0.5)
-            before = _gradients(model)
-            optimizer.zero_grad()
-            mse(output, y.flatten()).backward()
-            optimizer.step()
-            run.log(None if view else before)
-
-
-@adversarial(refused="RuntimeError: the gradient of .* was overwritten by the backward that has begun")
-def test_a_hook_reads_gradients_taken_before_a_backward_that_does_not_come_from_the_output(run: Script) -> None:
-    net = _Aside()
-    model, optimizer = _train(run, False, net=net)
-    held: list[Any] = []
-
-    def read(parameter: torch.Tensor) -> None:
-        run.log([gradient for gradient in held if gradient is not None])
-        held.clear()
-
-    next(model.parameters()).register_post_accumulate_grad_hook(read)
-    for x, y in run.batches():
-        model(x, y)
-        held[:] = _gradients(model)
-        optimizer.zero_grad()
-        net.loss.backward()
-        optimizer.step()
-
-
-class _Raising(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor, raises: bool = False) -> torch.Tensor:
-        if raises:
-            raise ValueError
-        return self.layer(x)
-
-
-@adversarial(deferred=0, fallback="")
-def test_step_between_a_forward_and_its_backward_with_another_forward_between_them(run: Script) -> None:
-    """One layer, whose weight autograd does not need for backward: plain DDP allows it, too."""
-    for view in VIEWS:
-        for raises in (False, True):
-            model, optimizer = _train(run, view, net=_Raising(), momentum=0.9)
-            x, y = next(run.batches())
-            mse(model(x), y).backward()
-            for x, y in run.batches():
-                loss = mse(model(x), y)
-                with contextlib.suppress(ValueError), contextlib.nullcontext() if raises else model.no_sync():
-                    model(2 * x, raises)
-                optimizer.step()
-                optimizer.zero_grad()
-                loss.backward()
-                run.log(loss, model.module.layer.weight)
 
 
 @adversarial(deferred=0, fallback="", three=False)  # after detach, gloo adds three numbers in its own order
@@ -392,15 +311,17 @@ def test_one_graph_twice_and_a_step_between(run: Script) -> None:
             run.log(loss, _gradients(model) if index % 5 == 0 else None)
 
 
+ALARM_AFTER_S = 0.0037
+
+
 @adversarial(deferred=0, fallback="")
 def test_a_signal_handler_reads_gradients_at_any_time(run: Script) -> None:
     for view in VIEWS:
         model, optimizer = _train(run, view, Adam)
-        parameters = list(model.parameters())
 
-        def read(*_: Any, parameters: list[Any] = parameters) -> None:
-            for parameter in parameters:
-                if (gradient := parameter.grad) is not None:
+        def read(*_: Any, model: nn.Module = model) -> None:
+            for gradient in _gradients(model):
+                if gradient is not None:
                     gradient.sum().item()
             # Only now: on a busy machine a timer that repeats would interrupt its own handler, again and again.
             signal.setitimer(signal.ITIMER_REAL, ALARM_AFTER_S)
@@ -418,6 +339,9 @@ def test_a_signal_handler_reads_gradients_at_any_time(run: Script) -> None:
             signal.signal(signal.SIGALRM, before)
 
 
+# Buckets that DDP leaves out.
+
+
 class _Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -433,7 +357,12 @@ class _Branches(nn.Module):
         return self.last(x)
 
 
-def _branches_with_skipped_buckets(run: Script, zero: Callable[[int, Any], None]) -> None:
+SKIPPING = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 0.0003}
+ZEROED: dict[str, Callable[[int], bool]] = {"to_none": lambda index: True, "in_place": lambda index: bool(index % 2)}
+
+
+@adversarial(cases=ZEROED, deferred=0, fallback="")
+def test_buckets_are_skipped(run: Script, case: Callable[[int], bool]) -> None:
     """Groups span buckets, of which DDP leaves out those of branches that no rank has used."""
     for view in VIEWS:
         net = _Branches()
@@ -442,18 +371,8 @@ def _branches_with_skipped_buckets(run: Script, zero: Callable[[int, Any], None]
         run.attach(model, optimizer, fusion_mb=2e-3)
         for index, (x, y) in enumerate(run.batches()):
             net.uses_one, net.uses_other = index < 6 or index % 3 != 2, index < 6 or index % 4 != 1
-            zero(index, optimizer)
+            optimizer.zero_grad(set_to_none=case(index))
             mse(model(x), y).backward()
             optimizer.step()
             if index % 4 == 3:
                 run.log(_gradients(model))
-
-
-@adversarial(deferred=0, fallback="")
-def test_buckets_are_skipped(run: Script) -> None:
-    _branches_with_skipped_buckets(run, lambda index, optimizer: optimizer.zero_grad())
-
-
-@adversarial(deferred=0, fallback="")
-def test_buckets_are_skipped_and_gradients_set_to_zero_in_place(run: Script) -> None:
-    _branches_with_skipped_buckets(run, lambda index, optimizer: optimizer.zero_grad(set_to_none=bool(index % 2)))

@@ -6,18 +6,23 @@ import torch
 from torch.optim import SGD, Adam
 
 from adversarial import KEPT, STEPS, Script, adversarial
-from adversary.nets import mlp, mse
+from adversary.nets import fit, mlp, mse
 
 
 def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters()]
 
 
-def accumulate_and_keep(run: Script, view: bool) -> None:
-    """The list is made in the first micro-batch, of local gradients, and read at the end of the window."""
+def attached(run: Script, view: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = run.ddp(mlp(), gradient_as_bucket_view=view)
     optimizer = SGD(model.parameters(), lr=0.1)
     run.attach(model, optimizer)
+    return model, optimizer
+
+
+def accumulate_and_keep(run: Script, view: bool) -> None:
+    """The list is made in the first micro-batch, of local gradients, and read at the end of the window."""
+    model, optimizer = attached(run, view)
     kept: list[torch.Tensor] = []
     for index, (x, y) in enumerate(run.batches(3 * STEPS)):
         if index % 3 == 2:
@@ -75,27 +80,19 @@ def test_kept_gradients_are_zeroed_and_read_at_all_times(run: Script) -> None:
     read_late(run, view=False, set_to_none=False)
 
 
-@adversarial(fallback=KEPT, deferred=0)
-def test_kept_gradients_that_are_views_are_read_at_all_times(run: Script) -> None:
-    read_late(run, view=True, set_to_none=True)
-
-
-@adversarial(fallback=KEPT, deferred=0)
-def test_kept_gradients_that_are_views_are_zeroed_and_read_at_all_times(run: Script) -> None:
-    read_late(run, view=True, set_to_none=False)
+@adversarial(cases={"dropped": True, "zeroed": False}, fallback=KEPT)
+def test_kept_gradients_that_are_views_are_read_at_all_times(run: Script, case: bool) -> None:
+    read_late(run, view=True, set_to_none=case)
 
 
 def keep_a_view(run: Script, view: bool) -> None:
-    net = mlp()
-    model = run.ddp(net, gradient_as_bucket_view=view)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    run.attach(model, optimizer)
+    model, optimizer = attached(run, view)
     rows = None
     for step, (x, y) in enumerate(run.batches()):
         optimizer.zero_grad(set_to_none=False)
         mse(model(x), y).backward()
         if step == 6:
-            rows = net[2].weight.grad[1:3]
+            rows = model.module[2].weight.grad[1:3]
         optimizer.step()
         if rows is not None:
             run.log(rows)
@@ -106,57 +103,48 @@ def test_only_rows_of_one_gradient_are_kept(run: Script) -> None:
     keep_a_view(run, view=False)
 
 
-@adversarial(fallback=KEPT, deferred=0)
+@adversarial(fallback=KEPT)
 def test_only_rows_of_one_gradient_that_is_a_view_are_kept(run: Script) -> None:
     """They might be of any gradient in the bucket."""
     keep_a_view(run, view=True)
 
 
+def keep_over_one_step(run: Script, view: bool) -> None:
+    """After it steps are deferred again."""
+    model, optimizer = attached(run, view)
+    kept = []
+    for step, (x, y) in enumerate(run.batches(16)):
+        optimizer.zero_grad(set_to_none=view)
+        mse(model(x), y).backward()
+        run.log(kept)
+        kept = [g if view else g.numpy() for g in gradients(model)] if step == 8 else []
+        optimizer.step()
+
+
 @adversarial(fallback=KEPT, deferred=6)
 def test_gradients_are_kept_over_one_step_as_a_numpy_array(run: Script) -> None:
-    """After it steps are deferred again."""
-    model = run.ddp(mlp(), gradient_as_bucket_view=False)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    run.attach(model, optimizer)
-    arrays = []
-    for step, (x, y) in enumerate(run.batches(16)):
-        optimizer.zero_grad(set_to_none=False)
-        mse(model(x), y).backward()
-        run.log(arrays)
-        arrays = [g.numpy() for g in gradients(model)] if step == 8 else []
-        optimizer.step()
+    keep_over_one_step(run, view=False)
 
 
 @adversarial(fallback=KEPT, deferred=8)
 def test_gradients_that_are_views_are_kept_over_one_step(run: Script) -> None:
-    model = run.ddp(mlp(), gradient_as_bucket_view=True)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    run.attach(model, optimizer)
-    kept: list[torch.Tensor] = []
-    for step, (x, y) in enumerate(run.batches(16)):
-        optimizer.zero_grad()
-        mse(model(x), y).backward()
-        run.log(kept)
-        kept = gradients(model) if step == 8 else []
-        optimizer.step()
+    keep_over_one_step(run, view=True)
+
+
+class Joined(torch.nn.Module):
+    """The gradients of what it concatenates are parts of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = torch.nn.ParameterList([torch.randn(2, 8) / 4 for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ torch.cat(list(self.parts)).t())
 
 
 @adversarial()
 def test_gradients_that_are_parts_of_one_tensor_are_deferred(run: Script) -> None:
-    """Those of weights that forward concatenates."""
-
-    class Joined(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = torch.nn.ParameterList([torch.randn(2, 8) / 4 for _ in range(2)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(x @ torch.cat(list(self.parts)).t())
-
     model = run.ddp(Joined(), gradient_as_bucket_view=False)
     optimizer = SGD(model.parameters(), lr=0.1)
     run.attach(model, optimizer)
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        mse(model(x), y).backward()
-        optimizer.step()
+    fit(run, model, optimizer)

@@ -1,55 +1,28 @@
-"""Whoever looks: loggers, hooks, threads, process groups."""
+"""Hooks, threads and tensor classes of the script, around parameters and gradients."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Adam
 
-from adversarial import PAST_EVERYTHING, Script, adversarial
-from adversary.nets import mlp, mse, train_step
-
-
-@adversarial(refused=PAST_EVERYTHING, three=True, strict=False)
-def test_process_group_methods_take_parameters_directly(run: Script) -> None:
-    net = mlp()
-    model, optimizer = run.train(net, SGD, lr=0.1)
-    group = dist.group.WORLD
-    for x, y in run.batches():
-        train_step(model, optimizer, x, y)
-        group.broadcast(net[0].weight, 0).wait()
-        outputs = [[torch.zeros(16, 16) for _ in range(run.world_size)]]
-        group.allgather(outputs, [net[2].weight]).wait()
-        run.log(outputs)
+from adversarial import Script, adversarial
+from adversary.nets import fit, mlp, mse, train_step
 
 
 @adversarial()
-def test_item_tolist_format_and_iteration(run: Script) -> None:
-    net = nn.Sequential(mlp(), nn.PReLU())
-    model, optimizer = run.train(net, Adam, lr=0.05)
-    for x, y in run.batches():
-        train_step(model, optimizer, x, y)
-        slope = net[1].weight
-        run.log(
-            slope.item(), slope.tolist(), f"{slope.item():.9f}", f"{slope}", repr(slope), bool(slope > 0.2), len(slope)
-        )
-        run.log([row.sum() for row in net[0][4].weight], float(slope), int(slope * 1000), 0.2 in slope)
-
-
-@adversarial()
-def test_forward_hooks_log_weights_of_their_module(run: Script) -> None:
+def test_forward_and_backward_hooks_log_weights_of_their_module(run: Script) -> None:
     net = mlp()
     model, optimizer = run.train(net, SGD, lr=0.1)
     for layer in net:
         layer.register_forward_pre_hook(lambda m, _: run.log([p.norm() for p in m.parameters()]))
         layer.register_forward_hook(lambda m, _, out: run.log(out.mean()))
         layer.register_full_backward_hook(lambda m, gi, go: run.log(go[0].norm(), [p.norm() for p in m.parameters()]))
-    for x, y in run.batches():
-        train_step(model, optimizer, x, y)
+    fit(run, model, optimizer)
 
 
 @adversarial()
@@ -69,11 +42,8 @@ def test_hooks_on_tensors_and_on_the_ddp_itself(run: Script) -> None:
 def test_post_accumulate_hooks_that_come_after_attach(run: Script) -> None:
     net = mlp()
     model, optimizer = run.train(net, SGD, lr=0.1)
-    norms: list[Any] = []
-    net[2].weight.register_post_accumulate_grad_hook(lambda p: norms.append(tuple(p.grad.shape)))
-    for x, y in run.batches():
-        train_step(model, optimizer, x, y)
-    run.log(norms)
+    net[2].weight.register_post_accumulate_grad_hook(lambda p: run.log(tuple(p.grad.shape)))
+    fit(run, model, optimizer)
 
 
 @adversarial()
@@ -86,47 +56,30 @@ def test_grad_hooks_come_and_go_while_updates_are_pending(run: Script) -> None:
         handle.remove()
 
 
-@adversarial()
-def test_thread_writes_weights_between_two_barriers(run: Script) -> None:
-    net = mlp()
-    model, optimizer = run.train(net, SGD, lr=0.1)
+def in_a_thread(function: Callable[..., Any], *args: Any) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function(*args)))
+    thread.start()
+    thread.join()
+    return results[0]
 
-    def clip() -> None:
+
+@adversarial()
+def test_forward_step_and_writes_in_other_threads(run: Script) -> None:
+    net = mlp()
+    model, optimizer = run.train(net, Adam, lr=0.03)
+
+    def clamp() -> None:
         with torch.no_grad():
             for p in net.parameters():
                 p.clamp_(-0.3, 0.3)
 
     for x, y in run.batches():
-        train_step(model, optimizer, x, y)
-        thread = threading.Thread(target=clip)
-        thread.start()
-        thread.join()
-
-
-@adversarial()
-def test_forward_runs_in_another_thread(run: Script) -> None:
-    model, optimizer = run.train(mlp(), Adam, lr=0.03)
-    for x, y in run.batches():
         optimizer.zero_grad()
-        box: list[torch.Tensor] = []
-        thread = threading.Thread(target=lambda x=x, y=y, box=box: box.append(mse(model(x), y)))
-        thread.start()
-        thread.join()
-        box[0].backward()
-        optimizer.step()
-        run.log(box)
-
-
-@adversarial()
-def test_step_runs_in_another_thread(run: Script) -> None:
-    model, optimizer = run.train(mlp(), Adam, lr=0.03)
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse(model(x), y)
+        loss = mse(in_a_thread(model, x), y)
         loss.backward()
-        thread = threading.Thread(target=optimizer.step)
-        thread.start()
-        thread.join()
+        in_a_thread(optimizer.step)
+        in_a_thread(clamp)
         run.log(loss)
 
 
@@ -136,26 +89,23 @@ def test_backward_runs_in_another_thread(run: Script) -> None:
     for x, y in run.batches():
         optimizer.zero_grad()
         loss = mse(model(x), y)
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
+        in_a_thread(loss.backward)
         optimizer.step()
         run.log(loss)
 
 
+class Tagged(torch.Tensor):
+    """Leaves torch functions of subclasses aside, as image types of torchvision do."""
+
+    @classmethod
+    def __torch_function__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return f(*args, **(kwargs or {}))
+
+
 @adversarial()
 def test_inputs_are_tensors_of_a_subclass(run: Script) -> None:
-    class Tagged(torch.Tensor):
-        """Leaves torch functions of subclasses aside, as image types of torchvision do."""
-
-        @classmethod
-        def __torch_function__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            with torch._C.DisableTorchFunctionSubclass():
-                return f(*args, **(kwargs or {}))
-
     # First a function written in Python: torch looks at the input alone before it calls the input's class.
-    model = run.ddp(nn.Sequential(nn.LayerNorm(8), mlp()))
-    optimizer = Adam(model.parameters(), lr=0.03)
-    run.attach(model, optimizer)
+    model, optimizer = run.train(nn.Sequential(nn.LayerNorm(8), mlp()), Adam, lr=0.03)
     for x, y in run.batches():
         run.log(train_step(model, optimizer, x.as_subclass(Tagged), y))

@@ -3,128 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from adversarial import Script, adversarial
-from adversary.nets import mlp, train_step
-
-CONFIG = {"lr": 0.1, "done": 0}
-
-
-class Configured(Optimizer):
-    """Takes its rate from a global that the script changes, as code with a global `args` does."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = torch.enable_grad()(closure)() if closure else None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=CONFIG["lr"])
-        return loss
-
-
-@adversarial(fallback="reads the global variable CONFIG")
-def test_rate_comes_from_a_global_that_changes_after_step(run: Script) -> None:
-    CONFIG["lr"] = 0.1
-    model, optimizer = run.train(mlp(), Configured)
-    for x, y in run.batches():
-        train_step(model, optimizer, x, y)
-        CONFIG["lr"] *= 0.8
-
-
-class Scheduled(Optimizer):
-    """Its groups hold a function that gives the rate."""
-
-    def __init__(self, params: Any, rate: Any) -> None:
-        super().__init__(params, {"rate": rate})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = torch.enable_grad()(closure)() if closure else None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=group["rate"]())
-        return loss
-
-
-def _decayed() -> float:
-    return 0.2 / (1 + CONFIG["done"])
-
-
-@adversarial(fallback="hold a function in 'rate'")
-def test_rate_is_a_function_in_the_group(run: Script) -> None:
-    CONFIG["done"] = 0
-    model, optimizer = run.train(mlp(), Scheduled, rate=_decayed)
-    for x, y in run.batches():
-        train_step(model, optimizer, x, y)
-        CONFIG["done"] += 1
-
-
-@adversarial()
-def test_rate_lives_in_a_list_that_all_groups_share(run: Script) -> None:
-    """A mutable setting inside of a mutable setting, edited after step."""
-
-    class Nested(Optimizer):
-        def __init__(self, params: Any, settings: dict[str, Any]) -> None:
-            super().__init__(params, {"settings": settings})
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            loss = torch.enable_grad()(closure)() if closure else None
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        p.sub_(p.grad, alpha=group["settings"]["rates"][0])
-            return loss
-
-    settings = {"rates": [0.2]}
-    model, optimizer = run.train(mlp(), Nested, settings=settings)
-    for x, y in run.batches():
-        train_step(model, optimizer, x, y)
-        settings["rates"][0] *= 0.8
-
-
-class Tagged(Optimizer):
-    """Scales each update by an attribute of the parameter, as muP and layerwise rates do."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = torch.enable_grad()(closure)() if closure else None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=group["lr"] * getattr(p, "scale", 1.0))
-        return loss
-
-
-@adversarial()
-def test_attribute_of_the_parameter_changes_after_step(run: Script) -> None:
-    net = mlp()
-    for p in net.parameters():
-        p.scale = 1.0
-    model, optimizer = run.train(net, Tagged, lr=0.3)
-    for x, y in run.batches():
-        run.log(train_step(model, optimizer, x, y))
-        for p in net.parameters():
-            p.scale *= 0.8
-
-
-@dataclass
-class Config:
-    lr: float = 0.1
+from adversary.nets import fit, mlp, train_step
 
 
 class Rated(Optimizer):
@@ -134,7 +23,7 @@ class Rated(Optimizer):
         super().__init__(params, settings)
 
     def rate(self, group: dict[str, Any], p: Any) -> Any:
-        return group["config"].lr
+        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -146,6 +35,105 @@ class Rated(Optimizer):
         return loss
 
 
+def _train(
+    run: Script, kind: type[Rated], change: Callable[[int], None], net: nn.Module | None = None, **settings: Any
+) -> None:
+    """A setting changes after each step."""
+    model, optimizer = run.train(mlp() if net is None else net, kind, **settings)
+    for step, (x, y) in enumerate(run.batches()):
+        run.log(train_step(model, optimizer, x, y))
+        change(step)
+
+
+CONFIG = {"lr": 0.1}
+
+
+def _shrink(step: int) -> None:
+    CONFIG["lr"] *= 0.8
+
+
+@adversarial(fallback="reads the global variable CONFIG")
+def test_rate_comes_from_a_global_that_changes_after_step(run: Script) -> None:
+    """As code with a global `args` does."""
+
+    class Configured(Rated):
+        def rate(self, group: dict[str, Any], p: Any) -> Any:
+            return CONFIG["lr"]
+
+    CONFIG["lr"] = 0.1
+    _train(run, Configured, _shrink)
+
+
+def _configured() -> float:
+    return CONFIG["lr"]
+
+
+@adversarial(fallback="hold a function in 'rate'")
+def test_rate_is_a_function_in_the_group(run: Script) -> None:
+    class Scheduled(Rated):
+        def rate(self, group: dict[str, Any], p: Any) -> Any:
+            return group["rate"]()
+
+    CONFIG["lr"] = 0.1
+    _train(run, Scheduled, _shrink, rate=_configured)
+
+
+@dataclass
+class Config:
+    lr: float = 0.1
+
+
+@adversarial(fallback="hold a Config in 'config'")
+def test_settings_are_an_object_in_the_group(run: Script) -> None:
+    class FromObject(Rated):
+        def rate(self, group: dict[str, Any], p: Any) -> Any:
+            return group["config"].lr
+
+    config = Config()
+
+    def shrink(step: int) -> None:
+        config.lr *= 0.8
+
+    _train(run, FromObject, shrink, config=config)
+
+
+@adversarial()
+def test_rate_lives_in_a_list_that_all_groups_share(run: Script) -> None:
+    """A mutable setting inside of a mutable setting, edited after step."""
+
+    class Nested(Rated):
+        def rate(self, group: dict[str, Any], p: Any) -> Any:
+            return group["settings"]["rates"][0]
+
+    settings = {"rates": [0.2]}
+
+    def shrink(step: int) -> None:
+        settings["rates"][0] *= 0.8
+
+    _train(run, Nested, shrink, settings=settings)
+
+
+class Tagged(Rated):
+    """Scales each update by an attribute of the parameter, as muP and layerwise rates do."""
+
+    def rate(self, group: dict[str, Any], p: Any) -> Any:
+        return 0.3 * getattr(p, "scale", 1.0)
+
+
+@adversarial(cases={"there_before": 0, "first_set_after_a_step": 4})
+def test_attribute_of_the_parameter_changes_after_step(run: Script, case: int) -> None:
+    net = mlp()
+
+    def shrink(step: int) -> None:
+        for p in net.parameters():
+            if step >= case:
+                p.scale = 0.8 * getattr(p, "scale", 1.0)
+
+    if case == 0:
+        shrink(0)
+    _train(run, Tagged, shrink, net)
+
+
 @adversarial()
 def test_attribute_of_the_parameter_is_nested_and_edited_in_place(run: Script) -> None:
     class OfParameters(Rated):
@@ -155,23 +143,13 @@ def test_attribute_of_the_parameter_is_nested_and_edited_in_place(run: Script) -
     net = mlp()
     for p in net.parameters():
         p.rates, p.factor = {"of weights": [0.2]}, torch.ones(())
-    model, optimizer = run.train(net, OfParameters)
-    for x, y in run.batches():
-        run.log(train_step(model, optimizer, x, y))
+
+    def shrink(step: int) -> None:
         for p in net.parameters():
             p.rates["of weights"][0] *= 0.9
             p.factor.mul_(0.9)
 
-
-@adversarial()
-def test_attribute_of_the_parameter_is_first_set_after_step(run: Script) -> None:
-    net = mlp()
-    model, optimizer = run.train(net, Tagged, lr=0.3)
-    for step, (x, y) in enumerate(run.batches()):
-        run.log(train_step(model, optimizer, x, y))
-        if step == 4:
-            for p in net.parameters():
-                p.scale = 0.5
+    _train(run, OfParameters, shrink, net)
 
 
 @adversarial(fallback="a parameter has a function in .rate")
@@ -180,14 +158,11 @@ def test_attribute_of_the_parameter_is_a_function(run: Script) -> None:
         def rate(self, group: dict[str, Any], p: Any) -> Any:
             return p.rate()
 
-    CONFIG["done"] = 0
+    CONFIG["lr"] = 0.1
     net = mlp()
     for p in net.parameters():
-        p.rate = _decayed
-    model, optimizer = run.train(net, Asking)
-    for x, y in run.batches():
-        run.log(train_step(model, optimizer, x, y))
-        CONFIG["done"] += 1
+        p.rate = _configured
+    _train(run, Asking, _shrink, net)
 
 
 @adversarial(fallback="sets attributes of the parameters")
@@ -198,29 +173,19 @@ def test_step_leaves_a_note_on_each_parameter(run: Script) -> None:
             return 0.1
 
     net = mlp()
-    model, optimizer = run.train(net, Noting)
-    for x, y in run.batches():
-        run.log(train_step(model, optimizer, x, y))
-        run.log([p.size_of_update for p in net.parameters()])
-
-
-@adversarial(fallback="hold a Config in 'config'")
-def test_settings_are_an_object_in_the_group(run: Script) -> None:
-    config = Config()
-    model, optimizer = run.train(mlp(), Rated, config=config)
-    for x, y in run.batches():
-        run.log(train_step(model, optimizer, x, y))
-        config.lr *= 0.8
+    _train(run, Noting, lambda step: run.log([p.size_of_update for p in net.parameters()]), net)
 
 
 @adversarial(fallback="a trial on a small clone gave different results")
 def test_rates_are_drawn_from_generators_that_the_script_uses_too(run: Script) -> None:
+    """With Langevin noise, so that all three generators are drawn from, and dropout in forward."""
+
     class Noisy(Rated):
         def rate(self, group: dict[str, Any], p: Any) -> Any:
+            p.add_(torch.randn_like(p), alpha=0.01)
             return 0.1 * (np.random.rand() + random.random())
 
     random.seed(0)
     np.random.seed(0)
-    model, optimizer = run.train(mlp(), Noisy)
-    for x, y in run.batches():
-        run.log([train_step(model, optimizer, x, y), np.random.rand(), random.random()])
+    torch.manual_seed(0)
+    fit(run, *run.train(nn.Sequential(mlp(), nn.Dropout(0.3)), Noisy))

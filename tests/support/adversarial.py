@@ -13,8 +13,9 @@ import re
 import traceback
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,8 +43,6 @@ GROUP_SIZES_MB = (SMALL_GROUPS_MB, 2e-3)
 TIMEOUT_S = 200.0
 # Set it to compare plain DDP with itself: what differs then is the loop's own doing.
 SELF_COMPARISON = "ADVERSARY_SELF"
-# Set it to run the loops with `strict=True` on 2 ranks, too.
-ALL_STRICT = "ADVERSARY_STRICT"
 
 
 @dataclass(frozen=True)
@@ -69,31 +68,33 @@ class Expectation:
         return 0 if self.fallback is not None else STEPS // 2
 
 
-def adversarial(*, three: bool | None = None, needs: tuple[str, ...] = (), **expectation: Any) -> Callable[..., Any]:
-    """Make a test of a loop, on 2 ranks or if `three` on 3; `needs` are packages to skip without.
+def adversarial(
+    *, three: bool | None = None, needs: str = "", cases: Mapping[str, Any] | None = None, **expectation: Any
+) -> Callable[..., Any]:
+    """Make a test of a loop, on 2 ranks or if `three` on 3; `needs` is a package to skip without. If there are `cases`,
+    the loop takes one, and each is a test of its own.
 
     If `three` is left out, one loop in five runs on 3 ranks.
     """
 
-    def decorate(loop: Callable[[Script], None]) -> Callable[..., None]:
+    def decorate(loop: Callable[..., None]) -> Callable[..., None]:
         on_three = zlib.crc32(loop.__name__.encode()) % 5 == 0 if three is None else three
+        world_size = 3 if on_three else 2
+        names = [(name, f"{name}-{world_size}") for name in cases or ()] or [(None, str(world_size))]
 
-        @pytest.mark.parametrize("world_size", (3,) if on_three else (2,))
-        def test(on_ranks: Callable[..., list[Any]], record_property: Callable[..., None], world_size: int) -> None:
-            for package in needs:
-                pytest.importorskip(package)
+        @pytest.mark.parametrize("case", [pytest.param(name, id=id) for name, id in names])
+        def test(on_ranks: Callable[..., list[Any]], case: str | None) -> None:
+            if needs:
+                pytest.importorskip(needs)
             if test.expectation.refused == PAST_EVERYTHING and not HAS_COVERS:
                 pytest.skip("torch was built for CPUs only")
-            flags = {flag: os.environ.get(flag) for flag in (SELF_COMPARISON, ALL_STRICT)}
-            where = (loop.__module__, loop.__name__)
-            outcomes = on_ranks(compare_arms, world_size, *where, flags, timeout_s=TIMEOUT_S)
-            record_property("loop", outcomes[0])
-            failures = {rank: each["failure"] for rank, each in enumerate(outcomes) if each["failure"]}
-            if failures:
-                pytest.fail("\n".join(f"rank {rank}: {each}" for rank, each in failures.items()), pytrace=False)
+            where = (loop.__module__, loop.__name__, case)
+            failures = on_ranks(compare_arms, world_size, *where, SELF_COMPARISON in os.environ, timeout_s=TIMEOUT_S)
+            if any(failures):
+                pytest.fail("\n".join(f"rank {r}: {each}" for r, each in enumerate(failures) if each), pytrace=False)
 
         test.__name__, test.__doc__, test.__module__ = loop.__name__, loop.__doc__, loop.__module__
-        test.loop, test.expectation = loop, Expectation(**expectation)
+        test.loop, test.cases, test.expectation = loop, cases, Expectation(**expectation)
         return test
 
     return decorate
@@ -182,31 +183,25 @@ class Script:
         return snapshot([list(model.parameters()) for model in self._models])
 
 
-def compare_arms(module: str, name: str, flags: dict[str, str | None]) -> dict[str, Any]:
-    """On every rank: both arms of the loop `name`, and what became of it, under "failure" if that is not as expected.
+def compare_arms(module: str, name: str, case: str | None, alone: bool) -> str | None:
+    """On every rank: both arms of the loop `name`, and why what became of it is not as expected.
 
     It raises nothing, so that the ranks live on for the next loop.
     """
     test = getattr(importlib.import_module(module), name)
-    expectation: Expectation = test.expectation
-    alone = bool(flags[SELF_COMPARISON])
-    strict = expectation.strict and bool(flags[ALL_STRICT] or dist.get_world_size() >= FIRST_AMBIGUOUS_WORLD_SIZE)
-    expected = _run(test.loop, name, with_dear=False, strict=False)
-    seen = _run(test.loop, name, with_dear=not alone, strict=strict)
+    expectation: Expectation = Expectation(deferred=0) if alone else test.expectation
+    strict = expectation.strict and dist.get_world_size() >= FIRST_AMBIGUOUS_WORLD_SIZE
+    loop = test.loop if case is None else partial(test.loop, case=test.cases[case])
+    expected = _run(loop, name + (case or ""), with_dear=False, strict=False)
+    seen = _run(loop, name + (case or ""), with_dear=not alone, strict=strict)
     fallbacks = {reason: count for each in seen.stats for reason, count in each.fallbacks.items()}
-    looks = {line: count for each in seen.stats for line, count in each.looks.items()}
     deferred = [each.deferred_steps for each in seen.stats]
-    outcome = "fell back" if fallbacks else "deferred" if expectation.least_deferred else "not deferred"
-    if expectation.refused and seen.error:
-        outcome = "refused"
-    summary = {"deferred": deferred, "fallbacks": fallbacks, "looks": looks, "error": seen.error}
-    failure = _failure(expectation if not alone else Expectation(deferred=0), expected, seen, fallbacks, deferred)
-    return {"outcome": outcome, "failure": failure} | summary
+    return _failure(expectation, expected, seen, fallbacks, deferred)
 
 
 def _failure(
     expectation: Expectation, expected: _Arm, seen: _Arm, fallbacks: dict[str, int], deferred: list[int]
-) -> Any:
+) -> str | None:
     if expected.error is not None:
         return f"the loop is wrong by itself: {expected.error}"
     if expectation.refused:
@@ -235,7 +230,7 @@ class _Arm:
     warnings: frozenset[str] = frozenset()
 
 
-def _run(loop: Callable[[Script], None], name: str, with_dear: bool, strict: bool) -> _Arm:
+def _run(loop: Callable[..., None], name: str, with_dear: bool, strict: bool) -> _Arm:
     script = Script(name, with_dear, strict)
     # Of each rank's own, as scripts do that want different noise; DDP makes the weights equal.
     random.seed(SEED + script.rank)
