@@ -4,7 +4,6 @@ over nodes in the order of their lowest ranks (`node_groups.node_order_hook`); D
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,8 +14,8 @@ import torch.distributed as dist
 
 import gradient_loops
 import loops
-from equivalence import SGD, Case, Run, assert_same, check_case, compare_arms, optimizer, snapshot
-from models import BatchNormNet, DeepNet, MixedDtypeNet, OddNet
+from equivalence import SGD, Case, Run, assert_same, check_case, compare_arms, snapshot
+from models import DeepNet, MixedDtypeNet, OddNet
 from node_groups import (
     CROSSED,
     INTERLEAVED,
@@ -33,8 +32,7 @@ from node_groups import (
     on_nodes,
     world_size,
 )
-from random_loops import random_loop
-from wirings import SkippingNet, TiedNet
+from wirings import SkippingNet
 
 LAYOUTS = {
     "two_by_two": TWO_BY_TWO,
@@ -62,12 +60,8 @@ CASES = {
     # Norms come from squares of shards, whose sums have another order than those of whole gradients.
     "own_clipping": Case(gradient_loops.clip_norm_on_shards, optimizer=SGD, exact=False),
     "sharded_clipping": Case(gradient_loops.clip_norm, optimizer=SGD, dear=SHARDED, exact=False),
-    "clipping_of_one": Case(gradient_loops.clip_norm_of_one_layer, optimizer=SGD, dear=SHARDED, exact=False),
     "sharded_scaler": Case(partial(gradient_loops.scaler, clip=True), optimizer=SGD, dear=SHARDED, exact=False),
     "own_scaler": Case(partial(gradient_loops.scaler, own=True), optimizer=SGD),
-    "norms_of_shards_in_buckets": Case(
-        gradient_loops.clip_norm_on_shards, model=DeepNet, optimizer=SGD, ddp=BUCKET_VIEWS, strict=False, exact=False
-    ),
     # The largest element is the same in whatever order it is looked for.
     "largest_of_shards": Case(
         partial(gradient_loops.clip_norm_on_shards, norm_type=float("inf")),
@@ -88,23 +82,7 @@ def test_each_arrangement_of_ranks_is_exact(on_ranks, layout) -> None:
 def test_each_way_to_train_is_exact(on_ranks, name) -> None:
     layout = (TWO_BY_TWO, CROSSED, INTERLEAVED)[list(CASES).index(name) % 3]
     # In the last one, slices have the numbers of their ranks, which hides who mistakes one for the other.
-    check_on_nodes(CASES[name], TWO_BY_TWO if "clipping" in name or "norm" in name else layout, on_ranks)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_a_random_loop_is_exact(on_ranks, seed) -> None:
-    draw = random.Random(seed)
-    model = draw.choice([DeepNet, OddNet, BatchNormNet, TiedNet, SkippingNet])
-    case = Case(
-        partial(random_loop, seed=seed),
-        model=model,
-        optimizer=draw.choice([SGD, optimizer(torch.optim.AdamW, lr=0.01)]),
-        ddp={"gradient_as_bucket_view": draw.random() < 0.5, "find_unused_parameters": model is SkippingNet},
-        dear={"fusion_mb": draw.choice([1e-4, 3e-4, 8.0])} | (BF16 if draw.random() < 0.25 else {}),
-        strict=draw.random() < 0.5,
-        pipelined=False,  # many of these read too early to be fast
-    )
-    check_on_nodes(case, draw.choice(list(LAYOUTS.values())), on_ranks)
+    check_on_nodes(CASES[name], TWO_BY_TWO if "clipping" in name else layout, on_ranks)
 
 
 def test_detach_leaves_plain_ddp(on_ranks) -> None:

@@ -25,14 +25,6 @@ def clip_norm(
         yield loss, norm
 
 
-def clip_norm_of_one_layer(run: Run) -> Iterator[Any]:
-    """Touches some gradients and leaves the others in flight."""
-    for loss in _backward(run):
-        norm = clip_grad_norm_(run.model.module.second.parameters(), ACTIVE_NORM)
-        run.optimizer.step()
-        yield loss, norm
-
-
 def clip_norm_on_shards(run: Run, max_norm: float = ACTIVE_NORM, norm_type: float = 2.0) -> Iterator[Any]:
     """Our own, which adds up the norm in another order than the stock one."""
     for loss in _backward(run):

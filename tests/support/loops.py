@@ -147,13 +147,6 @@ def add_a_param_group(run: Run) -> Iterator[Any]:
         yield loss
 
 
-def synchronize_and_read(run: Run) -> Iterator[Any]:
-    """Raw parameters, read in the way that nothing can intercept, after `synchronize()`."""
-    for loss in plain_loop(run):
-        run.synchronize()
-        yield loss, [p.data.clone() for p in run.model.parameters()]
-
-
 def detach_halfway(run: Run) -> Iterator[Any]:
     """The script goes on as plain DDP, right after a step whose update is pending."""
     for index, loss in enumerate(plain_loop(run)):

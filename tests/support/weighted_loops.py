@@ -149,15 +149,6 @@ def plain(run: WeightedRun) -> None:
         run.optimizer.step()
 
 
-def sums(run: WeightedRun) -> None:
-    """The loss is a sum."""
-    for x, y in run.steps():
-        run.optimizer.zero_grad()
-        with run.batch(len(x)):
-            (nn.functional.mse_loss(run.model(x), y, reduction="sum") / (len(x) * OUTPUTS)).backward()
-        run.optimizer.step()
-
-
 def empty_batches(run: WeightedRun) -> None:
     """A rank without samples runs forward and backward with none, and its loss is NaN."""
     for x, y in run.steps():
@@ -206,31 +197,6 @@ def scaled(run: WeightedRun) -> None:
         scaler.update()
 
 
-def accumulated(run: WeightedRun) -> None:
-    """Two micro-batches of different sizes in one batch; one process computes the mean over all at once."""
-    for x, y in run.steps():
-        run.optimizer.zero_grad()
-        with run.batch(len(x)):
-            cut = len(x) // 3
-            for low, high in ((0, cut), (cut, len(x))):
-                with run.no_sync(is_last=high == len(x)):
-                    loss = nn.functional.mse_loss(run.model(x[low:high]), y[low:high], reduction="sum")
-                    (loss / (len(x) * OUTPUTS)).backward()
-        run.optimizer.step()
-
-
-def batches_add_up(run: WeightedRun) -> None:
-    """Every micro-batch in its own batch, and the first ones under ``no_sync()``."""
-    for x, y in run.steps():
-        run.optimizer.zero_grad()
-        cut = len(x) // 3
-        for low, high in ((0, cut), (cut, len(x))):
-            with run.no_sync(is_last=high == len(x)), run.batch(high - low):
-                loss = nn.functional.mse_loss(run.model(x[low:high]), y[low:high], reduction="sum")
-                (loss / (len(x) * OUTPUTS)).backward()
-        run.optimizer.step()
-
-
 def two_losses(run: WeightedRun) -> None:
     """Two forwards and two reduced backwards in one batch."""
     for x, y in run.steps():
@@ -238,13 +204,4 @@ def two_losses(run: WeightedRun) -> None:
         with run.batch(len(x)):
             run.loss(run.model(x), y).backward()
             run.loss(run.model(2 * x), y).backward()
-        run.optimizer.step()
-
-
-def forgotten_zero_grad(run: WeightedRun) -> None:
-    """Gradients of all steps add up, each of them reduced."""
-    for x, y in run.steps():
-        with run.batch(len(x)):
-            if len(x):
-                run.loss(run.model(x), y).backward()
         run.optimizer.step()

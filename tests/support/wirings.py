@@ -9,21 +9,6 @@ from torch.utils.checkpoint import checkpoint
 from models import HIDDEN, INPUTS, OUTPUTS
 
 
-class TiedNet(nn.Module):
-    """One weight as embedding at the start and as output head at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(INPUTS, HIDDEN)
-        self.body = nn.Linear(HIDDEN, HIDDEN)
-        self.unembed = nn.Linear(HIDDEN, HIDDEN)
-        self.unembed.weight = self.body.weight
-        self.head = nn.Linear(HIDDEN, OUTPUTS)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.unembed(torch.tanh(self.body(self.embed(x)))))
-
-
 class WeightNormNet(nn.Module):
     """A parametrization: `weight` is computed from two other parameters each time that it is read."""
 
