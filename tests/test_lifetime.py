@@ -188,13 +188,6 @@ def _time_plain_ddp(run: Run) -> Iterator[Any]:
     assert timer.exposed_s > 0
 
 
-def _attach_again(run: Run) -> Iterator[Any]:
-    yield from plain_loop(run)
-    run.detach()
-    run.attach()
-    yield from plain_loop(run)
-
-
 def _attach_with_a_new_optimizer(run: Run) -> Iterator[Any]:
     yield from plain_loop(run)
     run.detach()
@@ -217,7 +210,7 @@ def _detach_before_backward(run: Run) -> Iterator[Any]:
 @pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize(
     "loop",
-    [_copy_and_save, _time_plain_ddp, _attach_again, _attach_with_a_new_optimizer, _detach_before_backward],
+    [_copy_and_save, _time_plain_ddp, _attach_with_a_new_optimizer, _detach_before_backward],
 )
 def test_a_detached_model_is_plain_ddp(on_ranks, loop, static) -> None:
     if loop is _copy_and_save and static:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import ddp_crossover as dx
 from ddp_crossover.options import GivenOptions, Options
 
 GUIDE = Path(__file__).parent.parent / "docs" / "guide.md"
@@ -57,7 +56,3 @@ def test_an_option_that_does_not_exist_is_named_with_its_likeness(option, messag
 def test_a_value_of_another_type_is_refused_in_a_sentence(option, value, message) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Options(**{option: value})
-
-
-def test_the_class_is_public() -> None:
-    assert dx.Options is Options
