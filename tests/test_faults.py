@@ -21,7 +21,7 @@ from ddp_crossover.collectives.gloo_leg import GlooScatterLeg
 from ddp_crossover.collectives.gloo_link import GlooLink
 from equivalence import SGD, Case, Run, check_case, snapshot
 from failing_backward import FailingBackward
-from harness import Outcome, run_faulty_ranks, run_ranks
+from harness import Outcome, run_faulty_ranks
 from models import DeepNet
 
 pytestmark = pytest.mark.launches
@@ -130,20 +130,6 @@ def test_ctrl_c_ends_a_rank_that_waits_for_a_stopped_peer() -> None:
     assert outcomes[0].error is not None
     assert outcomes[0].error.strip().endswith("KeyboardInterrupt")
     assert outcomes[0].seconds < 3 + GRACE_S
-
-
-def _train_and_return_attached() -> str:
-    run = Run(Case(model=DeepNet, steps=6), with_dear=True)
-    for x, y in run.batches():
-        run.optimizer.zero_grad()
-        run.loss(run.model(x), y).backward()
-        run.optimizer.step()
-    return "gather legs may be in flight"
-
-
-def test_a_script_may_end_without_detach() -> None:
-    """With complete interpreters, which run their atexit handlers and destructors."""
-    run_ranks(_train_and_return_attached, 2, start_method="spawn", timeout_s=90)
 
 
 def _train_through_an_exception(with_dear: bool, layer: int, fails: bool, dear: dict[str, Any]) -> dict[str, Any]:

@@ -98,17 +98,6 @@ def test_detach_removes_every_hook_and_wrapper(on_ranks) -> None:
     assert on_ranks(_hooks_left_by_detach, 2) == [[], []]
 
 
-def test_detach_twice_is_harmless(on_ranks) -> None:
-    assert on_ranks(_detach_twice, 1) == [True]
-
-
-def _detach_twice() -> bool:
-    run = _trained_run(with_dear=True)
-    run.detach()
-    run.detach()
-    return run.state is not None
-
-
 def _forks_after_detach() -> list[str]:
     run = _trained_run(with_dear=True)
     run.detach()

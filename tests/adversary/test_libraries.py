@@ -1,10 +1,9 @@
-"""Optimizers and wrappers that people install, of packages that the tests install, too. Each is skipped without."""
+"""Optimizers that people install, of packages that the tests install, too. Each is skipped without."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch.optim import SGD, Adam, AdamW
 
 from adversarial import Script, adversarial
 from adversary.nets import fit, mlp, mse, train_step
@@ -57,22 +56,6 @@ def test_schedule_free_adamw_with_train_and_eval(run: Script) -> None:
 
 @pytest.mark.nightly
 @adversarial(needs="schedulefree", fallback="")
-def test_schedule_free_wrapper_around_sgd(run: Script) -> None:
-    from schedulefree import ScheduleFreeWrapper
-
-    model = run.ddp(mlp())
-    optimizer = ScheduleFreeWrapper(SGD(model.parameters(), lr=0.05), momentum=0.9)
-    run.attach(model, optimizer.base)
-    optimizer.train()
-    for x, y in run.batches():
-        train_step(model, optimizer, x, y)
-        optimizer.eval()
-        run.log([p.norm() for p in model.parameters()])
-        optimizer.train()
-
-
-@pytest.mark.nightly
-@adversarial(needs="schedulefree", fallback="")
 def test_schedule_free_sgd_closure_and_radam(run: Script) -> None:
     from schedulefree import RAdamScheduleFree, SGDScheduleFreeClosure
 
@@ -92,42 +75,3 @@ def test_schedule_free_sgd_closure_and_radam(run: Script) -> None:
 
         run.log(two.step(closure))
         one.step()
-
-
-@pytest.mark.nightly
-@adversarial(needs="loralib", three=True)
-def test_lora_merges_on_eval_and_unmerges_on_train(run: Script) -> None:
-    import loralib
-
-    net = torch.nn.Sequential(
-        loralib.Linear(8, 16, r=4),
-        torch.nn.ReLU(),
-        loralib.MergedLinear(16, 18, r=2, enable_lora=[True, False, True]),
-        torch.nn.ReLU(),
-        loralib.Linear(18, 4, r=2),
-    )
-    loralib.mark_only_lora_as_trainable(net, bias="lora_only")
-    model = run.ddp(net)
-    optimizer = Adam([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    run.attach(model, optimizer)
-    for step, (x, y) in enumerate(run.batches()):
-        run.log(train_step(model, optimizer, x, y))
-        if step % 2:
-            model.eval()
-            with torch.no_grad():
-                run.log(model(x), net[0].weight)
-            model.train()
-
-
-@pytest.mark.nightly
-@adversarial(needs="ema_pytorch")
-def test_post_hoc_ema_and_switch_ema(run: Script) -> None:
-    from ema_pytorch import EMA
-
-    net = mlp()
-    model, optimizer = run.train(net, AdamW, lr=0.02)
-    ema = EMA(net, beta=0.8, update_every=1, update_model_with_ema_every=4, update_after_step=0)
-    for x, y in run.batches():
-        train_step(model, optimizer, x, y)
-        ema.update()
-        run.log(ema(x))
