@@ -95,7 +95,6 @@ def average(run: Run, looks: str = "never", **options: Any) -> Iterator[Any]:
 
 
 LOOKS = ["never", "state_dict", "module", "one", "copy", "write"]
-STRICT = [number % 2 == 0 for number in range(len(LOOKS))]
 
 
 def compare_averages(case: Case, deferred_at_least: int) -> None:
@@ -117,7 +116,7 @@ def test_it_has_the_bits_of_an_averaged_model(on_ranks, use_buffers) -> None:
     on_ranks(compare_averages, 2, case, 4)
 
 
-@pytest.mark.parametrize(("looks", "strict"), zip(LOOKS, STRICT, strict=True))
+@pytest.mark.parametrize(("looks", "strict"), [(one, number % 2 == 0) for number, one in enumerate(LOOKS)])
 def test_averages_that_are_read_are_up_to_date(on_ranks, looks, strict) -> None:
     case = Case(
         partial(average, looks=looks), model=NormNet, strict=strict, steps=16, ddp={"find_unused_parameters": True}
