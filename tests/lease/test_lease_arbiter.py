@@ -1,4 +1,8 @@
-"""Who gets what, and when: the pure core of the lease."""
+"""Which of several jobs gets the resource, and when: the pure core of the lease.
+
+That each hold has one job and one fence, that no waiter is lost and that what is stale is ignored, whatever members do,
+is in test_lease_arbiter_states.py.
+"""
 
 from __future__ import annotations
 
@@ -24,67 +28,12 @@ def job(name: str) -> JobKey:
     return JobKey(1000, name)
 
 
-def arbiter_with(*names: str, role: Role = Role.PEER) -> Arbiter:
+def arbiter_with(*names: str) -> Arbiter:
     """Member 1 of the first job, member 2 of the second, ..."""
     arbiter = Arbiter(first_fence=100)
     for member, name in enumerate(names, 1):
-        arbiter.join(member, job(name), GPU, role, 1.0)
+        arbiter.join(member, job(name), GPU, Role.PEER, 1.0)
     return arbiter
-
-
-def test_a_free_resource_is_granted_at_once_and_shown() -> None:
-    arbiter = arbiter_with("a")
-    assert arbiter.request(1, 1, 0.0) == [Grant(1, 1, 100)]
-    assert arbiter.view(GPU)[:4] == (100, 0, 0, 0)
-
-
-def test_a_waiter_gets_it_on_release_under_a_greater_fence() -> None:
-    arbiter = arbiter_with("a", "b")
-    arbiter.request(1, 1, 0.0)
-    assert arbiter.request(2, 1, 0.1) == []
-    assert arbiter.view(GPU)[:4] == (100, 0, 1, 1)
-    assert arbiter.release(1, 100, 0, 0.2) == [Grant(2, 1, 101)]
-    assert arbiter.view(GPU)[:4] == (101, 0, 0, 0)
-
-
-def test_a_stale_release_gives_nothing_up() -> None:
-    arbiter = arbiter_with("a", "b")
-    arbiter.request(1, 1, 0.0)
-    arbiter.release(1, 100, 0, 0.1)
-    arbiter.request(1, 2, 0.2)
-    assert arbiter.release(1, 100, 0, 0.3) == []
-    assert arbiter.release(2, 101, 0, 0.3) == []
-    assert arbiter.holders(GPU) == {1}
-
-
-def test_late_and_doubled_requests_and_cancels_are_ignored() -> None:
-    arbiter = arbiter_with("a")
-    arbiter.request(1, 5, 0.0)
-    assert arbiter.request(1, 5, 0.1) == arbiter.request(1, 4, 0.1) == []
-    assert arbiter.cancel(1, 4, 0.1) == []
-    assert arbiter.holders(GPU) == {1}
-    arbiter.release(1, 100, 0, 0.2)
-    assert arbiter.request(1, 5, 0.3) == []
-    assert arbiter.holders(GPU) == frozenset()
-
-
-def test_a_cancel_that_overtakes_its_request_kills_it() -> None:
-    arbiter = arbiter_with("a")
-    arbiter.cancel(1, 3, 0.0)
-    assert arbiter.request(1, 3, 0.1) == []
-
-
-def test_a_cancel_of_what_was_granted_meanwhile_gives_it_on() -> None:
-    arbiter = arbiter_with("a", "b")
-    arbiter.request(1, 1, 0.0)
-    arbiter.request(2, 1, 0.1)
-    assert arbiter.cancel(1, 1, 0.2) == [Grant(2, 1, 101)]
-
-
-def test_asking_again_while_holding_repeats_the_grant() -> None:
-    arbiter = arbiter_with("a")
-    arbiter.request(1, 1, 0.0)
-    assert arbiter.request(1, 2, 0.1) == [Grant(1, 2, 100)]
 
 
 def test_first_come_first_served_among_equals() -> None:
@@ -167,23 +116,6 @@ def test_a_filler_that_waits_does_not_press_a_peer() -> None:
     assert arbiter.request(1, 2, 0.4) == [Grant(1, 2, 100)]
 
 
-def test_members_of_a_job_hold_together_until_the_last_releases() -> None:
-    arbiter = arbiter_with("a", "a", "b")
-    assert arbiter.request(1, 1, 0.0) == [Grant(1, 1, 100)]
-    assert arbiter.request(2, 1, 0.1) == [Grant(2, 1, 100)]
-    arbiter.request(3, 1, 0.2)
-    assert arbiter.release(1, 100, 0, 0.3) == []
-    assert arbiter.release(2, 100, 0, 0.4) == [Grant(3, 1, 101)]
-
-
-def test_members_that_wait_together_are_granted_together() -> None:
-    arbiter = arbiter_with("b", "a", "a")
-    arbiter.request(1, 1, 0.0)
-    arbiter.request(2, 1, 0.1)
-    arbiter.request(3, 1, 0.2)
-    assert arbiter.release(1, 100, 0, 0.3) == [Grant(2, 1, 101), Grant(3, 1, 101)]
-
-
 def test_members_that_take_turns_cannot_keep_others_out() -> None:
     arbiter = arbiter_with("a", "a", "b")
     arbiter.request(1, 1, 0.0)
@@ -201,35 +133,10 @@ def test_a_latecomer_joins_its_job_even_while_others_wait() -> None:
     assert arbiter.request(2, 1, 0.2) == [Grant(2, 1, 100)]
 
 
-def test_a_member_comes_and_goes_while_no_other_job_waits() -> None:
-    arbiter = arbiter_with("a", "a", "b")
-    arbiter.request(1, 1, 0.0)
-    arbiter.request(2, 1, 0.1)
-    arbiter.release(1, 100, 0, 0.2)
-    assert arbiter.request(1, 2, 0.3) == [Grant(1, 2, 100)]
-
-
-def test_a_member_that_gives_up_leaves_its_job_in_the_queue() -> None:
-    arbiter = arbiter_with("b", "a", "a")
-    for member in (1, 2, 3):
-        arbiter.request(member, 1, 0.0)
-    arbiter.cancel(2, 1, 0.1)
-    assert [grant.member for grant in arbiter.release(1, 100, 0, 0.2)] == [3]
-
-
-def test_the_same_name_of_another_user_is_another_job() -> None:
-    arbiter = arbiter_with("a")
-    arbiter.join(2, JobKey(1001, "a"), GPU, Role.PEER, 1.0)
-    arbiter.request(1, 1, 0.0)
-    assert arbiter.request(2, 1, 0.1) == []
-
-
 def test_members_of_a_job_agree_on_weight_and_role() -> None:
-    arbiter = arbiter_with("a")
-    with pytest.raises(MismatchError):
-        arbiter.join(2, job("a"), GPU, Role.PEER, 2.0)
-    with pytest.raises(MismatchError):
-        arbiter.join(2, job("a"), GPU, Role.FILLER, 1.0)
+    for role, weight in ((Role.PEER, 2.0), (Role.FILLER, 1.0)):
+        with pytest.raises(MismatchError):
+            arbiter_with("a").join(2, job("a"), GPU, role, weight)
 
 
 def test_a_job_on_two_resources_is_ordered_alike_on_both() -> None:
@@ -300,25 +207,8 @@ def test_a_job_on_two_resources_gets_as_much_of_each_as_its_rivals_there(other: 
             [member] = arbiter.holders(gpu)
             held_s[member] += 0.01
             arbiter.release(member, arbiter.view(gpu).fence, turn + 1, 0.01 * turn)
-    assert jain_index([held_s[1], held_s[3]]) >= 0.99
+    assert held_s[1] == pytest.approx(held_s[3], rel=0.1)
     assert held_s[2] == pytest.approx(5.0 if other == "is there" else 10.0, rel=0.05)
-
-
-def jain_index(values: list[float]) -> float:
-    return sum(values) ** 2 / (len(values) * sum(value**2 for value in values))
-
-
-@pytest.mark.parametrize("jobs", [2, 3, 8])
-def test_equal_jobs_get_equal_time_however_long_each_holds(jobs: int) -> None:
-    held_s = held_times([1.0] * jobs, [0.01 * (index + 1) for index in range(jobs)], turns=1000)
-    assert jain_index(held_s) >= 0.99
-
-
-@pytest.mark.parametrize("weights", [[1.0, 4.0], [4.0, 1.0], [1.0, 1.0, 4.0]])
-def test_time_goes_by_weight(weights: list[float]) -> None:
-    held_s = held_times(weights, [0.02] * len(weights), turns=1000)
-    for held, weight in zip(held_s, weights, strict=True):
-        assert held / sum(held_s) == pytest.approx(weight / sum(weights), rel=0.05)
 
 
 def test_who_fills_gaps_has_had_its_turn_when_the_other_comes_back() -> None:
@@ -391,7 +281,7 @@ def test_a_long_hold_that_nobody_wanted_sets_nobody_back(comes: str) -> None:
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0.1, 10.0), st.floats(0.001, 0.1)), min_size=2, max_size=6),
-    st.integers(1, 200),
+    st.integers(1, 400),
     st.integers(0, 1000),
 )
 def test_no_job_is_ever_further_behind_than_one_hold_of_each(

@@ -114,9 +114,11 @@ class ArbiterMachine(RuleBasedStateMachine):
         for member in members[:again]:
             self._request(member)
 
-    @rule(pick=picks)
-    def cancel(self, pick: int) -> None:
+    # Of the last request, or of one that comes later.
+    @rule(pick=picks, ahead=st.integers(0, 1))
+    def cancel(self, pick: int, ahead: int) -> None:
         if member := self._pick(pick):
+            self.last_request[member] += ahead
             self.waiting.pop(member, None)
             self.told.pop(member, None)
             self._hear(self.arbiter.cancel(member, self.last_request[member], self.now_s))

@@ -22,12 +22,12 @@ MEMBERS = {"a": 1, "b": 2, "c": 3}
 class OneGpu:
     """An arbiter, and jobs that ask and release by name."""
 
-    def __init__(self, jobs: str = "ab", role: Role = Role.PEER) -> None:
+    def __init__(self, jobs: str = "ab") -> None:
         self.arbiter = Arbiter(first_fence=1)
         self.requests = dict.fromkeys(jobs, 0)
         self.now_s = 10.0
         for job in jobs:
-            self.arbiter.join(MEMBERS[job], JobKey(0, job), GPU, role, 1.0)
+            self.arbiter.join(MEMBERS[job], JobKey(0, job), GPU, Role.PEER, 1.0)
 
     @property
     def holder(self) -> str | None:
@@ -67,18 +67,16 @@ def test_after_a_tie_the_gpu_is_reserved_for_the_job_whose_name_sorts_first() ->
     assert gpu.holder == "b"
 
 
-def test_the_job_whose_name_sorts_first_waits_for_no_reservation() -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "late_s"),
+    [("a", "b", LATE_S), ("b", "a", 1.1 * TIE * HOLD_S)],
+    ids=["the right order", "not together"],
+)
+def test_nothing_is_reserved_where_jobs_come_in_the_right_order_or_not_together(first, second, late_s) -> None:
     gpu = OneGpu()
-    gpu.tie("a", "b")
-    gpu.ask("a")
-    assert gpu.holder == "a"
-
-
-def test_nothing_is_reserved_for_jobs_that_do_not_come_together() -> None:
-    gpu = OneGpu()
-    gpu.tie("b", "a", late_s=1.1 * TIE * HOLD_S)
-    gpu.ask("b")
-    assert gpu.holder == "b"
+    gpu.tie(first, second, late_s)
+    gpu.ask(first)
+    assert gpu.holder == first
 
 
 def test_a_reservation_lasts_no_longer_than_a_tie_and_is_made_once() -> None:
@@ -107,20 +105,16 @@ def test_a_tie_is_forgotten_once_the_jobs_come_apart() -> None:
     assert gpu.holder == "b"
 
 
-def test_nothing_is_reserved_for_a_job_that_has_left() -> None:
+@pytest.mark.parametrize("leaves", ["before", "while the other waits"])
+def test_nothing_is_reserved_for_a_job_that_has_left(leaves: str) -> None:
     gpu = OneGpu()
     gpu.tie("b", "a")
-    gpu.arbiter.leave(MEMBERS["a"], gpu.now_s)
+    if leaves == "before":
+        gpu.arbiter.leave(MEMBERS["a"], gpu.now_s)
     gpu.ask("b")
-    assert gpu.holder == "b"
-
-
-def test_a_reservation_ends_when_its_job_leaves() -> None:
-    gpu = OneGpu()
-    gpu.tie("b", "a")
-    gpu.ask("b")
-    assert gpu.holder is None
-    gpu.arbiter.leave(MEMBERS["a"], gpu.now_s)
+    if leaves != "before":
+        assert gpu.holder is None
+        gpu.arbiter.leave(MEMBERS["a"], gpu.now_s)
     assert gpu.holder == "b"
 
 
