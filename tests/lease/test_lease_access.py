@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,35 +60,29 @@ def test_a_link_in_its_place_is_refused(own_place: Path, tmp_path: Path) -> None
         BrokerDirectory().make()
 
 
-@needs_root
-def test_a_directory_of_another_user_means_no_lease(own_place: Path) -> None:
-    own_place.mkdir(mode=0o700)
-    os.chown(own_place, STRANGER, -1)
-    lease = GpuLease("cpu:0", job="job")
-    try:
-        eventually(lambda: not lease.acquire() and any("another user" in reason for reason in lease.stats().unleased))
-        assert not list(own_place.iterdir())
-    finally:
-        lease.close()
+def _refuses_what_is_of_another_user(lease: GpuLease) -> None:
+    eventually(lambda: not lease.acquire() and "another user" in str(lease.stats().unleased))
 
 
 @needs_root
-def test_a_directory_of_another_user_is_not_looked_into(own_place: Path) -> None:
+def test_a_directory_of_another_user_is_not_looked_into_and_means_no_lease(
+    own_place: Path, make_lease: Callable[..., GpuLease]
+) -> None:
     own_place.mkdir(mode=0o700)
     os.chown(own_place, STRANGER, -1)
     with pytest.raises(DirectoryError, match="another user"):
         BrokerDirectory().owner()
+    _refuses_what_is_of_another_user(make_lease(connects=False, directory=None, spawn_broker=True))
+    assert not list(own_place.iterdir())
 
 
 @needs_root
-def test_a_socket_of_another_user_is_not_trusted(processes: LeaseProcesses, lease_directory: Path) -> None:
+def test_a_socket_of_another_user_is_not_trusted(
+    processes: LeaseProcesses, lease_directory: Path, make_lease: Callable[..., GpuLease]
+) -> None:
     processes.broker()
     os.chown(lease_directory, STRANGER, -1)
-    lease = GpuLease("cpu:0", job="job", directory=lease_directory, spawn_broker=False)
-    try:
-        eventually(lambda: not lease.acquire() and any("another user" in reason for reason in lease.stats().unleased))
-    finally:
-        lease.close()
+    _refuses_what_is_of_another_user(make_lease(connects=False))
 
 
 HELLO_AS_STRANGER = """
@@ -184,9 +179,9 @@ def test_a_full_dev_shm_changes_nothing(processes: LeaseProcesses) -> None:
     assert other.result()
 
 
-def test_the_broker_does_not_load_torch() -> None:
-    """It would be a process of hundreds of megabytes, seconds after it is needed."""
+def test_the_broker_loads_only_the_standard_library() -> None:
+    """With torch it would be a process of hundreds of megabytes, seconds after it is needed; rich may be missing."""
     program = f"import sys; sys.path.append({PACKAGE!r}); import lease.broker.process, lease.client, lease.command; "
-    program += "print([name for name in ('torch', 'numpy', 'ddp_crossover') if name in sys.modules])"
+    program += "print([name for name in ('torch', 'numpy', 'rich', 'ddp_crossover') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, cwd=HERE)
     assert done.stdout == "[]\n", done.stderr

@@ -5,24 +5,21 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import pickle
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, Dataset
 
 from ddp_crossover.lease.client import GpuLease
-from lease_processes import LeaseProcesses, eventually
+from lease_processes import Actor, LeaseProcesses, eventually
 
 
-def test_a_forked_child_has_no_part_in_it(processes: LeaseProcesses) -> None:
-    processes.broker()
-    parent, other = processes.actor("parent"), processes.actor("other")
-    parent.call("acquire")
-    other.start("acquire")
-    eventually(lambda: parent.call("get", "contended"))
+def test_a_forked_child_has_no_part_in_it(pair: tuple[Actor, Actor]) -> None:
+    parent, other = pair
     child = parent.call("fork")
     assert child["seen"].pop("seconds") < 1
     assert child["seen"] == {"acquired": False, "holding": False, "fence": 0, "contended": False, "sockets": 0}
@@ -51,54 +48,16 @@ def test_a_spawned_program_inherits_nothing(processes: LeaseProcesses) -> None:
     assert actor.call("get", "holding")
 
 
-class _LeaseInWorkers(Dataset[dict[str, bool]]):
-    def __init__(self, lease: GpuLease) -> None:
-        self.lease = lease
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> dict[str, bool]:
-        with self.lease.held() as leased:
-            return {"leased": leased, "contended": self.lease.contended}
+def test_it_cannot_be_sent_to_another_process(make_lease: Callable[..., GpuLease]) -> None:
+    with pytest.raises(TypeError, match="make one in each process"):
+        pickle.dumps(make_lease(connects=False))
 
 
-@pytest.fixture
-def lease(processes: LeaseProcesses, lease_directory: Path) -> Any:
-    """In this process."""
-    processes.broker()
-    lease = GpuLease("cpu:0", job="here", directory=lease_directory, spawn_broker=False)
-    assert lease.wait_until_connected(20)
-    yield lease
-    lease.close()
-
-
-def test_workers_of_a_data_loader_neither_hold_nor_release(lease: GpuLease) -> None:
-    loader = DataLoader(_LeaseInWorkers(lease), num_workers=2, multiprocessing_context="fork", batch_size=None)
-    with lease.held() as leased:
-        fence = lease.fence
-        assert leased
-        assert all(seen == {"leased": False, "contended": False} for seen in loader)
-        assert lease.fence == fence != 0
-
-
-def test_it_cannot_be_sent_to_another_process(lease: GpuLease) -> None:
-    loader = DataLoader(_LeaseInWorkers(lease), num_workers=1, multiprocessing_context="spawn", batch_size=None)
-    with pytest.raises(TypeError, match="make one in each process"), pytest.warns(UserWarning, match="pickle"):
-        next(iter(loader))
-
-
-def test_a_holder_that_raises_releases(processes: LeaseProcesses) -> None:
+@pytest.mark.parametrize("ends", ["raise_while_holding", "interrupt_while_holding"])
+def test_a_block_that_raises_releases(processes: LeaseProcesses, ends: str) -> None:
     processes.broker()
     actor, other = processes.actor("a"), processes.actor("b")
-    assert actor.call("raise_while_holding") is False
-    assert other.call("acquire")
-
-
-def test_a_holder_that_is_interrupted_releases(processes: LeaseProcesses) -> None:
-    processes.broker()
-    actor, other = processes.actor("a"), processes.actor("b")
-    assert actor.call("interrupt_while_holding") is False
+    assert actor.call(ends) is False
     assert other.call("acquire")
 
 
@@ -154,44 +113,32 @@ def test_a_lease_that_nobody_holds_on_to_leaves(
 
 
 def test_who_has_waited_long_enough_goes_on_unleased(
-    processes: LeaseProcesses, lease_directory: Path, lease: GpuLease, caplog: pytest.LogCaptureFixture
+    processes: LeaseProcesses, make_lease: Callable[..., GpuLease], caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = processes.actor("other")
+    processes.broker()
+    other, impatient = processes.actor("other"), make_lease(max_wait_s=0.05)
     other.call("acquire")
-    impatient = GpuLease("cpu:0", job="impatient", directory=lease_directory, max_wait_s=0.05, max_stall_s=2.0)
-    try:
-        assert impatient.wait_until_connected(20)
-        with caplog.at_level(logging.WARNING, "ddp_crossover"):
-            assert [impatient.acquire() for _ in range(3)] == [False] * 3
-        assert impatient.stats().unleased == {"waited for 0.05 s": 3}
-        assert len(caplog.records) == 1
-        eventually(lambda: not other.call("get", "contended"))
-    finally:
-        impatient.close()
+    with caplog.at_level(logging.WARNING, "ddp_crossover"):
+        assert [impatient.acquire() for _ in range(3)] == [False] * 3
+    assert impatient.stats().unleased == {"waited for 0.05 s": 3}
+    assert len(caplog.records) == 1
+    eventually(lambda: not other.call("get", "contended"))
 
 
-def test_without_a_broker_nothing_waits(lease_directory: Path) -> None:
-    lease = GpuLease("cpu:0", job="job", directory=lease_directory, spawn_broker=False)
-    try:
-        with lease.held() as leased:
-            assert not leased
-        assert not lease.yield_turn()
-        assert not lease.contended and not lease.asked_to_yield and not lease.connected
-        assert lease.stats().waited_s == 0
-        assert sum(lease.stats().unleased.values()) == 2
-    finally:
-        lease.close()
+def test_without_a_broker_nothing_waits(make_lease: Callable[..., GpuLease]) -> None:
+    lease = make_lease(connects=False)
+    with lease.held() as leased:
+        assert not leased
+    assert not lease.yield_turn()
+    assert not lease.contended and not lease.asked_to_yield and not lease.connected
+    assert lease.stats().waited_s == 0
+    assert sum(lease.stats().unleased.values()) == 2
 
 
-def test_a_broker_that_cannot_be_started_is_no_error(tmp_path: Path) -> None:
+def test_a_broker_that_cannot_be_started_is_no_error(tmp_path: Path, make_lease: Callable[..., GpuLease]) -> None:
     (tmp_path / "file").touch()
-    lease = GpuLease("cpu:0", job="job", directory=tmp_path / "file" / "directory")
-    try:
-        eventually(
-            lambda: not lease.acquire() and any("Not a directory" in reason for reason in lease.stats().unleased)
-        )
-    finally:
-        lease.close()
+    lease = make_lease(connects=False, directory=tmp_path / "file" / "directory", spawn_broker=True)
+    eventually(lambda: not lease.acquire() and "Not a directory" in str(lease.stats().unleased))
 
 
 def test_nested_holds_are_one(lease: GpuLease) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddp_crossover.lease import command
+from ddp_crossover.lease.protocol import Kind
 from lease_processes import PACKAGE, LeaseProcesses
 from sigint import default_sigint
 
@@ -38,7 +39,7 @@ def test_status_shows_holder_and_waiters(
     holder, waiter = processes.actor("holder"), processes.raw()
     holder.call("acquire")
     waiter.hello("waiter")
-    waiter.sock.send(command_request())
+    waiter.send(Kind.REQUEST, request=1)
     assert waiter.hears_nothing()
     assert _run("status", "--json", "--directory", str(lease_directory)) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -48,12 +49,6 @@ def test_status_shows_holder_and_waiters(
     assert [(member["job"], member["holds"]) for member in resource["members"]] == [("holder", True), ("waiter", False)]
     assert _run("status", "--directory", str(lease_directory)) == 0
     assert "cpu:0: held by holder, waiter waiting" in capsys.readouterr().out
-
-
-def command_request() -> bytes:
-    from ddp_crossover.lease.protocol import Kind, Message
-
-    return Message(Kind.REQUEST, request=1).encode()
 
 
 @pytest.mark.parametrize("verb", ["status", "top"])

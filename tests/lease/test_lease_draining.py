@@ -7,8 +7,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -20,12 +19,9 @@ GPU = "GPU-00000000-0000-0000-0000-000000000000"
 
 
 @pytest.fixture
-def lease(processes: LeaseProcesses, lease_directory: Path) -> Iterator[GpuLease]:
+def lease(processes: LeaseProcesses, make_lease: Callable[..., GpuLease]) -> GpuLease:
     processes.broker()
-    lease = GpuLease(GPU, job="job", directory=lease_directory, spawn_broker=False, max_stall_s=10.0)
-    assert lease.wait_until_connected(20)
-    yield lease
-    lease.close()
+    return make_lease(GPU)
 
 
 class Event:
@@ -57,14 +53,19 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     return seen
 
 
-@pytest.fixture
-def waiter(processes: LeaseProcesses, lease: GpuLease) -> Actor:
-    """Waits for what `lease` holds."""
-    waiter = processes.actor("waiter", resource=GPU)
-    lease.acquire()
+def waits_for(lease: GpuLease, processes: LeaseProcesses, **options: str) -> Actor:
+    """A job that waits for what `lease` holds."""
+    waiter = processes.actor("waiter", resource=GPU, **options)
     waiter.start("hold_for", 0.0)
     eventually(lambda: lease.contended)
     return waiter
+
+
+@pytest.fixture
+def waiter(processes: LeaseProcesses, lease: GpuLease) -> Actor:
+    """Waits for what `lease` holds."""
+    lease.acquire()
+    return waits_for(lease, processes)
 
 
 def test_the_next_job_waits_for_the_device_and_the_host_does_not(lease, waiter, events) -> None:
@@ -79,7 +80,9 @@ def test_the_next_job_waits_for_the_device_and_the_host_does_not(lease, waiter, 
     assert lease.released_s > before_s
 
 
-def test_the_stream_may_be_named(lease, events) -> None:
+def test_the_stream_may_be_named_and_where_nothing_is_held_none_is_drained(lease, events) -> None:
+    lease.release()
+    assert events == []
     lease.acquire()
     lease.release("a stream")
     assert [event.stream for event in events] == ["a stream"]
@@ -110,9 +113,7 @@ def test_where_another_job_waits_it_comes_before_the_next_turn(lease, waiter, ev
 def test_a_job_that_comes_while_the_device_works_waits_for_it(lease, events, processes) -> None:
     lease.acquire()
     lease.release()
-    waiter = processes.actor("waiter", resource=GPU)
-    waiter.start("hold_for", 0.0)
-    eventually(lambda: lease.contended)
+    waiter = waits_for(lease, processes)
     time.sleep(0.05)
     assert not waiter.has_answered()
     events[0].has_happened = True
@@ -145,11 +146,6 @@ def test_an_error_of_an_earlier_kernel_does_not_keep_the_lease(lease, waiter, ev
     lease.release()
     events[0].error = "CUDA error: an illegal memory access was encountered"
     assert waiter.result()["leased"]
-
-
-def test_nothing_is_drained_where_nothing_was_held(lease, events) -> None:
-    lease.release()
-    assert events == []
 
 
 def test_a_process_that_has_not_used_the_gpu_has_nothing_to_drain(lease, waiter, events, monkeypatch) -> None:
@@ -198,30 +194,22 @@ def test_blocks_that_begin_while_a_turn_ends_release_what_they_acquire(lease, ev
     assert filler.result()["leased"]
 
 
-def test_its_own_work_is_not_waited_for_beyond_the_limit(processes, lease_directory, events) -> None:
+def test_its_own_work_is_not_waited_for_beyond_the_limit(processes, make_lease, events) -> None:
     processes.broker()
-    lease = GpuLease(GPU, job="job", directory=lease_directory, spawn_broker=False, max_wait_s=0.2)
-    assert lease.wait_until_connected(20)
+    lease = make_lease(GPU, max_wait_s=0.2)
     lease.acquire()
-    filler = processes.actor("filler", resource=GPU, role="filler")
-    filler.start("hold_for", 0.0)
-    eventually(lambda: lease.contended)
+    waits_for(lease, processes, role="filler")
     lease.release()
     assert not lease.acquire()
     assert lease.stats().unleased == {"its own work on the device was not done within 0.2 s": 1}
-    lease.close()
 
 
-def test_a_turn_that_the_broker_ends_meanwhile_has_ended(processes, lease_directory, events) -> None:
+def test_a_turn_that_the_broker_ends_meanwhile_has_ended(processes, make_lease, events) -> None:
     processes.broker(limits={"hold_s": 0.3})
-    lease = GpuLease(GPU, job="job", directory=lease_directory, spawn_broker=False, max_stall_s=10.0)
-    assert lease.wait_until_connected(20)
+    lease = make_lease(GPU)
     lease.acquire()
-    waiter = processes.actor("waiter", resource=GPU)
-    waiter.start("hold_for", 0.0)
-    eventually(lambda: lease.contended)
+    waits_for(lease, processes)
     lease.release()
     before_s = time.perf_counter()
     assert lease.acquire()
     assert lease.released_s > before_s
-    lease.close()

@@ -5,24 +5,11 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.lease.protocol import Kind
 from lease_processes import LeaseProcesses, eventually
-
-
-@pytest.fixture
-def lease(processes: LeaseProcesses, lease_directory: Path) -> Iterator[GpuLease]:
-    processes.broker()
-    lease = GpuLease("cpu:0", job="eager", directory=lease_directory, spawn_broker=False, max_stall_s=10.0)
-    assert lease.wait_until_connected(20)
-    yield lease
-    lease.close()
 
 
 def test_it_is_held_until_it_is_released(processes: LeaseProcesses, lease: GpuLease) -> None:

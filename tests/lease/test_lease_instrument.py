@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
-import subprocess
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_crossover.lease.client import GpuLease
-from lease_processes import Actor, LeaseProcesses, eventually
+from lease_processes import LeaseProcesses, eventually
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
 
@@ -38,28 +36,6 @@ class Probe(nn.Module):
         if y.requires_grad:
             y.register_hook(lambda _: self.look())
         return y
-
-
-@pytest.fixture
-def lease_of(processes: LeaseProcesses, lease_directory: Path) -> Iterator[Callable[..., GpuLease]]:
-    """Makes a lease in this process."""
-    made: list[GpuLease] = []
-
-    def make(role: Any = "peer") -> GpuLease:
-        processes.broker()
-        lease = GpuLease("cpu:0", job="here", role=role, directory=lease_directory, spawn_broker=False, max_stall_s=10)
-        made.append(lease)
-        assert lease.wait_until_connected(20)
-        return lease
-
-    yield make
-    for lease in made:
-        lease.close()
-
-
-@pytest.fixture
-def lease(lease_of: Callable[..., GpuLease]) -> GpuLease:
-    return lease_of()
 
 
 @pytest.fixture
@@ -229,21 +205,11 @@ def test_what_cannot_be_instrumented_is_refused(lease: GpuLease) -> None:
 # ---- others
 
 
-def _is_served(other: Actor) -> bool:
-    return other.has_answered(0.0)
-
-
-def _train_until(model: nn.Module, condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    until = time.monotonic() + seconds
-    while not condition() and time.monotonic() < until:
-        model(X).sum().backward()
-    return condition()
-
-
 def test_a_filler_yields_in_the_middle_of_a_forward_and_goes_on_when_the_peer_is_done(
-    processes: LeaseProcesses, lease_of: Callable[..., GpuLease], seen: list[bool]
+    processes: LeaseProcesses, make_lease: Callable[..., GpuLease], seen: list[bool]
 ) -> None:
-    lease = lease_of("filler")
+    processes.broker()
+    lease = make_lease(role="filler")
     layers = [Probe(lease, seen, pause_s=0.02) for _ in range(10)]
     model = nn.Sequential(*layers)
     lease.instrument(model, quantum_ms=1e6)
@@ -310,24 +276,20 @@ def test_a_peer_does_not_yield_to_a_filler(processes: LeaseProcesses, lease: Gpu
     assert filler.result()["leased"]
 
 
-def end(broker: subprocess.Popen[bytes]) -> None:
-    broker.kill()
-    broker.wait()
-
-
-def test_a_job_whose_broker_dies_trains_on(processes: LeaseProcesses, lease_directory: Path) -> None:
+def test_a_job_whose_broker_dies_trains_on(processes: LeaseProcesses, make_lease: Callable[..., GpuLease]) -> None:
     broker = processes.broker()
-    lease = GpuLease("cpu:0", job="here", directory=lease_directory, spawn_broker=False)
+    lease = make_lease()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    try:
-        assert lease.wait_until_connected(20)
-        with lease.instrument(model):
-            model[0].register_forward_hook(lambda *_: end(broker))
-            for _ in range(3):
-                model(X).sum().backward()
-        assert not lease.holding
-    finally:
-        lease.close()
+
+    def end_broker(*_: object) -> None:
+        broker.kill()
+        broker.wait()
+
+    with lease.instrument(model):
+        model[0].register_forward_hook(end_broker)
+        for _ in range(3):
+            model(X).sum().backward()
+    assert not lease.holding
 
 
 # ---- nothing else changes

@@ -6,7 +6,6 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.lease.client.instrument import Instrument
 from ddp_crossover.lease.client.run_ahead import RunAhead
-from lease_processes import LeaseProcesses
 
 LIMIT_S = 0.004
 KERNEL_S = 0.001
@@ -142,7 +140,7 @@ def test_the_time_of_another_job_in_between_is_not_counted(device: Device) -> No
     assert max(queued_s[KERNELS // 2 :]) > LIMIT_S - 2 * KERNEL_S
 
 
-def test_an_instrumented_model_keeps_to_it(device: Device, processes: LeaseProcesses, lease_directory: Path) -> None:
+def test_an_instrumented_model_keeps_to_it(device: Device, lease: GpuLease) -> None:
     queued_s = []
 
     class Kernel(nn.Module):
@@ -151,15 +149,9 @@ def test_an_instrumented_model_keeps_to_it(device: Device, processes: LeaseProce
             device.launch(KERNEL_S)
             return x
 
-    processes.broker()
-    lease = GpuLease("cpu:0", job="filler", role="filler", directory=lease_directory, spawn_broker=False)
     model = nn.Sequential(*(Kernel() for _ in range(KERNELS)))
-    try:
-        assert lease.wait_until_connected(20)
-        with Instrument(lease, model, None, 1.0, RunAhead(LIMIT_S, lambda: Event(device))):
-            for _ in range(3):
-                model(torch.zeros(1))
-    finally:
-        lease.close()
+    with Instrument(lease, model, None, 1.0, RunAhead(LIMIT_S, lambda: Event(device))):
+        for _ in range(3):
+            model(torch.zeros(1))
     assert max(queued_s) <= LIMIT_S + 1e-9
     assert max(queued_s) > LIMIT_S - 2 * KERNEL_S

@@ -27,9 +27,6 @@ class Actor:
         self.lease = GpuLease(**options)
         self.kept = []
 
-    def pid(self):
-        return os.getpid()
-
     def pause(self, seconds):
         time.sleep(seconds)
 
@@ -195,7 +192,7 @@ def main():
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         result = getattr(actor, name)(*arguments)
-        print(json.dumps({"result": result, "at": time.monotonic()}), flush=True)
+        print(json.dumps({"result": result}), flush=True)
 
 
 main()

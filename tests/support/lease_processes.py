@@ -38,7 +38,6 @@ class Actor:
             [*wrapper, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         self.pid = self.process.pid
-        self.answered_at = 0.0
         self._children: list[int] = []
 
     def start(self, name: str, *arguments: Any) -> None:
@@ -57,7 +56,6 @@ class Actor:
             assert self.process.stderr is not None
             raise AssertionError(f"the process ended:\n{self.process.stderr.read().decode()}")
         answer = json.loads(line)
-        self.answered_at = answer["at"]
         if isinstance(answer["result"], dict) and "pid" in answer["result"]:
             self._children.append(answer["result"]["pid"])
         return answer["result"]
