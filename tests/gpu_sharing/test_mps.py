@@ -9,14 +9,11 @@ from ddp_crossover.gpu_sharing.lease_holder import mps_runs
 
 
 def test_a_control_daemon_has_a_pipe_in_its_directory(tmp_path: Path) -> None:
-    environ = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
-    assert not mps_runs(environ)
-    (tmp_path / "control").touch()
+    environ = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path / "mps")}
+    assert not mps_runs(environ), "there is no directory"
+    (tmp_path / "mps").mkdir()
+    (tmp_path / "mps" / "control").touch()
     assert not mps_runs(environ), "a file is no pipe"
-    (tmp_path / "control").unlink()
-    os.mkfifo(tmp_path / "control")
+    (tmp_path / "mps" / "control").unlink()
+    os.mkfifo(tmp_path / "mps" / "control")
     assert mps_runs(environ)
-
-
-def test_an_unreadable_directory_has_none(tmp_path: Path) -> None:
-    assert not mps_runs({"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path / "missing")})

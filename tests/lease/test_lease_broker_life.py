@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 from pathlib import Path
 
 from lease_processes import LeaseProcesses, eventually
@@ -87,11 +86,3 @@ def test_a_broker_whose_directory_was_cleaned_up_makes_way(processes: LeaseProce
     # The directory is new: right after the broker's end, the client may not have noticed that its connection is lost.
     eventually(lambda: lease_directory.exists() and actor.call("get", "connected"))
     assert processes.status()["pid"] != broker.pid
-
-
-def test_a_terminated_broker_leaves_nothing_that_hinders_the_next(processes: LeaseProcesses) -> None:
-    broker = processes.broker()
-    broker.send_signal(signal.SIGTERM)
-    broker.wait(20)
-    processes.broker()
-    assert processes.actor("a").call("acquire")

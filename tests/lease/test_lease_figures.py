@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from ddp_crossover.lease.broker.figures import ResourceFigures
 from ddp_crossover.lease.broker.jobs import JobKey
 from ddp_crossover.lease.shares import with_shares
-from lease_processes import PACKAGE, TIMEOUT_S, LeaseProcesses, eventually
+from lease_processes import TIMEOUT_S, LeaseProcesses, eventually
 from sigint import default_sigint
 
 A, B, F = JobKey(0, "a"), JobKey(0, "b"), JobKey(0, "filler")
@@ -132,37 +132,6 @@ def test_figures_of_a_peer_with_gaps_and_a_filler(processes: LeaseProcesses, lea
         assert job["handoffs"] > 5
 
 
-def test_a_request_for_what_is_free_is_no_hand_off(processes: LeaseProcesses) -> None:
-    processes.broker()
-    first, second = processes.actor("first"), processes.actor("second")
-    for _ in range(3):
-        first.call("hold_for", 0.0)
-        second.call("hold_for", 0.0)
-    first.call("acquire")
-    first.call("yield_turn")
-    for job in processes.status()["resources"][0]["jobs"]:
-        assert job["handoffs"] == 0
-
-
-def test_a_turn_that_returns_to_who_yielded_it_is_no_hand_off(processes: LeaseProcesses) -> None:
-    processes.broker()
-    peer, filler = processes.actor("peer"), processes.actor("filler", role="filler")
-    peer.call("acquire")
-    filler.start("acquire")
-    eventually(lambda: peer.call("get", "contended"))
-    fence = peer.call("get", "fence")
-    assert peer.call("yield_turn")
-    assert peer.call("get", "fence") > fence
-    peer.call("release")
-    assert filler.result()
-    assert _of_broker(processes, "peer")["handoffs"] == 0
-    assert _of_broker(processes, "filler")["handoffs"] == 1
-
-
-def _of_broker(processes: LeaseProcesses, name: str) -> dict[str, Any]:
-    return next(job for job in processes.status()["resources"][0]["jobs"] if job["job"] == name)
-
-
 def test_a_job_is_gone_with_its_last_process(processes: LeaseProcesses) -> None:
     processes.broker()
     ranks = [processes.actor("job"), processes.actor("job")]
@@ -191,12 +160,6 @@ def test_top_of_a_pipe_is_plain_text(processes: LeaseProcesses, lease_directory:
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
     [job] = json.loads(shown.stdout)["resources"][0]["jobs"]
     assert (job["held"], job["waited"], job["gap"]) == (1.0, 0.0, 0.0)
-
-
-def test_top_without_a_broker_says_so(lease_directory: Path) -> None:
-    shown = subprocess.run(_top("--once", directory=lease_directory), capture_output=True, text=True, timeout=60)
-    assert shown.returncode == 1
-    assert "no broker serves" in shown.stderr
 
 
 def test_top_on_a_terminal_follows_until_it_is_told_to_end(processes: LeaseProcesses, lease_directory: Path) -> None:
@@ -230,9 +193,3 @@ def test_top_on_a_terminal_follows_until_it_is_told_to_end(processes: LeaseProce
         top.wait()
         os.close(ours)
         os.close(its)
-
-
-def test_top_needs_no_site_packages_to_be_there_for_the_broker() -> None:
-    program = f"import sys; sys.path.append({PACKAGE!r}); import lease.command; print('rich' in sys.modules)"
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True)
-    assert done.stdout == "False\n", done.stderr
