@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import multiprocessing
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -43,46 +45,43 @@ def _slow(module: nn.Module, inputs: Any) -> None:
     time.sleep((1 + 2 * dist.get_rank()) * PER_SAMPLE_S * len(inputs[0]))
 
 
-def _train(workers: int, dear: dict[str, Any], stop_at: tuple[int, int] | None = None) -> dict[str, Any]:
-    world_size = dist.get_world_size()
-    ddp = DistributedDataParallel(_net())
-    ddp.module[2].register_forward_pre_hook(_slow)
-    multiprocessing.current_process()._config["daemon"] = False  # else it may have no workers
-    optimizer = sgd(ddp.parameters())
-    data = _data()
-    sampler = dx.BalancedSampler(data, GLOBAL_BATCH)
-    state = dx.attach(ddp, optimizer, weighted=True, **({"fusion_mb": 1e-4} | dear))
-    state.balance(sampler)
-    sizes = []
-    saved = None
-    balanced_epochs = 0
-    epochs = MAX_EPOCHS if stop_at is None else 4
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        loader = DataLoader(data, batch_sampler=sampler, num_workers=workers)
+class Job:
+    """A rank's training, whose state balances its sampler."""
+
+    def __init__(self, saved: dict[str, Any] | None = None, **dear: Any) -> None:
+        multiprocessing.current_process()._config["daemon"] = False  # else it may have no workers
+        self.data = _data()
+        self.ddp = DistributedDataParallel(_net())
+        self.optimizer = sgd(self.ddp.parameters())
+        self.sampler = dx.BalancedSampler(self.data, GLOBAL_BATCH)
+        self.parts: dict[str, Any] = {"sampler": self.sampler, "model": self.ddp.module, "optimizer": self.optimizer}
+        for name, state in (saved or {}).items():
+            self.parts[name].load_state_dict(state)
+        self.state = dx.attach(self.ddp, self.optimizer, weighted=True, **({"fusion_mb": 1e-4} | dear))
+        self.state.balance(self.sampler)
+        self.sizes: list[int] = []
+
+    def train(self, epoch: int, workers: int = 0) -> Iterator[int]:
+        """The numbers of batches, each after it was trained on."""
+        self.sampler.set_epoch(epoch)
+        loader = DataLoader(self.data, batch_sampler=self.sampler, num_workers=workers)
         for batch, (x, y) in enumerate(loader):
-            optimizer.zero_grad()
-            with state.batch(len(x)):
-                nn.functional.mse_loss(ddp(x), y).backward()
-            optimizer.step()
-            sizes.append(len(x))
-            if (epoch, batch) == stop_at:
-                saved = {
-                    "sampler": sampler.state_dict(),
-                    "model": {name: value.clone() for name, value in ddp.module.state_dict().items()},
-                    "optimizer": {i: one["momentum_buffer"].clone() for i, one in enumerate(optimizer.state.values())},
-                }
-        balanced_epochs += sampler.sizes()[-1] <= BALANCED
-        if stop_at is None and balanced_epochs == 4:  # by then it has settled
-            epochs = epoch + 1
-            break
-    if stop_at is None:  # else it may end before the shares have settled, after which the plan is made
-        assert (state.stats().pipelined_iterations > 0) == ("schedule" not in dear)
-    state.detach()
-    alone = _alone(world_size, epochs)
-    for ours, other in zip(ddp.module.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(ours.detach(), other.detach(), rtol=1e-12, atol=1e-12)
-    return {"sizes": sizes, "saved": saved}
+            self.optimizer.zero_grad()
+            with self.state.batch(len(x)):
+                nn.functional.mse_loss(self.ddp(x), y).backward()
+            self.optimizer.step()
+            self.sizes.append(len(x))
+            yield batch
+
+    def save(self) -> dict[str, Any]:
+        return copy.deepcopy({name: part.state_dict() for name, part in self.parts.items()})
+
+    def end(self, epochs: int) -> None:
+        """It has learned what one process would have."""
+        self.state.detach()
+        alone = _alone(dist.get_world_size(), epochs)
+        for ours, other in zip(self.ddp.module.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.detach(), other.detach(), rtol=1e-12, atol=1e-12)
 
 
 def _alone(world_size: int, epochs: int) -> nn.Module:
@@ -102,42 +101,45 @@ def _alone(world_size: int, epochs: int) -> nn.Module:
     return net
 
 
+def _train(workers: int, dear: dict[str, Any]) -> list[int]:
+    job = Job(**dear)
+    job.ddp.module[2].register_forward_pre_hook(_slow)
+    balanced_epochs = 0
+    for epoch in range(MAX_EPOCHS):
+        for _ in job.train(epoch, workers):
+            pass
+        balanced_epochs += job.sampler.sizes()[-1] <= BALANCED
+        if balanced_epochs == 4:  # by then it has settled
+            break
+    assert (job.state.stats().pipelined_iterations > 0) == ("schedule" not in dear)
+    job.end(epoch + 1)
+    return job.sizes
+
+
 # Workers start anew in each epoch, so they take most of a minute.
 @pytest.mark.parametrize("workers", often([0, 2], 0))
 @pytest.mark.parametrize("dear", [{}, {"schedule": "allreduce"}], ids=["pipeline", "plain"])
 def test_a_slow_rank_gets_fewer_samples_and_training_stays_exact(on_ranks, workers, dear) -> None:
-    fast, slow = (one["sizes"] for one in on_ranks(_train, 2, workers, dear))
+    fast, slow = on_ranks(_train, 2, workers, dear)
     assert all(one + other == GLOBAL_BATCH for one, other in zip(fast, slow, strict=True))
     assert fast[0] == slow[0] == GLOBAL_BATCH // 2
     assert slow[-1] <= BALANCED, slow
 
 
 def _save_and_resume() -> None:
-    result = _train(0, {}, stop_at=(2, 4))
-    saved = result["saved"]
-    data = _data()
-    sampler = dx.BalancedSampler(data, GLOBAL_BATCH)
-    sampler.load_state_dict(saved["sampler"])
-    ddp = DistributedDataParallel(_net())
-    ddp.module.load_state_dict(saved["model"])
-    optimizer = sgd(ddp.parameters())
-    for parameter, momentum in zip(ddp.parameters(), saved["optimizer"].values(), strict=True):
-        optimizer.state[parameter]["momentum_buffer"] = momentum
-    state = dx.attach(ddp, optimizer, weighted=True, fusion_mb=1e-4)
-    state.balance(sampler)
-    sizes = []
+    job = Job()
+    job.ddp.module[2].register_forward_pre_hook(_slow)
+    for epoch in range(4):
+        for batch in job.train(epoch):
+            if (epoch, batch) == (2, 4):
+                saved = job.save()
+    job.end(4)
+    again = Job(saved)
     for epoch in range(2, 4):
-        sampler.set_epoch(epoch)
-        for x, y in DataLoader(data, batch_sampler=sampler):
-            optimizer.zero_grad()
-            with state.batch(len(x)):
-                nn.functional.mse_loss(ddp(x), y).backward()
-            optimizer.step()
-            sizes.append(len(x))
-    state.detach()
-    assert sizes[0] == result["sizes"][25], "it goes on with the shares that it had"
-    for ours, other in zip(ddp.module.parameters(), _alone(2, 4).parameters(), strict=True):
-        torch.testing.assert_close(ours.detach(), other.detach(), rtol=1e-12, atol=1e-12)
+        for _ in again.train(epoch):
+            pass
+    assert again.sizes[0] == job.sizes[25], "it goes on with the shares that it had"
+    again.end(4)
 
 
 def test_it_is_resumed_in_the_middle_of_an_epoch(on_ranks) -> None:
