@@ -149,8 +149,8 @@ def test_scripts_train_to_the_bits_of_plain_ddp_and_are_pipelined() -> None:
             assert len(pipelined) == 1 + (script is _two_models) and min(pipelined) >= 4, script.__name__
 
 
-def _called_from(step: int, *, attaches: bool) -> list[str]:
-    """Trains past DDP before that."""
+def _called_from(step: int, attaches: bool) -> list[str]:
+    """Train past DDP before that step; what is said of it."""
     with heard() as said:
         dx.auto(**OPTIONS)
         ddp = _network()
@@ -167,23 +167,15 @@ def _called_from(step: int, *, attaches: bool) -> list[str]:
 
 
 def test_a_model_that_is_trained_and_never_called_is_named() -> None:
-    [said], other = run_ranks(_never_called, 2)
-    assert (
-        "SGD.step() at test_auto.py:" in said and "trains DeepNet, whose DistributedDataParallel has not been" in said
-    )
+    [said], other = run_ranks(_called_from, 2, 12, False)
+    assert "SGD.step() at test_auto.py:" in said
+    assert "trains DeepNet, whose DistributedDataParallel has not been" in said
     assert not other
 
 
-def _never_called() -> list[str]:
-    return _called_from(12, attaches=False)
-
-
-def _called_late() -> list[str]:
-    return _called_from(5, attaches=False)
-
-
-def _attached_and_never_called() -> list[str]:
-    return _called_from(12, attaches=True)
+@pytest.mark.parametrize(("step", "attaches"), [(5, False), (12, True)], ids=["called late", "attached to"])
+def test_one_that_is_called_or_attached_to_is_not(step, attaches) -> None:
+    assert run_ranks(_called_from, 2, step, attaches) == [[], []]
 
 
 def _never_called_beside_a_hook_of_others() -> int:
@@ -199,11 +191,6 @@ def _never_called_beside_a_hook_of_others() -> int:
 
 def test_saying_so_leaves_hooks_of_others_alone() -> None:
     assert run_ranks(_never_called_beside_a_hook_of_others, 2) == [12, 12]
-
-
-@pytest.mark.parametrize("script", [_called_late, _attached_and_never_called], ids=lambda one: one.__name__)
-def test_one_that_is_called_or_attached_to_is_not(script) -> None:
-    assert run_ranks(script, 2) == [[], []]
 
 
 def _attached_by_the_script(with_auto: bool) -> tuple[list[bytes], int]:
