@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -14,12 +16,13 @@ from test_relaxed_training import Rank, relaxed
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
 import ddp_crossover as dx
 from ddp_crossover.planning import session
 from ddp_crossover.planning.cost_model import LinkModel
-from ddp_crossover.relaxed import DiLoCo, LocalSGD
-from relaxed_reference import adam, flat, net, samples, sgd, step_of, train_in_one_process
+from ddp_crossover.relaxed import DiLoCo, LocalSGD, RelaxedState
+from relaxed_reference import adam, flat, net, samples, sgd, step_of
 
 STEPS = 13
 POLICIES = [
@@ -29,29 +32,54 @@ POLICIES = [
 ]
 
 
-def _save_the_state_last(policy: LocalSGD, stop_at: int) -> bool:
-    with relaxed(policy, adam, torch.float32) as one:
-        one.train(STEPS)
-        expected = one.parameters()
+def _stop_and_go_on(policy: LocalSGD, stop_at: int, state_first: bool) -> bool:
     with relaxed(policy, adam, torch.float32) as first:
         first.train(stop_at)
-        saved = copy.deepcopy((first.ddp.module.state_dict(), first.optimizer.state_dict()))
-        own = copy.deepcopy(first.state.state_dict())
+        # A checkpoint may be saved in any order.
+        own = copy.deepcopy(first.state.state_dict()) if state_first else None
+        model, optimizer = copy.deepcopy((first.ddp.module.state_dict(), first.optimizer.state_dict()))
+        own = own or copy.deepcopy(first.state.state_dict())
         first.train(STEPS - stop_at)
-        assert torch.equal(first.parameters(), expected), "saving changes nothing"
+        expected = first.parameters()
+    with relaxed(policy, adam, torch.float32) as undisturbed:
+        undisturbed.train(STEPS)
+        assert torch.equal(undisturbed.parameters(), expected), "saving changes nothing"
     with relaxed(policy, adam, torch.float32) as again:
-        again.ddp.module.load_state_dict(saved[0])
-        again.optimizer.load_state_dict(saved[1])
+        again.ddp.module.load_state_dict(model)
+        again.optimizer.load_state_dict(optimizer)
         again.state.load_state_dict(own)
         again.done = stop_at
         again.train(STEPS - stop_at)
+        assert again.state.stats().steps == STEPS
         return torch.equal(again.parameters(), expected)
 
 
-@pytest.mark.parametrize("stop_at", [4, 6, 8])
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_a_checkpoint_may_be_saved_in_any_order(on_ranks, policy, stop_at) -> None:
-    assert on_ranks(_save_the_state_last, 2, policy, stop_at) == [True, True]
+RESUMED = [
+    LocalSGD(every=4),
+    LocalSGD(every=4, delay=2),
+    DiLoCo(every=4),
+    DiLoCo(every=4, delay=2),
+    LocalSGD(every=4, delay=2, wire_dtype=torch.bfloat16),
+    LocalSGD(every=4, delay=1, wire_dtype=torch.int8),
+    LocalSGD(every=4, delay=2, reduction="adasum"),
+    LocalSGD(every=2, delay=1, groups="pairs"),
+    LocalSGD(every=3, warmup=8),
+]
+
+
+# One in each moment of its period, and all in two, with the parts of the checkpoint in either order.
+@pytest.mark.parametrize(
+    ("policy", "stop_at", "state_first"),
+    [
+        (policy, stop_at, (index + stop_at) % 2 == 0)
+        for index, policy in enumerate(RESUMED)
+        for stop_at in ([3, 4, 5, 6, 8] if index == 1 else [5, (3, 4, 6, 8)[index % 4]])
+    ],
+    ids=str,
+)
+def test_it_is_resumed_in_the_middle_of_a_period_bit_for_bit(on_ranks, policy, stop_at, state_first) -> None:
+    world_size = 4 if policy.is_partial else 2
+    assert all(on_ranks(_stop_and_go_on, world_size, policy, stop_at, state_first))
 
 
 def _save_on_one_rank() -> bool:
@@ -132,29 +160,6 @@ def test_checkpoints_pass_the_switch(on_ranks) -> None:
     assert on_ranks(_save_and_load_with_the_switch, 2) == [True, True]
 
 
-def _resume_in_the_warmup() -> bool:
-    policy = LocalSGD(every=3, warmup=8)
-    with relaxed(policy, sgd) as one:
-        one.train(STEPS)
-        expected = one.parameters()
-    with relaxed(policy, sgd) as first:
-        first.train(5)
-        own = first.state.state_dict()
-        saved = copy.deepcopy((first.ddp.module.state_dict(), first.optimizer.state_dict()))
-    with relaxed(policy, sgd) as again:
-        again.ddp.module.load_state_dict(saved[0])
-        again.optimizer.load_state_dict(saved[1])
-        again.state.load_state_dict(own)
-        again.done = 5
-        again.train(STEPS - 5)
-        assert again.state.stats().steps == STEPS
-        return torch.equal(again.parameters(), expected)
-
-
-def test_a_warm_up_is_resumed(on_ranks) -> None:
-    assert on_ranks(_resume_in_the_warmup, 2) == [True, True]
-
-
 def _load_weights_after_attach(policy: LocalSGD) -> Tensor:
     with relaxed(policy, sgd) as one:
         other = net()
@@ -196,17 +201,16 @@ def test_to_consolidate_where_a_mean_is_made_changes_no_training(on_ranks, polic
     torch.testing.assert_close(often, never, rtol=1e-12, atol=1e-12)
 
 
-def _go_on_as_plain_ddp(optimizer: Any) -> list[Tensor]:
-    one = Rank(LocalSGD(every=4), optimizer)
+def _go_on_as_plain_ddp() -> list[Tensor]:
+    one = Rank(LocalSGD(every=4), adam)  # with state of a step that ranks have not taken together
     one.train(6)
     one.state.detach()
     one.train(6)
     return one.of_ranks(flat(one.ddp.module))
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adam], ids=lambda one: one.__name__)
-def test_after_detach_ranks_train_as_one(on_ranks, optimizer) -> None:
-    for of_ranks in on_ranks(_go_on_as_plain_ddp, 3, optimizer):
+def test_after_detach_ranks_train_as_one(on_ranks) -> None:
+    for of_ranks in on_ranks(_go_on_as_plain_ddp, 3):
         assert all(torch.equal(one, of_ranks[0]) for one in of_ranks)
 
 
@@ -280,7 +284,7 @@ def _warm_up_with_odd_forwards(kind: str) -> int:
     with relaxed(LocalSGD(every=1000, warmup=70), sgd) as one:
         for step in range(100):
             x, y = samples(step, one.rank)
-            if kind == "rank 0" and one.rank == 0:
+            if kind == "forwards of rank 0" and one.rank == 0:
                 one.ddp.module(x).sum()
                 one.ddp(x).sum()
             one.optimizer.zero_grad()
@@ -296,7 +300,7 @@ def _warm_up_with_odd_forwards(kind: str) -> int:
     return 100
 
 
-@pytest.mark.parametrize("kind", ["plain", "rank 0", "no_sync"])
+@pytest.mark.parametrize("kind", ["forwards of rank 0", "no_sync"])
 def test_a_warm_up_that_the_tuner_has_left_is_as_long(on_ranks, kind) -> None:
     assert on_ranks(_warm_up_with_odd_forwards, 2, kind) == [70, 70]
 
@@ -346,47 +350,96 @@ def test_buffers_are_those_of_rank_0_whenever_ranks_consolidate(on_ranks, is_off
         assert torch.equal(*of_ranks)
 
 
+def _scale(ddp: DistributedDataParallel, state: RelaxedState) -> None:
+    x, y = samples(0, dist.get_rank())
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(nn.functional.mse_loss(ddp(x), y)).backward()
+
+
+def _join(ddp: DistributedDataParallel, state: RelaxedState) -> None:
+    with ddp.join():
+        pass
+
+
+class Refused(NamedTuple):
+    """What is refused at attach, or when it is used, and what the error names."""
+
+    named: str
+    model: Callable[[], nn.Module] = net
+    find_unused: bool = False
+    optimizer: Callable[..., Any] = sgd
+    sync: Any = LocalSGD(every=2)
+    options: dict[str, Any] | None = None
+    use: Callable[[DistributedDataParallel, RelaxedState], object] = lambda ddp, state: None
+
+
+REFUSED = {
+    "buffers": Refused("broadcast_buffers=False", model=_Normalized),
+    "unused": Refused("find_unused_parameters", find_unused=True),
+    "zero": Refused("use the optimizer that it wraps", optimizer=partial(ZeroRedundancyOptimizer, optimizer_class=SGD)),
+    "options": Refused("warmup=0", options={"schedule": "dear"}),
+    "weighted": Refused("leave out weighted=, and give all ranks batches of one size", options={"weighted": True}),
+    "weighted warm-up": Refused("leave out weighted=", sync=LocalSGD(every=2, warmup=1), options={"weighted": True}),
+    "lease": Refused("call lease.instrument(model, optimizer)", options={"lease": object()}),
+    "class": Refused("sync=LocalSGD(...)", sync=LocalSGD),
+    "string": Refused("takes a policy such as ddp_crossover.relaxed.LocalSGD(every=8), got 'local'", sync="local"),
+    "scaler": Refused("use ddp_crossover.GradScaler", use=_scale),
+    "join": Refused("join() shadows only plain all-reduces", use=_join),
+    "copy": Refused("copy ddp.module instead", use=lambda ddp, state: copy.deepcopy(ddp)),
+    "ema": Refused("without sync=", use=lambda ddp, state: dx.Ema(state, decay=0.9)),  # type: ignore[arg-type]
+}
+
+
 def _refused(kind: str) -> str:
-    ddp = DistributedDataParallel(net())
-    optimizer: Any = sgd(ddp.parameters())
+    case = REFUSED[kind]
+    ddp = DistributedDataParallel(case.model(), find_unused_parameters=case.find_unused)
     try:
-        if kind == "zero":
-            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
-            dx.attach(ddp, optimizer, sync=LocalSGD(every=2))
-        elif kind == "class":
-            dx.attach(ddp, optimizer, sync=LocalSGD)  # type: ignore[arg-type]
-        elif kind == "string":
-            dx.attach(ddp, optimizer, sync="local")  # type: ignore[call-overload]
-        elif kind == "weighted":
-            dx.attach(ddp, optimizer, sync=LocalSGD(every=2), weighted=True)
-        else:
-            state = dx.attach(ddp, optimizer, sync=LocalSGD(every=2))
-            if kind == "join":
-                with ddp.join():
-                    pass
-            elif kind == "ema":
-                dx.Ema(state, decay=0.9)  # type: ignore[arg-type]
-            elif kind == "copy":
-                copy.deepcopy(ddp)
+        state = dx.attach(ddp, case.optimizer(ddp.parameters()), sync=case.sync, **(case.options or {}))
+        case.use(ddp, state)
     except (ValueError, TypeError, RuntimeError) as error:
         return str(error)
     return "nothing"
 
 
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_right_is_refused(on_ranks, kind) -> None:
+    for said in on_ranks(_refused, 2, kind):
+        assert REFUSED[kind].named in said
+
+
 @pytest.mark.parametrize(
-    ("kind", "named"),
+    ("policy", "arguments", "named"),
     [
-        ("zero", "use the optimizer that it wraps"),
-        ("class", "sync=LocalSGD(...)"),
-        ("string", "sync= takes a policy such as ddp_crossover.relaxed.LocalSGD(every=8), got 'local'"),
-        ("weighted", "leave out weighted=, and give all ranks batches of one size"),
-        ("join", "join() shadows only plain all-reduces"),
-        ("ema", "without sync="),
-        ("copy", "copy ddp.module instead"),
+        (LocalSGD, {"every": 0}, "every must be a whole number from 1, got 0"),
+        (LocalSGD, {"every": 2, "delay": 3}, "delay=3 steps are more than every=2"),
+        (LocalSGD, {"every": 2, "warmup": -1}, "warmup must be"),
+        (LocalSGD, {"every": 2, "wire_dtype": torch.int16}, "wire_dtype must be"),
+        (LocalSGD, {"every": 2, "groups": "rows"}, "groups must be one of None, 'node', 'grid', 'pairs', got 'rows'"),
+        (LocalSGD, {"every": 2, "groups": "grid", "wire_dtype": torch.int8}, "no point that all ranks share"),
+        (LocalSGD, {"every": 2, "groups": "pairs", "merge": "daso"}, "no point that all ranks share"),
+        (LocalSGD, {"every": 2, "reduction": "adasum", "groups": "node"}, "reduction='adasum' is that of all ranks"),
+        (DiLoCo, {"every": 2, "outer_lr": 0.0}, "outer_lr"),
+        (DiLoCo, {"every": 2, "outer_momentum": 1.0}, "outer_m"),
     ],
 )
-def test_what_cannot_be_right_is_refused(on_ranks, kind, named) -> None:
-    assert all(named in said for said in on_ranks(_refused, 2, kind))
+def test_wrong_numbers_are_refused(policy, arguments, named) -> None:
+    with pytest.raises(ValueError, match=named):
+        policy(**arguments)
+
+
+def _switched_off() -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DDP_CROSSOVER", "off")
+        one = Rank(LocalSGD(every=100))
+        one.train(3)
+        one.state.consolidate()
+    return one.state.detached and all(
+        torch.equal(other, flat(one.ddp.module)) for other in one.of_ranks(flat(one.ddp.module))
+    )
+
+
+def test_switched_off_ddp_trains_as_without_us(on_ranks) -> None:
+    assert on_ranks(_switched_off, 2) == [True, True]
 
 
 def _shown() -> list[str]:
@@ -411,9 +464,3 @@ def test_a_state_shows_its_policy_what_it_does_and_its_figures(on_ranks) -> None
         ]
         assert "each rank trains alone between means\n  4 steps, 1 mean, " in training
         assert "detached: the model trains as plain DDP does" in detached
-
-
-def test_the_reference_makes_a_mean_at_the_end_of_a_period() -> None:
-    """What the tests above compare with is not a constant."""
-    one, other = (train_in_one_process(LocalSGD(every=every), 2, 4) for every in (4, 5))
-    assert torch.equal(one[0], one[1]) and not torch.equal(other[0], other[1])

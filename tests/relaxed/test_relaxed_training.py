@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from typing import Any
 
 import pytest
@@ -14,18 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
 from ddp_crossover.relaxed import DiLoCo, LocalSGD, RelaxedState
+from node_groups import TWO_BY_TWO, TWO_NODES, Layout, on_nodes
 from relaxed_reference import adam, flat, net, samples, sgd, step_of, train_in_one_process
 
 STEPS = 13
-POLICIES = [
-    LocalSGD(every=1),
-    LocalSGD(every=3),
-    LocalSGD(every=4, delay=1),
-    LocalSGD(every=4, delay=4),
-    LocalSGD(every=1, delay=1),
-    DiLoCo(every=3),
-    DiLoCo(every=4, delay=2, outer_lr=0.5, outer_momentum=0.8),
-]
 
 
 class Rank:
@@ -61,18 +52,65 @@ def relaxed(*args: Any, **options: Any) -> Any:
     one.state.detach()
 
 
-def _train(policy: LocalSGD, optimizer: Any) -> Tensor:
-    with relaxed(policy, optimizer) as one:
+def _train(policy: LocalSGD, optimizer: Any, layout: Layout | None = None) -> tuple[Tensor, int]:
+    with on_nodes(layout) if layout else contextlib.nullcontext(), relaxed(policy, optimizer) as one:
         one.train(STEPS)
-        return one.parameters()
+        return one.parameters(), one.state.stats().means
 
 
-@pytest.mark.parametrize(("world_size", "optimizer"), [(2, sgd), (3, adam)], ids=["2-sgd", "3-adam"])
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def _check(on_ranks: Any, world_size: int, policy: LocalSGD, optimizer: Any, layout: Layout | None = None) -> None:
+    due_after: list[int] = []
+    expected = train_in_one_process(policy, world_size, STEPS, optimizer, layout, due_after)
+    means = sum(1 for done in due_after if done + policy.delay <= STEPS or done != due_after[-1])
+    for ours, simple in zip(on_ranks(_train, world_size, policy, optimizer, layout), expected, strict=True):
+        torch.testing.assert_close(ours[0], simple, rtol=1e-12, atol=1e-12)
+        assert ours[1] == means
+
+
+@pytest.mark.parametrize(
+    ("world_size", "optimizer", "policy"),
+    [
+        (2, sgd, LocalSGD(every=1)),
+        (3, adam, LocalSGD(every=3)),
+        (2, sgd, LocalSGD(every=4, delay=1)),
+        (3, adam, LocalSGD(every=4, delay=4)),
+        (2, sgd, LocalSGD(every=1, delay=1)),
+        (3, adam, DiLoCo(every=3)),
+        (2, sgd, DiLoCo(every=4, delay=2, outer_lr=0.5, outer_momentum=0.8)),
+        (4, sgd, LocalSGD(every=2, groups="grid")),
+        (4, adam, LocalSGD(every=3, delay=2, groups="grid")),
+        (4, sgd, LocalSGD(every=1, groups="pairs")),
+        (2, adam, LocalSGD(every=3, delay=1, groups="pairs")),
+        (2, sgd, LocalSGD(every=4, delay=2, merge="daso")),
+        (3, adam, LocalSGD(every=4, delay=4, merge="daso")),
+        (2, sgd, LocalSGD(every=1, reduction="adasum")),
+        (3, adam, LocalSGD(every=4, delay=2, reduction="adasum")),
+        (3, sgd, DiLoCo(every=4, reduction="adasum")),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_it_is_what_the_formulas_say(on_ranks, world_size, policy, optimizer) -> None:
-    expected = train_in_one_process(policy, world_size, STEPS, optimizer)
-    for ours, simple in zip(on_ranks(_train, world_size, policy, optimizer), expected, strict=True):
-        torch.testing.assert_close(ours, simple, rtol=1e-12, atol=1e-12)
+    _check(on_ranks, world_size, policy, optimizer)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("layout", "policy"),
+    [
+        (TWO_BY_TWO, LocalSGD(every=3, groups="node")),
+        (TWO_BY_TWO, LocalSGD(every=4, delay=2, groups="node", merge="daso")),
+        (TWO_NODES, DiLoCo(every=3, groups="node")),
+    ],
+    ids=str,
+)
+def test_ranks_of_a_node_share_gradients_in_each_step(on_ranks, policy, layout) -> None:
+    _check(on_ranks, sum(map(len, layout)), policy, adam, layout)
+
+
+def test_the_reference_makes_a_mean_at_the_end_of_a_period() -> None:
+    """What is compared with above is not a constant."""
+    one, other = (train_in_one_process(LocalSGD(every=every), 2, 4) for every in (4, 5))
+    assert torch.equal(one[0], one[1]) and not torch.equal(other[0], other[1])
 
 
 def _train_plain() -> Tensor:
@@ -84,16 +122,14 @@ def _train_plain() -> Tensor:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_a_mean_after_every_step_is_plain_ddp_for_sgd(on_ranks, world_size) -> None:
-    plain = on_ranks(_train_plain, world_size)
-    ours = on_ranks(_train, world_size, LocalSGD(every=1), sgd)
-    assert all(torch.equal(one, ours[0]) for one in ours)
-    torch.testing.assert_close(ours[0], plain[0], rtol=1e-12, atol=1e-12)
+def test_a_mean_after_every_step_is_plain_ddp_for_sgd(on_ranks) -> None:
+    plain, ours = on_ranks(_train_plain, 3), on_ranks(_train, 3, LocalSGD(every=1), sgd)
+    assert all(torch.equal(one, ours[0][0]) for one, _ in ours)
+    torch.testing.assert_close(ours[0][0], plain[0], rtol=1e-12, atol=1e-12)
 
 
 def test_without_a_mean_each_rank_is_a_lone_run(on_ranks) -> None:
-    for rank, ours in enumerate(on_ranks(_train, 2, LocalSGD(every=10**9), adam)):
+    for rank, (ours, _) in enumerate(on_ranks(_train, 2, LocalSGD(every=10**9), adam)):
         alone = net()
         optimizer = adam(alone.parameters())
         for step in range(STEPS):
@@ -122,75 +158,42 @@ def test_a_merge_keeps_the_mean_of_what_ranks_have_learned(on_ranks) -> None:
         torch.testing.assert_close(before, after, rtol=1e-12, atol=1e-12)
 
 
-def test_an_outer_optimizer_that_does_nothing_is_local_sgd(on_ranks) -> None:
-    one = on_ranks(_train, 2, DiLoCo(every=3, outer_lr=1.0, outer_momentum=0.0), adam)
-    other = on_ranks(_train, 2, LocalSGD(every=3), adam)
-    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-def _consolidated(policy: LocalSGD) -> list[Tensor]:
-    with relaxed(policy, adam, torch.float32) as one:
+def _consolidated(policy: LocalSGD, layout: Layout | None) -> list[Tensor]:
+    with on_nodes(layout) if layout else contextlib.nullcontext(), relaxed(policy, adam, torch.float32) as one:
         seen = []
         for steps in (5, 2):
             one.train(steps)
             before = torch.stack(one.of_ranks(flat(one.ddp.module))).mean(dim=0)
             one.state.consolidate()
             seen.append(flat(one.ddp.module))
-            if policy.wire_dtype is None and not (isinstance(policy, DiLoCo) and policy.delay):
+            moves_the_mean = isinstance(policy, DiLoCo) or policy.merge == "daso"
+            if policy.wire_dtype is None and policy.reduction == "mean" and not (policy.delay and moves_the_mean):
                 torch.testing.assert_close(seen[-1], before, rtol=1e-6, atol=1e-6)
         assert 0 < one.state.stats().divergence < 1
         return seen
 
 
-@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16, torch.float16, torch.int8], ids=str)
-@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
-@pytest.mark.parametrize("delay", [0, 3])
-def test_consolidated_ranks_have_the_same_bits(on_ranks, kind, wire_dtype, delay) -> None:
-    for of_ranks in zip(*on_ranks(_consolidated, 3, kind(every=4, delay=delay, wire_dtype=wire_dtype)), strict=True):
-        assert all(torch.equal(one, of_ranks[0]) for one in of_ranks)
-
-
-def _stop_and_go_on(policy: LocalSGD, stop_at: int) -> bool:
-    with relaxed(policy, adam, torch.float32) as one:
-        one.train(STEPS)
-        expected = one.parameters()
-    with relaxed(policy, adam, torch.float32) as first:
-        first.train(stop_at)
-        saved = copy.deepcopy((first.state.state_dict(), first.ddp.module.state_dict(), first.optimizer.state_dict()))
-    with relaxed(policy, adam, torch.float32) as again:
-        own, model, optimizer = saved
-        again.ddp.module.load_state_dict(model)
-        again.optimizer.load_state_dict(optimizer)
-        again.state.load_state_dict(own)
-        again.done = stop_at
-        again.train(STEPS - stop_at)
-        return torch.equal(again.parameters(), expected)
-
-
-RESUMED = [
-    LocalSGD(every=4),
-    LocalSGD(every=4, delay=2),
-    DiLoCo(every=4, delay=2),
-    LocalSGD(every=4, delay=2, wire_dtype=torch.bfloat16),
-    LocalSGD(every=4, delay=1, wire_dtype=torch.int8),
-    LocalSGD(every=4, delay=2, reduction="adasum"),
-    LocalSGD(every=2, delay=1, groups="pairs"),
-]
-
-
-# One in the middle of all, and each in two moments of its period.
 @pytest.mark.parametrize(
-    ("policy", "stop_at"),
+    ("world_size", "policy"),
     [
-        (policy, stop_at)
-        for index, policy in enumerate(RESUMED)
-        for stop_at in ([3, 4, 5, 6, 8] if index == 1 else [5, (3, 4, 6, 8)[index % 4]])
+        *(
+            (3, kind(every=4, delay=delay, wire_dtype=wire_dtype))
+            for kind in (LocalSGD, DiLoCo)
+            for delay in (0, 3)
+            for wire_dtype in (None, torch.bfloat16, torch.int8)
+        ),
+        (4, LocalSGD(every=2, groups="grid")),
+        (4, LocalSGD(every=4, delay=3, groups="pairs")),
+        (4, LocalSGD(every=2, groups="node", wire_dtype=torch.int8)),
+        (3, LocalSGD(every=4, delay=3, merge="daso")),
+        (3, LocalSGD(every=4, delay=3, reduction="adasum")),
     ],
     ids=str,
 )
-def test_it_is_resumed_in_the_middle_of_a_period_bit_for_bit(on_ranks, policy, stop_at) -> None:
-    world_size = 4 if policy.is_partial else 2
-    assert all(on_ranks(_stop_and_go_on, world_size, policy, stop_at))
+def test_consolidated_ranks_have_the_same_bits(on_ranks, world_size, policy) -> None:
+    layout = TWO_BY_TWO if policy.groups == "node" else None
+    for of_ranks in zip(*on_ranks(_consolidated, world_size, policy, layout), strict=True):
+        assert all(torch.equal(one, of_ranks[0]) for one in of_ranks)
 
 
 def _warmed_up(dear: dict[str, Any]) -> list[Tensor]:
@@ -267,83 +270,3 @@ def _overflow_on_one_rank(scaler_type: Any) -> list[float]:
 def test_an_overflow_on_one_rank_skips_the_step_on_all(on_ranks) -> None:
     skipped = [False, False, True, False, False, 2.0]
     assert on_ranks(_overflow_on_one_rank, 2, dx.GradScaler) == [skipped, skipped]
-
-
-def _with_the_stock_scaler() -> str:
-    with relaxed(LocalSGD(every=2)) as one:
-        x, y = samples(0, one.rank)
-        try:
-            scaler = torch.amp.GradScaler("cpu")
-            scaler.scale(nn.functional.mse_loss(one.ddp(x), y)).backward()
-        except RuntimeError as error:
-            return str(error)
-    return "nothing"
-
-
-def test_the_stock_scaler_is_refused(on_ranks) -> None:
-    assert all("use ddp_crossover.GradScaler" in said for said in on_ranks(_with_the_stock_scaler, 2))
-
-
-def _refused(kind: str) -> str:
-    module: nn.Module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) if kind == "buffers" else nn.Linear(2, 2)
-    ddp = DistributedDataParallel(module, find_unused_parameters=kind == "unused")
-    dear = {"options": {"schedule": "dear"}, "weighted": {"weighted": True}}.get(kind, {})
-    try:
-        dx.attach(ddp, sgd(ddp.parameters()), sync=LocalSGD(every=2, warmup=int(kind == "weighted")), **dear)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
-@pytest.mark.parametrize(
-    ("kind", "named"),
-    [
-        ("buffers", "broadcast_buffers=False"),
-        ("unused", "find_unused_parameters"),
-        ("options", "warmup=0"),
-        ("weighted", "leave out weighted="),
-    ],
-)
-def test_what_would_talk_in_local_steps_is_refused(on_ranks, kind, named) -> None:
-    assert all(named in said for said in on_ranks(_refused, 2, kind))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"every": 0}, "every must be a whole number from 1, got 0"),
-        ({"every": 2, "delay": 3}, "delay=3 steps are more than every=2"),
-        ({"every": 2, "warmup": -1}, "warmup must be"),
-        ({"every": 2, "wire_dtype": torch.int16}, "wire_dtype must be"),
-        ({"every": 2, "groups": "rows"}, "groups must be one of None, 'node', 'grid', 'pairs', got 'rows'"),
-        ({"every": 2, "groups": "grid", "wire_dtype": torch.int8}, "no point that all ranks share"),
-        ({"every": 2, "groups": "pairs", "merge": "daso"}, "no point that all ranks share"),
-        ({"every": 2, "reduction": "adasum", "groups": "node"}, "reduction='adasum' is that of all ranks"),
-    ],
-)
-def test_wrong_numbers_are_refused(arguments, named) -> None:
-    with pytest.raises(ValueError, match=named):
-        LocalSGD(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"), [({"outer_lr": 0.0}, "outer_lr"), ({"outer_momentum": 1.0}, "outer_m")]
-)
-def test_wrong_numbers_of_the_outer_optimizer_are_refused(arguments, named) -> None:
-    with pytest.raises(ValueError, match=named):
-        DiLoCo(every=2, **arguments)
-
-
-def _switched_off() -> bool:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DDP_CROSSOVER", "off")
-        one = Rank(LocalSGD(every=100))
-        one.train(3)
-        one.state.consolidate()
-    return one.state.detached and all(
-        torch.equal(other, flat(one.ddp.module)) for other in one.of_ranks(flat(one.ddp.module))
-    )
-
-
-def test_switched_off_ddp_trains_as_without_us(on_ranks) -> None:
-    assert on_ranks(_switched_off, 2) == [True, True]
