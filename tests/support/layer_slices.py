@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from equivalence import SEED, Case, Run, assert_same, assert_same_on_all_ranks, plain_loop, snapshot
-from models import OddNet
+from equivalence import SEED, assert_same, snapshot
 
 STEPS = 7
 TIMEOUT_S = 20.0
@@ -249,24 +248,3 @@ def assert_nothing_waits_for_the_device(make: Make) -> None:
             parameter.grad = torch.empty_like(parameter)
         optimizer.step()
         optimizer.step()
-
-
-def ddp_and_one_process(make: Callable[[nn.Module], Optimizer]) -> None:
-    """On each rank: train with plain DDP, then alone with the averages of all ranks' gradients."""
-    run = Run(Case(optimizer=make), with_dear=False)
-    list(plain_loop(run))
-    assert_same_on_all_ranks(run.visible_state())
-    torch.manual_seed(SEED)
-    alone = OddNet()
-    optimizer = make(alone)
-    for index in range(run.case.steps):
-        of_ranks = []
-        for rank in range(run.case.world_size):
-            run.rank = rank
-            x, y = run.batch(index)
-            of_ranks.append(torch.autograd.grad(run.loss(alone(x), y), list(alone.parameters())))
-        for parameter, *own in zip(alone.parameters(), *of_ranks, strict=True):
-            parameter.grad = sum(gradient / run.case.world_size for gradient in own)
-        optimizer.step()
-    assert_same(snapshot(alone.state_dict()), snapshot(run.visible_state()["model"]), "at the end")
-    assert_same(snapshot(optimizer.state_dict()), snapshot(run.visible_state()["optimizers"][0]), "at the end")
