@@ -1,143 +1,173 @@
-"""Loops over weighted batches that are left, dropped, detached or resumed at odd moments: exact, or refused."""
+"""Weighted batches that are left, dropped, repeated or detached at odd moments, beside buffers and loaders: exact."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddp_crossover as dx
+from harness import RankFailure
 from heard import heard
-from weighted_loops import SAMPLES, Weighted, WeightedRun, plain, samples_of
-
-STEPS = 10
-mse = nn.functional.mse_loss
-
-
-class Ranks:
-    """Two ranks with 4 and 8 samples of each step, and the same training in one process."""
-
-    def __init__(self, **dear: Any) -> None:
-        self.run = WeightedRun(Weighted(plain, dear=dear), on_ranks=True)
-        self.alone = WeightedRun(Weighted(plain), on_ranks=False)
-        self.state, self.model, self.optimizer = self.run.state, self.run.model, self.run.optimizer
-
-    def step(
-        self, number: int, train: Callable[[torch.Tensor, torch.Tensor], None], sizes: tuple[int, int] = (4, 8)
-    ) -> None:
-        """`train(x, y)` goes forward and backward with this rank's samples."""
-        x, y = samples_of(number, torch.float64)
-        for optimizer in (self.optimizer, self.alone.optimizer):
-            optimizer.zero_grad()
-        mse(self.alone.model(x), y).backward()
-        low = 0 if self.run.rank == 0 else SAMPLES - sizes[1]
-        high = sizes[0] if self.run.rank == 0 else SAMPLES
-        train(x[low:high], y[low:high])
-        self.optimizer.step()
-        self.alone.optimizer.step()
-
-    def backward(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        with self.state.batch(len(x)):
-            mse(self.model(x), y).backward()
-
-    def backward_by_halves(self, x: torch.Tensor, y: torch.Tensor, between: Callable[[], None] | None = None) -> None:
-        """The same in two micro-batches, of which the first is under ``no_sync()``."""
-        half = len(x) // 2
-        with self.model.no_sync(), self.state.batch(half):
-            (mse(self.model(x[:half]), y[:half]) / 2).backward()
-        if between is not None:
-            between()
-        with self.state.batch(half):
-            (mse(self.model(x[half:]), y[half:]) / 2).backward()
-
-    def train(self, train: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        """All steps, after which the parameters must be those of one process."""
-        for number in range(STEPS):
-            self.step(number, train)
-        self.check()
-        self.state.detach()
-
-    def check(self) -> None:
-        for ours, other in zip(self.run.net.parameters(), self.alone.net.parameters(), strict=True):
-            torch.testing.assert_close(ours.detach(), other.detach(), rtol=1e-12, atol=1e-12)
+from models import INPUTS, OUTPUTS, DeepNet
+from weighted_loops import SAMPLES, Weighted, plain, samples_of, sgd, train_both
+from weighted_ranks import STEPS, Ranks, mse, train_and_check, usual
 
 
-def _micro_batch_is_dropped(how: str) -> None:
-    ranks = Ranks()
+def _dropped_inside_of_the_next_batch(ranks: Ranks, x: Tensor, y: Tensor) -> None:
+    if ranks.rank == 1:
+        with ranks.model.no_sync(), ranks.state.batch(5):
+            mse(ranks.model(x[:5]), y[:5]).backward()
+    with ranks.state.batch(len(x)):
+        ranks.optimizer.zero_grad()
+        mse(ranks.model(x), y).backward()
 
-    def train(x: torch.Tensor, y: torch.Tensor) -> None:
-        if ranks.run.rank == 1:
-            with ranks.model.no_sync(), ranks.state.batch(5):
-                loss = mse(ranks.model(x[:5]), y[:5])
-                if how == "zero_grad":
-                    loss.backward()
-            ranks.optimizer.zero_grad()
+
+def _never_differentiated(ranks: Ranks, x: Tensor, y: Tensor) -> None:
+    if ranks.rank == 1:
+        with ranks.model.no_sync(), ranks.state.batch(5):
+            mse(ranks.model(x[:5]), y[:5])
+    ranks.backward(x, y)
+
+
+def _second_micro_batch_has_no_backward(ranks: Ranks, x: Tensor, y: Tensor) -> None:
+    def forward() -> None:
+        with ranks.model.no_sync(), ranks.state.batch(3):
+            ranks.model(x[:3] * float("nan"))  # a loss that is not finite is skipped
+
+    ranks.backward_by_halves(x, y, forward)
+
+
+def _error_after_the_last_backward(ranks: Ranks, x: Tensor, y: Tensor) -> None:
+    first = 3 if ranks.rank == 0 else 1
+    with contextlib.suppress(KeyError):
+        with ranks.model.no_sync(), ranks.state.batch(first):
+            (mse(ranks.model(x[:first]), y[:first]) * first / len(x)).backward()
+        with ranks.state.batch(len(x) - first):
+            (mse(ranks.model(x[first:]), y[first:]) * (1 - first / len(x))).backward()
+            raise KeyError("metric")
+
+
+def _error_after_the_backward_of_a_micro_batch(ranks: Ranks, x: Tensor, y: Tensor) -> None:
+    """Its samples count all the same."""
+    cut = len(x) // 4
+    with contextlib.suppress(KeyError), ranks.model.no_sync(), ranks.state.batch(cut):
+        (mse(ranks.model(x[:cut]), y[:cut]) * cut / len(x)).backward()
+        raise KeyError("metric")
+    with ranks.state.batch(len(x) - cut):
+        (mse(ranks.model(x[cut:]), y[cut:]) * (1 - cut / len(x))).backward()
+
+
+def _empty_micro_batches(ranks: Ranks, x: Tensor, y: Tensor) -> None:
+    def empty() -> None:
+        with ranks.model.no_sync(), ranks.state.batch(0):
+            (ranks.model(torch.ones_like(samples_of(0, torch.float64)[0])) * float("nan")).sum().backward()
+
+    empty()
+    ranks.backward_by_halves(x, y, empty)
+
+
+def _loop_over_micro_batches_without_samples(ranks: Ranks, x: Tensor, y: Tensor) -> None:
+    """One rank has all samples, and the other goes through the same loop."""
+    x, y = samples_of(ranks.number, torch.float64)
+    half, has_samples = len(x) // 2, ranks.rank == ranks.number % 2
+    with ranks.state.batch(len(x) if has_samples else 0):
+        for low, high in ((0, half), (half, len(x))):
+            with ranks.run.no_sync(is_last=high == len(x)):
+                if has_samples:
+                    (mse(ranks.model(x[low:high]), y[low:high]) / 2).backward()
+
+
+def _fail(ranks: Ranks, x: Tensor) -> None:
+    with contextlib.suppress(KeyError), ranks.state.batch(len(x)):
+        ranks.model(x * float("inf"))
+        raise KeyError("out of memory")
+
+
+def _repeated_after_an_error(ranks: Ranks, x: Tensor, y: Tensor) -> None:
+    """By all ranks, or by one."""
+    if ranks.number % 2 or ranks.rank == 1:
+        _fail(ranks, x)
+    ranks.backward(x, y)
+
+
+def _last_micro_batch_repeated_after_an_error(ranks: Ranks, x: Tensor, y: Tensor) -> None:
+    half = len(x) // 2
+    if ranks.number % 2 or ranks.rank == 1:
+        ranks.backward_by_halves(x, y, lambda: _fail(ranks, x[half:]) if ranks.rank == 1 else None)
+    else:
         ranks.backward(x, y)
 
-    ranks.train(train)
+
+def _evaluated_between_steps(ranks: Ranks, x: Tensor, y: Tensor) -> None:
+    ranks.backward(x, y)
+    with torch.no_grad():
+        for batch in ranks.state.batches([x, x] if ranks.rank else [x]):
+            with ranks.state.batch(0 if batch is None else len(batch)):
+                if batch is not None:
+                    ranks.model(batch)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("how", ["zero_grad", "no backward"])
-def test_samples_whose_gradients_were_dropped_do_not_count(on_ranks, how) -> None:
-    on_ranks(_micro_batch_is_dropped, 2, how)
+@pytest.mark.parametrize(
+    "train",
+    [
+        pytest.param(_dropped_inside_of_the_next_batch, marks=pytest.mark.quick),
+        _never_differentiated,
+        _second_micro_batch_has_no_backward,
+        _error_after_the_last_backward,
+        _error_after_the_backward_of_a_micro_batch,
+        _empty_micro_batches,
+        _loop_over_micro_batches_without_samples,
+        _repeated_after_an_error,
+        _last_micro_batch_repeated_after_an_error,
+        _evaluated_between_steps,
+    ],
+    ids=lambda train: train.__name__.strip("_"),
+)
+def test_samples_count_if_their_gradients_are_sent(on_ranks, train) -> None:
+    on_ranks(train_and_check, 2, train)
 
 
-def _second_micro_batch_has_no_backward() -> None:
+def _skip_a_backward() -> list[str]:
     ranks = Ranks()
-
-    def train(x: torch.Tensor, y: torch.Tensor) -> None:
-        def forward() -> None:
-            with ranks.model.no_sync(), ranks.state.batch(3):
-                ranks.model(x[:3] * float("nan"))  # a loss that is not finite is skipped
-
-        ranks.backward_by_halves(x, y, forward)
-
-    ranks.train(train)
-
-
-def test_a_micro_batch_without_a_backward_does_not_count(on_ranks) -> None:
-    on_ranks(_second_micro_batch_has_no_backward, 2)
+    with heard() as said:
+        for number in range(STEPS):
+            if number < 2:
+                x, _ = samples_of(number, torch.float64)
+                with ranks.state.batch(4):
+                    ranks.model(x[:4])
+            ranks.step(number, usual)
+    ranks.check()
+    ranks.state.detach()
+    return [line for line in said if "a forward without a backward" in line]
 
 
-def _raise_after_the_backward() -> None:
-    ranks = Ranks()
-
-    def train(x: torch.Tensor, y: torch.Tensor) -> None:
-        first = 3 if ranks.run.rank == 0 else 1
-        with contextlib.suppress(KeyError):
-            with ranks.model.no_sync(), ranks.state.batch(first):
-                (mse(ranks.model(x[:first]), y[:first]) * first / len(x)).backward()
-            with ranks.state.batch(len(x) - first):
-                (mse(ranks.model(x[first:]), y[first:]) * (1 - first / len(x))).backward()
-                raise KeyError("metric")
-
-    ranks.train(train)
-
-
-def test_an_error_after_the_backward_changes_no_later_weight(on_ranks) -> None:
-    on_ranks(_raise_after_the_backward, 2)
+def test_a_backward_that_all_ranks_skip_is_named_once(on_ranks) -> None:
+    for said in on_ranks(_skip_a_backward, 2):
+        assert len(said) == 1
+        assert "multiply its loss by 0 instead" in said[0]
 
 
 def _detach_before_the_backward(dear: dict[str, Any]) -> None:
     ranks = Ranks(**dear)
 
-    def leave(x: torch.Tensor, y: torch.Tensor) -> None:
+    def leave(ranks: Ranks, x: Tensor, y: Tensor) -> None:
         with ranks.state.batch(len(x)):
             loss = mse(ranks.model(x), y)
             ranks.state.detach()
             loss.backward()
 
     for number in range(STEPS):
-        ranks.step(number, ranks.backward)
+        ranks.step(number, usual)
     ranks.step(STEPS, leave, sizes=(9, 3))
     for number in range(STEPS + 1, STEPS + 3):
-        ranks.step(number, ranks.backward, sizes=(6, 6))
+        ranks.step(number, usual, sizes=(6, 6))
     ranks.check()
 
 
@@ -146,167 +176,55 @@ def test_a_batch_that_is_under_way_at_detach_keeps_its_weight_and_later_ones_are
     on_ranks(_detach_before_the_backward, 2, dear)
 
 
-def _detach_between_micro_batches() -> str:
-    ranks = Ranks()
-    x, y = samples_of(0, torch.float64)
-    first = 2 if ranks.run.rank == 0 else 6
-    with ranks.model.no_sync(), ranks.state.batch(first):
-        mse(ranks.model(x[:first]), y[:first]).backward()
-    ranks.state.detach()
-    try:
-        ranks.backward(x[:2], y[:2])
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+class _Normalized(nn.Sequential):
+    """Has buffers that DDP broadcasts in each forward, and whose values change nothing in training."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(INPUTS, 6), nn.BatchNorm1d(6), nn.Linear(6, OUTPUTS))
 
 
-def test_what_adds_up_to_unequal_sizes_after_detach_is_refused(on_ranks) -> None:
-    assert all("ranks have from 4 to 8 samples" in said for said in on_ranks(_detach_between_micro_batches, 2))
+class _Scaled(DeepNet):
+    """Has a buffer that forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
 
 
-def _empty_micro_batches() -> None:
-    ranks = Ranks()
-
-    def empty() -> None:
-        with ranks.model.no_sync(), ranks.state.batch(0):
-            (ranks.model(torch.ones_like(samples_of(0, torch.float64)[0])) * float("nan")).sum().backward()
-
-    def train(x: torch.Tensor, y: torch.Tensor) -> None:
-        empty()
-        ranks.backward_by_halves(x, y, empty)
-
-    ranks.train(train)
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "case",
+    [Weighted(plain, model=_Normalized, split="one"), Weighted(plain, model=_Scaled, split="zeros")],
+    ids=["batch norm", "a buffer"],
+)
+def test_a_rank_without_samples_takes_part_in_a_model_with_buffers(on_ranks, case) -> None:
+    on_ranks(train_both, 3, case)
 
 
-def test_micro_batches_without_samples_count_for_nothing(on_ranks) -> None:
-    on_ranks(_empty_micro_batches, 2)
+def _two_forwards_and_then_no_data(model: type[nn.Module]) -> None:
+    ddp = DistributedDataParallel(model())
+    optimizer = sgd(ddp.parameters())
+    state = dx.attach(ddp, optimizer, weighted=True, fusion_mb=1e-4)
+    x, y = torch.ones(3, INPUTS), torch.ones(3, OUTPUTS)
+    for step in range(6):
+        has_data = step < 5 or dist.get_rank() == 0
+        optimizer.zero_grad()
+        with state.batch(3 if has_data else 0):
+            if has_data:
+                (mse(ddp(x), y) + mse(ddp(2 * x), y)).backward()
+        optimizer.step()
 
 
-def _empty_last_micro_batch() -> None:
-    ranks = Ranks()
-
-    def train(x: torch.Tensor, y: torch.Tensor) -> None:
-        if ranks.run.rank == 1:
-            ranks.backward_by_halves(x, y)
-            return
-        with ranks.model.no_sync():
-            ranks.backward(x, y)
-        with ranks.state.batch(0):
-            pass
-
-    ranks.train(train)
+def test_a_rank_without_samples_of_several_forwards_gets_an_error_where_each_broadcasts(on_ranks) -> None:
+    on_ranks(_two_forwards_and_then_no_data, 2, DeepNet)
+    with pytest.raises(RankFailure, match=r"of which the last step had 2, .* with any sample in it"):
+        on_ranks(_two_forwards_and_then_no_data, 2, _Scaled)
 
 
-def test_what_earlier_micro_batches_have_added_counts_if_the_last_one_is_empty(on_ranks) -> None:
-    on_ranks(_empty_last_micro_batch, 2)
-
-
-def _repeat_a_batch_that_has_raised(is_micro: bool) -> None:
-    ranks = Ranks()
-
-    def fail(x: torch.Tensor) -> None:
-        with ranks.state.batch(len(x)):
-            ranks.model(x * float("inf"))
-            raise KeyError("out of memory")
-
-    def train(x: torch.Tensor, y: torch.Tensor) -> None:
-        half = len(x) // 2
-        if not is_micro:
-            with contextlib.suppress(KeyError):
-                fail(x)
-            ranks.backward(x, y)
-            return
-
-        def between() -> None:
-            if ranks.run.rank == 1:
-                with contextlib.suppress(KeyError):
-                    fail(x[half:])
-
-        ranks.backward_by_halves(x, y, between)
-
-    def on_rank_1(x: torch.Tensor, y: torch.Tensor) -> None:
-        if ranks.run.rank == 1:
-            train(x, y)
-        else:
-            ranks.backward(x, y)
-
-    for number in range(STEPS):
-        ranks.step(number, train if number % 2 else on_rank_1)
-    ranks.check()
-    ranks.state.detach()
-
-
-@pytest.mark.parametrize("is_micro", [False, True], ids=["whole batch", "last micro-batch"])
-def test_a_rank_may_repeat_a_batch_that_has_raised_before_its_backward(on_ranks, is_micro) -> None:
-    on_ranks(_repeat_a_batch_that_has_raised, 2, is_micro)
-
-
-def _repeat_it_with_fewer_samples(count: int) -> str:
-    ranks = Ranks()
-    x, y = samples_of(0, torch.float64)
-    with contextlib.suppress(KeyError), ranks.state.batch(4):
-        ranks.model(x[:4])
-        raise KeyError("out of memory")
-    try:
-        if count:
-            ranks.backward(x[:count], y[:count])
-        else:
-            with ranks.state.batch(0):
-                pass
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        ranks.backward(x[:4], y[:4])
-        ranks.state.detach()
-    return "nothing"
-
-
-@pytest.mark.parametrize("count", [0, 3])
-def test_another_number_of_samples_than_others_know_of_is_refused(on_ranks, count) -> None:
-    for said in on_ranks(_repeat_it_with_fewer_samples, 2, count):
-        assert "the others knew of its 4 samples" in said
-        assert "multiply the loss by 0" in said
-
-
-def _last_micro_batch_is_empty() -> str:
-    ranks = Ranks()
-    x, y = samples_of(0, torch.float64)
-    try:
-        with ranks.state.batch(4), ranks.model.no_sync():
-            mse(ranks.model(x[:4]), y[:4]).backward()
-            # A last micro-batch, outside of no_sync(), would be here, but nothing is left for it.
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_an_empty_last_micro_batch_is_refused(on_ranks) -> None:
-    for said in on_ranks(_last_micro_batch_is_empty, 2):
-        assert "leave the last micro-batch that has samples out of no_sync()" in said
-
-
-def _skip_a_backward() -> list[str]:
-    ranks = Ranks()
-
-    def skip(x: torch.Tensor, y: torch.Tensor) -> None:
-        with ranks.state.batch(len(x)):
-            ranks.model(x)
-
-    with heard() as said:
-        for number in (0, 1):
-            x, y = samples_of(number, torch.float64)
-            skip(x, y)
-        ranks.train(ranks.backward)
-    return [line for line in said if "a forward without a backward" in line]
-
-
-def test_a_skipped_backward_is_named_once(on_ranks) -> None:
-    for said in on_ranks(_skip_a_backward, 2):
-        assert len(said) == 1
-        assert "multiply its loss by 0 instead" in said[0]
-
-
-def _places_in_the_epoch(workers: int) -> list[tuple[int, int]]:
+def _places_in_the_epoch() -> list[tuple[int, int]]:
     import multiprocessing
 
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # else it has no workers
@@ -322,49 +240,44 @@ def _places_in_the_epoch(workers: int) -> list[tuple[int, int]]:
         places.append((state["epoch"], state["batch"]))
 
     place()
-    loader = iter(DataLoader(data, batch_sampler=sampler, num_workers=workers))
+    loader = iter(DataLoader(data, batch_sampler=sampler, num_workers=2))  # which has drawn more than was trained on
     place()
     for (indices,) in loader:
         x, y = samples_of(len(places), torch.float64)
-        x, y, half = x[: len(indices)], y[: len(indices)], len(indices) // 2
         ranks.optimizer.zero_grad()
-        with ranks.model.no_sync(), ranks.state.batch(half):
-            mse(ranks.model(x[:half]), y[:half]).backward()
-        with ranks.state.batch(len(x) - half):
-            mse(ranks.model(x[half:]), y[half:]).backward()
+        ranks.backward(x[: len(indices)], y[: len(indices)])
         ranks.optimizer.step()
         place()
     ranks.state.detach()
     return places
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_balanced_sampler_counts_steps_that_were_trained(on_ranks, workers) -> None:
+def test_a_balanced_sampler_counts_steps_that_were_trained(on_ranks) -> None:
     expected = [(1, 0), *((1, batch) for batch in range(8)), (2, 0)]
-    assert on_ranks(_places_in_the_epoch, 2, workers) == [expected, expected]
+    assert on_ranks(_places_in_the_epoch, 2) == [expected, expected]
 
 
-def _batch_around_a_step_with_a_closure() -> str:
+def _places(kind: str) -> list[Any]:
     ranks = Ranks()
-    x, y = samples_of(0, torch.float64)
+    sampler = dx.BalancedSampler(8 * SAMPLES, SAMPLES)
+    ranks.state.balance(sampler)
+    places = []
+    for number, indices in enumerate(sampler):
+        x, y = samples_of(number, torch.float64)
+        x, y = x[: len(indices)], y[: len(indices)]
+        is_step = kind != "accumulated" or number % 4 == 3
+        with contextlib.nullcontext() if is_step else ranks.model.no_sync(), ranks.state.batch(len(x)):
+            loss = mse(ranks.model(x), y)
+            if kind != "skipped" or number % 3:
+                loss.backward()
+        if is_step:
+            places.append(sampler.state_dict()["batch"])
+            ranks.optimizer.step()
+            ranks.optimizer.zero_grad()
+    ranks.state.detach()
+    return places
 
-    def closure() -> torch.Tensor:
-        ranks.optimizer.zero_grad()
-        loss = mse(ranks.model(x[:4]), y[:4])
-        loss.backward()
-        return loss
 
-    try:
-        for _ in range(STEPS):
-            with ranks.state.batch(4):
-                ranks.optimizer.step(closure)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        ranks.state.detach()
-    return "nothing"
-
-
-def test_a_batch_around_a_step_with_a_closure(on_ranks) -> None:
-    for said in on_ranks(_batch_around_a_step_with_a_closure, 2):
-        assert "enter state.batch() inside of it" in said
+@pytest.mark.parametrize(("kind", "places"), [("accumulated", [4, 0]), ("skipped", [1, 2, 3, 4, 5, 6, 7, 0])])
+def test_a_balanced_sampler_knows_what_was_trained_on(on_ranks, kind, places) -> None:
+    assert on_ranks(_places, 2, kind) == [places, places]
