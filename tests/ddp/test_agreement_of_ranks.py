@@ -21,42 +21,20 @@ def _odd() -> bool:
     return dist.get_rank() == ODD_RANK
 
 
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
-def _other_fusion_mb() -> dict[str, Any]:
-    return {"fusion_mb": 2.0 if _odd() else 1.0}
-
-
-def _other_schedule() -> dict[str, Any]:
-    return {"schedule": "allreduce" if _odd() else "dear"}
-
-
-def _other_wire_dtype() -> dict[str, Any]:
-    return {"wire_dtype": None if _odd() else torch.bfloat16}
-
-
-def _other_optimizer() -> dict[str, Any]:
+def _with(kind: Callable[..., torch.optim.Optimizer], first: int = 0) -> dict[str, Any]:
     model = DistributedDataParallel(OddNet())
-    kind = torch.optim.AdamW if _odd() else torch.optim.SGD
-    return {"model": model, "optimizer": kind(model.parameters(), lr=0.1)}
+    return {"model": model, "optimizer": kind(list(model.parameters())[first:])}
 
 
 def _other_param_groups() -> dict[str, Any]:
     model = DistributedDataParallel(OddNet())
     first, *rest = model.parameters()
     groups = [{"params": [first]}, {"params": rest}] if _odd() else [{"params": [first, *rest]}]
-    return {"model": model, "optimizer": torch.optim.SGD(groups, lr=0.1)}
-
-
-def _other_parameters_in_the_optimizer() -> dict[str, Any]:
-    model = DistributedDataParallel(OddNet())
-    parameters = list(model.parameters())
-    return {
-        "model": model,
-        "optimizer": torch.optim.SGD(parameters[1:] if _odd() else parameters, lr=0.1),
-    }
+    return {"model": model, "optimizer": _sgd(groups)}
 
 
 def _other_names() -> dict[str, Any]:
@@ -72,37 +50,39 @@ def _other_number_of_optimizers() -> dict[str, Any]:
     model = DistributedDataParallel(DeepNet())
     first, *rest = model.parameters()
     parts = [[first], rest] if _odd() else [[first, *rest]]
-    return {"model": model, "optimizer": [torch.optim.SGD(part, lr=0.1) for part in parts]}
+    return {"model": model, "optimizer": [_sgd(part) for part in parts]}
 
 
-def _attach(setting: Callable[[], dict[str, Any]]) -> str | None:
+# What this rank gives to attach, and what its name is in the error.
+SETTINGS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "fusion_mb": (lambda: {"fusion_mb": 2.0 if _odd() else 1.0}, "fusion_mb"),
+    "schedule": (lambda: {"schedule": "allreduce" if _odd() else "dear"}, "schedule"),
+    "wire dtype": (lambda: {"wire_dtype": None if _odd() else torch.bfloat16}, "wire_dtype"),
+    "norms": (lambda: {"norms": "exact" if _odd() else "sharded"}, "norms"),
+    "optimizer": (lambda: _with(torch.optim.AdamW if _odd() else torch.optim.SGD), "AdamW|SGD"),
+    "param groups": (_other_param_groups, "optimizer|group"),
+    "parameters in the optimizer": (lambda: _with(_sgd, first=1 if _odd() else 0), "optimizer|parameter"),
+    "names": (_other_names, "body|head"),
+    "number of optimizers": (_other_number_of_optimizers, "optimizer"),
+}
+
+
+def _attach(name: str) -> str | None:
     import ddp_crossover as dx
 
-    options = setting()
+    options = SETTINGS[name][0]()
     model = options.pop("model", None) or DistributedDataParallel(OddNet())
-    optimizer = options.pop("optimizer", None) or _sgd(model)
+    optimizer = options.pop("optimizer", None) or _sgd(model.parameters())
     try:
         dx.attach(model, optimizer, **options)
-    except RuntimeError as error:
+    except dx.DisagreementError as error:
         return str(error)
     return None
 
 
-@pytest.mark.parametrize(
-    ("setting", "difference"),
-    [
-        (_other_fusion_mb, "fusion_mb"),
-        (_other_schedule, "schedule"),
-        (_other_wire_dtype, "wire_dtype"),
-        (_other_optimizer, "AdamW|SGD"),
-        (_other_param_groups, "optimizer|group"),
-        (_other_parameters_in_the_optimizer, "optimizer|parameter"),
-        (_other_names, "body|head"),
-        (_other_number_of_optimizers, "optimizer"),
-    ],
-)
-def test_every_rank_is_told_which_rank_differs_and_in_what(on_ranks, setting, difference) -> None:
-    for message in on_ranks(_attach, 3, setting):
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_rank_is_told_which_rank_differs_and_in_what(on_ranks, name) -> None:
+    for message in on_ranks(_attach, 3, name):
         assert message is not None, "not found at attach"
         assert re.search(rf"rank {ODD_RANK}\b", message), message
-        assert re.search(difference, message), message
+        assert re.search(SETTINGS[name][1], message), message

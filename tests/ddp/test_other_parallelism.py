@@ -44,14 +44,6 @@ def _unsynced(net: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(net, init_sync=False)
 
 
-def _ddp_over_tensor_parallel() -> None:
-    _tensor_parallel(init_sync=True)
-
-
-def _ddp_over_dtensors() -> None:
-    _tensor_parallel(init_sync=False)
-
-
 def _hybrid_sharded() -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -94,31 +86,35 @@ def _replicate_with_fsdp() -> None:
     _attach(replicate(_net(), mesh=_mesh("dp")))
 
 
-def _error(provoke: Callable[[], None]) -> str | None:
+# What provokes the error, and what it names.
+OTHERS: dict[str, tuple[Callable[[], None], str]] = {
+    "DDP over tensor parallelism": (
+        lambda: _tensor_parallel(init_sync=True),
+        r"0\.weight.*DTensor.*tensor parallelism",
+    ),
+    "DDP over DTensors": (lambda: _tensor_parallel(init_sync=False), r"0\.weight.*DTensor.*tensor parallelism"),
+    "HSDP": (_hybrid_sharded, "FSDPSequential.*HSDP"),
+    "FSDP1": (_fsdp1, "FullyShardedDataParallel"),
+    "DDP over a part in FSDP": (_ddp_over_a_part_in_fsdp, "^0 inside of this.*FSDP"),
+    "replicate()": (_replicate, r"DDPSequential.*replicate\(\)"),
+    "DDP inside of replicate()": (_ddp_inside_of_replicate, r"replicate\(\)"),
+    "replicate() with FSDP": (_replicate_with_fsdp, r"ReplicateSequential.*replicate\(\)"),
+}
+
+
+def _error(name: str) -> str | None:
     try:
-        provoke()
+        OTHERS[name][0]()
     except (TypeError, ValueError) as error:
         return str(error)
     return None
 
 
-@pytest.mark.parametrize(
-    ("provoke", "names"),
-    [
-        (_ddp_over_tensor_parallel, r"0\.weight.*DTensor.*tensor parallelism"),
-        (_ddp_over_dtensors, r"0\.weight.*DTensor.*tensor parallelism"),
-        (_hybrid_sharded, "FSDPSequential.*HSDP"),
-        (_fsdp1, "FullyShardedDataParallel"),
-        (_ddp_over_a_part_in_fsdp, "^0 inside of this.*FSDP"),
-        (_replicate, r"DDPSequential.*replicate\(\)"),
-        (_ddp_inside_of_replicate, r"replicate\(\)"),
-        (_replicate_with_fsdp, r"ReplicateSequential.*replicate\(\)"),
-    ],
-)
-def test_other_ways_to_distribute_a_model_are_refused_by_name(on_ranks, provoke, names) -> None:
-    for message in on_ranks(_error, 2, provoke):
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_ways_to_distribute_a_model_are_refused_by_name(on_ranks, name) -> None:
+    for message in on_ranks(_error, 2, name):
         assert message is not None, "not refused"
-        assert re.search(names, message), message
+        assert re.search(OTHERS[name][1], message), message
         assert "wrap the plain model in DistributedDataParallel" in message
 
 

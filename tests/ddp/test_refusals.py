@@ -10,6 +10,8 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -21,31 +23,21 @@ from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
+import ddp_crossover as dx
 from models import INPUTS, OUTPUTS, OddNet
 
-REFUSALS = (TypeError, ValueError, RuntimeError)
 
-
-def _attach(model: object, optimizer: object = None, **options: object) -> object:
-    import ddp_crossover as dx
-
-    if optimizer is None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return dx.attach(model, optimizer, **options)
-
-
-def _ddp(module: nn.Module | None = None, **options: object) -> DistributedDataParallel:
+def _ddp(module: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(module or OddNet(), **options)
 
 
-def _not_ddp() -> None:
-    _attach(OddNet())
+def _attach(model: Any = None, optimizer: Any = None, **options: Any) -> dx.DearState:
+    model = model or _ddp()
+    return dx.attach(model, torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer, **options)
 
 
-def _sparse_embedding() -> None:
-    net = nn.Sequential()
-    net.add_module("words", nn.Embedding(5, 3, sparse=True))
-    _attach(_ddp(net))
+def _backward(model: nn.Module) -> None:
+    model(torch.ones(3, INPUTS)).sum().backward()
 
 
 def _mixed_precision() -> None:
@@ -55,25 +47,20 @@ def _mixed_precision() -> None:
     _attach(model)
 
 
-def _python_reducer() -> None:
-    torch._dynamo.config.optimize_ddp = "python_reducer"
-    try:
-        _attach(_ddp())
-    finally:
-        torch._dynamo.config.optimize_ddp = True
-
-
-def _compiled_autograd() -> None:
-    torch._dynamo.config.compiled_autograd = True
-    try:
-        _attach(_ddp())
-    finally:
-        torch._dynamo.config.compiled_autograd = False
+def _with_dynamo(setting: str, value: object) -> None:
+    with torch._dynamo.config.patch(setting, value):
+        _attach()
 
 
 def _another_hook_before() -> None:
     model = _ddp()
     model.register_comm_hook(None, default_hooks.allreduce_hook)
+    _attach(model)
+
+
+def _hook_of_cpp_before() -> None:
+    model = _ddp()
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     _attach(model)
 
 
@@ -83,41 +70,31 @@ def _attached_twice() -> None:
     _attach(model)
 
 
+def _another_hook_after() -> None:
+    model = _ddp()
+    _attach(model)
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
 def _optimizer_in_backward() -> None:
     net = OddNet()
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
     _attach(_ddp(net))
 
 
-def _hook_of_cpp_before() -> None:
-    model = _ddp()
-    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    _attach(model)
-
-
-def _backward(model: nn.Module) -> None:
-    model(torch.ones(3, INPUTS)).sum().backward()
-
-
 def _hook_without_state() -> None:
-    import ddp_crossover as dx
-
     model = _ddp()
     model.register_comm_hook(None, dx.dear_hook)
     _backward(model)
 
 
 def _state_of_another_model() -> None:
-    import ddp_crossover as dx
-
     model, other = _ddp(), _ddp()
     other.register_comm_hook(dx.DearState(model, torch.optim.SGD(model.parameters(), lr=0.1)), dx.dear_hook)
     _backward(other)
 
 
 def _state_that_was_detached() -> None:
-    import ddp_crossover as dx
-
     model = _ddp()
     state = _attach(model)
     state.detach()
@@ -136,103 +113,86 @@ def _lbfgs() -> None:
     _attach(model, torch.optim.LBFGS(model.parameters()))
 
 
-def _no_optimizer() -> None:
-    _attach(_ddp(), [])
+class _Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
 
 
-def _scheduler_for_optimizer() -> None:
-    model = _ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    _attach(model, torch.optim.lr_scheduler.ConstantLR(optimizer))
-
-
-def _optimizer_of_another_model() -> None:
-    _attach(_ddp(), torch.optim.SGD(OddNet().parameters(), lr=0.1))
-
-
-def _unknown_schedule() -> None:
-    _attach(_ddp(), schedule="fastest")
-
-
-def _negative_fusion_mb() -> None:
-    _attach(_ddp(), fusion_mb=-1.0)
-
-
-def _integers_on_the_wire() -> None:
-    _attach(_ddp(), wire_dtype=torch.int16)
-
-
-def _fp32_on_the_wire() -> None:
-    _attach(_ddp(), wire_dtype=torch.float32)
-
-
-def _name_of_a_backend_for_a_group() -> None:
-    _attach(_ddp(), process_group="gloo")
-
-
-def _unknown_option() -> None:
-    _attach(_ddp(), fusion_size=1.0)
-
-
-def _deepcopy() -> None:
+def _copied(how: Callable[[Any], Any]) -> None:
     model = _ddp()
     _attach(model)
-    copy.deepcopy(model)
+    how(model)
 
 
-def _pickle() -> None:
-    model = _ddp()
-    _attach(model)
-    pickle.dumps(model)
+NEW_MODEL = "new DistributedDataParallel|register_comm_hook"
+# What provokes the error, what it names, and its way out.
+REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "sparse embedding": (
+        lambda: _attach(_ddp(nn.Sequential(nn.Embedding(5, 3, sparse=True)))),
+        r"0\.weight.*sparse",
+        "sparse=False",
+    ),
+    "TorchScript": (lambda: _attach(_ddp(nn.Sequential(torch.jit.script(nn.Linear(3, 3))))), "TorchScript", ""),
+    "complex": (lambda: _attach(_ddp(_Complex())), "weight is complex", ""),
+    "mixed precision": (_mixed_precision, "mixed_precision", "autocast"),
+    "python reducer": (lambda: _with_dynamo("optimize_ddp", "python_reducer"), "python_reducer", "ddp_optimizer|True"),
+    "compiled autograd": (lambda: _with_dynamo("compiled_autograd", True), "compiled.autograd", "False"),
+    "another hook before": (_another_hook_before, "hook", NEW_MODEL),
+    "hook of C++ before": (_hook_of_cpp_before, "hook", NEW_MODEL),
+    "another hook after": (_another_hook_after, "hook", ""),
+    "attached twice": (_attached_twice, "hook", "new DistributedDataParallel|detach"),
+    "hook without state": (
+        _hook_without_state,
+        "TypeError.*dear_hook.*DearState, not NoneType",
+        r"attach\(ddp, optimizer\).*DearCallback",
+    ),
+    "state of another model": (_state_of_another_model, "another model", "its own"),
+    "state that was detached": (_state_that_was_detached, "detached", r"attach\(ddp, optimizer\)"),
+    "optimizer in backward": (_optimizer_in_backward, "(scalar|first|second).*backward", r"step\(\)"),
+    "inside of join": (_inside_of_join, "join", "drop_last|without the hook"),
+    "LBFGS": (_lbfgs, "LBFGS", "first-order|without"),
+    "no optimizer": (lambda: _attach(optimizer=[]), "optimizer", "none|list"),
+    "optimizer of another model": (
+        lambda: _attach(optimizer=torch.optim.SGD(OddNet().parameters(), lr=0.1)),
+        "SGD",
+        r"ddp\.parameters",
+    ),
+    "unknown schedule": (lambda: _attach(schedule="fastest"), "schedule.*fastest", "auto.*dear.*allreduce"),
+    "unknown norms": (lambda: _attach(norms="fast"), "norms", "must be one of exact, sharded"),
+    "negative fusion_mb": (lambda: _attach(fusion_mb=-1.0), "fusion_mb", "greater than 0|positive"),
+    "integers on the wire": (
+        lambda: _attach(wire_dtype=torch.int16),
+        r"wire_dtype.*torch\.int16",
+        r"bfloat16.*float16.*leave it out",
+    ),
+    "fp32 on the wire": (
+        lambda: _attach(wire_dtype=torch.float32),
+        r"wire_dtype.*torch\.float32",
+        r"bfloat16.*float16.*leave it out",
+    ),
+    "name for a group": (lambda: _attach(process_group="gloo"), "process_group.*'gloo'", r"new_group\(\)"),
+    "unknown option": (lambda: _attach(fusion_size=1.0), "fusion_size", ""),
+    "deepcopy": (lambda: _copied(copy.deepcopy), "copy", r"detach|\.module"),
+    "pickle": (lambda: _copied(pickle.dumps), "pickle", r"detach|state_dict"),
+}
 
 
-def _refusal(provoke: Callable[[], None]) -> str | None:
+def _refusal(provoke: Callable[[], Any] | str) -> str | None:
     """What was raised, or None."""
     try:
-        provoke()
-    except REFUSALS as error:
+        (REFUSED[provoke][0] if isinstance(provoke, str) else provoke)()
+    except (TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
-@pytest.mark.parametrize(
-    ("provoke", "names", "way_out"),
-    [
-        (_not_ddp, "DistributedDataParallel.*OddNet", "wrap"),
-        (_sparse_embedding, r"words\.weight.*sparse", "sparse=False"),
-        (_mixed_precision, "mixed_precision", "autocast"),
-        (_python_reducer, "python_reducer", "ddp_optimizer|True"),
-        (_compiled_autograd, "compiled.autograd", "False"),
-        (_another_hook_before, "hook", "new DistributedDataParallel|register_comm_hook"),
-        (_hook_of_cpp_before, "hook", "new DistributedDataParallel|register_comm_hook"),
-        (
-            _hook_without_state,
-            "TypeError.*dear_hook.*DearState, not NoneType",
-            r"attach\(ddp, optimizer\).*DearCallback",
-        ),
-        (_state_of_another_model, "another model", "its own"),
-        (_state_that_was_detached, "detached", r"attach\(ddp, optimizer\)"),
-        (_attached_twice, "hook", "new DistributedDataParallel|detach"),
-        (_optimizer_in_backward, "(scalar|first|second).*backward", r"step\(\)"),
-        (_inside_of_join, "join", "drop_last|without the hook"),
-        (_lbfgs, "LBFGS", "first-order|without"),
-        (_no_optimizer, "optimizer", "none|list"),
-        (_scheduler_for_optimizer, "ConstantLR", "pass"),
-        (_optimizer_of_another_model, "SGD", r"ddp\.parameters"),
-        (_unknown_schedule, "schedule.*fastest", "auto.*dear.*allreduce"),
-        (_negative_fusion_mb, "fusion_mb", "greater than 0|positive"),
-        (_integers_on_the_wire, r"wire_dtype.*torch\.int16", r"bfloat16.*float16.*leave it out"),
-        (_fp32_on_the_wire, r"wire_dtype.*torch\.float32", r"bfloat16.*float16.*leave it out"),
-        (_name_of_a_backend_for_a_group, "process_group.*'gloo'", r"new_group\(\)"),
-        (_unknown_option, "fusion_size", ""),
-        (_deepcopy, "copy", r"detach|\.module"),
-        (_pickle, "pickle", r"detach|state_dict"),
-    ],
-)
-def test_refusal_names_the_culprit_and_the_way_out(on_ranks, provoke, names, way_out) -> None:
-    (message,) = on_ranks(_refusal, 1, provoke)
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusal_names_the_culprit_and_the_way_out(on_ranks, name) -> None:
+    _, culprit, way_out = REFUSED[name]
+    (message,) = on_ranks(_refusal, 1, name)
     assert message is not None, "not refused"
-    assert re.search(names, message, re.DOTALL | re.IGNORECASE), message
+    assert re.search(culprit, message, re.DOTALL | re.IGNORECASE), message
     assert re.search(way_out, message, re.DOTALL | re.IGNORECASE), message
 
 
@@ -243,7 +203,7 @@ def _join_with_uneven_inputs() -> None:
     with Join([model]):
         for _ in range(3 + dist.get_rank()):
             optimizer.zero_grad()
-            model(torch.ones(3, INPUTS)).sum().backward()
+            _backward(model)
             optimizer.step()
 
 
@@ -253,15 +213,25 @@ def test_join_is_an_error_and_not_a_hang(on_ranks) -> None:
         assert re.search("join", message), message
 
 
-def _register_a_second_hook() -> None:
-    model = _ddp()
-    _attach(model)
-    model.register_comm_hook(None, default_hooks.allreduce_hook)
+def _frozen_late(thaws: bool) -> None:
+    model = OddNet()
+    last = list(model.parameters())[-1]
+    last.requires_grad_(not thaws)
+    # Buckets so small that attach leaves DDP's reducer alone: a new one would see what attach sees.
+    ddp = _ddp(model, find_unused_parameters=True, bucket_cap_mb=0.5)
+    last.requires_grad_(thaws)
+    state = _attach(ddp, fusion_mb=1.0)
+    try:
+        for _ in range(4):
+            _backward(ddp)
+    finally:
+        state.detach()
 
 
-def test_a_second_hook_after_ours_is_refused(on_ranks) -> None:
-    (message,) = on_ranks(_refusal, 1, _register_a_second_hook)
-    assert message is not None and "hook" in message
+@pytest.mark.parametrize("thaws", [True, False])
+def test_what_ddp_and_attach_saw_differently_is_named(on_ranks, thaws) -> None:
+    (message,) = on_ranks(_refusal, 1, partial(_frozen_late, thaws))
+    assert message is not None and "before building DistributedDataParallel" in message
 
 
 def _train_a_step_after_refusal() -> bool:
