@@ -11,6 +11,7 @@ import torch
 from torch.optim import SGD, Adam, Optimizer
 
 from ddp_crossover.optim.separability import ask, why_not_separable
+from own_optimizers import SlowsDown
 
 
 class OwnSGD(SGD):
@@ -52,32 +53,8 @@ def test_what_has_been_answered_is_not_tried_again(make: Callable[[], list[Any]]
     assert _asked(*make()) == trials
 
 
-class Counting(Optimizer):
-    """SGD that keeps nothing but a number for each parameter."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None if closure is None else closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    state["step"] = state.get("step", 0) + 1
-                    parameter.sub_(parameter.grad, alpha=group["lr"] / state["step"])
-        return loss
-
-
 def test_an_optimizer_that_keeps_numbers_alone_is_separable() -> None:
-    assert why_not_separable(Counting(_parameters(3, 2))) is None
-
-
-def test_random_states_stay_as_they_were() -> None:
-    states = torch.get_rng_state(), random.getstate()
-    _asked(SGD(_parameters(2), lr=0.1))
-    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    assert why_not_separable(SlowsDown(_parameters(3, 2))) is None
 
 
 def test_a_trial_that_fails_without_state_is_made_with_it_and_not_remembered() -> None:

@@ -1,9 +1,8 @@
-"""Optimizers and steps that are not textbook: shared parameters, arguments, subclasses, exceptions, coupling."""
+"""Optimizers and steps that are not textbook: shared parameters, arguments, subclasses, coupling."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch.optim import SGD, Optimizer
 from equivalence import Case, Run, check_case, plain_loop
 from loops import every_optimizer_steps
 from models import DeepNet
+from own_optimizers import OwnOptimizer
 
 
 def _two_over_the_same(model: nn.Module) -> list[Optimizer]:
@@ -86,62 +86,19 @@ def test_a_subclass_that_works_after_super_step_is_one_step(on_ranks, strict) ->
     check_case(Case(model=DeepNet, optimizer=_decaying, strict=strict), on_ranks)
 
 
-class Interrupted(SGD):
-    """Its step can be made to raise right after the closure."""
-
-    fail = False
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = super().step(closure)
-        if self.fail:
-            raise KeyboardInterrupt
-        return loss
-
-
-def _interrupted(model: nn.Module) -> Optimizer:
-    return Interrupted(model.parameters(), lr=0.0)
-
-
-def _interrupt_a_step(run: Run) -> Iterator[Any]:
-    """The interrupted step has lr 0, so that it does not matter how far it came."""
-    for index, (x, y) in enumerate(run.batches()):
-        run.optimizer.param_groups[0]["lr"] = 0.0 if index == 5 else 0.1
-        run.optimizer.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        run.optimizer.fail = index == 5
-        with suppress(KeyboardInterrupt):
-            run.optimizer.step()
-        run.optimizer.fail = False
-        yield loss
-
-
-def test_a_step_that_was_interrupted_leaves_nothing_behind(on_ranks) -> None:
-    check_case(Case(_interrupt_a_step, model=DeepNet, optimizer=_interrupted, pipelined=False), on_ranks)
-
-
-class ClippingSGD(Optimizer):
+class ClippingSGD(OwnOptimizer):
     """Couples parameters, but only above a threshold on the norm of all gradients."""
 
     def __init__(self, params: Any, lr: float, max_norm: float) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr)
         self.max_norm = max_norm
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        used = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if used:
-            norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in used]))
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        if parameters:
+            norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in parameters]))
             factor = min(self.max_norm / (float(norm) + 1e-6), 1.0)
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        p.sub_(p.grad, alpha=group["lr"] * factor)
-        return loss
+            for p in parameters:
+                p.sub_(p.grad, alpha=group["lr"] * factor)
 
 
 class Wrapper(Optimizer):
@@ -156,12 +113,22 @@ class Wrapper(Optimizer):
         return self.inner.step(closure)
 
 
-def _why_waits(make: Callable[[nn.Module], Optimizer]) -> dict[str, int]:
+class CountingSGD(SGD):
+    """Keeps a counter in its param groups, as schedule-free optimizers do: one per step, not per group."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            group["lr"] = 0.1 / group["steps"]
+        return super().step(closure)
+
+
+def _why_waits(make: Callable[[nn.Module], Optimizer]) -> str:
     run = Run(Case(model=DeepNet, optimizer=make), with_dear=True)
     for _ in plain_loop(run):
         pass
     run.detach()
-    return dict(run.state.stats().fallbacks)
+    return "\n".join(run.state.stats().fallbacks)
 
 
 def _coupled_far_away(model: nn.Module) -> Optimizer:
@@ -176,9 +143,21 @@ def _wrapped(model: nn.Module) -> Optimizer:
     return Wrapper(model.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("make", [_coupled_far_away, _coupled_asleep, _wrapped])
-def test_coupling_is_found_where_it_hides(on_ranks, make) -> None:
-    """Behind a threshold, behind a learning rate of 0, behind an optimizer inside of an optimizer."""
-    [fallbacks] = on_ranks(_why_waits, 1, make)
-    assert any("waits for all gradients" in reason for reason in fallbacks), fallbacks
+def _counting(model: nn.Module) -> Optimizer:
+    return CountingSGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (_coupled_far_away, "ClippingSGD"),
+        (_coupled_asleep, "ClippingSGD"),
+        (_wrapped, "Wrapper"),
+        (_counting, "CountingSGD"),
+    ],
+)
+def test_coupling_is_found_where_it_hides_and_is_exact(on_ranks, make, name) -> None:
+    """Behind a threshold, a learning rate of 0, an optimizer inside of an optimizer, or in a param group."""
+    [reason] = on_ranks(_why_waits, 1, make)
+    assert "waits for all gradients" in reason and name in reason, reason
     check_case(Case(model=DeepNet, optimizer=make, pipelined=False), on_ranks)
