@@ -1,7 +1,8 @@
 """`state.clip_grad_norm_` and `dx.GradScaler` stay right, and hang nowhere, when gradients have been looked at before.
 
 Not only on all ranks: a logger on rank 0 reads gradients that are still on the wire everywhere else. `compare_arms`
-holds every step against plain DDP and demands the same bytes on all ranks at the end.
+holds every step against plain DDP and demands the same bytes on all ranks at the end. Such reads beside the norm 2 and
+the scaler are drawn by the fuzzer (`clip`, `scaler`, `gradients_read`).
 """
 
 from __future__ import annotations
@@ -51,28 +52,12 @@ def log(run: Run, index: int) -> None:
                 parameter.grad.norm()
 
 
-def read_on_one_rank(run: Run, norm_type: float = 2.0) -> Iterator[Any]:
+def read_on_one_rank(run: Run, norm_type: float) -> Iterator[Any]:
     for index, loss in enumerate(loops._backward(run)):
         log(run, index)
         norm = run.clip_grad_norm_(loops.ACTIVE_NORM, norm_type)
         run.optimizer.step()
         yield loss, same_on_all_ranks(norm)
-
-
-def edit_on_all_ranks(run: Run) -> Iterator[Any]:
-    """In place, replaced with other strides, taken away; and on rank 0 one more has been read."""
-    net = run.model.module
-    for index, loss in enumerate(loops._backward(run)):
-        if index % 4 != 3:
-            net.first.weight.grad.mul_(3.0)
-            net.turned.grad = net.turned.grad.contiguous() * 0.5
-        if index % 4 == 2:
-            net.first.bias.grad = None
-        log(run, index)
-        norm = run.clip_grad_norm_(loops.ACTIVE_NORM)
-        after = [None if p.grad is None else p.grad.clone() for p in net.parameters()] if index % 2 else []
-        run.optimizer.step()
-        yield loss, same_on_all_ranks(norm), after
 
 
 def turn_on_one_rank(run: Run) -> Iterator[Any]:
@@ -164,29 +149,9 @@ def nan_at_last(run: Run) -> Iterator[Any]:
         yield loss, same_on_all_ranks(norm)
 
 
-def scaler_with_logger(run: Run, clip: bool = False) -> Iterator[Any]:
-    """Losses of two steps overflow, on the last rank only: every rank skips them."""
-    scaler = run.grad_scaler(own=True, init_scale=2.0**10, growth_interval=5)
-    for index, (x, y) in enumerate(run.batches()):
-        run.optimizer.zero_grad()
-        loss = loops.inject_inf(run, index, run.loss(run.model(x), y))
-        scaler.scale(loss).backward()
-        log(run, index)
-        norm = None
-        if clip:
-            scaler.unscale_(run.optimizer)
-            log(run, index + 1)
-            norm = run.clip_grad_norm_(loops.ACTIVE_NORM)
-        scaler.step(run.optimizer)
-        scaler.update()
-        yield loss, scaler.get_scale(), norm
-
-
 LOOPS = {
-    "read_on_one_rank": read_on_one_rank,
     "read_on_one_rank_norm_1": partial(read_on_one_rank, norm_type=1.0),
     "read_on_one_rank_max": partial(read_on_one_rank, norm_type=INFINITY),
-    "edit_on_all_ranks": edit_on_all_ranks,
     "turn_on_one_rank": turn_on_one_rank,
     "every_micro_batch": partial(every_micro_batch, zero=False),
     "every_micro_batch_zero": partial(every_micro_batch, zero=True),
@@ -195,16 +160,10 @@ LOOPS = {
     "clip_twice": clip_twice,
     "clip_between_forward_and_backward": clip_between_forward_and_backward,
     "nan_at_last": nan_at_last,
-    "scaler": scaler_with_logger,
-    "scaler_and_clipping": partial(scaler_with_logger, clip=True),
 }
 
 
-@pytest.mark.parametrize(
-    ("world_size", "bucket_view"),
-    [(1, True), (2, False), (3, True)],
-    ids=["1-bucket_view", "2-copies", "3-bucket_view"],
-)
+@pytest.mark.parametrize(("world_size", "bucket_view"), [(2, False), (3, True)], ids=["2-copies", "3-bucket_view"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_own_clipping_and_scaling_of_gradients_that_were_looked_at(on_ranks, name, world_size, bucket_view) -> None:
     case = Case(
@@ -213,7 +172,7 @@ def test_own_clipping_and_scaling_of_gradients_that_were_looked_at(on_ranks, nam
         optimizer=SGD,
         world_size=world_size,
         ddp={"gradient_as_bucket_view": bucket_view},
-        exact=name == "scaler",  # a norm adds up in another order than the stock function's
+        exact=False,  # a norm adds up in another order than the stock function's
         pipelined=False,  # the reader gives up the overlap
     )
     check_case(case, on_ranks)
