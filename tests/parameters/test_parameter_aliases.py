@@ -14,32 +14,20 @@ from matrix import in_turn
 
 ALIASES = [
     alias_loops.data,
-    alias_loops.detached,
     alias_loops.flat_view,
-    alias_loops.flat_view_without_gradient,
     alias_loops.shallow_parameter,
-    alias_loops.shallow_copy,
     alias_loops.through_dlpack,
     alias_loops.through_numpy,
     alias_loops.through_storage,
 ]
-# A leaf's view that has a gradient function: plain torch, too, lets nobody write to it in place.
-WRITABLE_ALIASES = [alias for alias in ALIASES if alias is not alias_loops.flat_view]
 
 KEPT = {
     **{
-        f"{loop.__name__}_{alias.__name__}": Case(partial(loop, alias=alias), pipelined=False)
-        for loop, aliases in [
-            (alias_loops.read_aliases, ALIASES),
-            (alias_loops.write_aliases, WRITABLE_ALIASES),
-            (alias_loops.alias_of_one, WRITABLE_ALIASES),
-        ]
-        for alias in aliases
+        f"aliases_{alias.__name__}": Case(partial(alias_loops.aliases_made_before, alias=alias), pipelined=False)
+        for alias in ALIASES
     },
-    "state_dict_read": Case(partial(alias_loops.kept_state_dict, writes=False), pipelined=False),
-    "state_dict_written": Case(partial(alias_loops.kept_state_dict, writes=True), pipelined=False),
-    "numpy_read": Case(partial(alias_loops.kept_numpy, writes=False), pipelined=False),
-    "numpy_written": Case(partial(alias_loops.kept_numpy, writes=True), pipelined=False),
+    "state_dict": Case(alias_loops.kept_state_dict, pipelined=False),
+    "numpy": Case(alias_loops.kept_numpy, pipelined=False),
     "twin_for_evaluation": Case(alias_loops.twin_for_evaluation, pipelined=False),
 }
 
@@ -47,11 +35,11 @@ MADE_IN_MID_RUN = {
     **{
         f"{loop.__name__}_{alias.__name__}": Case(partial(loop, alias=alias), pipelined=False)
         for loop in (
-            alias_loops.write_aliases_made_after_attach,
+            alias_loops.aliases_made_after_attach,
             alias_loops.alias_for_a_while,
             alias_loops.alias_made_before_the_step,
         )
-        for alias in (alias_loops.data, alias_loops.through_dlpack, alias_loops.through_numpy)
+        for alias in (alias_loops.data, alias_loops.through_dlpack)
     },
     "alias_made_in_forward": Case(alias_loops.alias_made_in_forward, pipelined=False),
 }
@@ -64,25 +52,21 @@ ONE_STORAGE = {
         for overlap in (0, 2)
         for name, loop in [
             ("trained", plain_loop),
-            ("read_as_one", partial(alias_loops.through_the_flat_buffer, writes=False)),
-            ("written_as_one", partial(alias_loops.through_the_flat_buffer, writes=True)),
+            ("used_as_one", alias_loops.through_the_flat_buffer),
             ("neighbour", alias_loops.through_the_neighbour),
         ]
         for optimizer, made in [("sgd", SGD), ("adamw", ADAMW)]
     },
-    "shared_memory_slices": Case(
-        partial(alias_loops.through_the_flat_buffer, writes=True),
+    "shared_memory": Case(
+        alias_loops.through_the_flat_buffer,
         model=partial(alias_loops.FlatNet, shared_memory=True),
         pipelined=False,
     ),
-    "shared_memory": Case(model=alias_loops.SharedMemoryNet, pipelined=False),
     "shared_memory_in_mid_run": Case(alias_loops.shared_memory, pipelined=False),
 }
 
 
-@pytest.mark.parametrize(
-    "case", in_turn(KEPT, quick=("read_aliases_data", "write_aliases_through_numpy", "state_dict_written"))
-)
+@pytest.mark.parametrize("case", in_turn(KEPT, quick=("aliases_data", "aliases_through_numpy", "state_dict")))
 def test_an_alias_made_before_the_loop_is_exact(on_ranks, case: Case) -> None:
     check_case(case, on_ranks)
 

@@ -18,7 +18,6 @@ from models import DeepNet, OddNet
 from torch_features import HAS_COVERS
 
 LATE = 5  # long after the first forwards
-WORLD_SIZES = (1, 2)
 
 pytestmark = pytest.mark.quick
 
@@ -32,6 +31,9 @@ class _Memory:
 
     def read(self, name: str) -> list[float]:
         return list(self._floats(name))
+
+    def read_all(self) -> list[float]:
+        return [number for name in self.address_of for number in self.read(name)]
 
     def write(self, name: str, index: int, value: float) -> None:
         self._floats(name)[index] = value
@@ -63,40 +65,41 @@ def _error_of_forward_after_a_write(name: str, index: int, whole: bool) -> tuple
     return "", "nothing was noticed"
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("name, index, whole", [("0.weight", 3, False), ("6.bias", 0, False), ("14.weight", 0, True)])
-def test_memory_written_by_address_is_an_error_that_names_the_parameter(
-    on_ranks, name, index, whole, world_size
-) -> None:
-    for kind, message in on_ranks(_error_of_forward_after_a_write, world_size, name, index, whole):
+def test_memory_written_by_address_is_an_error_that_names_the_parameter(on_ranks, name, index, whole) -> None:
+    for kind, message in on_ranks(_error_of_forward_after_a_write, 2, name, index, whole):
         assert kind, message
         assert name in message
 
 
 def _memory_before_and_after_a_read(strict: bool) -> tuple[list[float], list[float], list[float], list[float]]:
+    """What all memory holds while updates are pending, the first parameter's value, its memory then, and all memory
+    after `synchronize()`.
+    """
     run = Run(Case(model=DeepNet, strict=strict), with_dear=True)
     memory = _Memory(run)
-    parameters = dict(run.model.module.named_parameters())
+    first = run.model.module[0].weight
     _train_until(run, LATE)
-    pending = memory.read("0.weight"), memory.read("14.bias")
-    value = parameters["0.weight"].detach().flatten().tolist()
+    pending = memory.read_all()
+    value = first.detach().flatten().tolist()
     updated = memory.read("0.weight")
+    run.synchronize()
+    synced = memory.read_all()
     run.detach()
-    return *pending, value, updated
+    return pending, value, updated, synced
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_memory_read_by_address_is_nan_until_somebody_asks_the_parameter(on_ranks, world_size) -> None:
-    for first, last, value, updated in on_ranks(_memory_before_and_after_a_read, world_size, True):
-        assert all(math.isnan(number) for number in first + last)
-        assert all(math.isfinite(number) for number in value)
+def test_memory_read_by_address_is_nan_until_somebody_asks_the_parameter(on_ranks) -> None:
+    for pending, value, updated, synced in on_ranks(_memory_before_and_after_a_read, 2, True):
+        assert all(map(math.isnan, pending))
+        assert all(map(math.isfinite, value + synced))
         assert updated == value
 
 
 def test_memory_holds_the_old_value_without_strict(on_ranks) -> None:
-    [(first, last, value, updated)] = on_ranks(_memory_before_and_after_a_read, 1, False)
-    assert all(math.isfinite(number) for number in first + last)
-    assert first != value
+    [(pending, value, updated, synced)] = on_ranks(_memory_before_and_after_a_read, 1, False)
+    assert all(map(math.isfinite, pending + synced))
+    assert pending[: len(value)] != value
     assert updated == value
 
 
@@ -119,10 +122,9 @@ def _outcome_of_a_late_script(strict: bool) -> tuple[int, bool, str, str]:
     return step, forward_ended, "", "nothing was noticed"
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_script_that_comes_late_is_an_error_that_names_the_parameter(on_ranks, strict, world_size) -> None:
-    for step, forward_ended, kind, message in on_ranks(_outcome_of_a_late_script, world_size, strict):
+def test_a_script_that_comes_late_is_an_error_that_names_the_parameter(on_ranks, strict) -> None:
+    for step, forward_ended, kind, message in on_ranks(_outcome_of_a_late_script, 2, strict):
         assert kind, message
         assert "bias" in message
         assert step == LATE

@@ -6,7 +6,6 @@ No operator on the parameter tells of such a read: the parameter may give up its
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from equivalence import Run, snapshot, train_step
+from equivalence import Run, plain_loop, snapshot
 from models import HIDDEN, INPUTS, OUTPUTS
 from stale_loops import LIMIT
 
@@ -26,30 +25,14 @@ def data(p: nn.Parameter) -> torch.Tensor:
     return p.data
 
 
-def detached(p: nn.Parameter) -> torch.Tensor:
-    """What `detach()` gives."""
-    return p.detach()
-
-
 def flat_view(p: nn.Parameter) -> torch.Tensor:
     """A view with a gradient function."""
     return p.view(-1)
 
 
-def flat_view_without_gradient(p: nn.Parameter) -> torch.Tensor:
-    """A view without."""
-    with torch.no_grad():
-        return p.view(-1)
-
-
 def shallow_parameter(p: nn.Parameter) -> torch.Tensor:
     """Another parameter."""
     return nn.Parameter(p.data)
-
-
-def shallow_copy(p: nn.Parameter) -> torch.Tensor:
-    """`copy.copy`."""
-    return copy.copy(p)
 
 
 def through_dlpack(p: nn.Parameter) -> torch.Tensor:
@@ -68,51 +51,30 @@ def through_storage(p: nn.Parameter) -> torch.Tensor:
     return tensor.set_(p.untyped_storage(), p.storage_offset(), p.shape, p.stride())
 
 
-def read_aliases(run: Run, alias: Alias) -> Iterator[Any]:
-    """Made before the loop, read after every step."""
+def aliases_made_before(run: Run, alias: Alias) -> Iterator[Any]:
+    """Made before the loop; read, or clamped, after every step."""
     aliases = [alias(p) for p in run.model.parameters() if p.numel()]
-    for x, y in run.batches():
-        loss = train_step(run, x, y)
-        yield loss, snapshot(aliases)
+    for index, loss in enumerate(plain_loop(run)):
+        seen = snapshot(aliases) if index % 3 != 1 else None
+        # A leaf's view that has a gradient function: plain torch, too, lets nobody write to it in place.
+        if index % 3 != 2 and alias is not flat_view:
+            with torch.no_grad():
+                for each in aliases:
+                    each.clamp_(-LIMIT, LIMIT)
+        yield loss, seen
 
 
-def write_aliases(run: Run, alias: Alias) -> Iterator[Any]:
-    """Made before the loop, clamped after every step."""
-    aliases = [alias(p) for p in run.model.parameters() if p.numel()]
-    for x, y in run.batches():
-        loss = train_step(run, x, y)
-        with torch.no_grad():
-            for each in aliases:
-                each.clamp_(-LIMIT, LIMIT)
-        yield loss
-
-
-def write_aliases_made_after_attach(run: Run, alias: Alias) -> Iterator[Any]:
+def aliases_made_after_attach(run: Run, alias: Alias) -> Iterator[Any]:
     """The same, made when the hook is there but nothing has been trained."""
     run.attach()
-    yield from write_aliases(run, alias)
-
-
-def alias_of_one(run: Run, alias: Alias) -> Iterator[Any]:
-    """Only one parameter has an alias; it is written to after the step and read before it."""
-    each = alias(run.model.module.second.weight)
-    for x, y in run.batches():
-        run.optimizer.zero_grad()
-        loss = run.loss(run.model(x), y)
-        before = snapshot(each)
-        loss.backward()
-        run.optimizer.step()
-        with torch.no_grad():
-            each.mul_(0.95)
-        yield loss, before
+    yield from aliases_made_before(run, alias)
 
 
 def alias_for_a_while(run: Run, alias: Alias) -> Iterator[Any]:
     """Made in mid-run right after a step, kept over some steps, dropped, and made once more."""
     parameters = [p for p in run.model.parameters() if p.numel()]
     aliases: list[torch.Tensor] = []
-    for index, (x, y) in enumerate(run.batches()):
-        loss = train_step(run, x, y)
+    for index, loss in enumerate(plain_loop(run)):
         if index in (4, 6):
             aliases = [alias(p) for p in parameters]
         elif index == 5:
@@ -144,29 +106,26 @@ def alias_made_in_forward(run: Run) -> Iterator[Any]:
         kept["weight"] = module.weight.data
 
     run.model.module.second.register_forward_hook(keep)
-    for x, y in run.batches():
-        loss = train_step(run, x, y)
+    for loss in plain_loop(run):
         yield loss, snapshot(kept)
 
 
-def kept_state_dict(run: Run, writes: bool) -> Iterator[Any]:
+def kept_state_dict(run: Run) -> Iterator[Any]:
     """One state dict, taken before the loop, which shows the current values ever after."""
     values = run.model.module.state_dict()
-    for x, y in run.batches():
-        loss = train_step(run, x, y)
-        if writes:
-            for value in values.values():
-                value.clamp_(-LIMIT, LIMIT)
-        yield loss, snapshot(values)
+    for loss in plain_loop(run):
+        seen = snapshot(values)
+        for value in values.values():
+            value.clamp_(-LIMIT, LIMIT)
+        yield loss, seen
 
 
-def kept_numpy(run: Run, writes: bool) -> Iterator[Any]:
+def kept_numpy(run: Run) -> Iterator[Any]:
     """numpy arrays over the same memory."""
     arrays = [p.detach().numpy() for p in run.model.parameters() if p.numel()]
-    for x, y in run.batches():
-        loss = train_step(run, x, y)
+    for loss in plain_loop(run):
         sums = [float(array.sum()) for array in arrays]
-        for array in arrays if writes else []:
+        for array in arrays:
             array *= 0.98
         yield loss, sums
 
@@ -177,8 +136,7 @@ def twin_for_evaluation(run: Run) -> Iterator[Any]:
     twin.load_state_dict(run.model.module.state_dict(), assign=True)
     twin.eval()
     x_eval, _ = run.batch(10_000)
-    for x, y in run.batches():
-        loss = train_step(run, x, y)
+    for loss in plain_loop(run):
         with torch.no_grad():
             yield loss, twin(x_eval)
 
@@ -186,8 +144,7 @@ def twin_for_evaluation(run: Run) -> Iterator[Any]:
 def shared_memory(run: Run) -> Iterator[Any]:
     """Parameters move to shared memory in mid-run, right after a step, from a list made before."""
     parameters = [p for p in run.model.parameters() if p.numel()]
-    for index, (x, y) in enumerate(run.batches()):
-        loss = train_step(run, x, y)
+    for index, loss in enumerate(plain_loop(run)):
         if index == 5:
             for p in parameters:
                 p.share_memory_()
@@ -216,34 +173,19 @@ class FlatNet(nn.Module):
         return nn.functional.linear(hidden, head, head_bias)
 
 
-class SharedMemoryNet(nn.Module):
-    """Shares its memory before DDP is built, as Hogwild and actor-learner scripts do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(INPUTS, HIDDEN)
-        self.second = nn.Linear(HIDDEN, OUTPUTS)
-        self.share_memory()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-
-def through_the_flat_buffer(run: Run, writes: bool) -> Iterator[Any]:
-    """Reads, or clamps, all parameters through the buffer that they are slices of."""
+def through_the_flat_buffer(run: Run) -> Iterator[Any]:
+    """Reads and clamps all parameters through the buffer that they are slices of."""
     flat = run.model.module.flat
-    for x, y in run.batches():
-        loss = train_step(run, x, y)
-        if writes:
-            flat.clamp_(-LIMIT, LIMIT)
-        yield loss, snapshot(flat)
+    for loss in plain_loop(run):
+        seen = snapshot(flat)
+        flat.clamp_(-LIMIT, LIMIT)
+        yield loss, seen
 
 
 def through_the_neighbour(run: Run) -> Iterator[Any]:
     """Reads and writes one slice only, whose elements belong to its neighbours as well if they overlap."""
     part = run.model.module.parts[1]
-    for x, y in run.batches():
-        loss = train_step(run, x, y)
+    for loss in plain_loop(run):
         seen = snapshot(part)
         part.data.mul_(0.9)
         yield loss, seen

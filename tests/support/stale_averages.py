@@ -1,7 +1,5 @@
-"""Averages, target networks and optimizers around the optimizer: each keeps a list of parameters of its
-own and reads or writes them right after `step()`.
-
-The averages of other packages are those that their users install.
+"""Averages of other packages, and steps around the step: each keeps a list of parameters of its own and reads or
+writes them right after `step()`.
 """
 
 from __future__ import annotations
@@ -14,32 +12,10 @@ import loralib
 import torch
 from torch import nn
 
-from equivalence import Run, snapshot, train_step
+from equivalence import Run, plain_loop, snapshot
 from models import HIDDEN, INPUTS, OUTPUTS
 
 DECAY = 0.9
-
-
-def average_over_an_own_list(run: Run) -> Iterator[Any]:
-    """The exponential moving average that everybody writes once."""
-    parameters = list(run.model.parameters())
-    shadow = [p.detach().clone() for p in parameters]
-    for x, y in run.batches():
-        loss = train_step(run, x, y)
-        for mean, p in zip(shadow, parameters, strict=True):
-            mean.mul_(DECAY).add_(p.data, alpha=1 - DECAY)
-        yield loss, snapshot(shadow)
-
-
-def average_by_lerp(run: Run) -> Iterator[Any]:
-    """The same by the fused list operator."""
-    parameters = [p for p in run.model.parameters() if p.numel()]
-    shadow = [p.detach().clone() for p in parameters]
-    for x, y in run.batches():
-        loss = train_step(run, x, y)
-        with torch.no_grad():
-            torch._foreach_lerp_(shadow, parameters, 1 - DECAY)
-        yield loss, snapshot(shadow)
 
 
 def average_of_torch_ema(run: Run) -> Iterator[Any]:
@@ -48,8 +24,7 @@ def average_of_torch_ema(run: Run) -> Iterator[Any]:
 
     average = ExponentialMovingAverage(run.model.parameters(), decay=DECAY)
     x_eval, _ = run.batch(10_000)
-    for index, (x, y) in enumerate(run.batches()):
-        loss = train_step(run, x, y)
+    for index, loss in enumerate(plain_loop(run)):
         average.update()
         output = None
         if index % 4 == 3:
@@ -63,8 +38,7 @@ def average_of_ema_pytorch(run: Run) -> Iterator[Any]:
     from ema_pytorch import EMA
 
     average = EMA(run.model.module, beta=DECAY, update_after_step=2, update_every=1)
-    for x, y in run.batches():
-        loss = train_step(run, x, y)
+    for loss in plain_loop(run):
         average.update()
         yield loss, snapshot(average.ema_model.state_dict())
 
@@ -74,8 +48,7 @@ def average_of_timm(run: Run, version: int) -> Iterator[Any]:
     from timm.utils import ModelEmaV2, ModelEmaV3
 
     average = (ModelEmaV2 if version == 2 else ModelEmaV3)(run.model.module, decay=DECAY)
-    for x, y in run.batches():
-        loss = train_step(run, x, y)
+    for loss in plain_loop(run):
         average.update(run.model.module)
         yield loss, snapshot(average.module.state_dict())
 
@@ -97,8 +70,7 @@ class LoraNet(nn.Module):
 def evaluate_every_third_step(run: Run) -> Iterator[Any]:
     """`eval()` right after the step, which merges weights in `LoraNet`."""
     x_eval, _ = run.batch(10_000)
-    for index, (x, y) in enumerate(run.batches()):
-        loss = train_step(run, x, y)
+    for index, loss in enumerate(plain_loop(run)):
         output = None
         if index % 3 == 2:
             run.model.eval()
@@ -106,37 +78,6 @@ def evaluate_every_third_step(run: Run) -> Iterator[Any]:
                 output = run.model(x_eval)
             run.model.train()
         yield loss, output
-
-
-class _Lookahead:
-    """Zhang et al., 2019: slow weights follow the fast ones every few steps."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, every: int = 3, rate: float = 0.5) -> None:
-        self.optimizer = optimizer
-        self.every, self.rate = every, rate
-        self.steps = 0
-        self.fast = [p for group in optimizer.param_groups for p in group["params"]]
-        self.slow = [p.detach().clone() for p in self.fast]
-
-    @torch.no_grad()
-    def step(self) -> None:
-        self.optimizer.step()
-        self.steps += 1
-        if self.steps % self.every == 0:
-            for fast, slow in zip(self.fast, self.slow, strict=True):
-                slow.add_(fast - slow, alpha=self.rate)
-                fast.copy_(slow)
-
-
-def lookahead(run: Run) -> Iterator[Any]:
-    """An optimizer around the attached one."""
-    around = _Lookahead(run.optimizer)
-    for x, y in run.batches():
-        run.optimizer.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        around.step()
-        yield loss, snapshot(around.slow)
 
 
 def sharpness_aware(run: Run, replaces_data: bool) -> Iterator[Any]:
@@ -186,31 +127,3 @@ class MomentumEncoderNet(nn.Module):
                 key.data = key.data * DECAY + query.data * (1 - DECAY)
             keys = self.key(x)
         return self.query(x) - 0.1 * keys
-
-
-def target_network(run: Run) -> Iterator[Any]:
-    """BYOL, and every off-policy agent: a target outside of the trained model, which follows it after
-    each step and gives the next step's targets.
-    """
-    target = copy.deepcopy(run.model.module).requires_grad_(False)
-    pairs = list(zip(run.model.module.parameters(), target.parameters(), strict=True))
-    for x, y in run.batches():
-        with torch.no_grad():
-            y = y + target(x)
-        loss = train_step(run, x, y)
-        for online, following in pairs:
-            following.data.lerp_(online.data, 1 - DECAY)
-        yield loss, snapshot(target.state_dict())
-
-
-def hard_target_network(run: Run) -> Iterator[Any]:
-    """DQN: every few steps the target gets the trained weights."""
-    target = copy.deepcopy(run.model.module).requires_grad_(False)
-    online = list(run.model.module.parameters())
-    for index, (x, y) in enumerate(run.batches()):
-        loss = train_step(run, x, y)
-        with torch.no_grad():
-            if index % 5 == 4:
-                for following, p in zip(target.parameters(), online, strict=True):
-                    following.copy_(p)
-            yield loss, target(x)

@@ -9,18 +9,6 @@ from torch.utils.checkpoint import checkpoint
 from models import HIDDEN, INPUTS, OUTPUTS
 
 
-class WeightNormNet(nn.Module):
-    """A parametrization: `weight` is computed from two other parameters each time that it is read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(INPUTS, HIDDEN))
-        self.second = nn.utils.parametrizations.weight_norm(nn.Linear(HIDDEN, OUTPUTS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-
 class SkippingNet(nn.Module):
     """Skips one of its layers in turn; needs `find_unused_parameters`. `apart` makes ranks skip
     different ones.
