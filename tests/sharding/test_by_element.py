@@ -9,6 +9,7 @@ from torch import nn, optim
 from ddp_crossover.sharding.by_element import why_not_by_element
 from models import INPUTS, OddNet
 from optimizers import OPTIMIZERS
+from own_optimizers import OwnOptimizer
 
 WHOLE = {
     "sgd_fused": "fused",
@@ -30,20 +31,12 @@ def test_matrix_optimizers_take_whole_matrices() -> None:
     assert "2D matrix" in (why_not_by_element(muon) or "")
 
 
-class _Normalized(optim.Optimizer):
+class _Normalized(OwnOptimizer):
     """Steps by the direction of each gradient, as layer-wise optimizers do."""
 
-    def __init__(self, parameters) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure=None) -> None:
-        if closure is not None:
-            closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * p.grad / (p.grad.norm() + 1e-12))
+    def update(self, group, parameters) -> None:
+        for p in parameters:
+            p.sub_(group["lr"] * p.grad / (p.grad.norm() + 1e-12))
 
 
 def test_layer_wise_optimizers_take_whole_layers() -> None:

@@ -1,9 +1,11 @@
-"""LARS and LAMB with sharded state: the bits of every rank, and those of one process with the mean gradient."""
+"""LARS and LAMB with sharded state: the bits of every rank, and those of one process with the mean gradient.
+
+Other loops with them the fuzzer draws (`optimizer`).
+"""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
 from equivalence import Case, check_case
-from gradient_loops import clip_norm_on_shards_inactive, log_gradients_after_step
 from harness import run_ranks
 from models import INPUTS, OUTPUTS, DeepNet
-from random_loops import random_loop
 
 LARS = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.01, "trust_coefficient": 0.02}
 LAMB = {"lr": 0.01, "weight_decay": 0.01}
@@ -29,7 +29,7 @@ def optimizer_of(module: nn.Module, name: str) -> torch.optim.Optimizer:
     return kind([{"params": matrices}, rest], **options)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", ["LARS", "LAMB"])
 def test_as_plain_ddp(on_ranks, name: str, world_size: int) -> None:
     case = Case(
@@ -38,14 +38,6 @@ def test_as_plain_ddp(on_ranks, name: str, world_size: int) -> None:
         world_size=world_size,
         dear={"shard_optimizer": True},
     )
-    check_case(case, on_ranks)
-
-
-@pytest.mark.parametrize("loop", [clip_norm_on_shards_inactive, log_gradients_after_step, partial(random_loop, seed=3)])
-@pytest.mark.parametrize("name", ["LARS", "LAMB"])
-def test_loops(on_ranks, name: str, loop: Any) -> None:
-    optimizer = partial(optimizer_of, name=name)
-    case = Case(loop, model=DeepNet, optimizer=optimizer, dear={"shard_optimizer": True}, pipelined=False)
     check_case(case, on_ranks)
 
 

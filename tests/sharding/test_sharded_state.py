@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 
 import ddp_crossover as dx
 from harness import run_ranks
@@ -36,11 +35,11 @@ def train(ddp: DistributedDataParallel, optimizers: list[Optimizer], steps: rang
             optimizer.step()
 
 
-def made(optimizer: Any = AdamW, **options: Any) -> tuple[DistributedDataParallel, Optimizer, dx.DearState]:
+def made() -> tuple[DistributedDataParallel, Optimizer, dx.DearState]:
     torch.manual_seed(1)
     ddp = DistributedDataParallel(DeepNet())
-    own = optimizer(ddp.parameters(), lr=0.01)
-    return ddp, own, dx.attach(ddp, own, shard_optimizer=True, fusion_mb=GROUPS_MB, **options)
+    own = AdamW(ddp.parameters(), lr=0.01)
+    return ddp, own, dx.attach(ddp, own, shard_optimizer=True, fusion_mb=GROUPS_MB)
 
 
 def _bytes_of_shards() -> tuple[int, int, int]:
@@ -52,11 +51,9 @@ def _bytes_of_shards() -> tuple[int, int, int]:
     return mine, whole, len(state.plan.groups)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_holds_its_part_of_the_state(world_size: int) -> None:
-    held = run_ranks(_bytes_of_shards, world_size) if world_size > 1 else None
-    if held is None:
-        return
+    held = run_ranks(_bytes_of_shards, world_size)
     numel = sum(p.numel() for p in DeepNet().parameters())
     for mine, whole, groups in held:
         assert whole > 2 * 4 * numel
@@ -100,32 +97,6 @@ def test_a_rank_that_saves_alone_gets_an_error_and_nobody_hangs() -> None:
     assert len(said) == 5
 
 
-def _edit() -> list[torch.Tensor]:
-    ddp, optimizer, state = made(lambda parameters, lr: SGD(parameters, lr, momentum=0.9))
-    train(ddp, [optimizer], range(5))
-    state.consolidate()
-    for own in optimizer.state.values():
-        own["momentum_buffer"].zero_()
-    train(ddp, [optimizer], range(5, 8))
-    return [p.detach().clone() for p in ddp.parameters()]
-
-
-def _edit_plain() -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    ddp = DistributedDataParallel(DeepNet())
-    optimizer = SGD(ddp.parameters(), 0.01, momentum=0.9)
-    train(ddp, [optimizer], range(5))
-    for own in optimizer.state.values():
-        own["momentum_buffer"].zero_()
-    train(ddp, [optimizer], range(5, 8))
-    return [p.detach().clone() for p in ddp.parameters()]
-
-
-def test_edits_of_the_consolidated_state_count() -> None:
-    for ours, plain in zip(run_ranks(_edit, 2), run_ranks(_edit_plain, 2), strict=True):
-        assert all(map(torch.equal, ours, plain))
-
-
 def _part(directory: str, name: str, resumed: str | None, steps: range, sharded: bool) -> None:
     """Train a part, from a checkpoint or from the start, and leave a checkpoint."""
     torch.manual_seed(1)
@@ -149,7 +120,7 @@ def _part(directory: str, name: str, resumed: str | None, steps: range, sharded:
         torch.save(saved, Path(directory, name))
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 3), (4, 2), (3, 1), (1, 2)])
+@pytest.mark.parametrize(("first", "then"), [(2, 3), (3, 1), (1, 2)])
 def test_another_world_size_goes_on_from_a_checkpoint(tmp_path: Path, first: int, then: int) -> None:
     # Muon for matrices, by owner, and AdamW for the rest, by element.
     directory = str(tmp_path)

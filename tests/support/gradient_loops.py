@@ -51,13 +51,6 @@ def log_one_gradient_sometimes(run: Run) -> Iterator[Any]:
         yield loss, seen
 
 
-def log_gradients_after_step(run: Run) -> Iterator[Any]:
-    """Reads them when their updates are pending."""
-    for loss in _backward(run):
-        run.optimizer.step()
-        yield loss, [p.grad.clone() for p in run.model.parameters()]
-
-
 def spoil_gradients_after_step(run: Run) -> Iterator[Any]:
     """The step has been asked for: what happens to `.grad` now is too late to matter."""
     for index, loss in enumerate(_backward(run)):
