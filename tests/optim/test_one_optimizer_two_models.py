@@ -1,5 +1,6 @@
 """Several states on one object: one optimizer, one module, one function that follows updates. None covers another, and
-one that is detached takes nothing from the other, whichever comes first.
+one that is detached takes nothing from the other, whichever comes first. Two that come and go together the fuzzer draws
+(`second`).
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ def _net() -> nn.Sequential:
 class Pair:
     """Two models in one loss, with one optimizer; `attach` says which of them are attached, in which order."""
 
-    def __init__(self, attach: tuple[int, ...], *options: dict[str, Any], nets: Callable[[], nn.Module] = _net) -> None:
+    def __init__(self, attach: tuple[int, ...], *options: dict[str, Any], net: Callable[[], nn.Module] = _net) -> None:
         torch.manual_seed(0)
-        self.nets = [nets(), nets()]
-        self.models = [DistributedDataParallel(net) for net in self.nets]
+        self.nets = [net(), net()]
+        unused = net is not _net
+        self.models = [DistributedDataParallel(one, find_unused_parameters=unused) for one in self.nets]
         self.parameters = [parameter for net in self.nets for parameter in net.parameters()]
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.05, momentum=0.9)
         options = options or ({}, {})
@@ -54,6 +56,13 @@ class Pair:
     def momenta(self, state: Any) -> list[Tensor]:
         return [own["momentum_buffer"].clone() for own in state.values()]
 
+    def end(self) -> list[Tensor]:
+        seen = [parameter.detach().clone() for parameter in self.parameters]
+        seen += [self.optimizer.state[parameter]["momentum_buffer"].clone() for parameter in self.parameters]
+        for state in self.states.values():
+            state.detach()
+        return seen
+
 
 def read(pair: Pair) -> list[Tensor]:
     return pair.momenta(pair.optimizer.state)
@@ -63,10 +72,6 @@ def edit(pair: Pair) -> list[Tensor]:
     for own in pair.optimizer.state.values():
         own["momentum_buffer"].mul_(0.5)
     return []
-
-
-def copied(pair: Pair) -> list[Tensor]:
-    return pair.momenta(copy.deepcopy(pair.optimizer).state)
 
 
 def replace(pair: Pair) -> list[Tensor]:
@@ -96,7 +101,7 @@ def detach_and_attach_anew(pair: Pair) -> list[Tensor]:
     return read(pair)
 
 
-LOOKS = [read, edit, copied, replace, detach_first, detach_second, detach_and_attach_anew]
+LOOKS = [read, edit, replace, detach_first, detach_second, detach_and_attach_anew]
 
 
 def _train(look: Callable[[Pair], list[Tensor]], attach: tuple[int, ...], *options: dict[str, Any]) -> list[Tensor]:
@@ -105,9 +110,7 @@ def _train(look: Callable[[Pair], list[Tensor]], attach: tuple[int, ...], *optio
     for step in pair.steps():
         if step >= STEP_IN_PIPELINE and step % 2 == 0:
             seen += look(pair)
-    seen += [parameter.detach().clone() for parameter in pair.parameters] + read(pair)
-    for state in pair.states.values():
-        state.detach()
+    seen += read(pair) + pair.end()
     assert type(pair.optimizer.state).__name__ == "defaultdict"
     return seen
 
@@ -120,14 +123,14 @@ def _same(look: Callable[[Pair], list[Tensor]], attach: tuple[int, ...], *option
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("attach", [(0, 1), (1, 0), (1,)], ids=str)
+@pytest.mark.parametrize("attach", [(0, 1), (1,)], ids=str)
 @pytest.mark.parametrize("look", LOOKS, ids=lambda look: look.__name__)
 def test_the_state_of_the_optimizer_has_the_updates_of_both(on_ranks, look, attach) -> None:
     on_ranks(_same, 2, look, attach)
 
 
 @pytest.mark.parametrize("plain", [0, 1])
-@pytest.mark.parametrize("look", [read, edit, copied], ids=lambda look: look.__name__)
+@pytest.mark.parametrize("look", [read, edit], ids=lambda look: look.__name__)
 def test_one_of_the_models_takes_plain_all_reduces(on_ranks, look, plain) -> None:
     options: list[dict[str, Any]] = [{}, {}]
     options[plain] = {"schedule": "allreduce"}
@@ -148,51 +151,37 @@ class _Late(nn.Module):
         return h + self.second(h) if self.calls > STEP_IN_PIPELINE else h
 
 
-def _state_is_made_in_the_pipeline(attach: tuple[int, ...], leave: int | None, options: list[dict[str, Any]]) -> None:
-    results = []
-    for which in ((), attach):
-        torch.manual_seed(0)
-        nets = [_Late(), _Late()]
-        models = [DistributedDataParallel(net, find_unused_parameters=True) for net in nets]
-        parameters = [parameter for net in nets for parameter in net.parameters()]
-        optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-        states = {
-            one: dx.attach(models[one], optimizer, **({"fusion_mb": SMALL_GROUPS_MB} | options[one])) for one in which
-        }
-        for step in range(STEPS):
-            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
-            optimizer.zero_grad()
-            models[1](models[0](x)).pow(2).mean().backward()
-            optimizer.step()
-            if step == STEP_IN_PIPELINE and leave in states:
-                states[leave].detach()
-        results.append(
-            [p.detach().clone() for p in parameters]
-            + [optimizer.state[p]["momentum_buffer"].clone() for p in parameters]
-        )
-        for state in states.values():
-            state.detach()
-    for one, other in zip(*results, strict=True):
+def _state_is_made_in_the_pipeline(leave: int | None, options: list[dict[str, Any]]) -> None:
+    ends = []
+    for attach in ((), (0, 1)):
+        pair = Pair(attach, *options, net=_Late)
+        for step in pair.steps():
+            if step == STEP_IN_PIPELINE and leave in pair.states:
+                pair.states[leave].detach()
+        ends.append(pair.end())
+    for one, other in zip(*ends, strict=True):
         assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("leave", [None, 0, 1])
-@pytest.mark.parametrize("attach", [(0, 1), (1, 0)], ids=str)
 @pytest.mark.parametrize("plain", [None, 0, 1])
-def test_state_that_a_deferred_update_makes_is_kept(on_ranks, attach, leave, plain) -> None:
+def test_state_that_a_deferred_update_makes_is_kept(on_ranks, leave, plain) -> None:
     options: list[dict[str, Any]] = [{}, {}]
     if plain is not None:
         options[plain] = {"schedule": "allreduce"}
-    on_ranks(_state_is_made_in_the_pipeline, 2, attach, leave, options)
+    on_ranks(_state_is_made_in_the_pipeline, 2, leave, options)
 
 
 def _clamped(leave: int) -> None:
-    """Each model's function sees its own parameters, once a step, also after the other was detached; from then on it
-    sees those of the other, too, which belong to no attached model."""
+    """Each model's function sees its own parameters, and one that is of neither, once a step, also after the other was
+    detached; from then on it sees those of the other, too, which belong to no attached model.
+    """
     pair = Pair((0, 1))
+    of_neither = nn.Parameter(torch.ones(3))
+    pair.optimizer.add_param_group({"params": [of_neither]})
     seen: list[list[int]] = [[], []]
     for one, state in pair.states.items():
-        own = {id(parameter): index for index, parameter in enumerate(pair.nets[one].parameters())}
+        own = {id(p): index for index, p in enumerate([*pair.nets[one].parameters(), of_neither])}
 
         def clamp(parameters: list[Tensor], one: int = one, own: dict[int, int] = own) -> None:
             seen[one] += [own.get(id(parameter), -1) for parameter in parameters]
@@ -206,7 +195,7 @@ def _clamped(leave: int) -> None:
             assert -1 not in seen[leave]
     pair.states[1 - leave].synchronize()
     for one in (0, 1):
-        assert sorted(index for index in seen[one] if index >= 0) == sorted([*range(4)] * STEPS), seen[one]
+        assert sorted(index for index in seen[one] if index >= 0) == sorted([*range(5)] * STEPS), seen[one]
     assert -1 not in seen[leave]
     pair.states[1 - leave].detach()
 
