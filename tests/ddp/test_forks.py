@@ -46,11 +46,6 @@ def _forking_steps(run: Run) -> Iterator[tuple[bool, Tensor]]:
         yield index % EVERY == EVERY - 1, loss
 
 
-def _evaluate_in_a_child(run: Run) -> Iterator[Any]:
-    for forks, loss in _forking_steps(run):
-        yield loss, Child(lambda: evaluate(run.model.module)).result() if forks else None
-
-
 def _evaluate_in_a_child_of_one_rank(run: Run) -> Iterator[Any]:
     for forks, loss in _forking_steps(run):
         forks = forks and run.rank == 0
@@ -103,7 +98,6 @@ def _read_gradients_in_a_child(run: Run) -> Iterator[Any]:
 @pytest.mark.parametrize(
     "loop",
     [
-        _evaluate_in_a_child,
         _evaluate_in_a_child_of_one_rank,
         _train_on_beside_the_child,
         _read_everything_in_a_child,

@@ -166,13 +166,9 @@ CASES = {
     "static_graph": replace(LARGE, ddp={"static_graph": True}),
     "find_unused": replace(LARGE, model=HalfUsed, ddp=UNUSED),
     "find_unused_static_graph": replace(LARGE, model=HalfUsed, ddp={**UNUSED, "static_graph": True}),
-    "after_some_steps": replace(LARGE, loop=_attach_after_some_steps, steps=20),
     "after_some_steps_bucket_view": replace(LARGE, loop=_attach_after_some_steps, ddp=BUCKET_VIEWS, steps=20),
     "after_some_steps_static_graph": replace(
         LARGE, loop=_attach_after_some_steps, ddp={"static_graph": True}, steps=20
-    ),
-    "attached_anew_static_graph": replace(
-        LARGE, loop=_accumulate_and_attach_anew, ddp={"static_graph": True}, steps=36, pipelined=False
     ),
     "attached_anew_static_graph_bucket_view": replace(
         LARGE, loop=_accumulate_and_attach_anew, ddp={"static_graph": True, **BUCKET_VIEWS}, steps=36, pipelined=False

@@ -22,7 +22,6 @@ from equivalence import (
     plain_loop,
     run_arm,
     snapshot,
-    train_step,
 )
 from invisible_models import (
     CheckpointedMatricesNet,
@@ -69,8 +68,7 @@ def _exact_or_refused(case: Case, name: str) -> None:
 def _clip_and_evaluate(run: Run) -> Iterator[Any]:
     parameters = list(run.model.parameters())
     x_eval, _ = run.batch(10_000)
-    for index, (x, y) in enumerate(run.batches()):
-        loss = train_step(run, x, y)
+    for index, loss in enumerate(plain_loop(run)):
         for p in parameters if index % 3 == 2 else []:
             p.data.clamp_(-LIMIT, LIMIT)
         with torch.no_grad():
@@ -86,8 +84,7 @@ def test_a_reader_that_no_override_sees_is_exact_or_named(on_ranks, model, name,
 
 def _evaluate(run: Run, called: Callable[[Run, torch.Tensor], torch.Tensor]) -> Iterator[Any]:
     x_eval, _ = run.batch(10_000)
-    for x, y in run.batches():
-        loss = train_step(run, x, y)
+    for loss in plain_loop(run):
         run.model.eval()
         with torch.no_grad():
             output = called(run, x_eval)
@@ -95,17 +92,8 @@ def _evaluate(run: Run, called: Callable[[Run, torch.Tensor], torch.Tensor]) -> 
         yield loss, output
 
 
-def _ddp(run: Run, x: torch.Tensor) -> torch.Tensor:
-    return run.model(x)
-
-
 def _module(run: Run, x: torch.Tensor) -> torch.Tensor:
     return run.model.module(x)
-
-
-def _encoder(run: Run, x: torch.Tensor) -> torch.Tensor:
-    module = run.model.module
-    return module.encoder(module.embed(x.unsqueeze(-1)), src_key_padding_mask=padding(x))
 
 
 def _one_layer(run: Run, x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +106,7 @@ FAST_PATHS = {
     f"{called.__name__.lstrip('_')}_{'always_eval' if always_eval else 'eval'}": Case(
         partial(_evaluate, called=called), model=partial(PaddedEncoderNet, always_eval), pipelined=False
     )
-    for called in (_ddp, _module, _encoder, _one_layer)
+    for called in (_module, _one_layer)
     for always_eval in (False, True)
 }
 
@@ -176,7 +164,6 @@ CONTEXTS = {
         for name, made in [("sgd", SGD), ("muon", MUON)]
     },
     "autocast": Case(_autocast_and_clip, model=MatrixNet, pipelined=False),
-    "autocast_deep": Case(_autocast_and_clip, model=DeepNet, pipelined=False),
     "autocast_muon": Case(_autocast_and_clip, model=MatrixNet, optimizer=MUON, pipelined=False),
     "compiled_closure": Case(model=partial(CompiledClosureNet, fullgraph=False), pipelined=False),
     "compiled_closure_fullgraph": Case(model=partial(CompiledClosureNet, fullgraph=True), pipelined=False),

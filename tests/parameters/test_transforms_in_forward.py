@@ -15,11 +15,9 @@ from torch.func import (
     functionalize,
     grad,
     grad_and_value,
-    hessian,
     jacfwd,
     jacrev,
     jvp,
-    stack_module_state,
     vjp,
     vmap,
 )
@@ -60,15 +58,6 @@ class TransformedNet(nn.Module):
 
     def called_with(self, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
         return functional_call(self.core, parameters, (x,))
-
-
-class FunctionalCall(TransformedNet):
-    """`functional_call` with the module's own parameters, and with constants made of them."""
-
-    def middle(self, x: Tensor) -> Tensor:
-        constants = {name: p.detach() for name, p in self.core.named_parameters()}
-        gate = self.called_with(constants, x).sigmoid()
-        return gate * self.called_with(dict(self.core.named_parameters()), x)
 
 
 class GradOfInput(TransformedNet):
@@ -133,34 +122,6 @@ class MappedOverParameter(TransformedNet):
         return self.core(x) + rows.sum()
 
 
-class Ensemble(TransformedNet):
-    """Members in one call: their parameters stacked in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.members = nn.ModuleList([Core() for _ in range(3)])
-
-    def middle(self, x: Tensor) -> Tensor:
-        each = [dict(member.named_parameters()) for member in self.members]
-        stacked = {name: torch.stack([parameters[name] for parameters in each]) for name in each[0]}
-        return self.core(x) + vmap(self.called_with, (0, None))(stacked, x).mean(0)
-
-
-class StackedEnsemble(TransformedNet):
-    """The parameters are the stacks that `stack_module_state` has made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        stacked, _ = stack_module_state([Core() for _ in range(3)])
-        self.stacked = nn.ParameterDict(
-            {name.replace(".", "_"): nn.Parameter(stack.detach()) for name, stack in stacked.items()}
-        )
-
-    def middle(self, x: Tensor) -> Tensor:
-        stacked = {name.replace("_", "."): stack for name, stack in self.stacked.items()}
-        return self.core(x) + vmap(self.called_with, (0, None))(stacked, x).mean(0)
-
-
 class PerSampleGradients(TransformedNet):
     """Outputs divided by the norm of each sample's gradient."""
 
@@ -181,15 +142,6 @@ class Jacobians(TransformedNet):
         of_input = vmap(jacrev(self.core))(x).square().sum((1, 2)) + vmap(jacfwd(self.core))(x).square().sum((1, 2))
         of_weight = jacrev(lambda w: torch.tanh(x @ w.t()).mean(0))(weight).square().sum()
         return self.core(x) + of_input.unsqueeze(1) + of_weight + jacfwd(lambda w: self.hidden_mean(x, w))(weight).sum()
-
-
-class Hessians(TransformedNet):
-    """Of the input and of a parameter."""
-
-    def middle(self, x: Tensor) -> Tensor:
-        of_bias = hessian(lambda b: F.linear(x, self.core.first.weight, b).tanh().square().mean())
-        of_input = vmap(hessian(lambda row: self.core(row).square().sum()))(x).sum((1, 2))
-        return self.core(x) + of_bias(self.core.first.bias).square().sum() + of_input.unsqueeze(1)
 
 
 class AutogradFunctional(TransformedNet):

@@ -49,17 +49,6 @@ def accumulate_once_the_graph_is_known(run: Run) -> Iterator[Any]:
         yield loss
 
 
-def accumulate_without_no_sync(run: Run) -> Iterator[Any]:
-    """Three micro-batches a step, each of which communicates."""
-    for index, (x, y) in enumerate(run.batches(per_step=3)):
-        loss = run.loss(run.model(x), y) / 3
-        loss.backward()
-        if index % 3 == 2:
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-        yield loss
-
-
 def every_optimizer_steps(run: Run) -> Iterator[Any]:
     """The plain loop with several optimizers."""
     for x, y in run.batches():
