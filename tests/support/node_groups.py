@@ -8,9 +8,10 @@ package.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from equivalence import Case, compare_arms
+from reference import add_in_order, mean_over_ranks
 
 Layout = tuple[tuple[int, ...], ...]
 """The ranks of each node."""
@@ -60,38 +62,15 @@ class NodeOrder(NamedTuple):
     wire_dtype: torch.dtype | None = None
 
 
-def add_up(terms: list[torch.Tensor], order: NodeOrder) -> torch.Tensor:
+def add_up(terms: Sequence[torch.Tensor], order: NodeOrder) -> torch.Tensor:
     """The sum of the ranks' terms, inside of a node first."""
-    return _sum([_sum([terms[rank] for rank in node], order) for node in order.layout], order)
-
-
-def _sum(terms: list[torch.Tensor], order: NodeOrder) -> torch.Tensor:
     in_fp32 = order.wire_dtype is not None and terms[0].itemsize < torch.float32.itemsize
-    total = terms[0].float() if in_fp32 else terms[0].clone()
-    for term in terms[1:]:
-        total = total + term
-    return total.to(terms[0].dtype)
+    return add_in_order([add_in_order([terms[rank] for rank in node], in_fp32) for node in order.layout], in_fp32)
 
 
-def node_order_hook(order: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Mean over ranks in node order, each rank having scaled its own gradient first, as DDP does."""
-    buffer = bucket.buffer()
-    scaled = torch.mul(buffer, 1.0 / dist.get_world_size())
-    if order.wire_dtype is not None and order.wire_dtype.itemsize < buffer.dtype.itemsize:
-        scaled = scaled.to(order.wire_dtype)
-    gathered = [torch.empty_like(scaled) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, scaled)
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(add_up(gathered, order).to(buffer.dtype))
-    return future
-
-
-# DDP looks at the annotations of hooks, and expects types.
-node_order_hook.__annotations__ = {
-    "order": Any,
-    "bucket": dist.GradBucket,
-    "return": torch.futures.Future[torch.Tensor],
-}
+def node_order_hook(order, bucket):  # unannotated: DDP takes annotations for types, and would find text
+    """Mean over ranks in node order."""
+    return mean_over_ranks(bucket.buffer(), partial(add_up, order=order), order.wire_dtype)
 
 
 def compare_on_nodes(case: Case, layout: Layout) -> None:
