@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +10,9 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+import launched
 from models import OddNet
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240
 
 
@@ -23,20 +20,8 @@ TIMEOUT_S = 240
 @pytest.mark.parametrize("framework", ["lightning", "transformers"])
 def test_one_trainer_trains_twice_as_plain_ddp_does(framework: str) -> None:
     pytest.importorskip(framework)
-    support = ROOT / "tests" / "support"
-    job = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *(str(support / "two_fits.py"), framework),
-        ],
-        env=os.environ
-        | {"PYTHONPATH": f"{ROOT}{os.pathsep}{support}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert job.returncode == 0, job.stdout + job.stderr
+    script = launched.ROOT / "tests" / "support" / "two_fits.py"
+    launched.run(*launched.torchrun(), script, framework, variables={"CUDA_VISIBLE_DEVICES": ""}, timeout_s=TIMEOUT_S)
 
 
 def test_lightning_without_ddp_trains_and_says_that_nothing_is_attached(caplog: pytest.LogCaptureFixture) -> None:
@@ -72,7 +57,7 @@ def test_the_callback_is_of_the_lightning_that_the_script_uses(package: str) -> 
         f"import {package} as used, ddp_crossover as dx\n"
         "assert issubclass(dx.integrations.lightning.DearCallback, used.Callback)"
     )
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=TIMEOUT_S)
+    launched.run("-c", program, timeout_s=TIMEOUT_S)
 
 
 def test_transformers_without_ddp_trains_and_says_that_nothing_is_attached(

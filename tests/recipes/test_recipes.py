@@ -9,10 +9,7 @@ Recipes that weight ranks by tokens are compared with one process that has the w
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +18,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
+import launched
 from equivalence import assert_same
 from matrix import often
 
-ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
 LAUNCH_TIMEOUT_S = 240
 LAUNCHES_PER_TEST = 4
@@ -98,35 +95,15 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
 
 
 def _launch(folder: Path, recipe: Recipe, flags: tuple[str, ...], run: tuple[str, ...], ranks: int) -> Launch:
-    under_run = ("-m", "ddp_crossover", "run", *run, "--stats", str(folder / "stats.json")) if run else ()
-    saving = ("--output-dir", str(folder)) if recipe.checkpoint else ()
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *under_run),
-        *(str(ROOT / "docs" / "recipes" / f"{recipe.script}.py"), "--out", str(folder)),
-        *(*recipe.arguments, *saving, *flags),
-    ]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-    }
-    job = subprocess.Popen(
-        command,
+    under_run = ("-m", "ddp_crossover", "run", *run, "--stats", folder / "stats.json") if run else ()
+    saving = ("--output-dir", folder) if recipe.checkpoint else ()
+    script = launched.ROOT / "docs" / "recipes" / f"{recipe.script}.py"
+    output = launched.run(
+        *(*launched.torchrun(ranks), *under_run, script, "--out", folder, *recipe.arguments, *saving, *flags),
+        variables={"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
         cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        timeout_s=LAUNCH_TIMEOUT_S,
     )
-    try:
-        output, _ = job.communicate(timeout=LAUNCH_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        job.terminate()  # torchrun ends its ranks
-        output, _ = job.communicate()
-        pytest.fail(f"{recipe.script} did not end within {LAUNCH_TIMEOUT_S} s:\n{output}")
-    assert job.returncode == 0, output
     return Launch(folder, output)
 
 

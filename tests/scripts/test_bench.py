@@ -3,10 +3,6 @@
 import io
 import itertools
 import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
-import bench
 import lab
+import launched
 from bench_kit import launch, paced
 from bench_parts import options, report
 from bench_parts.cases import CaseSettings
@@ -24,88 +20,48 @@ from ddp_crossover.fusion import GradientSpec
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.model_profile import ModelProfile
 
-ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 450
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-
-pytestmark = pytest.mark.xdist_group("bench")
 
 
 def run(given: str, directory: Path) -> tuple[dict[str, Any], str, bytes]:
     """The record, what was printed and the chart of a run with four small layers, started in a directory."""
     json_file, plot_file = directory / "new" / "bench.json", directory / "new" / "bench.png"
     small = "--parameters 400000 --blocks 2 --weights-per-block 2 --rounds 2 --steps-per-round 1"
-    job = subprocess.Popen(
-        [sys.executable, str(ROOT / "scripts" / "bench.py"), *small.split(), *given.split(),
-         "--json", str(json_file), "--plot", str(plot_file)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}, cwd=directory,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    try:
-        output, _ = job.communicate(timeout=RUN_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        job.terminate()  # it ends its ranks
-        output, _ = job.communicate()
-        pytest.fail(f"no end within {RUN_TIMEOUT_S} s:\n{output}")
-    assert job.returncode == 0, output
+    arguments = [*small.split(), *given.split(), "--json", json_file, "--plot", plot_file]
+    output = launched.run(launched.SCRIPTS / "bench.py", *arguments, timeout_s=RUN_TIMEOUT_S, cwd=directory)
     return json.loads(json_file.read_text()), output, plot_file.read_bytes()
 
 
-@pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, bytes]:
-    arms = "noop,ddp,dear,allreduce,fsdp2,local-1,post-local-1"
-    return run(f"--no-lab --ratios 0.05 --arms {arms} --buckets 25,1", tmp_path_factory.mktemp("bench"))
-
-
-def test_every_arm_is_measured_in_every_round(tiny_run: tuple[dict[str, Any], str, bytes]) -> None:
-    record, _, _ = tiny_run
+@pytest.mark.xdist_group("bench")
+def test_a_whole_run_over_loopback(tmp_path: Path) -> None:
+    chosen = "noop,ddp,dear,allreduce,fsdp2,local-1,post-local-1"
+    record, output, chart = run(f"--no-lab --ratios 0.05 --arms {chosen} --buckets 25,1", tmp_path)
     (case,) = record["cases"]
-    arms = ["noop", "ddp@25", "ddp@1", "dear", "allreduce", "fsdp2", "local-1", "post-local-1"]
-    assert [arm["arm"] for arm in case["arms"]] == arms
-    for arm in case["arms"]:
+    arms = {arm["arm"]: arm for arm in case["arms"]}
+    assert list(arms) == ["noop", "ddp@25", "ddp@1", "dear", "allreduce", "fsdp2", "local-1", "post-local-1"]
+    for name, arm in arms.items():
         assert arm["refused"] is None
         assert len(arm["rounds_s"]) == 2 and all(seconds > 0 for seconds in arm["rounds_s"])
         assert arm["step_s"].keys() == arm["over_bound"].keys() == {"low", "median", "high"}
+        row = next(line.split() for line in output.splitlines() if line.split()[:1] == [name])
+        assert row[1] == f"{1e3 * arm['step_s']['median']:.1f}" and row[3] == f"{arm['over_bound']['median']:.3f}"
     assert case["bound_s"] == max(case["compute_s"], case["all_reduce_best_s"])
     assert case["gradient_bytes"] == 4 * 400000 and case["tensors"] == 4
     assert case["best_ddp"] in ("ddp@25", "ddp@1")
-
-
-def test_ours_is_measured_as_a_pipeline(tiny_run: tuple[dict[str, Any], str, bytes]) -> None:
-    arms = {arm["arm"]: arm for arm in tiny_run[0]["cases"][0]["arms"]}
+    # Ours is measured as a pipeline.
     assert arms["dear"]["plan"].startswith("FusionPlan") and not arms["dear"]["fallbacks"]
     assert arms["allreduce"]["plan"] is None
-
-
-def test_the_pace_makes_up_for_what_is_not_sleep(tiny_run: tuple[dict[str, Any], str, bytes]) -> None:
-    (case,) = tiny_run[0]["cases"]
+    # The pace makes up for what is not sleep; a backward sleeps twice as long as a forward.
     sleeps_s = case["tensors"] * 3 * case["paced_forward_s_per_layer"]
     assert 0 < sleeps_s < case["all_reduce_at_start_s"] / case["settings"]["ratio"]
     assert sleeps_s <= case["compute_s"]
-
-
-def test_loopback_is_never_taken_for_a_network(tiny_run: tuple[dict[str, Any], str, bytes]) -> None:
-    record, output, _ = tiny_run
+    # Loopback is never taken for a network.
     assert record["configuration"]["is_network_measurement"] is False
     assert "NOT a measurement" in record["configuration"]["network"]
     heading = next(line for line in output.splitlines() if line.startswith("paced, uniform, A/C 0.05"))
     assert "NOT a measurement of a network" in heading
-
-
-def test_table_and_chart(tiny_run: tuple[dict[str, Any], str, bytes]) -> None:
-    record, output, chart = tiny_run
-    for arm in record["cases"][0]["arms"]:
-        row = next(line.split() for line in output.splitlines() if line.split()[:1] == [arm["arm"]])
-        assert row[1] == f"{1e3 * arm['step_s']['median']:.1f}" and row[3] == f"{arm['over_bound']['median']:.3f}"
     assert chart.startswith(PNG_SIGNATURE)
-
-
-def test_without_a_lab_it_says_why_and_exits_with_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", "")
-    assert bench.main(["--quick"]) == 2
-    assert "`ip`" in (error := capsys.readouterr().err) and "--no-lab" in error
 
 
 @pytest.mark.nightly
@@ -222,16 +178,6 @@ def test_a_weight_is_read_before_the_sleep_of_its_forward() -> None:
     assert network(torch.ones(1)).item() == 8.0
 
 
-def test_backward_takes_twice_as_long_as_forward() -> None:
-    network = paced.paced_network([1000] * 4, 2, paced.Pace(0.005))
-    start = time.perf_counter()
-    result = network(torch.ones(1))
-    between = time.perf_counter()
-    result.sum().backward()
-    # Sleeps are never shorter than asked for; how much longer, the machine's load decides.
-    assert between - start >= 4 * 0.005 and time.perf_counter() - between >= 4 * 2 * 0.005
-
-
 @pytest.mark.parametrize("profile", paced.GROWTH)
 @pytest.mark.parametrize(("parameters", "layers"), [(10_000_000, 32), (10_000_000, 8), (600_000, 12)])
 def test_sizes_of_layers(profile: str, parameters: int, layers: int) -> None:
@@ -264,22 +210,3 @@ def test_one_case_for_each_profile_and_ratio() -> None:
         ("uniform", 0.5), ("uniform", 2.0), ("heavy-end", 0.5), ("heavy-end", 2.0),
     ]  # fmt: skip
     assert cases[-1].name == "transformer, 64 tokens"
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ("--arms auto,fast", "'fast'"),
-        ("--arms ddp@0", "ddp@0"),
-        ("--workloads resnet5", "resnet5"),
-        ("--ratios 1,-1", "1,-1"),
-        ("--tokens 33 --workloads transformer", "--tokens 33"),
-        ("--parameters 1000", "1000 parameters"),
-        ("--rounds 0", "--rounds"),
-        ("--arms local-8 --steps-per-round 12", "local-8 shares every 8 steps"),
-    ],
-)
-def test_bad_input_is_refused_by_name(given: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_of:
-        options.parse_args("", given.split())
-    assert exit_of.value.code == 2 and named in capsys.readouterr().err

@@ -3,10 +3,7 @@
 import ast
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -15,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import launched
 from bench_kit import record
 from bench_kit.rounds import jain_index, median_at_least, quantile, spread, turns
+from launched import SCRIPTS
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 TIMEOUT_S = 300
 
 
@@ -75,13 +73,8 @@ def test_every_script_begins_with_the_command_to_run(script: Path) -> None:
 def test_every_step_of_the_lease_is_measured(tmp_path: Path) -> None:
     file = tmp_path / "handoff.json"
     small = "--rounds 1 --turns 30"
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "bench_handoff.py"), *small.split(), "--json", str(file)],
-        env=os.environ | {"PYTHONPATH": str(SCRIPTS.parent)},
-        capture_output=True, text=True, timeout=TIMEOUT_S,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    shown = launched.run(SCRIPTS / "bench_handoff.py", *small.split(), "--json", file, timeout_s=TIMEOUT_S)
     rounds = json.loads(file.read_text())["rounds"]
-    assert len(rounds) == 4 and all(name in done.stdout for name in rounds)
+    assert len(rounds) == 4 and all(name in shown for name in rounds)
     assert all(figures[0].keys() == {"samples", "p50", "p99"} for figures in rounds.values())
     assert rounds["hand-off, us"][0]["p50"] > 0

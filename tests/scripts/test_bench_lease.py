@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import bench_lease
 import lab
+import launched
 from bench_kit.launch import CaseFailed
 from bench_kit.rounds import jain_index
 from bench_lease_parts import cases
@@ -21,7 +19,6 @@ from bench_lease_parts.conductor import arms_of, run_case
 from bench_lease_parts.figures import StepTimes, bound, in_proportion, print_case, steps_between, summarize
 from bench_lease_parts.job import sizes_of_layers
 
-ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 450
 
 
@@ -132,30 +129,6 @@ def test_most_of_an_embedding_heavy_network_is_in_its_first_layer() -> None:
     assert sizes_of_layers(JOBS["weights"][0], 0) == [500] * 24
 
 
-def test_settings_survive_their_file(tmp_path: Path) -> None:
-    settings = case("weights")
-    settings.write(tmp_path)
-    assert CaseSettings.read(tmp_path) == settings
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [("--cases equal,odd", "odd"), ("--window-s 0", "--window-s")],
-)
-def test_bad_input_is_refused_by_name(given: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_of:
-        cases.parse_args("", given.split())
-    assert exit_of.value.code == 2 and named in capsys.readouterr().err
-
-
-def test_without_a_lab_it_says_why_and_exits_with_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", "")
-    assert bench_lease.main(["--quick"]) == 2
-    assert "`ip`" in capsys.readouterr().err
-
-
 @pytest.mark.timeout(20, method="thread")  # a hang would not hear a signal
 @pytest.mark.parametrize("end", [CaseFailed("out of paper"), KeyboardInterrupt()])
 def test_a_case_without_its_ranks_ends(end: BaseException) -> None:
@@ -174,18 +147,8 @@ def test_a_case_without_its_ranks_ends(end: BaseException) -> None:
 def test_a_whole_run(tmp_path: Path) -> None:
     json_file = tmp_path / "new" / "lease.json"
     small = "--cases filler --rounds 1 --window-s 1 --settle-s 0.5"
-    job = subprocess.Popen(
-        [sys.executable, str(ROOT / "scripts" / "bench_lease.py"), *small.split(), "--json", str(json_file)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    try:
-        output, _ = job.communicate(timeout=RUN_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        job.terminate()  # it removes its lab
-        output, _ = job.communicate()
-        pytest.fail(f"no end within {RUN_TIMEOUT_S} s:\n{output}")
-    assert job.returncode == 0, output
+    arguments = [*small.split(), "--json", json_file]
+    output = launched.run(launched.SCRIPTS / "bench_lease.py", *arguments, timeout_s=RUN_TIMEOUT_S)
     record = json.loads(json_file.read_text())
     (filler,) = record["cases"]
     assert "EMULATED" in output and "EMULATED" in record["configuration"]["device"] and filler["device"] == "emulated"

@@ -1,35 +1,19 @@
 """`scripts/demo.py`: a small run of the whole demo, and what it says when DeAR pays, and when it does not."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import launched
 from bench_kit.slow_link import why_not_here
 from demo_parts import report
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 280
 SMALL = ("--model", "squeezenet1_1", "--image-size", "32", "--batch-size", "4", "--rounds", "1", "--steps", "1")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 pytest.importorskip("matplotlib")
-
-
-def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-    }
-    script = str(ROOT / "scripts" / "demo.py")
-    return subprocess.run(
-        [sys.executable, *TORCHRUN, script, *arguments],
-        env=environment, capture_output=True, text=True, timeout=TIMEOUT_S,
-    )  # fmt: skip
 
 
 @pytest.mark.xdist_group("demo")
@@ -37,13 +21,16 @@ def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_small_demo_is_quiet_and_ends_with_identical_models_a_verdict_and_a_picture(tmp_path: Path) -> None:
     import matplotlib.image
 
-    files = ("--timeline", str(tmp_path / "t.png"), "--json", str(tmp_path / "demo.json"))
-    ended = demo("--quick", *SMALL, *files)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert not ended.stderr
-    assert "Bit-identical" in ended.stdout and "best bucket size" in ended.stdout
-    assert ended.stdout.endswith(f"{tmp_path / 't.png'}\n")
-    height, width, _ = matplotlib.image.imread(tmp_path / "t.png").shape
+    picture, errors = tmp_path / "t.png", tmp_path / "errors"
+    files = ("--timeline", picture, "--json", tmp_path / "demo.json")
+    command = (*launched.torchrun(), launched.SCRIPTS / "demo.py", "--quick", *SMALL, *files)
+    with errors.open("w") as stderr:
+        job = launched.start(*command, stderr=stderr)
+        shown = launched.finish(job, TIMEOUT_S)
+    assert (job.returncode, errors.read_text()) == (0, ""), shown
+    assert "Bit-identical" in shown and "best bucket size" in shown
+    assert shown.endswith(f"{picture}\n")
+    height, width, _ = matplotlib.image.imread(picture).shape
     assert width > 1000 and height > 500
 
     record = json.loads((tmp_path / "demo.json").read_text())
@@ -62,17 +49,6 @@ def _both_send_alike_over_one_slow_link(link: dict[str, Any], trained: list[dict
         assert {limit for limits in arm["limits_bytes_per_s"] for limit in limits} == {round(link["asked_bytes_per_s"])}
         carriers = [sent for sent in arm["sent_bytes_per_step"] if sent > 0.05 * gradient_bytes]
         assert carriers == [pytest.approx(gradient_bytes, rel=0.1)]
-
-
-@pytest.mark.nightly
-def test_what_cannot_run_is_refused_by_name() -> None:
-    for arguments, message in (
-        (("--model", "resnet81"), "--model resnet81 is none of torchvision's classifiers"),
-        (("--model", "alexnet", "--image-size", "32"), "Give another --image-size"),
-    ):
-        ended = demo(*arguments)
-        assert ended.returncode != 0
-        assert message in ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize(

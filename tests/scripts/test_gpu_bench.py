@@ -3,9 +3,6 @@ but the time.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
 import gpu_bench
+import launched
 from fake_streams import fake_gpu
 from gpu_bench_parts.emulation import emulated_wire, make_gpu_wire, plugged_in
 from gpu_bench_parts.options import make_cases, parse_args
@@ -24,57 +22,41 @@ from gpu_bench_parts.summary import headline, summarize
 from gpu_bench_parts.wire import GBIT, Wire
 from gpu_check_parts.training import Job, Recipe, difference
 
-ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 300
 ARMS = ["noop", "ddp@25", "ddp@0.5", "auto", "ddp, no wire", "dear, no wire"]
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.xdist_group("gpu_bench")
-
-
-@pytest.fixture(scope="module")
-def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """The record of a rehearsal, and what it printed."""
-    file = tmp_path_factory.mktemp("gpu-bench") / "new" / "bench.json"
-    small = "--device cpu --rounds 2 --steps-per-round 2 --buckets 25,0.5 --precision fp32 --batch 2"
-    ended = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "gpu_bench.py"), *small.split(), "--json", str(file)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=RUN_TIMEOUT_S,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return json.loads(file.read_text()), ended.stdout
-
 
 @pytest.mark.nightly
-def test_a_rehearsal_ends_with_a_row_for_each_arm(rehearsal: tuple[dict[str, Any], str]) -> None:
-    record, printed = rehearsal
+@pytest.mark.xdist_group("gpu_bench")
+def test_a_rehearsal(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "bench.json"
+    small = "--device cpu --rounds 2 --steps-per-round 2 --buckets 25,0.5 --precision fp32 --batch 2"
+    arguments = [*small.split(), "--json", file]
+    printed = launched.run(launched.SCRIPTS / "gpu_bench.py", *arguments, timeout_s=RUN_TIMEOUT_S)
+    record = json.loads(file.read_text())
     (case,) = record["cases"]
     assert case["state"] == "ok" and case["rounds"] == 2 and [arm["arm"] for arm in case["arms"]] == ARMS
     for arm in case["arms"]:
         assert f"  {arm['arm']} " in printed and f"{arm['over_bound']['median']:.3f}" in printed
     assert case["bound_s"] == max(case["compute_s"], case["wire_s"]) and case["best_ddp"] in ARMS
-
-
-@pytest.mark.nightly
-def test_a_rehearsal_is_never_taken_for_a_measurement(rehearsal: tuple[dict[str, Any], str]) -> None:
-    record, printed = rehearsal
+    # It is never taken for a measurement.
     assert record["configuration"]["is_gpu_measurement"] is False
     heading = next(line for line in printed.splitlines() if line.startswith("small, 2 Gb/s"))
     assert "REHEARSAL" in heading and "says nothing about a GPU" in heading
+    # The wire takes the time of a ring, and nobody can be done before it is.
+    wire = Wire(4)
+    wire.bytes_per_s, wire.latency_s = 2 * GBIT, 20e-6
+    asked_s = wire.all_reduce_s(case["measured"]["gradient_bytes"])
+    assert all(flat_s >= asked_s for flat_s in case["measured"]["flat_s"])
+    arms = {arm["arm"]: arm for arm in case["arms"]}
+    assert all(arms[name]["step_s"]["low"] > 0.9 * asked_s for name in ("ddp@25", "auto"))
 
 
-@pytest.mark.nightly
-def test_the_wire_takes_the_time_of_a_ring(rehearsal: tuple[dict[str, Any], str]) -> None:
-    (case,) = rehearsal[0]["cases"]
+def test_the_wire_takes_the_time_of_a_ring() -> None:
     wire = Wire(4)
     wire.bytes_per_s, wire.latency_s = 2 * GBIT, 20e-6
     assert wire.all_reduce_s(1e6) == pytest.approx(2 * (20e-6 + 0.75e6 / 0.25e9))
-    asked_s = wire.all_reduce_s(case["measured"]["gradient_bytes"])
-    assert all(flat_s >= asked_s for flat_s in case["measured"]["flat_s"])
-    # Nobody can be done before the wire is.
-    arms = {arm["arm"]: arm for arm in case["arms"]}
-    assert all(arms[name]["step_s"]["low"] > 0.9 * asked_s for name in ("ddp@25", "auto"))
 
 
 def trained(wired: bool, on_gpu: bool) -> dict[str, Any]:

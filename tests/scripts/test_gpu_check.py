@@ -1,10 +1,8 @@
 """`scripts/gpu_check.py`: its parts, and what is left of a run that is killed. All on a CPU, as a rehearsal."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,22 +12,18 @@ import pytest
 import torch
 
 import gpu_check
+import launched
 from bench_kit.ranks import Launch, run_check
 from gpu_check_parts.parts import PARTS
 
-ROOT = Path(__file__).resolve().parents[2]
 LONGEST_PART_S = 480
 RUN_TIMEOUT_S = 240
 GLOO = {"GLOO_SOCKET_IFNAME": "lo"}
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--device", "cpu", "--jobs", "1", *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+def start(*arguments: object) -> subprocess.Popen[str]:
+    command = (launched.SCRIPTS / "gpu_check.py", "--device", "cpu", "--jobs", "1", *arguments)
+    return launched.start(*command, start_new_session=True)
 
 
 def in_session(session: int) -> list[int]:
@@ -64,7 +58,7 @@ def test_the_list_says_what_each_part_tells_and_how_long_it_takes(capsys: pytest
 @pytest.mark.nightly
 def test_a_run_that_is_killed_loses_no_case_and_leaves_no_process(tmp_path: Path) -> None:
     file = tmp_path / "new" / "gpu.json"
-    job = start("--part", "exact", "--json", str(file))
+    job = start("--part", "exact", "--json", file)
     try:
         deadline_s = time.monotonic() + RUN_TIMEOUT_S
         while len(ended_cases(file)) < 2:
@@ -88,8 +82,8 @@ def test_a_run_that_is_killed_loses_no_case_and_leaves_no_process(tmp_path: Path
 @pytest.mark.nightly
 def test_a_rehearsal_runs_what_it_can_and_says_what_it_cannot(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
-    job = start("--part", "smoke", "--part", "killed-rank", "--json", str(file))
-    printed, _ = job.communicate(timeout=RUN_TIMEOUT_S)
+    job = start("--part", "smoke", "--part", "killed-rank", "--json", file)
+    printed = launched.finish(job, RUN_TIMEOUT_S)
     assert job.returncode == 0, printed
     record = json.loads(file.read_text())
     assert record["ended"] is True
@@ -113,10 +107,3 @@ def test_what_a_check_has_handed_over_is_kept_when_it_fails() -> None:
     outcome = run_check(count_then_fail, (), Launch("gloo", ("cpu",), GLOO), 120.0, lambda all: seen.append([*all]))
     assert outcome.result == "FAIL" and "out of paper" in outcome.detail
     assert outcome.figures == [{"rounds": 2}] and seen == [[{"rounds": 1}], [{"rounds": 2}]]
-
-
-@pytest.mark.parametrize("given", [["--part", "smok"], ["--jobs", "0"], ["--budget-s", "0"]])
-def test_bad_input_is_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_of:
-        gpu_check.main(given)
-    assert exit_of.value.code == 2 and given[0] in capsys.readouterr().err

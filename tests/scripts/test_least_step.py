@@ -82,13 +82,6 @@ def test_it_is_no_less_than_compute_nor_than_communication(profile) -> None:
     assert least_step_s(profile) >= max(profile.compute.compute_s, on_the_wire_s) * (1 - 1e-9)
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 30), st.integers(0, 30), st.integers(0, 9))
-def test_it_is_the_longer_of_compute_and_communication_where_nothing_restricts(legs_s, forward_s, backward_s, rest_s):
-    count = len(legs_s)
-    profile = model(legs_s, [0.0] * count, [float(forward_s)] * count, forward_s, backward_s, rest_s)
-    assert least_step_s(profile) == pytest.approx(max(forward_s + backward_s + rest_s, 2 * sum(legs_s)))
-
-
 @st.composite
 def slotted_models(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], int, int]:
     """(slots of a leg, arrival, use) of each gradient, length of the forward and of the backward: whole slots."""

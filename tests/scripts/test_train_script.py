@@ -1,14 +1,13 @@
-"""`scripts/train.py` as users start it: DeAR against DDP, resuming after a crash, bad input.
+"""`scripts/train.py` as users start it: DeAR against DDP, resuming after a crash, a cache, what it refuses.
 
-Each job is a real torchrun of two ranks on gloo, as small as it can be and still have BatchNorm,
-dropout and several buckets. Bad input is checked in this process where no rank is needed to see it.
+Each job is a real torchrun of two ranks on gloo, as small as it can be and still have BatchNorm, dropout and several
+buckets.
 """
 
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +15,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import launched
 import train
 from pictures import make_folder
 from train_parts import checkpoint, data, options
 
-ROOT = Path(__file__).resolve().parents[2]
 JOB_TIMEOUT_S = 450
 SMALL = (
     "--device", "cpu", "--model", "mobilenet_v3_small", "--epochs", "3",
@@ -36,40 +35,15 @@ class Run(NamedTuple):
     output: str
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+def start(*arguments: object) -> subprocess.Popen[str]:
     """Start a job of two ranks in the background."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-    }
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    script = str(ROOT / "scripts" / "train.py")
-    return subprocess.Popen(
-        [sys.executable, *torchrun, script, *arguments],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return launched.start(*launched.torchrun(), launched.SCRIPTS / "train.py", *SMALL, *arguments)
 
 
-def finish(job: subprocess.Popen[str]) -> str:
-    """Wait for a job and return what it printed. One that hangs is ended, with all its ranks."""
-    try:
-        output, _ = job.communicate(timeout=JOB_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        job.terminate()
-        output, _ = job.communicate()
-        pytest.fail(f"no end within {JOB_TIMEOUT_S} s:\n{output}")
-    return output
-
-
-def run(stem: Path, *arguments: str) -> Run:
+def run(stem: Path, *arguments: object) -> Run:
     """Run a job to its end, which must be a good one."""
-    files = ("--json", f"{stem}.json", "--save-params", f"{stem}.pt")
-    job = start(*SMALL, *arguments, *files)
-    output = finish(job)
+    job = start(*arguments, "--json", f"{stem}.json", "--save-params", f"{stem}.pt")
+    output = launched.finish(job, JOB_TIMEOUT_S)
     assert job.returncode == 0, output
     record = json.loads(Path(f"{stem}.json").read_text())
     return Run(record, torch.load(f"{stem}.pt", weights_only=True), output)
@@ -87,81 +61,35 @@ def assert_bit_identical(left: dict[str, torch.Tensor], right: dict[str, torch.T
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(3 * JOB_TIMEOUT_S)
-def test_dear_trains_to_the_bits_of_ddp(tmp_path: Path) -> None:
+@pytest.mark.timeout(5 * JOB_TIMEOUT_S)
+def test_dear_trains_to_the_bits_of_ddp_and_goes_on_to_them_after_a_kill(tmp_path: Path) -> None:
     ddp_run, dear_run = run(tmp_path / "none", "--hook", "none"), run(tmp_path / "dear", "--hook", "dear")
-
-    assert_bit_identical(ddp_run.params, dear_run.params)
+    resumed = _kill_and_resume(tmp_path / "job.ckpt")
+    assert "resumed from" in resumed.output
+    for other in (dear_run, resumed):
+        assert_bit_identical(ddp_run.params, other.params)
     ddp, dear = ddp_run.record, dear_run.record
     assert len({*ddp["parameters_sha256"], *dear["parameters_sha256"]}) == 1
     for key in ("loss", "accuracy", "learning_rate"):
         assert [e[key] for e in ddp["epochs"]] == [e[key] for e in dear["epochs"]]
+    assert [e["loss"] for e in ddp["epochs"]] == [e["loss"] for e in resumed.record["epochs"]]
     for record in (ddp, dear):
         assert record["samples_per_s"] > 0
         assert record["exposed_s_per_step"] >= 0
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(4 * JOB_TIMEOUT_S)
-def test_a_run_that_was_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    dear_run = run(tmp_path / "dear", "--hook", "dear")
-    resumed = _kill_and_resume(tmp_path / "job.ckpt")
-    assert "resumed from" in resumed.output
-    assert_bit_identical(dear_run.params, resumed.params)
-    losses = [[e["loss"] for e in r.record["epochs"]] for r in (dear_run, resumed)]
-    assert losses[0] == losses[1]
-
-
 def _kill_and_resume(saved: Path) -> Run:
     """Kill a rank as soon as there is a checkpoint, and go on from that in another job."""
-    job = start(*SMALL, "--hook", "dear", "--checkpoint", str(saved))
+    job = start("--hook", "dear", "--checkpoint", saved)
     give_up_at = time.monotonic() + JOB_TIMEOUT_S
     while not saved.exists() and job.poll() is None and time.monotonic() < give_up_at:
         time.sleep(0.01)
     if job.poll() is None:
         os.kill(ranks_of(job)[-1], signal.SIGKILL)
-    output = finish(job)
+    output = launched.finish(job, JOB_TIMEOUT_S)
     assert saved.exists(), output
     assert job.returncode != 0, output
-    return run(saved.parent / "resumed", "--hook", "dear", "--checkpoint", str(saved), "--resume")
-
-
-@pytest.fixture
-def as_if_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-
-
-@pytest.mark.usefixtures("as_if_under_torchrun")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--batch-size", "0"], "--batch-size must be greater than 0, not 0"),
-        (["--lr", "nan"], "--lr must be greater than 0, not nan"),
-        (["--warmup-epochs", "-1"], "--warmup-epochs must be 0 or more, not -1.0"),
-        (
-            ["--model", "resnet81"],
-            "--model resnet81 is none of torchvision's classifiers",
-        ),
-        (["--hook", "deer"], "argument --hook: invalid choice: 'deer'"),
-        (["--resume"], "--resume needs --checkpoint FILE"),
-        (["--checkpoint", "no.ckpt", "--resume"], "no.ckpt is not there; --resume auto"),
-    ],
-)
-def test_bad_options_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        options.parse_args("", arguments)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_without_torchrun_the_way_to_start_it_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.raises(SystemExit):
-        options.parse_args("", [])
-    assert "start it with: torchrun" in capsys.readouterr().err
+    return run(saved.parent / "resumed", "--hook", "dear", "--checkpoint", saved, "--resume")
 
 
 def test_a_folder_without_its_two_parts_is_refused(tmp_path: Path) -> None:
@@ -184,8 +112,10 @@ def test_a_model_that_images_do_not_fit_is_refused(model: str, message: str) -> 
         train.build_model(model, classes=10, image_size=size)
 
 
-@pytest.mark.usefixtures("as_if_under_torchrun")
-def test_a_checkpoint_of_another_run_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_or_a_damaged_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")  # as under torchrun
     path = tmp_path / "job.ckpt"
     config = vars(options.parse_args("", []))
     checkpoint.save(path, {"history": []}, config)
@@ -201,16 +131,9 @@ def test_a_checkpoint_of_another_run_or_a_damaged_one_is_refused(tmp_path: Path)
 def test_a_cache_of_decoded_images_changes_no_bit(tmp_path: Path) -> None:
     for part in ("train", "val"):
         make_folder(tmp_path / "images" / part, 48)
-    images = ("--data", str(tmp_path / "images"), "--image-size", "32", "--shrink", "36", "--epochs", "2")
+    images = ("--data", tmp_path / "images", "--image-size", "32", "--shrink", "36", "--epochs", "2")
     without = run(tmp_path / "without", *images)
     for stem in ("filling", "full"):
-        cached = run(tmp_path / stem, *images, "--cache", str(tmp_path / "cache"))
-        assert all(torch.equal(cached.params[name], value) for name, value in without.params.items())
+        cached = run(tmp_path / stem, *images, "--cache", tmp_path / "cache")
+        assert_bit_identical(without.params, cached.params)
     assert len(list((tmp_path / "cache").iterdir())) == 2  # of training and of test images
-
-
-def test_a_cache_is_for_images(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(SystemExit):
-        options.parse_args("", ["--cache", "somewhere"])
-    assert "--cache is for the images of --data FOLDER" in capsys.readouterr().err
