@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence import Case, Run, assert_same, snapshot, train_step
+from equivalence import Case, Run, assert_same, run_arm, snapshot
 from models import INPUTS, OUTPUTS
 from rank_process import dump, load
 
@@ -51,10 +51,8 @@ def stack_case(loop: Callable[[Run], Any] | None = None, view: bool = False, **o
 
 def train_alone(case: Case) -> dict[str, Any]:
     """What plain DDP shows at the end, with nobody looking on."""
-    run = Run(case, with_dear=False)
-    for index in range(case.steps):
-        train_step(run, *run.batch(index))
-    return final_state(run)
+    _, state, _ = run_arm(case, with_dear=False)
+    return state
 
 
 def final_state(run: Run) -> dict[str, Any]:

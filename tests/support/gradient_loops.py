@@ -8,19 +8,18 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from equivalence import Run
+from equivalence import Run, until_step
 
 # The tests' losses have gradients of norm 0.3 to 3, so one of these always clips and one never.
 ACTIVE_NORM = 0.1
 INACTIVE_NORM = 1e4
+_backward = until_step  # as it is called in several tests
 
 
-def clip_norm(
-    run: Run, max_norm: float = ACTIVE_NORM, norm_type: float = 2.0, foreach: bool | None = None
-) -> Iterator[Any]:
+def clip_norm(run: Run, norm_type: float = 2.0) -> Iterator[Any]:
     """The stock function."""
     for loss in _backward(run):
-        norm = clip_grad_norm_(run.model.parameters(), max_norm, norm_type, foreach=foreach)
+        norm = clip_grad_norm_(run.model.parameters(), ACTIVE_NORM, norm_type)
         run.optimizer.step()
         yield loss, norm
 
@@ -129,13 +128,4 @@ def inf_in_one_parameter(run: Run) -> Iterator[Any]:
     weight.register_hook(overflow_once)
     for loss in _backward(run):
         run.optimizer.step()
-        yield loss
-
-
-def _backward(run: Run) -> Iterator[torch.Tensor]:
-    """The part of the loop up to the step."""
-    for x, y in run.batches():
-        run.optimizer.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
         yield loss

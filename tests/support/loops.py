@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from equivalence import Run, plain_loop
+from equivalence import Run, plain_loop, train_step, until_step
 
 
 def zero_grad_keeping_memory(run: Run) -> Iterator[Any]:
@@ -22,40 +22,27 @@ def zero_grad_keeping_memory(run: Run) -> Iterator[Any]:
         yield loss
 
 
-def accumulate_with_no_sync(run: Run) -> Iterator[Any]:
-    """Three micro-batches a step, of which only the last communicates."""
-    batches = run.batches(per_step=3)
-    for index, (x, y) in enumerate(batches):
+def accumulate_with_no_sync(run: Run, first: int = 0, in_place: bool = False) -> Iterator[Any]:
+    """Three micro-batches a step, of which only the last communicates, and all before the micro-batch `first`."""
+    for index, (x, y) in enumerate(run.batches(per_step=3)):
         last = index % 3 == 2
-        with nullcontext() if last else run.model.no_sync():
+        with nullcontext() if last or index < first else run.model.no_sync():
             loss = run.loss(run.model(x), y) / 3
             loss.backward()
         if last:
             run.optimizer.step()
-            run.optimizer.zero_grad()
+            run.optimizer.zero_grad(set_to_none=not (in_place and index % 2))
         yield loss
 
 
 def accumulate_once_the_graph_is_known(run: Run) -> Iterator[Any]:
     """A static graph is learned in the first backward, which must communicate; later ones need not."""
-    for index, (x, y) in enumerate(run.batches(per_step=3)):
-        last = index % 3 == 2
-        with nullcontext() if last or index < 3 else run.model.no_sync():
-            loss = run.loss(run.model(x), y) / 3
-            loss.backward()
-        if last:
-            run.optimizer.step()
-            run.optimizer.zero_grad(set_to_none=index % 2 == 0)
-        yield loss
+    return accumulate_with_no_sync(run, first=3, in_place=True)
 
 
 def every_optimizer_steps(run: Run) -> Iterator[Any]:
     """The plain loop with several optimizers."""
-    for x, y in run.batches():
-        for each in run.optimizers:
-            each.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
+    for loss in until_step(run):
         for each in run.optimizers:
             each.step()
         yield loss
@@ -63,11 +50,7 @@ def every_optimizer_steps(run: Run) -> Iterator[Any]:
 
 def optimizers_take_turns(run: Run) -> Iterator[Any]:
     """Only one of several optimizers steps; the others' gradients are thrown away."""
-    for index, (x, y) in enumerate(run.batches()):
-        for each in run.optimizers:
-            each.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
+    for index, loss in enumerate(until_step(run)):
         run.optimizers[index % len(run.optimizers)].step()
         yield loss
 
@@ -113,10 +96,7 @@ def state_moves_around_closures(run: Run) -> Iterator[Any]:
 
 def sometimes_no_step(run: Run) -> Iterator[Any]:
     """Steps left out, on all ranks alike: what was reduced must not be applied later."""
-    for index, (x, y) in enumerate(run.batches()):
-        run.optimizer.zero_grad()
-        loss = run.loss(run.model(x), y)
-        loss.backward()
+    for index, loss in enumerate(until_step(run)):
         if index % 3 != 1:
             run.optimizer.step()
         yield loss
@@ -129,11 +109,7 @@ def add_a_param_group(run: Run) -> Iterator[Any]:
     for index, (x, y) in enumerate(run.batches()):
         if index == run.case.steps // 2:
             run.optimizer.add_param_group({"params": rest, "lr": 0.02})
-        run.optimizer.zero_grad(set_to_none=True)
-        loss = run.loss(run.model(x), y)
-        loss.backward()
-        run.optimizer.step()
-        yield loss
+        yield train_step(run, x, y)
 
 
 def detach_halfway(run: Run) -> Iterator[Any]:

@@ -11,12 +11,12 @@ made = 0
 """How often a test's data set has made a sample. A module is no part of a digest."""
 
 
-def make_folder(root: Path, count: int, size: tuple[int, int] = (40, 32), classes: int = 2) -> None:
-    """Write `count` pictures of waves, all different."""
+def make_folder(root: Path, count: int) -> None:
+    """Write `count` pictures of waves of two classes, all different."""
     generator = np.random.default_rng(0)
-    y, x = np.mgrid[: size[1], : size[0]]
+    y, x = np.mgrid[:32, :40]
     for number in range(count):
-        folder = root / f"class{number % classes}"
+        folder = root / f"class{number % 2}"
         folder.mkdir(parents=True, exist_ok=True)
         waves = generator.uniform(0.05, 0.5, (3, 2))
         pixels = np.stack([127 + 120 * np.sin(x * a + y * b + number) for a, b in waves], axis=-1)

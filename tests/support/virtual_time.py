@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 # A host that looks again and again at something costs this much time per look, at least.
 LOOK_S = 1e-6
+LONGEST_SLEEP_S = 100.0
 
 
 class Instant:
@@ -89,9 +90,9 @@ class Hosts:
             self._pass_on()
             self._wait_for_turn(me)
 
-    def sleep_until(self, instant: Instant, limit_s: float = 100.0) -> None:
+    def sleep_until(self, instant: Instant) -> None:
         """The calling host sleeps until an instant, which may not be known yet."""
-        ends_s = self.now_s + limit_s
+        ends_s = self.now_s + LONGEST_SLEEP_S
         while instant.s is None or instant.s > self.now_s:
             assert self.now_s < ends_s, "it never comes"
             self.spend(1e-4 if instant.s is None else instant.s - self.now_s)
