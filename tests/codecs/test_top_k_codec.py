@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddp_crossover.codecs.top_k import CHUNK_NUMEL, Selector, TopKCodec, selected_numel
+from ddp_crossover.codecs.top_k import Selector, TopKCodec, selected_numel
 
 pytestmark = pytest.mark.quick
 
@@ -49,22 +49,6 @@ def test_each_element_is_sent_or_left_out(selector: Selector, numel: int, densit
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("numel", NUMELS)
-def test_density_1_is_the_identity(selector: Selector, numel: int) -> None:
-    values = gradients(numel)
-    _, decoded, left_out = encoded(TopKCodec(1.0, selector), values)
-    assert torch.equal(decoded, values) and not left_out.any()
-
-
-@pytest.mark.parametrize("selector", SELECTORS)
-def test_exact_sends_the_largest(selector: Selector) -> None:
-    values = gradients(CHUNK_NUMEL)
-    _, decoded, left_out = encoded(TopKCodec(0.05, selector), values)
-    # Chunks compare to one part in 2048.
-    assert decoded[decoded != 0].abs().min() * 1.01 >= left_out.abs().max()
-
-
-@pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("bad", (torch.nan, torch.inf, -torch.inf))
 def test_what_is_not_finite_is_sent(selector: Selector, bad: float) -> None:
     values = gradients(9000)
@@ -76,31 +60,9 @@ def test_what_is_not_finite_is_sent(selector: Selector, bad: float) -> None:
     assert codec.is_finite(encoded(codec, gradients(9000))[0])
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-def test_elements_that_are_zero(selector: Selector) -> None:
-    payload, decoded, left_out = encoded(TopKCodec(0.01, selector), torch.zeros(5000))
-    assert not decoded.any() and not left_out.any() and payload.numel()
-
-
 def test_indices_beyond_15_bits_and_24_bits() -> None:
-    for selector in SELECTORS[:2]:
+    for selector in SELECTORS:
         values = torch.zeros(2**24 + 4097)
         places = [0, 4095, 2**15 + 1, 2**16 + 1, 2**24 + 1, values.numel() - 1]
         values[places] = torch.arange(1.0, 7)
         assert torch.equal(encoded(TopKCodec(0.001, selector), values)[1], values)
-
-
-@pytest.mark.parametrize("selector", SELECTORS)
-def test_another_density(selector: Selector) -> None:
-    codec = TopKCodec(0.5, selector)
-    values = gradients(10_000)
-    assert all(map(torch.equal, encoded(codec.with_density(0.1), values), encoded(TopKCodec(0.1, selector), values)))
-    assert codec.payload_bytes(10_000) > codec.with_density(0.1).payload_bytes(10_000)
-
-
-@pytest.mark.parametrize("selector", SELECTORS)
-def test_encodes_alike_on_every_rank_and_in_every_run(selector: Selector) -> None:
-    values, codec = gradients(20_000), TopKCodec(0.01, selector)
-    first = encoded(codec, values)
-    encoded(codec, gradients(3000))
-    assert all(map(torch.equal, encoded(codec, values), first))
