@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.fusion import FusionPlan, GradientSpec, plan_fusion
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.planning.gradient_specs import gradient_specs
+from ddp_crossover.planning.link_probe import probe_codecs
 from ddp_crossover.planning.search import CANDIDATES_MB, TAPERS, PlannedStep, best_of_sizes, choose_plan, predict_step
+from ddp_crossover.top_k import TopK
+from models import DeepNet
 
 settings.register_profile("suite", deadline=None, max_examples=40)
 settings.load_profile("suite")
@@ -88,26 +92,6 @@ def test_groups_of_different_sizes_cost_less_than_groups_of_one_size(a_over_c) -
     assert cost_s(chain, link, chain.choose(link).plan) < 0.99 * min(cost_s(chain, link, plan) for plan in alike)
 
 
-@given(CHAINS, st.floats(0.1, 4.0), ALPHA_S, ALPHA_S)
-def test_the_launch_order_names_every_leg_of_the_plan_once(chain, a_over_c, latency_s, per_leg_s) -> None:
-    plan = chain.choose(chain.link(a_over_c, latency_s, per_leg_s)).plan
-    expected = Counter()
-    for group in plan.groups:
-        kinds = ("scatter", "gather") if group.split else ("all_reduce",)
-        expected.update((kind, group.index) for kind in kinds)
-    assert Counter(plan.launch_order) == expected
-    assert plan.schedule == "auto"
-    for index in range(len(plan.groups)):
-        if ("gather", index) in expected:
-            assert plan.launch_order.index(("scatter", index)) < plan.launch_order.index(("gather", index))
-
-
-def test_equal_input_gives_an_equal_plan() -> None:
-    chain = Chain([100_000] * 30)
-    link = chain.link(1.0, 1e-4, 1e-4)
-    assert chain.choose(link).plan.digest() == chain.choose(link).plan.digest()
-
-
 def test_more_overhead_per_leg_asks_for_larger_groups() -> None:
     chain = Chain([250_000] * 32)
     sizes_mb = [chain.choose(chain.link(1.0, per_leg_s=per_leg_s)).plan.fusion_mb for per_leg_s in (0.0, 1e-4, 1e-2)]
@@ -150,3 +134,14 @@ def test_a_group_waits_for_its_last_gradient_and_is_needed_by_its_first_use() ->
     step = predict_step(plan, specs, profile, LinkModel(0.0, per_leg_s=1.0, s_per_byte=0.0), "auto")
     assert step.legs[0].start_s == 2.0
     assert step.step_s == pytest.approx(4.0 + 0.5)
+
+
+def test_the_planner_knows_the_bytes_of_each_leg() -> None:
+    named = list(DeepNet().named_parameters())
+    specs = gradient_specs(named, Wire.of(torch.int8, TopK(0.01)))
+    for spec, (name, parameter) in zip(specs, named, strict=True):
+        assert spec.is_coded == (parameter.dim() > 1), name
+        scatter_bytes, gather_bytes = spec.itemsize_bytes * spec.scatter_part, spec.itemsize_bytes * spec.gather_part
+        expected = (0.06, 1 + 2 / 64) if spec.is_coded else (4.0, 4.0)
+        assert (scatter_bytes, gather_bytes) == pytest.approx(expected, rel=0.01), name
+    assert 0 < probe_codecs(Wire.of(torch.int8)) < 1e-6

@@ -19,20 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 200
 
 
-def profile_of(count: int, link: LinkModel | None, world_size: int = 2) -> ModelProfile:
-    return ModelProfile(
-        specs=tuple(GradientSpec(f"layer{i}", 100_000, 4, "float32") for i in range(count)),
-        compute=ComputeProfile(
-            use_s=tuple(i / count * 0.1 for i in range(count)),
-            arrival_s=tuple((count - i) / count * 0.2 for i in range(count)),
-            forward_s=0.1,
-            backward_s=0.2,
-        ),
-        link=link,
-        world_size=world_size,
-    )
-
-
 def predictions(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
     assert cli.main(["simulate", "--json", *arguments]) == 0
     return json.loads(capsys.readouterr().out)
@@ -65,16 +51,24 @@ def test_json_holds_a_prediction_for_every_world_size(capsys) -> None:
             assert step["step_s"] >= row["limit_s"] - 1e-9
             assert step["step_s"] == pytest.approx(report["compute_s"] + step["exposed_s"])
             assert step["fusion_mb"] == 4.0
-
-
-def test_one_schedule_can_be_asked_for(capsys) -> None:
-    report = predictions(capsys, "--schedule", "dear", "--world-sizes", "4")
-    assert set(report["predictions"][0]["schedules"]) == {"dear"}
+    only = predictions(capsys, "--schedule", "dear", "--world-sizes", "4")
+    assert set(only["predictions"][0]["schedules"]) == {"dear"}
 
 
 def test_a_profile_file_brings_its_parameters_times_and_link(capsys, tmp_path) -> None:
     link = LinkModel(latency_s=1e-3, per_leg_s=2e-4, s_per_byte=8e-9)
-    profile = profile_of(10, link, world_size=3)
+    profile = ModelProfile(
+        specs=tuple(GradientSpec(f"layer{i}", 100_000, 4, "float32") for i in range(10)),
+        compute=ComputeProfile(
+            use_s=tuple(i * 0.01 for i in range(10)),
+            arrival_s=tuple((10 - i) * 0.02 for i in range(10)),
+            forward_s=0.1,
+            backward_s=0.2,
+            rest_s=0.01,
+        ),
+        link=link,
+        world_size=3,
+    )
     path = tmp_path / "profile.json"
     profile.save(path)
     assert ModelProfile.load(path) == profile
@@ -84,11 +78,8 @@ def test_a_profile_file_brings_its_parameters_times_and_link(capsys, tmp_path) -
     assert report["parameters"] == 1_000_000
     # At the number of ranks it was measured with, the link is as measured.
     assert report["predictions"][0]["communication_s"] == pytest.approx(2 * link.leg_s(4_000_000, 3))
-
-
-def test_a_named_link_goes_before_the_link_of_the_profile(capsys, tmp_path) -> None:
-    profile_of(4, LinkModel(0.0, 0.0, 1e-6)).save(tmp_path / "profile.json")
-    report = predictions(capsys, "--profile", str(tmp_path / "profile.json"), "--link", "25g", "--world-sizes", "2")
+    # A link that is named goes before.
+    report = predictions(capsys, "--profile", str(path), "--link", "25g", "--world-sizes", "2")
     assert report["link"] == LinkModel.preset("25g").to_json()
 
 
@@ -131,12 +122,3 @@ def test_a_bad_option_is_refused(capsys, arguments) -> None:
         cli.main(["simulate", *arguments])
     assert stopped.value.code == 2
     assert arguments[0] in capsys.readouterr().err
-
-
-def test_help_says_what_is_assumed(capsys) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["simulate", "--help"])
-    assert stopped.value.code == 0
-    text = capsys.readouterr().out
-    for words in ("weak scaling", "n-1 hops", "SYNTHETIC", "Congestion"):
-        assert words in text
