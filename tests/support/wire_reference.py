@@ -269,6 +269,10 @@ class OneProcess:
         self.optimizer = optimizer(self.model)
         self.ranks = Ranks(wire, world_size)
 
+    def parameters(self) -> dict[str, Tensor]:
+        """By name."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
     def gradients(self, losses: Sequence[Callable[[nn.Module], Tensor]]) -> list[dict[str, Tensor]]:
         """Each rank's own gradients."""
         all_ranks = []
