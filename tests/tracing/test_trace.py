@@ -6,6 +6,7 @@ import json
 import math
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +19,22 @@ from traced_job import SETTLED, STEPS, Job, traced
 pytestmark = pytest.mark.quick
 
 
+_MADE: dict[str, Any] = {}
+
+
 @pytest.fixture
-def dear(on_ranks, tmp_path) -> list[Any]:
-    return on_ranks(traced, 2, True, str(tmp_path))
+def saved_in(tmp_path_factory, on_ranks) -> Path:
+    """Where the traces of one job are, which is run once for all tests that look at it."""
+    if not _MADE:
+        _MADE["path"] = path = tmp_path_factory.mktemp("traces")
+        _MADE["traces"] = on_ranks(traced, 2, True, str(path))
+    return _MADE["path"]
+
+
+@pytest.fixture
+def dear(saved_in) -> list[Any]:
+    """What `traced` has returned on each rank."""
+    return _MADE["traces"]
 
 
 def of_kind(spans: list[Span], *kinds: str) -> list[Span]:
@@ -110,8 +124,8 @@ def test_ranks_of_one_machine_line_up(dear) -> None:
         assert all(post_s < end_s + 1e-3 for post_s, end_s in zip(posts, ends, strict=False))
 
 
-def test_the_file_is_trace_event_json(dear, tmp_path) -> None:
-    document = json.loads((tmp_path / "True-rank1.json").read_text())
+def test_the_file_is_trace_event_json(saved_in) -> None:
+    document = json.loads((saved_in / "True-rank1.json").read_text())
     events = document["traceEvents"]
     assert {event["ph"] for event in events} == {"X", "M"}
     assert {event["pid"] for event in events} == {1}
@@ -165,36 +179,33 @@ def test_a_step_of_several_backwards_is_one_step(on_ranks, tmp_path) -> None:
         assert len(of_kind(spans, "step")) == STEPS - 1
 
 
-def trace_twice() -> tuple[list[int], str]:
-    """Spans of a trace right after it, and when more steps have followed; the error of a second one inside."""
+def trace_twice() -> list[int]:
+    """Spans of a trace right after it, and when more steps have followed; of another trace."""
     job = Job(True)
     job.train(SETTLED)
-    error = ""
     with job.timed.trace() as trace:
         job.train(2)
-        try:
-            with job.timed.trace():
-                pass
-        except RuntimeError as raised:
-            error = str(raised)
+        with pytest.raises(RuntimeError, match="traced already"), job.timed.trace():
+            pass
         job.train(2)
     counts = [len(trace.spans())]
     job.train(3)
     counts.append(len(trace.spans()))
-    with job.timed.trace() as second:
+    with pytest.raises(KeyError), job.timed.trace() as failed:
+        raise KeyError("of the script")
+    with job.timed.trace() as second:  # the one before is not under way any more
         job.train(1)
+    assert failed.ended_s <= second.ended_s < math.inf
     counts.append(len(second.spans()))
-    hooks = len(job.ddp._forward_hooks) + len(job.ddp._forward_pre_hooks)
+    assert not job.ddp._forward_hooks and not job.ddp._forward_pre_hooks
     job.close()
-    return [*counts, hooks], error
+    return counts
 
 
-def test_nothing_is_noted_outside_of_a_trace(on_ranks) -> None:
-    for (within, later, second, hooks), error in on_ranks(trace_twice, 2):
+def test_nothing_is_noted_outside_of_a_trace_and_an_error_of_the_script_ends_it(on_ranks) -> None:
+    for within, later, second in on_ranks(trace_twice, 2):
         assert within == later
         assert 0 < second < within
-        assert hooks == 0
-        assert "traced already" in error
 
 
 def test_a_forgotten_trace_keeps_only_the_latest_spans() -> None:
@@ -226,18 +237,3 @@ def test_stats_tell_of_single_steps(on_ranks) -> None:
             assert 0 <= step.exposed_s <= step.duration_s and 0 <= step.communication_s <= step.duration_s
             assert step.fallbacks == {}
         assert sum(step.communication_s for step in steps) > 0
-
-
-def _ends_of_traces() -> list[float]:
-    job = Job(True)
-    with pytest.raises(KeyError), job.timed.trace() as failed:
-        raise KeyError("of the script")
-    with job.timed.trace() as later:  # the first one is not under way any more
-        pass
-    job.timed.detach()
-    return [failed.ended_s, later.ended_s]
-
-
-def test_an_error_of_the_script_ends_a_trace(on_ranks) -> None:
-    for ended, later in on_ranks(_ends_of_traces, 2):
-        assert ended <= later < math.inf
