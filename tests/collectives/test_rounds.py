@@ -1,8 +1,11 @@
-"""Both legs of a fusion group, round by round, on any nodes: all ranks in one process, without a network."""
+"""Who exchanges slices with whom, and both legs of a fusion group, round by round, on any nodes: all ranks in one
+process, without a network.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import pytest
 import torch
@@ -49,11 +52,15 @@ def _exchange(rounds: list[Round]) -> None:
         one.finish()
 
 
+def _leg(routes: list[Route], leg: str) -> None:
+    of_ranks = [getattr(route, leg) for route in routes]
+    for number in range(len(of_ranks[0])):
+        _exchange([rounds[number] for rounds in of_ranks])
+
+
 def _run(routes: list[Route]) -> None:
-    for leg in ("scatter", "gather"):
-        of_ranks = [getattr(route, leg) for route in routes]
-        for number in range(len(of_ranks[0])):
-            _exchange([rounds[number] for rounds in of_ranks])
+    _leg(routes, "scatter")
+    _leg(routes, "gather")
     for route in routes:
         route.release()
 
@@ -63,9 +70,17 @@ def _terms(count: int, sizes: list[int], dtype: torch.dtype, seed: int = 0) -> l
     return [[torch.randn(size, generator=generator).to(dtype) for size in sizes] for _ in range(count)]
 
 
-@settings(max_examples=60, deadline=None)
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Equally many ranks on each node, dealt out at random, as nodes are found: in the order of their lowest ranks."""
+    size, count = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    ranks = draw(st.permutations(range(size * count)))
+    return tuple(sorted(tuple(sorted(ranks[i * size : (i + 1) * size])) for i in range(count)))
+
+
+@settings(max_examples=150, deadline=None)
 @given(
-    st.sampled_from(ALL),
+    layouts(),
     st.lists(st.integers(0, 50), min_size=1, max_size=4),
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     st.booleans(),
@@ -77,9 +92,36 @@ def test_dense_sums_are_in_node_order(layout: Layout, sizes: list[int], dtype: t
     order = NodeOrder(layout, torch.bfloat16 if in_fp32 else None)
     expected = [add_up([part.mul(factor) for part in parts], order) for parts in zip(*terms, strict=True)]
     buffers = [FusionBuffer(tuple(part.clone() for part in parts), RankWeights(0, count)) for parts in terms]
-    _run(_routes(layout, buffers, in_fp32))
+    routes = _routes(layout, buffers, in_fp32)
+    _leg(routes, "scatter")
+    shard_of, *others = [Nodes.of(layout, rank).shard_of for rank in range(count)]
+    assert sorted(shard_of) == list(range(count)) and all(other == shard_of for other in others)
+    for number, buffer in zip(shard_of, buffers, strict=True):
+        of_sum = FusionBuffer(tuple(expected)).slices(number, count)
+        assert all(map(torch.equal, buffer.slices(number, count), of_sum))
+    _leg(routes, "gather")
     for buffer in buffers:
         assert all(torch.equal(part, total) for part, total in zip(buffer.parts, expected, strict=True))
+
+
+def test_one_rank_on_each_node_is_no_grouping() -> None:
+    for rank in range(3):
+        assert Nodes.of([[0], [1], [2]], rank) == Nodes.flat(rank, 3)
+    assert not Nodes.flat(0, 3).are_several
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ([[0, 1], [2]], "equally many ranks on each node, got 2, 1.*leave out groups="),
+        ([[], [0]], "equally many ranks on each node, got 0, 1.*leave out groups="),
+        ([[0, 1], [1, 2]], "do not hold each of 4 ranks once"),
+        ([[1, 2], [3, 4]], "do not hold each of 4 ranks once"),
+    ],
+)
+def test_other_nodes_are_refused(layout: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Nodes.of(layout, 0)
 
 
 @pytest.mark.parametrize("layout", ALL, ids=str)
@@ -113,36 +155,6 @@ def test_a_sparse_code_of_everything_is_the_dense_sum(layout) -> None:
     buffers = _coded(terms, TopKCodec(1.0, Selector.EXACT), None, _no_residuals(count, 10 * count))
     _run(_routes(layout, buffers))
     assert all(torch.equal(buffer.whole(), add_up(terms, NodeOrder(layout))) for buffer in buffers)
-
-
-@pytest.mark.parametrize("layout", [one for one in ALL if len(one) > 1 and len(one[0]) > 1], ids=str)
-def test_sparse_codes_of_nodes_are_added_up_in_node_order(layout) -> None:
-    count, places = world_size(layout), len(layout[0])
-    numel, density = 24 * count, 0.3
-    residuals = _no_residuals(count, numel)
-    left_out = torch.zeros(len(layout), numel)  # by node
-    for step in range(4):
-        terms = [term for [term] in _terms(count, [numel], torch.float32, step)]
-        sums = torch.stack(
-            [add_up([terms[rank] for rank in node], NodeOrder((tuple(range(places)),))) for node in layout]
-        )
-        values = sums + left_out
-        sent = torch.zeros_like(values)
-        for row, one in zip(sent, values, strict=True):
-            for target, part in zip(row.chunk(places), one.chunk(places), strict=True):
-                chosen = part.abs().topk(round(density * len(part))).indices
-                target[chosen] = part[chosen]
-        left_out = values - sent
-        expected = sent[0].clone()
-        for row in sent[1:]:
-            expected += row
-        buffers = _coded(terms, TopKCodec(density, Selector.EXACT), None, residuals)
-        _run(_routes(layout, buffers))
-        residuals = [Change(residual.after, residual.before) for residual in residuals]
-        for buffer in buffers:
-            assert torch.equal(buffer.whole(), expected)
-        owed = torch.stack([sum(residuals[rank].before for rank in node) for node in layout])
-        assert torch.equal(owed, left_out)
 
 
 @pytest.mark.parametrize("layout", ALL, ids=str)
