@@ -51,8 +51,10 @@ class Posting(NamedTuple):
     reader: socket.socket
     taken: queue.SimpleQueue[Any]
 
-    def start(self) -> None:
-        """The posting thread, which posts nothing."""
+    def start(self, *legs: GlooGatherLeg) -> None:
+        """Put these legs, then start the posting thread, which posts nothing."""
+        for leg in legs:
+            self.queue.put_gather(leg)
 
         def take_forever() -> None:
             while (task := self.queue.next()) is not None:
@@ -63,6 +65,11 @@ class Posting(NamedTuple):
     def next_taken(self) -> Any:
         """What the thread has taken next; fails rather than hangs."""
         return self.taken.get(timeout=SOON_S)
+
+    def end(self, scatter: GlooScatterLeg) -> None:
+        """Its gather leg is ready."""
+        scatter.finish()
+        self.queue.wake()
 
     def nothing_taken(self) -> bool:
         """Whether the thread waits."""
@@ -90,21 +97,18 @@ def _job(number: int) -> Any:
 
 def test_norms_go_first_then_jobs_in_order_then_gather_legs(posting) -> None:
     legs = [gather(0), gather(None)]
-    for leg in legs:
-        posting.queue.put_gather(leg)
     jobs = [_job(number) for number in range(3)]
     posting.queue.put(jobs[1])
     posting.queue.put(jobs[2])
     posting.queue.put_urgent(jobs[0])
-    posting.start()
+    posting.start(*legs)
     assert [posting.next_taken() for _ in range(5)] == [*jobs, legs[1].post, legs[0].post]
 
 
 def test_a_job_overtakes_gather_legs_that_wait_for_the_link(posting) -> None:
     written = fill(posting.writer)
     leg = gather(0, paced=True)
-    posting.queue.put_gather(leg)
-    posting.start()
+    posting.start(leg)
     assert posting.nothing_taken()
     job = _job(0)
     posting.queue.put(job)
@@ -116,25 +120,19 @@ def test_a_job_overtakes_gather_legs_that_wait_for_the_link(posting) -> None:
 
 def test_the_most_urgent_gather_leg_that_is_ready_goes_first(posting) -> None:
     legs = {urgency: gather(urgency, done=urgency != 1) for urgency in (5, 1, 3, 0)}
-    for leg in legs.values():
-        posting.queue.put_gather(leg)
-    posting.start()
+    posting.start(*legs.values())
     assert [posting.next_taken() for _ in range(3)] == [legs[0].post, legs[3].post, legs[5].post]
     assert posting.nothing_taken()
-    legs[1].scatter.finish()
-    posting.queue.wake()
+    posting.end(legs[1].scatter)
     assert posting.next_taken() == legs[1].post
 
 
 def test_one_that_becomes_ready_while_the_link_is_busy_is_chosen_if_it_is_more_urgent(posting) -> None:
     written = fill(posting.writer)
     late, early = gather(1, paced=True), gather(0, paced=True, done=False)
-    posting.queue.put_gather(late)
-    posting.queue.put_gather(early)
-    posting.start()
+    posting.start(late, early)
     assert posting.nothing_taken()
-    early.scatter.finish()
-    posting.queue.wake()
+    posting.end(early.scatter)
     assert posting.nothing_taken()
     drain(posting.reader, written)
     assert [posting.next_taken() for _ in range(2)] == [early.post, late.post]
@@ -145,49 +143,43 @@ def test_a_paced_leg_waits_for_the_link_and_an_unpaced_one_does_not(posting, s_p
     posting.queue.pace.s_per_byte = s_per_byte
     written = fill(posting.writer)
     unpaced, paced = gather(0), gather(1, paced=True)
-    posting.queue.put_gather(paced)
-    posting.queue.put_gather(unpaced)
-    posting.start()
+    posting.start(paced, unpaced)
     assert posting.next_taken() == unpaced.post
     assert posting.nothing_taken()
     drain(posting.reader, written)
     assert posting.next_taken() == paced.post
 
 
-def test_a_paced_leg_goes_earlier_where_no_scatter_leg_can_follow(posting) -> None:
+@pytest.fixture
+def almost_dry(posting) -> Posting:
+    """The link has 5 ms left to send, for ever."""
     fill(posting.writer)
     time.sleep(NOT_YET_S)  # until the reader's side is full as well
-    pace = posting.queue.pace
-    pace.s_per_byte = 5e-3 / posting.backlog.unacknowledged_bytes()
+    posting.queue.pace.s_per_byte = 5e-3 / posting.backlog.unacknowledged_bytes()
+    return posting
+
+
+def test_a_paced_leg_goes_earlier_where_no_scatter_leg_can_follow(almost_dry) -> None:
     leg = gather(0, paced=True)
-    posting.queue.put_gather(leg)
-    posting.start()
-    assert posting.nothing_taken()
-    pace.is_relaxed = True
-    assert posting.next_taken() == leg.post
+    almost_dry.start(leg)
+    assert almost_dry.nothing_taken()
+    almost_dry.queue.pace.is_relaxed = True
+    assert almost_dry.next_taken() == leg.post
 
 
-def test_no_leg_goes_earlier_while_a_more_urgent_one_is_on_its_way(posting) -> None:
-    fill(posting.writer)
-    time.sleep(NOT_YET_S)
-    pace = posting.queue.pace
-    pace.s_per_byte = 5e-3 / posting.backlog.unacknowledged_bytes()
-    pace.is_relaxed = True
+def test_no_leg_goes_earlier_while_a_more_urgent_one_is_on_its_way(almost_dry) -> None:
+    almost_dry.queue.pace.is_relaxed = True
     urgent, other = gather(0, paced=True, done=False), gather(1, paced=True)
-    posting.queue.put_gather(other)
-    posting.queue.put_gather(urgent)
-    posting.start()
-    assert posting.nothing_taken()
-    urgent.scatter.finish()
-    posting.queue.wake()
-    assert [posting.next_taken() for _ in range(2)] == [urgent.post, other.post]
+    almost_dry.start(other, urgent)
+    assert almost_dry.nothing_taken()
+    almost_dry.end(urgent.scatter)
+    assert [almost_dry.next_taken() for _ in range(2)] == [urgent.post, other.post]
 
 
 def test_a_backlog_that_never_drains_holds_a_leg_back_for_a_while_only(posting, monkeypatch) -> None:
     fill(posting.writer)
     leg = gather(0, paced=True)
-    posting.queue.put_gather(leg)
-    posting.start()
+    posting.start(leg)
     assert posting.nothing_taken()
     monkeypatch.setattr(gloo_threads, "_LONGEST_HOLD_S", 0.05)
     assert posting.next_taken() == leg.post
@@ -196,26 +188,20 @@ def test_a_backlog_that_never_drains_holds_a_leg_back_for_a_while_only(posting, 
 def test_after_a_failure_nothing_is_held_back(posting) -> None:
     fill(posting.writer)
     legs = [gather(urgency, paced=True) for urgency in range(2)]
-    for leg in legs:
-        posting.queue.put_gather(leg)
-    posting.start()
+    posting.start(*legs)
     assert posting.nothing_taken()
     posting.queue.stop_pacing()
     assert [posting.next_taken() for _ in range(2)] == [leg.post for leg in legs]
 
 
 def test_gather_legs_without_urgency_keep_their_order(posting) -> None:
-    written = fill(posting.writer)  # they do not ask how busy the link is
+    fill(posting.writer)  # they do not ask how busy the link is
     legs = [gather(None, done=done) for done in (True, False, True)]
-    for leg in legs:
-        posting.queue.put_gather(leg)
-    posting.start()
+    posting.start(*legs)
     assert posting.next_taken() == legs[0].post
     assert posting.nothing_taken()
-    legs[1].scatter.finish()
-    posting.queue.wake()
+    posting.end(legs[1].scatter)
     assert [posting.next_taken() for _ in range(2)] == [leg.post for leg in legs[1:]]
-    assert written
 
 
 def test_close_ends_the_thread_even_if_legs_are_left(posting) -> None:

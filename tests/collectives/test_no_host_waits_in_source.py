@@ -9,8 +9,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import ddp_crossover
 
 PACKAGE = Path(ddp_crossover.__file__).parent
@@ -59,17 +57,3 @@ def test_no_new_place_makes_the_host_wait() -> None:
     new = {place: expression for place, expression in found.items() if place not in ALLOWED}
     assert not new, f"the host would wait for the device in {new}: let a kernel do it, or say here why it may"
     assert ALLOWED.keys() <= found.keys(), f"no longer there: {ALLOWED.keys() - found.keys()}"
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "table[[slot.index for slot in alike]] *= 2",
-        "table[[0, 1]] = x",
-        "x.new_tensor([1])",
-        "torch.tensor(1)",
-        "x.item()",
-    ],
-)
-def test_what_blocks_is_found(statement: str) -> None:
-    assert list(blocking_places(f"def step(x):\n    {statement}\n"))
