@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
-from ddp_crossover import dear
 from ddp_crossover.codecs.block_int8 import BlockInt8
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives import nccl_link
@@ -31,6 +30,7 @@ from models import INPUTS, DeepNet, MixedDtypeNet, OddNet
 from plans import random_plans
 
 STEPS = 20
+BF16 = {"wire_dtype": torch.bfloat16}
 
 
 def _storages(tensors: Any) -> set[int]:
@@ -41,6 +41,12 @@ def _refuse(*args: Any, **options: Any) -> None:
     raise AssertionError("memory was allocated in a backward")
 
 
+def _attached(make: Callable[[], nn.Module], options: dict[str, Any], **ddp_options: Any) -> tuple[Any, Any, Any]:
+    ddp = DistributedDataParallel(make(), **ddp_options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    return ddp, optimizer, dx.attach(ddp, optimizer, **options)
+
+
 def _train(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, steps: int) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
@@ -48,33 +54,42 @@ def _train(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, steps
         optimizer.step()
 
 
-def storages_of_plans(make: Callable[[], nn.Module], options: dict[str, Any]) -> tuple[set[int], list[set[int]]]:
-    """Where memory lies after attach, and where each of many random plans has its fusion buffers."""
+def _memory(state: dx.DearState) -> Any:
+    return state._reducer._in_force._memory.values()
+
+
+def storages_of_plans(
+    make: Callable[[], nn.Module], options: dict[str, Any], of: type, memory_of: Callable[[Any], Any]
+) -> tuple[set[int], list[set[int]]]:
+    """Where memory lies after attach, and where each of many random plans has that of its object `of` a class."""
     used: list[set[int]] = []
-    make_pipeline = Pipeline.__init__
+    init = of.__init__
 
-    def no_allocation(pipeline: Pipeline, *args: Any, **more: Any) -> None:
-        with mock.patch.object(dear.torch, "zeros", _refuse):
-            make_pipeline(pipeline, *args, **more)
-        used.append(_storages(pipeline.layout.arenas.values()))
+    def no_allocation(made: Any, *args: Any, **more: Any) -> None:
+        with mock.patch.object(torch, "zeros", _refuse):
+            init(made, *args, **more)
+        used.append(_storages(memory_of(made)))
 
-    with random_plans(11, schedules=("dear", "auto")), mock.patch.object(Pipeline, "__init__", no_allocation):
-        ddp = DistributedDataParallel(make())
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        state = dx.attach(ddp, optimizer, **options)
-        made = _storages(state._reducer._in_force._memory.values())
+    with random_plans(11, schedules=("dear", "auto")), mock.patch.object(of, "__init__", no_allocation):
+        ddp, optimizer, state = _attached(make, options)
+        made = _storages(_memory(state))
         _train(ddp, optimizer, STEPS)
         state.detach()
     return made, used
 
 
-@pytest.mark.parametrize("options", [{}, {"wire_dtype": torch.bfloat16}], ids=["as_they_are", "bf16"])
+def _arenas(pipeline: Pipeline) -> Any:
+    return pipeline.layout.arenas.values()
+
+
+MIXED = partial(MixedDtypeNet, torch.bfloat16)
+
+
 @pytest.mark.parametrize(
-    "make", [DeepNet, OddNet, partial(MixedDtypeNet, torch.bfloat16)], ids=["deep", "odd", "mixed"]
+    ("world_size", "make", "options"), [(1, DeepNet, BF16), (2, DeepNet, {}), (2, OddNet, BF16), (2, MIXED, BF16)]
 )
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_every_plan_uses_the_memory_of_attach(on_ranks, world_size, make, options) -> None:
-    for made, used in on_ranks(storages_of_plans, world_size, make, options):
+    for made, used in on_ranks(storages_of_plans, world_size, make, options, Pipeline, _arenas):
         assert len(used) > 4
         assert all(storages == made for storages in used)
         assert bool(made) == bool(options)  # gradients that keep their dtype travel from DDP's buckets
@@ -82,14 +97,11 @@ def test_every_plan_uses_the_memory_of_attach(on_ranks, world_size, make, option
 
 def probes(options: dict[str, Any]) -> tuple[int, int, int]:
     """Probes of the link in attach, and later; elements that were allocated."""
-    probe = planning.probe_link
-    with mock.patch.object(planning, "probe_link", side_effect=probe) as probed:
+    with mock.patch.object(planning, "probe_link", side_effect=planning.probe_link) as probed:
         # Its buckets change once more after they have settled.
-        ddp = DistributedDataParallel(DeepNet(), static_graph=True)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        state = dx.attach(ddp, optimizer, **options)
+        ddp, optimizer, state = _attached(DeepNet, options, static_graph=True)
         at_attach = probed.call_count
-        allocated = sum(arena.numel() for arena in state._reducer._in_force._memory.values())
+        allocated = sum(arena.numel() for arena in _memory(state))
         _train(ddp, optimizer, STEPS)
         state.detach()
     return at_attach, probed.call_count - at_attach, allocated
@@ -99,10 +111,10 @@ def probes(options: dict[str, Any]) -> tuple[int, int, int]:
     ("options", "expected", "has_memory"),
     [
         ({}, 1, False),  # gradients travel from DDP's buckets
-        ({"wire_dtype": torch.bfloat16}, 1, True),
+        (BF16, 1, True),
         ({"fusion_mb": 0.01}, 1, False),
-        ({"schedule": "dear", "wire_dtype": torch.bfloat16}, 0, True),
-        ({"schedule": "allreduce", "wire_dtype": torch.bfloat16}, 0, False),
+        ({"schedule": "dear"} | BF16, 0, True),
+        ({"schedule": "allreduce"} | BF16, 0, False),
     ],
     ids=str,
 )
@@ -112,52 +124,6 @@ def test_the_link_is_measured_at_attach_only(on_ranks, options, expected, has_me
         assert (allocated > 0) == has_memory
 
 
-def first_uses(schedule: str) -> tuple[set[str], set[str]]:
-    """The link's groups, and which of them have run something when attach returns."""
-    used: set[dist.ProcessGroup] = set()
-
-    def noting(name: str) -> Any:
-        call = getattr(nccl_link, name)
-
-        def note(*args: Any, group: dist.ProcessGroup) -> Any:
-            used.add(group)
-            return call(*args, group=group)
-
-        return mock.patch.object(nccl_link, name, note)
-
-    with ExitStack() as stack:
-        stack.enter_context(fake_gpu())
-        for name in ("_reduce_scatter", "_all_gather"):
-            stack.enter_context(noting(name))
-        ddp = DistributedDataParallel(DeepNet())
-        state = dx.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), schedule=schedule, fusion_mb=1.0)
-        link: Any = state._link
-        assert link.sent_bytes == 0  # of no step
-        groups = {"legs": link.process_group, "norms": link._small_group}
-        state.detach()
-    return set(groups), {name for name, group in groups.items() if group in used}
-
-
-def landings(options: dict[str, Any]) -> tuple[set[int], list[set[int]]]:
-    """Where memory lies after attach, and where each of many plans has updated parameters arrive."""
-    used: list[set[int]] = []
-    make_gathers = ParameterGathers.__init__
-
-    def no_allocation(gathers: ParameterGathers, *args: Any, **more: Any) -> None:
-        with mock.patch.object(torch, "zeros", _refuse):
-            make_gathers(gathers, *args, **more)
-        used.append(_storages(gathers._arenas.values()))
-
-    with random_plans(11, schedules=("dear", "auto")), mock.patch.object(ParameterGathers, "__init__", no_allocation):
-        ddp = DistributedDataParallel(DeepNet())
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        state = dx.attach(ddp, optimizer, shard_optimizer=True, **options)
-        made = _storages(state._reducer._in_force._memory.values())
-        _train(ddp, optimizer, STEPS)
-        state.detach()
-    return made, used
-
-
 def arenas_of_coded_and_plain_plans() -> tuple[set[int], list[tuple[bool, set[int]]]]:
     """Where memory lies after attach, and where plans with codes and without have their fusion buffers, in turn."""
     used: list[tuple[bool, set[int]]] = []
@@ -165,15 +131,13 @@ def arenas_of_coded_and_plain_plans() -> tuple[set[int], list[tuple[bool, set[in
 
     def note(pipeline: Pipeline, plan: FusionPlan, *args: Any, **more: Any) -> None:
         make_pipeline(pipeline, plan, *args, **more)
-        used.append((plan.is_coded, _storages(pipeline.layout.arenas.values())))
+        used.append((plan.is_coded, _storages(_arenas(pipeline))))
 
     with fake_gpu(), mock.patch.object(Pipeline, "__init__", note):
-        ddp = DistributedDataParallel(DeepNet())
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        state = dx.attach(ddp, optimizer, wire_dtype=torch.int8)
-        made = _storages(state._reducer._in_force._memory.values())
+        ddp, optimizer, state = _attached(DeepNet, {"wire_dtype": torch.int8})
+        made = _storages(_memory(state))
         _train(ddp, optimizer, 5 * STEPS)
-        assert not state._reducer._in_force._memory or state.tuning
+        assert not _memory(state) or state.tuning
         state.detach()
     return made, used
 
@@ -185,48 +149,71 @@ def test_plans_with_codes_and_without_use_the_memory_of_attach(on_ranks) -> None
         assert all(storages <= made for _, storages in used)
 
 
+def _landings(gathers: ParameterGathers) -> Any:
+    return gathers._arenas.values()
+
+
 def test_updated_parameters_arrive_in_the_memory_of_attach(on_ranks) -> None:
-    for made, used in on_ranks(landings, 2, {"wire_dtype": torch.bfloat16}):
+    options = {"shard_optimizer": True} | BF16
+    for made, used in on_ranks(storages_of_plans, 2, DeepNet, options, ParameterGathers, _landings):
         assert len(used) > 4
         assert all(storages and storages < made for storages in used)
 
 
-def first_uses_of_modes(options: dict[str, Any]) -> tuple[int, bool, list[str]]:
-    """All-to-alls in attach, whether hosts have a group then, and where codes were probed."""
-    probed: list[str] = []
+class FirstUses(NamedTuple):
+    """What was used in attach: each group of the link, by name; all-to-alls; whether there is a group of hosts."""
+
+    groups: dict[str, bool]
+    all_to_alls: int
+    has_host_group: bool
+
+
+def first_uses(options: dict[str, Any]) -> FirstUses:
+    """Of an NCCL link."""
+    used: set[dist.ProcessGroup] = set()
+
+    def noting(name: str) -> Any:
+        call = getattr(nccl_link, name)
+
+        def note(*args: Any, group: dist.ProcessGroup) -> Any:
+            used.add(group)
+            return call(*args, group=group)
+
+        return mock.patch.object(nccl_link, name, note)
+
     probe = planning.probe_codecs
     with ExitStack() as stack:
         stack.enter_context(fake_gpu())
         to_all = stack.enter_context(mock.patch.object(nccl_link, "_all_to_all", side_effect=nccl_link._all_to_all))
-
-        def note(wire: Any, device: torch.device) -> float:
-            probed.append(device.type)
-            return probe(wire, torch.device("cpu"))
-
-        stack.enter_context(mock.patch.object(planning, "probe_codecs", note))
-        ddp = DistributedDataParallel(DeepNet())
-        state = dx.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), **options)
+        on_cpu = mock.patch.object(planning, "probe_codecs", lambda wire, device: probe(wire, torch.device("cpu")))
+        stack.enter_context(on_cpu)
+        for name in ("_reduce_scatter", "_all_gather"):
+            stack.enter_context(noting(name))
+        _ddp, _, state = _attached(DeepNet, options)  # what is dropped ends
         link: Any = state._link
         assert link.sent_bytes == 0  # of no step
-        at_attach = to_all.call_count, link._host_group is not None
+        groups = {"legs": link.process_group in used, "norms": link._small_group in used}
+        uses = FirstUses(groups, to_all.call_count, link._host_group is not None)
         state.detach()
-    return *at_attach, probed
+    return uses
 
 
 @pytest.mark.parametrize(
     ("options", "has_all_to_all", "has_host_group"),
     [
-        ({}, False, False),
+        ({"fusion_mb": 1.0}, False, False),  # without the probe of the link
+        ({"schedule": "dear"}, False, False),
         ({"wire_dtype": torch.int8}, True, False),
         ({"compress": dx.TopK(0.1), "fusion_mb": 1.0}, True, False),  # sums travel as they are
         ({"shard_optimizer": True}, False, True),
         ({"weighted": True}, False, True),
     ],
-    ids=["plain", "int8", "top-k", "sharded", "weighted"],
+    ids=["plain", "dear", "int8", "top-k", "sharded", "weighted"],
 )
 def test_what_a_mode_needs_is_connected_at_attach(on_ranks, options, has_all_to_all, has_host_group) -> None:
-    for seen, hosts, _ in on_ranks(first_uses_of_modes, 2, options):
-        assert (seen > 0, hosts) == (has_all_to_all, has_host_group)
+    for groups, all_to_alls, hosts in on_ranks(first_uses, 2, options):
+        assert all(groups.values()), groups
+        assert (all_to_alls > 0, hosts) == (has_all_to_all, has_host_group)
 
 
 def where_codes_are_probed(device_type: str) -> str:
@@ -248,10 +235,3 @@ def where_codes_are_probed(device_type: str) -> str:
 @pytest.mark.parametrize("device_type", ["cpu", "meta"])
 def test_codes_are_probed_where_they_are_made(device_type) -> None:
     assert where_codes_are_probed(device_type) == device_type
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("schedule", ["auto", "dear"])
-def test_communicators_exist_after_attach(on_ranks, world_size, schedule) -> None:
-    for groups, used in on_ranks(first_uses, world_size, schedule):
-        assert used == groups
