@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import re
 from collections import Counter
-from logging.handlers import BufferingHandler
 from typing import Any
 from unittest import mock
 
@@ -17,12 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
 from ddp_crossover.figures.stats import DearStats, StepLog, summary
-from ddp_crossover.fusion import Schedule
-from ddp_crossover.log import logger
 from ddp_crossover.tracing.clock import CommSums
 from equivalence import Case, Run, train_step
 from models import DeepNet
-from plans import judged_plans
 
 pytestmark = pytest.mark.quick
 
@@ -158,52 +153,3 @@ def test_flat_figures_are_floats_under_the_same_names_in_each_step(on_ranks) -> 
         assert [name.removeprefix("ddp_crossover_") for name in prometheus] == [
             name.removeprefix("ddp_crossover/") for name in last
         ]
-
-
-def _tune(favourite: str, path: str) -> list[str]:
-    """What is logged of tuning, without the trials."""
-    handler = BufferingHandler(1000)
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        _train_tuned(favourite, path)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
-    return [line for record in handler.buffer if "tuned" in (line := record.getMessage())]
-
-
-def _train_tuned(favourite: str, path: str) -> None:
-    with judged_plans(favourite, best_mb=0.005):
-        torch.manual_seed(5)
-        ddp = DistributedDataParallel(DeepNet())
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        state = dx.attach(ddp, optimizer, tuned_file=path)
-        for _ in range(80):
-            optimizer.zero_grad()
-            ddp(torch.randn(2, 7)).square().mean().backward()
-            optimizer.step()
-        assert not state.tuning
-        state.detach()
-
-
-@pytest.mark.parametrize("favourite", [Schedule.AUTO, Schedule.ALLREDUCE])
-def test_the_end_of_tuning_is_one_line_on_rank_0(on_ranks, tmp_path, favourite) -> None:
-    path = str(tmp_path / "tuned.json")
-    [line], others = on_ranks(_tune, 2, favourite, path)
-    assert others == []
-    # The made-up times: 1 s for the favourite, 2 s for the other, and more for groups of another size than the best.
-    if favourite == Schedule.AUTO:
-        assert re.fullmatch(
-            r"tuned: \d+ ms a step instead of 2000 with DDP as it was \(\d\.\d\d times as fast\), "
-            r"in groups of \S+ MiB; \S+ ms exposed",
-            line,
-        )
-    else:
-        assert re.fullmatch(
-            r"tuned: plain all-reduces, 1000 ms a step: groups of \S+ MiB took \d+ ms, which is no clear gain "
-            r"\(set fusion_mb to use the pipeline anyway\); \S+ ms exposed",
-            line,
-        )
-    [line], others = on_ranks(_tune, 2, favourite, path)
-    assert line.startswith("not tuned: ") and line.endswith(f", as stored in tuned_file {path}") and others == []

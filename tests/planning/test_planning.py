@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -24,12 +24,14 @@ from ddp_crossover.collectives.gloo_link import GlooLink
 from ddp_crossover.ddp.plan_in_force import PlanInForce
 from ddp_crossover.dear import Phase
 from ddp_crossover.fusion import FusionPlan, Schedule
+from ddp_crossover.log import logger
 from ddp_crossover.planning import session as planning
 from ddp_crossover.planning.compute_profiler import ComputeProfiler
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.session import Stage
 from ddp_crossover.planning.tuned_file import TunedFileError
+from heard import heard
 from models import WideNet
 from plans import judged_plans, random_plans
 
@@ -66,7 +68,7 @@ class Job:
         raise AssertionError(self.state.tuning_progress())
 
 
-def stages(**options: Any) -> tuple[list[tuple[Stage, int]], str]:
+def stages(options: dict[str, Any]) -> tuple[list[tuple[Stage, int]], str]:
     """The stages of planning with how many steps each lasted, and what is said of them in the end."""
     seen: list[tuple[Stage, int]] = []
     with judged_plans(Schedule.AUTO):
@@ -94,7 +96,7 @@ def stages(**options: Any) -> tuple[list[tuple[Stage, int]], str]:
     ids=str,
 )
 def test_stages_follow_each_other_and_end(on_ranks, options, expected) -> None:
-    for seen, said in on_ranks(_stages_of, 2, options):
+    for seen, said in on_ranks(stages, 2, options):
         assert [stage for stage, _ in seen] == expected
         lasted = dict(seen)
         assert lasted.get(Stage.PROFILING, PROFILING) <= PROFILING
@@ -103,10 +105,6 @@ def test_stages_follow_each_other_and_end(on_ranks, options, expected) -> None:
             assert said.startswith("tuned: ") and "DDP as it was" in said and said.endswith(" ms exposed")
         elif options != {"schedule": "allreduce"}:
             assert said.startswith("not tuned: ")
-
-
-def _stages_of(options: dict[str, Any]) -> tuple[list[tuple[Stage, int]], str]:
-    return stages(**options)
 
 
 @contextmanager
@@ -211,9 +209,8 @@ def _storage_bytes(tensors: list[torch.Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_memory_of_a_tuning_run_is_that_of_one_plan(on_ranks, world_size) -> None:
-    for gradients, arenas, scratch in on_ranks(_memory_of_a_tuning_run, world_size):
+def test_memory_of_a_tuning_run_is_that_of_one_plan(on_ranks) -> None:
+    for gradients, arenas, scratch in on_ranks(_memory_of_a_tuning_run, 3):
         spare_bytes = 4 * 2**14
         assert arenas == 0  # gradients travel from DDP's buckets
         # All legs at once: from every peer what this rank owns, (n - 1) / n of the gradients.
@@ -245,35 +242,60 @@ def test_a_measured_profile_feeds_the_simulator(on_ranks, tmp_path, capsys) -> N
     assert report["compute_s"] == pytest.approx(compute_s)
 
 
-def _tune_with_file(path: str, favourite: str) -> tuple[int, bool, Any]:
-    """Steps until settled, whether that is plain all-reduce, and the plan. Only rank 0 may touch the file."""
+class Tuned(NamedTuple):
+    """What a run with a tuned file has done: steps until it settled, with which plan; what it has logged of tuning."""
+
+    steps: int
+    is_plain: bool
+    digest: Any
+    lines: list[str]
+
+
+def _tune_with_file(path: str, favourite: str) -> Tuned:
+    """Only rank 0 may touch the file."""
     mine = Path(path) if dist.get_rank() == 0 else Path(path).with_name("not readable.json")
     if dist.get_rank():
         mine.write_text("nothing that anybody could read")
-    with judged_plans(favourite):
-        job = Job(tuned_file=mine)
-        steps = job.train_until_settled()
-        job.train(2)
-    found = (steps, job.state.plan is None, job.planning.choices[-1].digest())
+    logger.setLevel(logging.INFO)
+    try:
+        with judged_plans(favourite), heard() as said:
+            job = Job(tuned_file=mine)
+            steps = job.train_until_settled()
+            job.train(2)
+    finally:
+        logger.setLevel(logging.NOTSET)
+    lines = [line for line in said if "tuned" in line]
+    found = Tuned(steps, job.state.plan is None, job.planning.choices[-1].digest(), lines)
     job.state.detach()
     return found
 
 
-@pytest.mark.parametrize("favourite", [Schedule.AUTO, Schedule.ALLREDUCE])
-def test_what_one_run_has_tuned_the_next_one_finds(on_ranks, tmp_path, favourite) -> None:
+# With the made-up times: 1 s for the favourite, 2 s for the other, and more for groups of another size than the best.
+END_OF_TUNING = {
+    Schedule.AUTO: r"tuned: \d+ ms a step instead of 2000 with DDP as it was \(\d\.\d\d times as fast\), "
+    r"in groups of \S+ MiB; \S+ ms exposed",
+    Schedule.ALLREDUCE: r"tuned: plain all-reduces, 1000 ms a step: groups of \S+ MiB took \d+ ms, which is no clear "
+    r"gain \(set fusion_mb to use the pipeline anyway\); \S+ ms exposed",
+}
+
+
+@pytest.mark.parametrize("favourite", END_OF_TUNING)
+def test_what_one_run_has_tuned_is_said_once_and_the_next_one_finds_it(on_ranks, tmp_path, favourite) -> None:
     path = str(tmp_path / "tuned.json")
-    first, first_too = on_ranks(_tune_with_file, 2, path, favourite)
-    assert first == first_too
-    steps, is_plain, _ = first
-    assert steps > SETTLING + PROFILING + 12
-    assert is_plain == (favourite == Schedule.ALLREDUCE)
+    first, other = on_ranks(_tune_with_file, 2, path, favourite)
+    assert first[:3] == other[:3]
+    assert first.steps > SETTLING + PROFILING + 12
+    assert first.is_plain == (favourite == Schedule.ALLREDUCE)
+    [line] = first.lines
+    assert re.fullmatch(END_OF_TUNING[favourite], line) and other.lines == []
     # It would tune to the opposite now, if it tuned.
-    other = Schedule.AUTO if favourite == Schedule.ALLREDUCE else Schedule.ALLREDUCE
-    second, second_too = on_ranks(_tune_with_file, 2, path, other)
-    assert second == second_too
-    steps, is_plain, _ = second
-    assert steps <= SETTLING + PROFILING
-    assert is_plain == (favourite == Schedule.ALLREDUCE)
+    opposite = Schedule.AUTO if favourite == Schedule.ALLREDUCE else Schedule.ALLREDUCE
+    second, other = on_ranks(_tune_with_file, 2, path, opposite)
+    assert second[:3] == other[:3]
+    assert second.steps <= SETTLING + PROFILING
+    assert second.is_plain == first.is_plain
+    [line] = second.lines
+    assert line.startswith("not tuned: ") and line.endswith(f", as stored in tuned_file {path}") and other.lines == []
 
 
 def _attach_with_a_broken_file(path: str) -> None:
@@ -290,21 +312,15 @@ def test_a_tuned_file_that_cannot_be_read_ends_every_rank_at_attach(on_ranks, tm
 
 def _tune_without_a_place_to_keep_it(path: str) -> tuple[list[str], float]:
     """What was logged as a warning, and the group size in force afterwards."""
-    warnings = BufferingHandler(100)
-    warnings.setLevel(logging.WARNING)
-    planning.logger.addHandler(warnings)
-    try:
-        with judged_plans(Schedule.AUTO):
-            job = Job(tuned_file=path)
-            job.train_until_settled()
-            job.train(2)
-    finally:
-        planning.logger.removeHandler(warnings)
+    with heard() as warnings, judged_plans(Schedule.AUTO):
+        job = Job(tuned_file=path)
+        job.train_until_settled()
+        job.train(2)
     result = job.planning.result
     assert result is not None and job.state.plan is not None
     assert job.state.plan.fusion_mb == pytest.approx(result.best.fusion_mb)
     job.state.detach()
-    return [record.getMessage() for record in warnings.buffer], result.best.fusion_mb
+    return warnings, result.best.fusion_mb
 
 
 def test_a_tuned_file_that_cannot_be_written_costs_a_warning(on_ranks, tmp_path) -> None:
