@@ -13,17 +13,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-import ddp_crossover as dx
 from ddp_crossover import device
 from ddp_crossover.collectives import copy_engine_link, nccl_link
 from ddp_crossover.collectives.agreement import DisagreementError
 from ddp_crossover.collectives.copy_engine_link import _lacks, _Rank, _why_not
 from ddp_crossover.torch_internals import groups
-from equivalence import snapshot
+from equivalence import SGD, Case, Run, plain_loop, snapshot
 from fake_streams import fake_gpu
-from models import INPUTS, DeepNet
+from models import DeepNet
 
 ZERO_CTAS = 2
 
@@ -96,17 +94,13 @@ def _gpu_with_copy_engines(backend: Any, events: list[str], **gpus: Any) -> Iter
         yield
 
 
-def _train(process_group: dist.ProcessGroup | None, **options: Any) -> tuple[dict[str, torch.Tensor], Any, Any]:
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(DeepNet())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    state = dx.attach(ddp, optimizer, process_group=process_group, **options) if options else None
-    for step in range(6):
-        optimizer.zero_grad()
-        x = torch.randn(3, INPUTS, generator=torch.Generator().manual_seed(step))
-        ddp(x + dist.get_rank()).square().mean().backward()
-        optimizer.step()
-    return snapshot(ddp.module.state_dict()), ddp, state
+def _train(options: dict[str, Any] | None) -> tuple[dict[str, torch.Tensor], Run]:
+    run = Run(
+        Case(model=DeepNet, optimizer=SGD, steps=6, strict=False, dear=options or {}), with_dear=options is not None
+    )
+    for _ in plain_loop(run):
+        pass
+    return snapshot(run.model.module.state_dict()), run
 
 
 def _plain() -> dict[str, torch.Tensor]:
@@ -118,13 +112,13 @@ def _attached(policy: int, ends: str, options: dict[str, Any]) -> tuple[dict[str
     events: list[str] = []
     with _gpu_with_copy_engines(_Backend(policy, events), events):
         group = dist.new_group(group_desc="legs")
-        parameters, ddp, state = _train(group, schedule="dear", fusion_mb=1e-3, **options)
-        assert state.stats().pipelined_iterations
+        parameters, run = _train({"process_group": group, "schedule": "dear"} | options)
+        assert run.state.stats().pipelined_iterations
         before = events.copy()
-        link: Any = state._link
-        assert ddp.training and not link.is_closed  # what is dropped ends before
+        link: Any = run.state._link
+        assert run.model.training and not link.is_closed  # what is dropped ends before
         if ends == "detach":
-            state.detach()
+            run.detach()
         elif ends == "destroyed by the script":
             dist.destroy_process_group(link._gather_group)
         else:
@@ -137,11 +131,18 @@ GATHERS = "_all_gather of ddp_crossover gather legs"
 END = "end of ddp_crossover gather legs"
 
 
-@pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}, {"wire_dtype": torch.bfloat16}], ids=str)
-@pytest.mark.parametrize("ends", ["detach", "destroyed by the script", "end of the program"])
+@pytest.mark.parametrize(
+    ("ends", "options"),
+    [
+        ("detach", {}),
+        ("detach", {"shard_optimizer": True}),
+        ("detach", {"wire_dtype": torch.bfloat16}),
+        ("destroyed by the script", {}),
+        ("end of the program", {}),
+    ],
+    ids=str,
+)
 def test_gather_legs_have_registered_memory_until_their_communicator_ends(on_ranks, ends, options) -> None:
-    if options and ends != "detach":
-        pytest.skip("each end once")
     plain = on_ranks(_plain, 2)
     for expected, (parameters, before, at_end) in zip(
         plain, on_ranks(_attached, 2, ZERO_CTAS, ends, options), strict=True
@@ -160,13 +161,9 @@ def test_gather_legs_have_registered_memory_until_their_communicator_ends(on_ran
 
 
 def test_without_the_policy_nothing_changes(on_ranks) -> None:
-    for _, before, at_end in on_ranks(_attached_without, 2):
+    for _, before, at_end in on_ranks(_attached, 2, -(2**31), "detach", {}):
         assert {"allocated", "registered", "deregistered", GATHERS, END}.isdisjoint([*before, *at_end])
         assert "_all_gather of legs" in before
-
-
-def _attached_without() -> tuple[dict[str, torch.Tensor], list[str], list[str]]:
-    return _attached(-(2**31), "detach", {})
 
 
 def _refused(policies: list[int], gpus: dict[str, list[Any]]) -> str:
@@ -175,7 +172,7 @@ def _refused(policies: list[int], gpus: dict[str, list[Any]]) -> str:
     events: list[str] = []
     with _gpu_with_copy_engines(_Backend(policies[rank], events), events, **mine):
         try:
-            _train(dist.new_group(), schedule="dear")
+            _train({"process_group": dist.new_group(), "schedule": "dear"})
         except (ValueError, DisagreementError) as error:
             return str(error)
     return ""
