@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from equivalence import Case, Run
+from equivalence import Case, Run, train_step
 from harness import run_ranks
 from models import INPUTS, OUTPUTS
 from wire import tcp_bytes_sent
@@ -46,19 +46,17 @@ class WideNet(nn.Module):
         return self.head(x).float()
 
 
-def _sent_in_steady_state(case: Case, with_dear: bool) -> tuple[float, float]:
+def _sent_in_steady_state(case: Case) -> tuple[float, float]:
     """Bytes of a usual step among the last ones, as the kernel counts on our sockets and as `stats()` says."""
-    run = Run(case, with_dear)
+    run = Run(case, with_dear=True)
     counted: list[int] = []
     claimed: list[int] = []
     for x, y in run.batches():
-        run.optimizer.zero_grad()
-        run.loss(run.model(x), y).backward()
-        run.optimizer.step()
+        train_step(run, x, y)
         run.synchronize()
         dist.barrier()
         counted.append(tcp_bytes_sent())
-        claimed.append(run.state.stats().sent_bytes if run.state is not None else 0)
+        claimed.append(run.state.stats().sent_bytes)
     run.detach()
     # The first half is left out: it holds the agreement on the plan. The median, since on a busy machine the end of one
     # step's bytes may leave in the next, at either end of what is looked at.
@@ -66,50 +64,27 @@ def _sent_in_steady_state(case: Case, with_dear: bool) -> tuple[float, float]:
     return median(sent), median(said)
 
 
-def _send_a_megabyte() -> int:
-    message = torch.zeros(250_000)
-    dist.barrier()
-    before = tcp_bytes_sent()
-    if dist.get_rank() == 0:
-        dist.send(message, 1)
-    else:
-        dist.recv(message, 0)
-    dist.barrier()  # a send ends when the socket has the bytes, the count goes up when they leave
-    return tcp_bytes_sent() - before
-
-
-def test_the_meter_counts_what_gloo_sends() -> None:
-    sender, receiver = run_ranks(_send_a_megabyte, 2)
-    assert sender == pytest.approx(1_000_000, rel=0.01)
-    assert receiver < 10_000
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_bytes_on_the_wire_are_optimal_and_what_stats_say(world_size, dtype) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "options"),
+    [
+        (2, torch.float32, {}),
+        (3, torch.bfloat16, {}),
+        (4, torch.float32, {}),
+        (2, torch.float32, {"wire_dtype": torch.bfloat16, "schedule": "dear"}),
+        (2, torch.float32, {"wire_dtype": torch.bfloat16, "schedule": "allreduce"}),
+    ],
+    ids=str,
+)
+def test_bytes_on_the_wire_are_optimal_and_what_stats_say(world_size, dtype, options) -> None:
     case = Case(
         model=partial(WideNet, dtype),
         world_size=world_size,
         steps=2 * STEPS,
-        dear={"fusion_mb": 0.5},
+        dear={"fusion_mb": 0.5} | options,
         strict=False,
     )
-    size = sum(p.numel() * p.element_size() for p in WideNet(dtype).parameters())
+    size = sum(p.numel() for p in WideNet(dtype).parameters()) * options.get("wire_dtype", dtype).itemsize
     optimum = 2 * (world_size - 1) / world_size * size
-    for counted, claimed in run_ranks(_sent_in_steady_state, world_size, case, True):
-        assert counted == pytest.approx(optimum, rel=TOLERANCE)
-        assert claimed == pytest.approx(counted, rel=TOLERANCE)
-
-
-@pytest.mark.parametrize("schedule", ["dear", "allreduce"])
-def test_a_16_bit_wire_halves_them(schedule) -> None:
-    case = Case(
-        model=partial(WideNet, torch.float32),
-        steps=2 * STEPS,
-        dear={"fusion_mb": 0.5, "wire_dtype": torch.bfloat16, "schedule": schedule},
-        strict=False,
-    )
-    optimum = sum(p.numel() * torch.bfloat16.itemsize for p in WideNet(torch.float32).parameters())
-    for counted, claimed in run_ranks(_sent_in_steady_state, 2, case, True):
+    for counted, claimed in run_ranks(_sent_in_steady_state, world_size, case):
         assert counted == pytest.approx(optimum, rel=TOLERANCE)
         assert claimed == pytest.approx(counted, rel=TOLERANCE)
