@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -123,10 +124,10 @@ def _train_through(run: Run, announced: list[GlooScatterLeg]) -> tuple[dict[str,
     return after, step
 
 
-CODED = {"coded": {"wire_dtype": torch.int8}, "sparse": {"compress": dx.TopK(0.25)}}
+CODED = {"wire_dtype": torch.int8}
 
 
-@pytest.mark.parametrize("wire", [{}, *CODED.values()], ids=["dense", *CODED])
+@pytest.mark.parametrize("wire", [{}, CODED, {"compress": dx.TopK(0.25)}], ids=["dense", "coded", "sparse"])
 def test_an_exception_in_backward_leaves_no_leg_open(on_ranks, wire) -> None:
     of_ranks = on_ranks(_through_an_exception, 4, {**BY_NODE, **wire}, timeout_s=40)
     states = [state for state, _ in of_ranks]
@@ -163,61 +164,28 @@ def _leave(how: str, dear: dict[str, Any]) -> dict[str, torch.Tensor]:
     return snapshot(run.model.module.state_dict())
 
 
-@pytest.mark.parametrize("how", ["open_backward", "detach", "destroy", "closed"])
-def test_a_script_may_end_at_any_time(how) -> None:
-    states = run_ranks(_leave, 4, how, BY_NODE, timeout_s=40)
+@pytest.mark.parametrize(
+    ("how", "wire"),
+    [("open_backward", {}), ("open_backward", CODED), ("detach", {}), ("destroy", {}), ("closed", {})],
+    ids=["open_backward", "open_backward_with_codes", "detach", "destroy", "closed"],
+)
+def test_a_script_may_end_at_any_time(how, wire) -> None:
+    states = run_ranks(_leave, 4, how, {**BY_NODE, **wire}, timeout_s=40)
     assert all(torch.equal(state[name], value) for state in states for name, value in states[0].items())
-
-
-@pytest.mark.parametrize("wire", CODED.values(), ids=CODED)
-def test_a_script_with_codes_may_end_at_any_time(wire) -> None:
-    states = run_ranks(_leave, 4, "open_backward", {**BY_NODE, **wire}, timeout_s=40)
-    assert all(torch.equal(state[name], value) for state in states for name, value in states[0].items())
-
-
-_SCRIPT = """
-import os
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-import ddp_crossover as dx
-
-rank = int(os.environ["RANK"])
-os.environ["GROUP_RANK"] = str(rank // 2)
-dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=4)
-net = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())])
-model = DistributedDataParallel(net, bucket_cap_mb=0.02)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-state = dx.attach(model, optimizer, fusion_mb=0.02, groups="node")
-for step in range(6):
-    model(torch.ones(4, 64)).square().mean().backward()
-    optimizer.step()
-print(state.stats().pipelined_iterations)
-"""
-
-
-@pytest.mark.nightly
-def test_a_program_may_end_without_detach(script_server, tmp_path) -> None:
-    for ended in script_server.run(_SCRIPT, tmp_path, 4):
-        assert ended.exitcode == 0, ended
-        assert int(ended.output) > 0, ended
 
 
 # Ranks that were set up differently.
 
 
-def _attach(layout: Layout | None, of_rank: dict[int, dict[str, Any]], always: dict[str, Any]) -> str:
+def _attach(layout: Layout, without_groups: tuple[int, ...], not_by_torchrun: tuple[int, ...]) -> str:
     model = DistributedDataParallel(OddNet())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = always | of_rank.get(dist.get_rank(), {})
+    options = {} if dist.get_rank() in without_groups else BY_NODE
     start_s = time.monotonic()
     try:
-        if layout is None:
+        with nullcontext() if dist.get_rank() in not_by_torchrun else on_nodes(layout):
+            assert ("GROUP_RANK" in os.environ) == (dist.get_rank() not in not_by_torchrun)
             dx.attach(model, optimizer, **options)
-        else:
-            with on_nodes(layout):
-                dx.attach(model, optimizer, **options)
     except (DisagreementError, ValueError) as error:
         assert time.monotonic() - start_s < GRACE_S
         return f"{type(error).__name__}: {error}"
@@ -225,33 +193,15 @@ def _attach(layout: Layout | None, of_rank: dict[int, dict[str, Any]], always: d
 
 
 def test_a_rank_without_groups_is_named_on_every_rank(on_ranks) -> None:
-    for error in on_ranks(_attach, 4, TWO_BY_TWO, {1: BY_NODE}, {}, timeout_s=30):
+    for error in on_ranks(_attach, 4, TWO_BY_TWO, (0, 2, 3), (), timeout_s=30):
         assert error.startswith("DisagreementError: rank 1 differs from rank 0")
         assert "groups is None on rank 0 and 'node' on rank 1" in error
 
 
-def test_nodes_of_different_sizes_are_refused_on_every_rank(on_ranks) -> None:
-    for error in on_ranks(_attach, 4, ((0, 1, 3), (2,)), {}, BY_NODE):
-        assert error.startswith("ValueError: groups='node' needs equally many ranks on each node, got 3, 1")
-
-
-def test_a_rank_that_torchrun_has_not_started_is_on_a_node_of_its_own(on_ranks) -> None:
-    for error in on_ranks(_attach_without_group_rank, 4):
-        assert "got 1, 3" in error
-
-
-def _attach_without_group_rank() -> str:
-    if dist.get_rank() == 0:
-        assert "GROUP_RANK" not in os.environ
-        return _attach(None, {}, BY_NODE)
-    return _attach(((0, 1, 2, 3),), {}, BY_NODE)
-
-
-def test_sharded_optimizers_are_refused(on_ranks) -> None:
-    for error in on_ranks(_attach, 2, ((0,), (1,)), {}, {**BY_NODE, "shard_optimizer": True}):
-        assert error == "ValueError: shard_optimizer=True shares parameters among all ranks: leave out groups="
-
-
-def test_other_groups_are_refused(on_ranks) -> None:
-    [error] = on_ranks(_attach, 1, None, {}, {"groups": "rack"})
-    assert error == "ValueError: groups must be 'node' or None, got 'rack'"
+@pytest.mark.parametrize(
+    ("layout", "not_by_torchrun", "sizes"),
+    [(((0, 1, 3), (2,)), (), "3, 1"), (((0, 1, 2, 3),), (0,), "1, 3")],  # such a rank is on a node of its own
+)
+def test_nodes_of_different_sizes_are_refused_on_every_rank(on_ranks, layout, not_by_torchrun, sizes) -> None:
+    for error in on_ranks(_attach, 4, layout, (), not_by_torchrun):
+        assert error.startswith(f"ValueError: groups='node' needs equally many ranks on each node, got {sizes}")
