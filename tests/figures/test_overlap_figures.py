@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from ddp_crossover.figures.stats import StepLog
 from ddp_crossover.tracing.clock import CommClock, CommSums
-from equivalence import Case, Run
+from equivalence import Case, Run, train_step
 from heard import heard
 from models import DeepNet
 
@@ -122,15 +121,6 @@ def test_the_line_that_needs_updates_early_is_named_once_a_step(on_ranks, name) 
     assert steps == Case().steps - 3  # the pipeline starts with the fourth step
 
 
-def _reverse(run: Run) -> Iterator[Any]:
-    for index, (x, y) in enumerate(run.batches()):
-        run.model.module.reverse = index >= 5
-        run.optimizer.zero_grad()
-        run.loss(run.model(x), y).backward()
-        run.optimizer.step()
-        yield dict(run.state._reducer.pipeline.gather_order._urgency) if index in (4, 7) else None
-
-
 class TurningNet(torch.nn.Module):
     """One day uses its middle layers in the opposite order."""
 
@@ -149,8 +139,14 @@ class TurningNet(torch.nn.Module):
 
 
 def _urgencies() -> list[dict[int, int]]:
+    """Of the first and the last of these layers, before and after they change places."""
     run = Run(Case(model=TurningNet, strict=False), with_dear=True)
-    seen = [urgency for urgency in _reverse(run) if urgency is not None]
+    seen: list[dict[int, int]] = []
+    for index, (x, y) in enumerate(run.batches()):
+        run.model.module.reverse = index >= 5
+        train_step(run, x, y)
+        if index in (4, 7):
+            seen.append(dict(run.state._reducer.pipeline.gather_order._urgency))
     groups = run.state._reducer.pipeline.groups
     names = [{slot.name.rpartition(".")[0] for slot in group.slots} for group in groups]
     run.detach()

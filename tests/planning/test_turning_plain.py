@@ -48,8 +48,14 @@ def _turning_plain(run: Run, loop: Any) -> Iterator[Any]:
         assert run.state.plan is None
 
 
-@pytest.mark.parametrize("make", [SGD, optimizer(torch.optim.Adam, lr=0.01), optimizer(ReplacingSgd, lr=0.05)])
-@pytest.mark.parametrize("loop", [plain_loop, loops.backward_inside_closure, loops.zero_grad_keeping_memory])
+@pytest.mark.parametrize(
+    ("loop", "make"),
+    [
+        (plain_loop, optimizer(ReplacingSgd, lr=0.05)),
+        (loops.backward_inside_closure, optimizer(torch.optim.Adam, lr=0.01)),
+        (loops.zero_grad_keeping_memory, SGD),
+    ],
+)
 def test_the_optimizer_keeps_its_state(on_ranks, loop, make) -> None:
     check_case(Case(partial(_turning_plain, loop=loop), optimizer=make, steps=STEPS, pipelined=False), on_ranks)
 
