@@ -165,6 +165,8 @@ class ArbiterMachine(RuleBasedStateMachine):
                 assert promise.fence > view.fence
                 assert self.waiting[promise.member] == promise.request
                 key, holder = self.members[promise.member][0], self.arbiter_holder(resource)
+                waiting = [member for member in self.waiting if self.members[member] == (key, resource)]
+                assert waiting == [promise.member]
                 assert holder is not None and holder != key and holder.uid == key.uid
                 assert len(self.arbiter.holders(resource)) == 1
                 self._must_have_been_next(key, resource)

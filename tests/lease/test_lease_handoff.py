@@ -19,7 +19,7 @@ GPU = "GPU-0"
 APART_S = 2 * EQUAL_S
 
 
-# ---- what the broker promises; test_lease_arbiter_states.py has who is promised, and that holders are believed
+# ---- what the broker promises; test_lease_arbiter_states.py has to whom it may, and that fences are kept
 
 
 def arbiter_with(*names: str) -> Arbiter:
@@ -39,6 +39,29 @@ def test_the_next_job_is_promised_the_fence_that_it_is_granted() -> None:
     assert arbiter.view(GPU).successor == Successor(101, 2, 7, True)
     assert arbiter.release(1, 100, 0, 0.2, handed=101) == [Grant(2, 7, 101)]
     assert arbiter.view(GPU).successor == NOBODY
+
+
+def test_a_promise_follows_the_queue_and_a_holder_that_was_quicker_is_believed() -> None:
+    arbiter = arbiter_with("a", "filler", "b")
+    arbiter.request(2, 1, 0.1)
+    first = arbiter.view(GPU).successor
+    arbiter.request(3, 1, 0.1 + APART_S)
+    second = arbiter.view(GPU).successor
+    assert (first.member, second.member) == (2, 3)
+    assert arbiter.release(1, 100, 0, 0.2, handed=first.fence) == [Grant(2, 1, first.fence)]
+    assert arbiter.view(GPU).successor.member == 3
+
+
+def test_a_promise_to_a_client_that_has_cancelled_binds_nobody() -> None:
+    arbiter = arbiter_with("a", "b", "c")
+    arbiter.request(2, 1, 0.1)
+    promised = arbiter.view(GPU).successor.fence
+    arbiter.request(3, 1, 0.1 + APART_S)
+    arbiter.cancel(2, 1, 0.2)
+    arbiter.request(2, 2, 0.3)  # behind the other one now
+    [grant] = arbiter.release(1, 100, 0, 0.4, handed=promised)
+    assert grant.member == 3
+    assert grant.fence > promised
 
 
 def test_what_was_promised_under_an_earlier_hold_is_void() -> None:
