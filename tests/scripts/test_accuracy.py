@@ -20,7 +20,7 @@ from accuracy_parts.rank import CaseSettings
 from bench_kit.launch import CaseFailed
 from lab import why_no_lab
 
-RUN_TIMEOUT_S = 400
+RUN_TIMEOUT_S = 500
 PNG = b"\x89PNG"
 
 

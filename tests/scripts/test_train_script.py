@@ -115,7 +115,8 @@ def test_a_model_that_images_do_not_fit_is_refused(model: str, message: str) -> 
 def test_a_checkpoint_of_another_run_or_a_damaged_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")  # as under torchrun
+    for name, value in (("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):  # as under torchrun
+        monkeypatch.setenv(name, value)
     path = tmp_path / "job.ckpt"
     config = vars(options.parse_args("", []))
     checkpoint.save(path, {"history": []}, config)
