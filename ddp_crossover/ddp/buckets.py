@@ -9,7 +9,7 @@ format changes is refused: buckets do not follow it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -173,6 +173,7 @@ class Buckets:
         self._small_bytes = cap_bytes if cap_bytes < bucket_cap_bytes(ddp) else None
         self.are_as_built = True
         self.were_changed = False
+        self._allow_backward: Callable[[], None] | None = None
 
     def make_small_at_attach(self, parameters: Sequence[Tensor]) -> None:
         """Make them small before there is a hook. Until the next forward, backward is refused."""
@@ -182,7 +183,14 @@ class Buckets:
             return
         rebuild_buckets(ddp, self._small_bytes)
         if may_await_backward(ddp):
-            _refuse_backward_of_earlier_forward(ddp, parameters)
+            self._allow_backward = _refuse_backward_of_earlier_forward(ddp, parameters)
+
+    def forward_begins(self) -> None:
+        """Allow backward from now on, as this forward has one that reduces."""
+        # DDP's own hooks do not run in the forward in which they were registered, as by `auto()`.
+        if self._allow_backward is not None:
+            self._allow_backward()
+            self._allow_backward = None
 
     def change(self, *, as_built: bool) -> bool:
         """Change them at the beginning of a forward, if they are others; every rank must call it.
@@ -204,8 +212,14 @@ def _small_bytes(total_bytes: int, *, on_gpu: bool) -> int:
     return max(least_bytes, min(total_bytes // _BUCKETS_ON_GPU, _MOST_BYTES_ON_GPU)) if on_gpu else least_bytes
 
 
-def _refuse_backward_of_earlier_forward(ddp: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
-    """Refuse backward until the next forward: DDP's new reducer would not reduce gradients of an earlier one."""
+def _refuse_backward_of_earlier_forward(
+    ddp: DistributedDataParallel, parameters: Sequence[Tensor]
+) -> Callable[[], None]:
+    """Refuse the backward of an earlier forward, because DDP's new reducer would not reduce its gradients.
+
+    Returns:
+        A callback that allows backward again.
+    """
 
     def refuse(gradients: object) -> NoReturn:
         raise RuntimeError(
@@ -221,4 +235,5 @@ def _refuse_backward_of_earlier_forward(ddp: DistributedDataParallel, parameters
 
     # Not hooks on the parameters: `torch.autograd.grad()` runs these, too, and it adds nothing to gradients.
     handles = [get_gradient_edge(parameter).node.register_prehook(refuse) for parameter in parameters]
-    handles.append(ddp.register_forward_pre_hook(torch.compiler.disable(allow)))  # works after detach(), too
+    handles.append(ddp.register_forward_pre_hook(torch.compiler.disable(allow)))  # also works after detach()
+    return allow

@@ -340,6 +340,7 @@ class Reducer:
             # Code that runs without gradients may check a parameter's class, as TransformerEncoder's fast path does.
             self._updates.flush()
             return
+        self._in_force.buckets.forward_begins()
         if self._follow_plan():
             return
         if self.batches is not None:
