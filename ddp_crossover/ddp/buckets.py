@@ -187,7 +187,7 @@ class Buckets:
 
     def forward_begins(self) -> None:
         """Allow backward from now on, as this forward has one that reduces."""
-        # DDP's own hooks do not run in the forward in which they were registered, as by `auto()`.
+        # DDP's own hooks do not run under `ddp.forward(x)`, nor in a forward that registered them, as `auto()` does.
         if self._allow_backward is not None:
             self._allow_backward()
             self._allow_backward = None
