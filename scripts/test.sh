@@ -10,7 +10,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"
 case " $* " in
 *" quick "*) echo "==> the quick tests: three minutes on two cores that do nothing else" ;;
 *" nightly "*) echo "==> the tests that a run leaves out: an hour or more on two cores that do nothing else" ;;
-"  ") echo "==> all tests but the nightly ones: half an hour on two cores that do nothing else" ;;
+"  ") echo "==> all tests but the nightly ones: twenty minutes on two cores that do nothing else" ;;
 esac
 
 # From the root, so that pytest finds its settings; paths in arguments are relative to it, too.
