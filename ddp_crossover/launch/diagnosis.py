@@ -188,15 +188,19 @@ def about_int8(prediction: Prediction) -> str | None:
     )
 
 
-def about_connections(link: LinkModel, several: LinkModel, number: int) -> str | None:
+def about_connections(
+    link: LinkModel, several: LinkModel, number: int, of_script: LinkModel | None = None
+) -> str | None:
     """One sentence about a link that limits each connection.
 
     Args:
         link: the link with one connection to each peer.
         several: the same with several.
         number: how many these are.
+        of_script: the link of a script that attaches by itself, which may have several already.
     """
-    if not several.s_per_byte or link.s_per_byte < (1 + _LIMITED) * several.s_per_byte:  # 0: too fast to be measured
+    s_per_byte = link.s_per_byte if of_script is None else min(link.s_per_byte, of_script.s_per_byte)
+    if not several.s_per_byte or s_per_byte < (1 + _LIMITED) * several.s_per_byte:  # 0: too fast to be measured
         return None
     one_gbps, several_gbps = (8e-9 / one.s_per_byte for one in (link, several))
     return (

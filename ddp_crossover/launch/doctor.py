@@ -99,10 +99,9 @@ def run(args: argparse.Namespace) -> int:
             report = _report_on(runs, why_not_attached, args) if meeting.rank == 0 else {}
         report["unsynchronized"] = unsynchronized
     if meeting.rank == 0:
-        # A script that attaches by itself may have several already; its own link says.
-        links = [link, *([LinkModel.from_json(report["attached_link"])] if report.get("attached_by_script") else [])]
-        of_links = [] if several is None else [about_connections(one, several, _SEVERAL) for one in links]
-        report["connections"] = of_links[0] if of_links and all(of_links) else None
+        of_script = LinkModel.from_json(report["attached_link"]) if report.get("attached_by_script") else None
+        connections = None if several is None else about_connections(link, several, _SEVERAL, of_script)
+        report["connections"] = connections
         report = {"pairs": [asdict(pair) for pair in pairs], "link": link.to_json(), **report}
         print(json.dumps(report, indent=1) if args.json else _in_words(report, pairs))
     return 0

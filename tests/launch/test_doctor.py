@@ -64,6 +64,12 @@ def test_several_connections_are_named_where_one_is_the_limit(several_s_per_byte
     assert (text or "").startswith(said) is is_said
 
 
+@pytest.mark.parametrize(("of_script_s_per_byte", "is_said"), [(16e-9, True), (4.4e-9, False)])
+def test_connections_are_not_named_to_a_script_that_has_them(of_script_s_per_byte: float, is_said: bool) -> None:
+    one, several, of_script = (LinkModel(1e-4, 1e-5, s_per_byte) for s_per_byte in (16e-9, 4e-9, of_script_s_per_byte))
+    assert (about_connections(one, several, 4, of_script) is not None) is is_said
+
+
 def test_each_cost_and_each_way_out_is_said_once_and_no_count_exceeds_the_steps() -> None:
     obstacles = {"train.py:9 reads": 2, "train.py:3 clips": 54, "train.py:4 clips": 30}
     advice = {what: "Attach with norms='sharded'." for what in obstacles if "clips" in what}
