@@ -218,6 +218,12 @@ class Options:
             "tuned_file": self.tuned_file is not None
         }
 
+    def of_the_plan(self) -> dict[str, object]:
+        """Return the options on which the best plan may depend, as JSON values, unless they are as by default."""
+        default = Options().shared_by_ranks()
+        given = {name: value for name, value in self.shared_by_ranks().items() if value != default[name]}
+        return {name: value for name, value in given.items() if name not in ("tune", "tuned_file")}
+
 
 def _as_json(value: object) -> object:
     if isinstance(value, TopK):

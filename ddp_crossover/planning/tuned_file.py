@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -42,11 +43,7 @@ def describe_model(
     world_size: int,
     backend: str,
     device_type: str,
-    wire_dtype: str | None,
-    is_sharded: bool = False,
-    compress: str | None = None,
-    groups: str | None = None,
-    connections: int = 1,
+    options: Mapping[str, object] = MappingProxyType({}),
 ) -> tuple[str, dict[str, Any]]:
     """The key of a model on a world, and a human-readable description of both.
 
@@ -55,11 +52,7 @@ def describe_model(
         world_size: number of ranks.
         backend: backend of the process group, such as ``"gloo"``.
         device_type: device type of the parameters, such as ``"cuda"``.
-        wire_dtype: dtype of gradients on the wire, such as ``"torch.bfloat16"``, or None for the parameters' own.
-        is_sharded: whether the optimizer is sharded.
-        compress: the sparse wire, in words.
-        groups: the groups in which ranks exchange slices.
-        connections: number of connections to each peer.
+        options: what :meth:`~ddp_crossover.options.Options.of_the_plan` returns.
 
     Returns:
         The key, a SHA-256 in hex over the arguments (names, shapes and dtypes of parameters), which is equal on all
@@ -70,13 +63,8 @@ def describe_model(
         "world_size": world_size,
         "backend": backend,
         "device_type": device_type,
-        "wire_dtype": wire_dtype,
+        **options,
     }
-    if is_sharded:
-        world["shard_optimizer"] = True
-    world |= {name: value for name, value in (("compress", compress), ("groups", groups)) if value is not None}
-    if connections > 1:
-        world["connections"] = connections
     identity = {**world, "parameters": [[name, list(p.shape), str(p.dtype)] for name, p in parameters]}
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     numel = sum(p.numel() for _, p in parameters)

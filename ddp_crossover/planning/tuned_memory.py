@@ -41,11 +41,7 @@ class TunedMemory:
             world_size=link.world_size,
             backend=backend,
             device_type=self._device.type,
-            wire_dtype=None if options.wire_dtype is None else str(options.wire_dtype),
-            is_sharded=options.shard_optimizer,
-            compress=None if options.compress is None else str(options.compress),
-            groups=options.groups,
-            connections=options.connections,
+            options=options.of_the_plan(),
         )
 
     def load(self) -> None:

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import ddp_crossover as dx
 from ddp_crossover.fusion import Schedule
+from ddp_crossover.options import Options
 from ddp_crossover.planning import tuned_file
 from ddp_crossover.planning.trials import Candidate, Trial
 from ddp_crossover.planning.tuned_file import TunedFileError, describe_model, load_tuned, save_tuned
@@ -21,7 +23,18 @@ from ddp_crossover.planning.tuner import TuningResult
 from harness import run_faulty_ranks
 
 NAMED = [("a.weight", torch.zeros(3, 4)), ("a.bias", torch.zeros(3, dtype=torch.float64))]
-WORLD = {"world_size": 2, "backend": "gloo", "device_type": "cpu", "wire_dtype": None}
+WORLD = {"world_size": 2, "backend": "gloo", "device_type": "cpu"}
+OTHER_OPTIONS = [
+    Options(wire_dtype=torch.bfloat16),
+    Options(wire_dtype=torch.int8),
+    Options(compress=dx.TopK(0.01)),
+    Options(compress=dx.TopK(0.02)),
+    Options(groups="node"),
+    Options(connections=2),
+    Options(norms="sharded"),
+    Options(shard_optimizer=True),
+    Options(weighted=True),
+]
 PLAIN = Candidate(5.21, Schedule.ALLREDUCE, as_built=True)
 KEY, MODEL = describe_model(NAMED, **WORLD)
 
@@ -67,15 +80,12 @@ def test_the_key_tells_models_and_worlds_apart_and_nothing_else() -> None:
         return describe_model(named, **{**WORLD, **changes})[0]
 
     assert key([(name, torch.ones_like(p)) for name, p in NAMED]) == KEY
+    assert key(options=Options(tune=False, tuned_file="a", strict=True).of_the_plan()) == KEY
     others = [
         key(world_size=4),
         key(backend="nccl"),
         key(device_type="cuda"),
-        key(wire_dtype="torch.bfloat16"),
-        key(is_sharded=True),
-        key(compress="a sparse wire"),
-        key(groups="node"),
-        key(connections=2),
+        *(key(options=options.of_the_plan()) for options in OTHER_OPTIONS),
         key(NAMED[:1]),
         key(NAMED[::-1]),
         key([("b.weight", NAMED[0][1]), NAMED[1]]),
