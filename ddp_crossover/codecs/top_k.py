@@ -22,7 +22,7 @@ from ddp_crossover.codecs.codec import Codec, add_residual, all_finite
 CHUNK_NUMEL = 2**12
 # EXACT on CPU sorts magnitudes into bins by their upper bits: how many lower bits to shift out, and the number of bins.
 # The exponent stays, and 4 bits of the mantissa: 16 bins for each power of 2.
-_BINS = {torch.float32: (19, 2**12), torch.float64: (48, 2**15)}
+_BIN_SHIFT, _BINS = 19, 2**12
 
 
 class Selector(enum.StrEnum):
@@ -74,7 +74,7 @@ def select(values: Tensor, density: float, selector: Selector) -> Tensor:
     If any entry is not finite, at least one such entry is among the selected. On a GPU the host does not wait.
 
     Args:
-        values: flat, fp32 or fp64, on any device.
+        values: flat, fp32, on any device.
         density: the fraction of entries to select.
         selector: how to select; not ``AUTO``.
 
@@ -89,7 +89,7 @@ def select(values: Tensor, density: float, selector: Selector) -> Tensor:
         >>> select(torch.tensor([1.0, -3.0, 0.0, 2.0]), 0.5, Selector.EXACT)
         tensor([1, 3])
     """
-    assert values.dim() == 1 and values.dtype in (torch.float32, torch.float64), (values.shape, values.dtype)
+    assert values.dim() == 1 and values.dtype is torch.float32, (values.shape, values.dtype)
     numel = values.numel()
     k = selected_numel(numel, density, selector)
     if k == 0 or k == numel:
@@ -102,9 +102,8 @@ def _rounded(numel: int, density: float) -> int:
 
 
 def _magnitude_bits(values: Tensor, mask: int = -1) -> Tensor:
-    """The bits of ``|values|`` that are set in ``mask``, as int32 or int64."""
-    integer = torch.int32 if values.dtype is torch.float32 else torch.int64
-    return values.view(integer) & (torch.iinfo(integer).max & mask)
+    """The bits of ``|values|`` that are set in ``mask``, as int32."""
+    return values.view(torch.int32) & (torch.iinfo(torch.int32).max & mask)
 
 
 # --- EXACT
@@ -116,14 +115,13 @@ def _largest(values: Tensor, k: int) -> Tensor:
         return _pick(bits, k, bits.topk(k, sorted=False).values.amin())
     # A top-k of the whole slice takes several times as long on CPU as to count magnitudes by their upper bits, and then
     # to leave out all that are certainly too small.
-    shift, bins = _BINS[values.dtype]
-    counts = torch.bincount(bits >> shift, minlength=bins).flip(0).cumsum(0)  # entries in this bin or above it
+    counts = torch.bincount(bits >> _BIN_SHIFT, minlength=_BINS).flip(0).cumsum(0)  # entries in this bin or above it
     from_top = int(torch.searchsorted(counts, k))
     k_above = int(counts[from_top - 1]) if from_top else 0
-    low = (bins - 1 - from_top) << shift
+    low = (_BINS - 1 - from_top) << _BIN_SHIFT
     places = (bits >= low).nonzero().view(-1)
     bits = bits[places]
-    boundary_bin = bits if k_above == 0 else bits[bits < low + (1 << shift)]
+    boundary_bin = bits if k_above == 0 else bits[bits < low + (1 << _BIN_SHIFT)]
     return places[_pick(bits, k, boundary_bin.topk(k - k_above, sorted=False).values.amin())]
 
 
