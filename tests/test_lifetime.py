@@ -146,6 +146,20 @@ def test_gradients_can_be_zeroed_after_model_and_state_were_dropped(on_ranks) ->
     assert on_ranks(_zeroes_gradients_of_a_dropped_state, 2) == [True, True]
 
 
+def _uses_a_state_whose_model_is_gone() -> bool:
+    run = _trained_run(with_dear=True)
+    state, run.model = run.state, None
+    gc.collect()
+    for use in (lambda: state.module, lambda: state.batch(1).__enter__()):
+        with pytest.raises(RuntimeError, match="the model of this state is gone"):
+            use()
+    return state.detached
+
+
+def test_a_state_says_that_its_model_is_gone(on_ranks) -> None:
+    assert on_ranks(_uses_a_state_whose_model_is_gone, 2) == [True, True]
+
+
 def _threads_left_by_a_refused_attach() -> list[str]:
     before = {thread.ident for thread in threading.enumerate()}
     run = Run(Case(dear={"fusion_mb": 1.0 + dist.get_rank()}), with_dear=True)

@@ -123,8 +123,10 @@ class Reducer:
 
     @property
     def model(self) -> DistributedDataParallel:
+        """The model. Raises RuntimeError if it is gone."""
         ddp = self._ddp()
-        assert ddp is not None  # the model is running
+        if ddp is None:
+            raise RuntimeError("the model of this state is gone: keep it for as long as you use its state")
         return ddp
 
     @property

@@ -95,7 +95,7 @@ def _what_is_wrong(args: argparse.Namespace) -> str | None:
         return f"--resume: {args.checkpoint} is not there; --resume auto would start afresh"
     if args.device == "cuda" and not torch.cuda.is_available():
         return "--device cuda: torch sees no GPU here; --device cpu trains without one"
-    if "LOCAL_RANK" not in os.environ:
+    if not {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
         return "start it with: torchrun --standalone --nproc-per-node 2 scripts/train.py"
     return None
 

@@ -70,10 +70,13 @@ def test_bad_input_is_refused_by_name(script: str, given: str, named: str, monke
     assert stopped.value.code == 2 and named in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("left", [{}, {"LOCAL_RANK": "0"}])
 @pytest.mark.parametrize("script", ["demo", "train"])
-def test_without_torchrun_the_way_to_start_it_is_said(script: str, monkeypatch, capsys) -> None:
+def test_without_torchrun_the_way_to_start_it_is_said(script: str, left: dict[str, str], monkeypatch, capsys) -> None:
     for name in ("LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         PARSERS[script]([])
     assert "start it with: torchrun" in capsys.readouterr().err
