@@ -8,15 +8,17 @@ does not compile.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from torch._inductor import config as inductor_config
 
 import compiled_models as compiled
 import compiled_optimizers
-from equivalence import Case, check_case, compare_arms
+from equivalence import Case, Run, check_case, compare_arms
 from matrix import often
 
 AOT = {"backend": "aot_eager"}
@@ -83,6 +85,23 @@ def test_options_of_the_compiler_and_of_ddp_keep_it_exact(on_ranks, name: str) -
 @pytest.mark.parametrize("name", often(OPTIMIZERS, "deferred"))
 def test_compiled_updates_are_exact(on_ranks, name: str) -> None:
     check_case(OPTIMIZERS[name], on_ranks)
+
+
+def _say_why_updates_come_first(run: Run) -> Iterator[Any]:
+    for index, (x, y) in enumerate(run.batches()):
+        run.optimizer.zero_grad()
+        repeats = 1 + index % 5  # another size, another compilation
+        loss = run.loss(run.model(x.repeat(repeats, 1)), y.repeat(repeats, 1))
+        loss.backward()
+        run.optimizer.step()
+        yield loss
+    if run.with_dear:
+        assert any("forward calls a compiled function" in why for why in run.state.stats().fallbacks)
+
+
+def test_a_compiled_function_in_forward_is_exact_and_named(on_ranks) -> None:
+    model = partial(compiled.build, compiled.function, **AOT)
+    check_case(Case(_say_why_updates_come_first, model=model, steps=12, pipelined=False), on_ranks)
 
 
 def _compare_with_inductor(case: Case) -> None:

@@ -96,6 +96,22 @@ def decorated_forward(net: Net, compiled: Compile) -> nn.Module:
     return Net(DecoratedBlock)
 
 
+class CallsACompiledFunction(Block):
+    """A block whose forward passes a parameter to a compiled function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.compile(nn.functional.linear, backend="aot_eager", dynamic=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.project(x, self.second.weight)
+
+
+def function(net: Net, compiled: Compile) -> nn.Module:
+    """A compiled function outside of any compiled module."""
+    return Net(CallsACompiledFunction)
+
+
 def not_yet(net: Net, compiled: Compile) -> nn.Module:
     """The loop compiles the DDP object."""
     return net
