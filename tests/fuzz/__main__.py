@@ -46,7 +46,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-shrink", action="store_true", help="show failures as they were drawn")
     parser.add_argument("--program", metavar="FILE", help="run the program in this file, or '-' for standard input")
     parser.add_argument("--json", metavar="FILE", help="write counts, failures and pairs")
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    try:
+        parsed.wanted = Wanted.of(dict(map(value_of, parsed.only)))
+    except ValueError as error:
+        parser.error(f"--only: {error}")
+    return parsed
 
 
 def value_of(text: str) -> tuple[str, Any]:
@@ -93,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
             pool,
             first_seed=args.seed,
             count=args.programs,
-            wanted=Wanted.of(dict(map(value_of, args.only))),
+            wanted=args.wanted,
             meetings=Meetings(args.after),
             least=args.least,
             tuned=args.tuned,

@@ -49,7 +49,14 @@ class Wanted:
 
     @classmethod
     def of(cls, choices: Choices) -> Wanted:
-        """Of features of either kind, and of events, by name; an event has no value."""
+        """Of features of either kind, and of events, by name; an event has no value.
+
+        Raises:
+            ValueError: for a name that is none of them.
+        """
+        names = [each.name for table in (SCRIPT, ARM, EVENTS) for each in table]
+        if unknown := sorted(choices.keys() - set(names)):
+            raise ValueError(f"{unknown[0]} is no feature or event: there are {', '.join(names)}")
 
         def of(table: Iterable[Any]) -> dict[str, Any]:
             return {each.name: choices[each.name] for each in table if each.name in choices}
