@@ -206,7 +206,6 @@ class Pipeline:
         if self._codes is not None:
             self._codes.begin()
         self.announcements.begin_backward()
-        self.gathers.begin_backward()
 
     def reduce(self, bucket: GradBucket, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
         """Take one DDP bucket and launch the scatter legs of groups that became complete.

@@ -22,9 +22,6 @@ from ddp_crossover.parameters.slots import GroupInFlight, GroupState
 class Gathers(Protocol):
     """What gather legs carry, and when they leave. The pipeline tells it how far an iteration has come."""
 
-    def begin_backward(self) -> None:
-        """Called when a backward begins."""
-
     def landing(self, group: GroupInFlight) -> FusionBuffer | None:
         """Where the gather leg arrives of a group that is laid out; None: in the fusion buffer, as gradients."""
 
@@ -100,11 +97,8 @@ class GradientGathers:
     def __init__(self, order: GatherOrder) -> None:
         self._order = order
 
-    def begin_backward(self) -> None:
-        """Nothing to do; for what is asked here and below see :class:`Gathers`."""
-
     def landing(self, group: GroupInFlight) -> FusionBuffer | None:
-        """Gradients arrive in the fusion buffer."""
+        """Gradients arrive in the fusion buffer. For what is asked here and below see :class:`Gathers`."""
         return None
 
     def launched(self, group: GroupInFlight) -> None:

@@ -290,7 +290,6 @@ class GlooGatherLeg(GlooLeg):
     """
 
     is_gather = True
-    is_posted = False
 
     def __init__(
         self,
@@ -322,7 +321,6 @@ class GlooGatherLeg(GlooLeg):
 
     def post(self) -> None:
         """Send our reduced slice to all peers, or with nodes those of the first round. Runs on the posting thread."""
-        self.is_posted = True
         try:
             self.scatter.wait()  # already done; raises the scatter leg's error, if any
             self._context.meter.clock.leg_posted(self.times)

@@ -65,11 +65,9 @@ class Leg(ABC):
 
     Attributes:
         label: name in messages, such as ``gather leg of fusion group 3``.
-        is_posted: whether it is no longer held back, as gather legs may be while the link has other things to send.
     """
 
     label: str
-    is_posted = True
 
     @abstractmethod
     def wait(self, host_wait: HostWait | None = None) -> None:

@@ -109,10 +109,6 @@ class OptimizerSnapshot:
         """Whether the step updates nothing, see :func:`was_skipped`."""
         return was_skipped(self._attributes)
 
-    def has_settings_of(self, other: OptimizerSnapshot) -> bool:
-        """Whether a step now would compute the same as one of ``other``, from the same values."""
-        return same((self._groups, self._attributes), (other._groups, other._attributes))
-
     def step(
         self, updates_of: Mapping[int, Sequence[ToUpdate]], attributes: Mapping[str, Any] = MappingProxyType({})
     ) -> None:

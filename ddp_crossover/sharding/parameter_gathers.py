@@ -13,38 +13,23 @@ one whose gradients are on the way. For the terms see [Note: DeAR's terms] in ``
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
-from ddp_crossover.collectives.leg import Leg, LegError
+from ddp_crossover.collectives.leg import LegError
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.fusion_buffers.arenas import landing_of, whole_of, zeros
 from ddp_crossover.optim.optimizer_snapshot import ToUpdate
 from ddp_crossover.parameters.flat import flat_of, shaped
 from ddp_crossover.parameters.slots import GroupInFlight, GroupState, ShardPiece, Slot
-from ddp_crossover.sharding.agreement import Agreement, Answer, waiting_for_ranks
+from ddp_crossover.sharding.agreement import Agreement, waiting_for_ranks
 from ddp_crossover.sharding.exchange import exchange, in_chunks
 from ddp_crossover.sharding.ownership import Ownership, Range, everything
-from ddp_crossover.torch_internals.dispatch import outside_of_modes
-
-
-class ShardUpdater(Protocol):
-    """Runs the updates of parameters that ranks share."""
-
-    def is_trained(self, index: int) -> bool:
-        """Whether a parameter has an optimizer."""
-
-    def begins_backward(self) -> bool:
-        """Called when a backward begins; returns whether updates may be made early in it."""
-
-    def update_early(self, group: GroupInFlight, updates: list[ToUpdate]) -> None:
-        """Update this rank's part of a group in backward, on trial."""
 
 
 class _Landing(NamedTuple):
@@ -66,28 +51,17 @@ class ParameterGathers:
 
     Args:
         pipeline: the pipeline whose legs these are.
-        updater: runs updates, some of them in backward.
         owners: the ranks that update whole parameters, by index of the parameter.
         memory: arenas of the previous plan, reused where they are large enough.
-
-    Attributes:
-        is_early: whether gather legs of this iteration may carry parameters that are updated on trial. The same on all
-            ranks, which may be early with different groups.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, updater: ShardUpdater, owners: Mapping[int, int], memory: Mapping[str, Tensor]
-    ) -> None:
-        self.is_early = False
+    def __init__(self, pipeline: Pipeline, owners: Mapping[int, int], memory: Mapping[str, Tensor]) -> None:
         self._pipeline = pipeline
         self._link = pipeline.link
         self._gather_order = pipeline.gather_order
-        self._updater = updater
         self._owners = owners
         self._arenas = _landing_arenas(pipeline, memory)
         self._landings: dict[GroupInFlight, _Landing] = {}
-        self._launched: list[GroupInFlight] = []
-        self._latest_early: Leg | None = None
         self._agreement = Agreement(pipeline)
 
     # Where parameters arrive.
@@ -117,43 +91,7 @@ class ParameterGathers:
             return slot.view
         return memory.as_strided(slot.parameter.shape, slot.stride, self._pipeline.plan.offsets[slot.index])
 
-    # Updates in backward, on trial.
-
-    def begin_backward(self) -> None:
-        """Learn whether updates are tried in this iteration."""
-        self._launched.clear()
-        self._latest_early = None
-        self._agreement.begin_backward()
-        self.is_early = self._updater.begins_backward()
-
-    def launched(self, group: GroupInFlight) -> None:
-        """Update the group early, or another one, if the link is idle.
-
-        Only trials start here, on gloo. On NCCL all legs start in ``step()``, in the order of forward.
-        """
-        if self.is_early and all(self._updater.is_trained(slot.index) for slot in group.slots):
-            self._launched.append(group)
-            self._go_ahead()
-
-    def _go_ahead(self) -> None:
-        """Update a group that is reduced, if its gather leg would find the link idle, while backward goes on."""
-        if self._latest_early is not None and not self._latest_early.is_posted:
-            return
-        ready = [group for group in self._launched if group.scatter is not None and group.scatter.is_done()]
-        if ready:
-            group = min(ready, key=self._gather_order.urgency)
-            self._launched.remove(group)
-            outside_of_modes(functools.partial(self._update_early, group))
-            self._latest_early = group.gather
-
-    def _update_early(self, group: GroupInFlight) -> None:
-        self._updater.update_early(group, self.begin_update(group, dict.fromkeys(group.slots)))
-        self.send_update(group)
-
-    def update_rest_early(self, slots: Iterable[Slot]) -> None:
-        """In ``step()``, update on trial what was not updated in backward, while other ranks get there."""
-        for group in self.in_order_of_updates(slots):
-            self._update_early(group)
+    # Updates, which `ShardedUpdates` asks for in `step()`.
 
     def ownership(self) -> Ownership:
         """Which rank updates which elements, once all gradients have arrived."""
@@ -170,19 +108,9 @@ class ParameterGathers:
             for rank in range(world_size)
         )
 
-    # Updates, which `ShardedUpdates` asks for in `step()`.
-
     def can_update_between_legs(self, slots: Iterable[Slot]) -> bool:
-        """Whether gather legs can carry the updated values of these parameters, or do already, in this iteration."""
-        return all(
-            group.scatter is not None and (group.gather is None or (self.is_early and self._is_updated_early(group)))
-            for slot in slots
-            for group in slot.groups
-        )
-
-    def _is_updated_early(self, group: GroupInFlight) -> bool:
-        is_on_its_way = _carries_update(group) and not group.is_complete
-        return is_on_its_way and not any(slot in self._pipeline.updates for slot in group.slots)
+        """Whether gather legs can carry the updated values of these parameters in this iteration."""
+        return all(group.scatter is not None and group.gather is None for slot in slots for group in slot.groups)
 
     def in_order_of_updates(self, slots: Iterable[Slot]) -> list[GroupInFlight]:
         """The groups of these parameters, in the order in which to update them."""
@@ -271,36 +199,19 @@ class ParameterGathers:
             self._agreement.require_same_place()
             self._gather_gradients()
 
-    def decide(self, *, wants_gradients: bool, is_early_right: bool = True) -> bool:
-        """:meth:`ask`, and wait for the other ranks."""
-        return self.ask(wants_gradients=wants_gradients, is_early_right=is_early_right)()
-
-    def ask(self, *, wants_gradients: bool, is_early_right: bool) -> Callable[[], bool]:
-        """Begin to agree with the other ranks on this iteration, see :class:`Agreement`.
+    def decide(self, *, wants_gradients: bool) -> None:
+        """Agree with the other ranks on what gather legs of this iteration carry, see :class:`Agreement`.
 
         Args:
             wants_gradients: whether this rank reads gradients before ``step()``; then all ranks gather them.
-            is_early_right: whether what this rank has updated on trial is what ``step()`` would have.
-
-        Returns:
-            A function that waits for the others, and returns whether the latter is so on all ranks, and none reads
-            gradients.
         """
-        if self._agreement.is_reached:
-            return lambda: False
-        wait = self._agreement.ask(wants_gradients=wants_gradients, is_early_right=is_early_right)
-        return functools.partial(self._hear, wait)
-
-    def _hear(self, wait: Callable[[], Answer]) -> bool:
-        answer = wait()
-        if answer.gathers_gradients:
+        if not self._agreement.is_reached and self._agreement.ask(wants_gradients=wants_gradients):
             self._gather_gradients()
-        return not answer.gathers_gradients and answer.is_early_right
 
     def before_exchange(self) -> None:
         """Hear whether some rank reads gradients."""
-        if not self._agreement.is_reached:
-            self._hear(self._agreement.ask_before_exchange())
+        if not self._agreement.is_reached and self._agreement.ask_before_exchange():
+            self._gather_gradients()
 
     def _gather_gradients(self) -> None:
         """Gather all gradients: where parameters would arrive, if none are on the way there, else by an exchange."""
@@ -312,8 +223,6 @@ class ParameterGathers:
             assert group.buffer is not None
             if not group.put_aside:
                 self._keep_gradients(group)
-            if self.is_early:
-                self._start(group)
             if group.gather is not None:
                 self._pipeline.wait_for_gather(group)  # protects gradients from what still lands
             if not self._lands_apart(group):
@@ -323,7 +232,7 @@ class ParameterGathers:
 
     def _is_taken(self, group: GroupInFlight) -> bool:
         """Whether the gather leg cannot bring gradients, on this rank or another."""
-        return self.is_early or group.gather is not None or self._lands_apart(group)
+        return group.gather is not None or self._lands_apart(group)
 
     @torch.no_grad()
     def _exchange_gradients(self, groups: Sequence[GroupInFlight]) -> None:
@@ -344,15 +253,18 @@ class ParameterGathers:
         for group in groups:
             group.restore()
 
-    # The end of backward, and of an iteration.
+    # How far an iteration has come.
+
+    def launched(self, group: GroupInFlight) -> None:
+        """Nothing to do: ``step()`` decides what gather legs carry."""
 
     def end_backward(self) -> None:
-        """Nothing to do: ``step()`` decides what gather legs carry."""
+        """Nothing to do."""
 
     def end_legs(self) -> None:
         """Start all gather legs, of gradients where these can travel."""
         if self._pipeline.phase is Phase.REDUCED and any(group.is_spread for group in self._pipeline.groups):
-            self.decide(wants_gradients=False, is_early_right=False)  # if there was no step()
+            self.decide(wants_gradients=False)  # if there was no step()
         self._start_all()
 
     def _start_all(self) -> None:
@@ -372,9 +284,8 @@ class ParameterGathers:
     def release(self) -> dict[str, Tensor]:
         """Return the arenas in which parameters arrive, and drop what refers to DDP's buckets."""
         arenas = {landing_of(arena): whole_of(memory) for arena, memory in self._arenas.items()}
-        for held in (self._arenas, self._landings, self._launched):
-            held.clear()
-        self._latest_early = None
+        self._arenas.clear()
+        self._landings.clear()
         return arenas
 
 

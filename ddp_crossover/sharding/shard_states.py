@@ -91,14 +91,14 @@ class ShardStates:
 
     # A whole state, as users know it.
 
-    def adopt(self, number: int) -> bool:
-        """Take over the state of an optimizer that holds a whole one, by slicing it; returns whether it did.
+    def adopt(self, number: int) -> None:
+        """Take over the state of an optimizer if that holds a whole one, by slicing it.
 
         It holds one after it was resumed from a checkpoint, before or after attach, and after :meth:`consolidate`.
         """
         optimizer = self._optimizers[number]
         if isinstance(optimizer.state, ShardedState):
-            return False
+            return
         for each in self.mine:
             one = self._table.parameters[each.parameter]
             if one.optimizer == number:
@@ -108,7 +108,6 @@ class ShardStates:
         ours = {one.parameter for one in self._table.parameters}
         self._others[number] = {key: state for key, state in dict.items(optimizer.state) if key not in ours}
         optimizer.state = ShardedState()
-        return True
 
     def _sliced(self, value: Any, each: Range) -> Any:
         one = self._table.parameters[each.parameter]

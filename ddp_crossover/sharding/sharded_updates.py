@@ -35,9 +35,8 @@ from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.flat import flat_of, shaped
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
 from ddp_crossover.parameters.pending_gradient import PendingGrad
-from ddp_crossover.parameters.slots import GroupInFlight, Slot
+from ddp_crossover.parameters.slots import Slot
 from ddp_crossover.sharding.by_element import why_not_by_element
-from ddp_crossover.sharding.early_updates import EarlyUpdates
 from ddp_crossover.sharding.exchange import exchange, in_chunks, require_same_gradients, sums_over_ranks
 from ddp_crossover.sharding.ownership import Ownership, Range, everything, only
 from ddp_crossover.sharding.parameter_gathers import ParameterGathers, shard_to_update
@@ -50,23 +49,14 @@ _AT_ONCE = (
     "is deferred",
     "To clip or unscale without a wait, attach with norms='sharded' (under run: --norms sharded)",
 )
-_IN_VAIN = (
-    "gradients, parameters or hyperparameters changed between backward and optimizer.step(), so what was updated in "
-    "backward does not count, and updated parameters are exchanged at once"
-)
 
 
 class _Call(NamedTuple):
-    """A call of ``step()``: the optimizer's settings, and the param group of each parameter to update.
-
-    Attributes:
-        has_other_state: whether the optimizer's state was read, or another was loaded, since the last step.
-    """
+    """A call of ``step()``: the optimizer's settings, and the param group of each parameter to update."""
 
     stand_in: StandIn
     snapshot: OptimizerSnapshot
     group_of: dict[int, int]
-    has_other_state: bool
 
     @property
     def grad_scale(self) -> Tensor | None:
@@ -117,18 +107,12 @@ class ShardedUpdates(DeferredUpdates):
         self._device = params.all[0].memory.device
         self._call: _Call | None = None
         self._steps_whole = False
-        self._is_spread = False  # on all ranks, while one of them may have the whole state
         self._settings: dict[Optimizer, list[Any]] = {optimizer: settings_of(optimizer) for optimizer in optimizers}
         self._layouts_seen = -1
-        self._trained: set[int] = set()
-        self._early: EarlyUpdates | None = None
         self.states = ShardStates(table, optimizers, link, self._device)
         for number, optimizer in enumerate(optimizers):
             if optimizer.state:
                 self.states.adopt(number)
-        is_simple = len(self._numbers) == 1 and not isinstance(optimizers[0], LayerSumOptimizer)
-        if is_simple:
-            self._early = EarlyUpdates(optimizers[0], self.states.of_ranges)
         # The iteration in which all ranks got the whole state, by optimizer.
         self._whole_since: dict[int, int] = {}
 
@@ -143,14 +127,12 @@ class ShardedUpdates(DeferredUpdates):
         self._layouts_seen = -1
         if pipeline is None:
             self._gathers = None
-        else:
-            self._trained = {i for i, one in enumerate(self._table.parameters) if one.optimizer is not None}
 
-    # What the pipeline and its gather legs ask for, see `dear.Updater` and `parameter_gathers.ShardUpdater`.
+    # What the pipeline asks for, see `dear.Updater`.
 
     def gathers(self, pipeline: Pipeline, memory: Mapping[str, Tensor]) -> Gathers:
         """What its gather legs carry: the parameters that this updates."""
-        self._gathers = ParameterGathers(pipeline, self, self._table.owners, memory)
+        self._gathers = ParameterGathers(pipeline, self._table.owners, memory)
         return self._gathers
 
     def _copy_landed(self, pipeline: Pipeline, claimed: Mapping[Slot, DeferredUpdate]) -> None:
@@ -159,27 +141,6 @@ class ShardedUpdates(DeferredUpdates):
             with as_if_called_by_the_user():
                 torch._foreach_copy_([slot.lazy.memory for slot in claimed], list(map(self._gathers.landed, claimed)))
 
-    def is_trained(self, index: int) -> bool:
-        """Whether a parameter has an optimizer."""
-        return index in self._trained
-
-    def begins_backward(self) -> bool:
-        """Whether updates may be made early in the backward that begins."""
-        pipeline = self.pipeline
-        assert pipeline is not None
-        # With several optimizers, one may have made its step when another rank hears that the other's was not right.
-        if self._early is None or not pipeline.gather_order.leaves_when_idle:
-            return False
-        [optimizer] = self._numbers
-        is_shared = self._is_spread and isinstance(optimizer.state, ShardedState)
-        is_shared = is_shared and self._layouts_seen == pipeline.layout.changes
-        return self._early.begin(pipeline.iteration, is_possible=is_shared)
-
-    def update_early(self, group: GroupInFlight, updates: list[ToUpdate]) -> None:
-        """Update this rank's part of a group in backward, on trial."""
-        assert self._early is not None
-        self._early.update(updates, [slot.lazy for slot in group.slots])
-
     def consolidate(self, ranks: Iterable[int]) -> None:
         """Give the optimizers of these ranks their whole state. A collective."""
         if self.pipeline is not None:
@@ -187,7 +148,6 @@ class ShardedUpdates(DeferredUpdates):
         self.flush()
         ranks = list(ranks)
         self.states.consolidate(ranks)
-        self._is_spread = False
         if len(ranks) == self._link.world_size:
             self._whole_since = dict.fromkeys(self._numbers.values(), self._link.iteration)
 
@@ -220,8 +180,7 @@ class ShardedUpdates(DeferredUpdates):
         def closure() -> Any:
             # As in DeferredUpdates: the last moment before the optimizer reads gradients.
             loss = user_closure() if user_closure is not None else None
-            has_other_state = self.states.adopt(self._numbers[optimizer])
-            self._is_spread = True
+            self.states.adopt(self._numbers[optimizer])
             groups = stand_in.original.param_groups
             group_of = {
                 self._index_of(parameter, optimizer): index
@@ -231,7 +190,7 @@ class ShardedUpdates(DeferredUpdates):
             }
             stand_in.take([[] for _ in groups])
             snapshot = OptimizerSnapshot(optimizer, state=self.states.of_ranges)
-            self._call = _Call(stand_in, snapshot, group_of, has_other_state)
+            self._call = _Call(stand_in, snapshot, group_of)
             return loss
 
         return (stand_in.optimizer,), {"closure": closure}
@@ -277,9 +236,8 @@ class ShardedUpdates(DeferredUpdates):
             )
         self._runner.note_written()  # of the state
         later: list[LazyParam] = []
-        is_ready = self._are_legs_ready(call)
-        call.stand_in.give_back()  # not before: updates on trial begin with the settings from before the step
-        if is_ready:
+        call.stand_in.give_back()
+        if self._are_legs_ready(call):
             later = [self._params.all[index] for index in call.group_of]
             self._step_between_legs(call, later)
         else:
@@ -292,19 +250,8 @@ class ShardedUpdates(DeferredUpdates):
         if pipeline is None or gathers is None or pipeline.phase is not Phase.REDUCED:
             return False
         slots = [pipeline.slots[index] for index in call.group_of]
-        is_usual = self._is_usual(call, pipeline, gathers, slots)
-        is_right = is_usual and (self._early is None or self._early.are_right(call.snapshot, call.group_of))
         # A gradient that no reduction has written may differ between ranks, which a step at once finds out.
-        wants_gradients = not all(map(pipeline.gradients.is_reduced, slots))
-        hear = gathers.ask(wants_gradients=wants_gradients, is_early_right=is_right)
-        if gathers.is_early and is_right:
-            gathers.update_rest_early(slots)
-        are_taken = hear()
-        if self._early is not None:
-            self._early.end_step(pipeline.iteration, are_taken=are_taken)
-        if gathers.is_early and not are_taken:
-            self._fallbacks.note(_IN_VAIN)
-            return False
+        gathers.decide(wants_gradients=not all(map(pipeline.gradients.is_reduced, slots)))
         for slot in slots:
             if not pipeline.gradients.is_pending(slot):
                 unwrapped(slot.parameter.grad)  # it may wait for a gather leg of gradients
@@ -315,18 +262,6 @@ class ShardedUpdates(DeferredUpdates):
             self.states.move_to(gathers.ownership())
             self._layouts_seen = pipeline.layout.changes
         return True
-
-    def _is_usual(self, call: _Call, pipeline: Pipeline, gathers: ParameterGathers, slots: Sequence[Slot]) -> bool:
-        """Whether all of this step could have been made in backward, with reduced gradients as they are."""
-        trained = sum(one.optimizer is not None for one in self._table.parameters)
-        if self._early is None or call.grad_scale is not None or len(slots) < trained or call.has_other_state:
-            return False
-        if not all(pipeline.gradients.is_pending(slot) and not slot.scales for slot in slots):
-            return False
-        if not gathers.can_update_between_legs(slots):
-            return False
-        # Memory that a script refers to in another way may be written at any time.
-        return not self._params.why_not_lazy([slot.lazy for slot in slots])
 
     def _step_between_legs(self, call: _Call, lazies: Sequence[LazyParam]) -> None:
         pipeline, gathers = self.pipeline, self._gathers

@@ -143,7 +143,6 @@ ARM = (
     Feature("strict", (False, True)),
     Feature("norms", ("exact", "sharded"), has("past_ddp"), often=1.5),  # takes what is not reduced for shared
     Feature("shard_optimizer", (False, True), has(schedule="allreduce"), often=2),
-    Feature("eager", (False, True), lambda choices: not choices.get("shard_optimizer")),
     Feature("weighted", (False, True)),
     Feature("wire", ("", "bfloat16", "float16", "int8"), has("shard_optimizer")),
     Feature("top_k", (0, 0.3, 1.0), has("shard_optimizer", schedule="allreduce")),

@@ -25,7 +25,6 @@ _NEEDS: dict[str, Choices] = {
     "batch_around": {"micro_batches": 2},
     "overflow": {"scaler": "stock"},
     "frozen": {"find_unused": True},
-    "eager": {"shard_optimizer": True},
 }
 
 

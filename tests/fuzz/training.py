@@ -6,6 +6,7 @@ import contextlib
 import gc
 import random
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -108,7 +109,7 @@ class Run:
             (optimizer,) = self.main.optimizers
             optimizer.add_param_group({"params": self.parts[1].parameters, "lr": 0.03})
             self.parts[1].optimizers = self.main.optimizers
-        with self._mode(), self._eager():
+        with self._mode(), self._small_exchanges():
             self._prepare()
             for step in range(self.program.steps):
                 if step == script.get("attach_at", 0):
@@ -219,16 +220,15 @@ class Run:
             options["process_group"] = dist.new_group()
         arm.pop("trace", None)
         arm.pop("plans", None)
-        arm.pop("eager", None)
         return options | arm
 
-    def _eager(self) -> contextlib.AbstractContextManager[Any]:
-        """Updates in backward as often as it goes, with other groups on each rank."""
-        if self.arm is None or not self.arm.get("eager"):
+    def _small_exchanges(self) -> contextlib.AbstractContextManager[Any]:
+        """Ranks with shards exchange little at a time, so that several parts meet."""
+        if self.arm is None:
             return contextlib.nullcontext()
-        from eager_updates import eager_updates
+        from ddp_crossover.sharding import exchange
 
-        return eager_updates(self.program.seed)
+        return mock.patch.object(exchange, "EXCHANGE_BYTES", 200)
 
     def _planned(self) -> contextlib.AbstractContextManager[Any]:
         if self.arm is None or not self.arm.get("plans"):
