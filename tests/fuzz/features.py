@@ -51,11 +51,6 @@ class Feature(NamedTuple):
     often: float = 1.0
 
 
-def other_than(feature: str, *values: Any) -> Without:
-    """Whether a feature has another value than these."""
-    return lambda choices: choices.get(feature) not in values
-
-
 def either(*conditions: Without) -> Without:
     """Whether one of them holds."""
     return lambda choices: any(condition(choices) for condition in conditions)

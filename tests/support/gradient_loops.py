@@ -40,16 +40,6 @@ def clip_norm_on_shards_inactive(run: Run) -> Iterator[Any]:
         yield loss
 
 
-def log_one_gradient_sometimes(run: Run) -> Iterator[Any]:
-    """A logger that reads one gradient every few steps, and only on rank 0."""
-    for index, loss in enumerate(_backward(run)):
-        seen = None
-        if index % 4 == 0 and run.rank == 0:
-            seen = run.model.module.second.weight.grad.abs().max().item()
-        run.optimizer.step()
-        yield loss, seen
-
-
 def spoil_gradients_after_step(run: Run) -> Iterator[Any]:
     """The step has been asked for: what happens to `.grad` now is too late to matter."""
     for index, loss in enumerate(_backward(run)):

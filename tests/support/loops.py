@@ -94,14 +94,6 @@ def state_moves_around_closures(run: Run) -> Iterator[Any]:
         yield run.optimizer.step(closure)
 
 
-def sometimes_no_step(run: Run) -> Iterator[Any]:
-    """Steps left out, on all ranks alike: what was reduced must not be applied later."""
-    for index, loss in enumerate(until_step(run)):
-        if index % 3 != 1:
-            run.optimizer.step()
-        yield loss
-
-
 def add_a_param_group(run: Run) -> Iterator[Any]:
     """Gradual unfreezing: parameters get an optimizer in the middle of the run."""
     known = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
