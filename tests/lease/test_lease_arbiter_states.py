@@ -156,6 +156,8 @@ class ArbiterMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_promise_is_for_who_is_next(self) -> None:
+        for resource in self.arbiter.contended():
+            self.arbiter.renew_promise(resource)  # as the broker does with each beat: a hold elsewhere may have ended
         for resource in RESOURCES:
             view = self.arbiter.view(resource)
             promise, promises = view.successor, self.promised[resource]
