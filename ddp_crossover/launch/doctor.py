@@ -100,8 +100,7 @@ def run(args: argparse.Namespace) -> int:
         report["unsynchronized"] = unsynchronized
     if meeting.rank == 0:
         of_script = LinkModel.from_json(report["attached_link"]) if report.get("attached_by_script") else None
-        connections = None if several is None else about_connections(link, several, _SEVERAL, of_script)
-        report["connections"] = connections
+        report["connections"] = None if several is None else about_connections(link, several, _SEVERAL, of_script)
         report = {"pairs": [asdict(pair) for pair in pairs], "link": link.to_json(), **report}
         print(json.dumps(report, indent=1) if args.json else _in_words(report, pairs))
     return 0
