@@ -109,7 +109,7 @@ class Reducer:
         self._use_order = use_order
         self._guard = StaleReadGuard(params, self._stale_read)
         self._watch = ForwardWatch(ddp, self._before_forward, self._after_forward)
-        self._compiled = CompiledCode(ddp.module, params, early_reads, fallbacks, self.finish_gradients)
+        self._compiled = CompiledCode(ddp.module, params, early_reads, fallbacks, self.finish_local_gradients)
         params.watch_uses(self._guard.note_touch)
         refuse_methods(ddp)
         self.batches = batches
@@ -163,6 +163,10 @@ class Reducer:
     def finish_gradients(self) -> bool:
         """Wait for all pending gradients and put them into ``.grad``; returns whether any was pending."""
         return self.pipeline is not None and self.pipeline.phase is Phase.REDUCED and self.pipeline.gradients.unwrap()
+
+    def finish_local_gradients(self) -> bool:
+        """As :meth:`finish_gradients`, without what it would have to ask other ranks for."""
+        return self._in_force.owners is None and self.finish_gradients()
 
     def deliver_gradients(self) -> None:
         """Wait for all pending gradients, which other ranks may clip on shards, so they stay what they are."""

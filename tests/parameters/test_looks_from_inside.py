@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -94,6 +95,55 @@ def _compare(options: dict[str, Any], compiled: bool, look: Callable[[nn.Module,
 @pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}], ids=["exact", "sharded"])
 def test_a_new_graph_while_gradients_that_are_never_zeroed_are_pending(on_ranks, options) -> None:
     on_ranks(_compare, 2, options, True, _nothing, "nowhere")
+
+
+def _compile_on_rank_0_alone(leaves_before_step: bool) -> None:
+    torch._dynamo.reset()
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    ddp = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    dx.attach(ddp, optimizer, fusion_mb=1e-4, shard_optimizer=True)
+    for step in range(4):
+        ddp(torch.ones(4, 8)).sum().backward()
+        if not (leaves_before_step and step == 3):
+            optimizer.step()
+    if dist.get_rank() == 0:
+        torch.compile(torch.sin, backend="aot_eager")(torch.ones(2))
+    dist.barrier()
+
+
+@pytest.mark.parametrize("leaves_before_step", [False, True])
+def test_one_rank_compiles_something_else_while_gradients_are_spread(on_ranks, leaves_before_step) -> None:
+    # As after a model that was dropped without detach(), and that the garbage collector of one rank has not found yet.
+    on_ranks(_compile_on_rank_0_alone, 2, leaves_before_step)
+
+
+@torch.compile(backend="aot_eager")
+def _norm(net: nn.Module) -> Tensor:
+    return torch.stack([p.grad.norm() for p in net.parameters() if p.grad is not None])
+
+
+@torch.compile(backend="aot_eager")
+def _clipped(net: nn.Module) -> Tensor:
+    return nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+
+
+@torch.compile(backend="aot_eager")
+def _halved(net: nn.Module) -> None:
+    for parameter in net.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("place", ["before step", "after step"])
+@pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}], ids=["exact", "sharded"])
+@pytest.mark.parametrize("read", [_norm, _clipped, _halved], ids=["norm", "clip", "scale"])
+def test_compiled_code_that_reads_pending_gradients(on_ranks, read, options, place) -> None:
+    on_ranks(_compare, 2, options, False, functools.partial(_look, read), place)
+
+
+def _look(read: Callable[[nn.Module], Any], net: nn.Module, x: Tensor) -> Any:
+    return read(net)
 
 
 @pytest.mark.parametrize("place", ["before step", "after step"])
