@@ -1,8 +1,9 @@
 """The DeAR pipeline: scatter legs during backward, gather legs during the next forward.
 
 A pipeline owns the fusion buffers of one plan and follows each gradient from DDP's bucket to the optimizer update:
-staged, scattered, gathered, delivered to readers of ``.grad``, applied. It decides when each leg is launched and which
-code waits for it. It does not know DDP's hook contract (``ddp.reducer``) or how updates are computed (``optim``).
+staged, scattered, gathered, delivered to readers of ``.grad``, applied. It decides when each leg is launched;
+``pending_updates`` knows which code waits for one. It does not know DDP's hook contract (``ddp.reducer``) or how
+updates are computed (``optim``).
 
 Source: DeAR, arXiv 2302.12445, section III. Unlike in the paper, gather legs carry gradients, not parameters, so they
 need no optimizer and may start before ``step()``. What else they may carry, and when they leave, ``gathers`` says.
@@ -25,22 +26,18 @@ exposed communication: time in which the training thread waits for a leg.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
-import itertools
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 
-from ddp_crossover import device as gpu
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
-from ddp_crossover.collectives.leg import HostWait
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.collectives.sums import RankWeights, scale_into
@@ -56,10 +53,9 @@ from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.lazy_params import LazyParam
 from ddp_crossover.parameters.reduced_gradients import GradientUser, ReducedGradients
 from ddp_crossover.parameters.slots import GroupInFlight, GroupState, Slot
+from ddp_crossover.pending_updates import GatherWaits, PendingUpdates
 from ddp_crossover.torch_internals.autograd import is_in_backward
 from ddp_crossover.torch_internals.ddp import GradBucket
-from ddp_crossover.torch_internals.dispatch import is_traced, outside_of_modes
-from ddp_crossover.torch_internals.profiling import named_range
 
 _AS_THEY_ARE = Wire()
 
@@ -94,8 +90,7 @@ class Pipeline:
         params: the parameters, in the plan's numbering.
         link: runs the legs.
         turns: notified of waits, so that another job may compute meanwhile.
-        updater: runs updates, and knows what gather legs carry for them; it makes entries in ``updates``, which are
-            opaque to the pipeline.
+        updater: runs updates, and knows what gather legs carry for them; it makes entries in ``updates``.
         kept: finds gradients whose memory a script keeps.
         lock: held while gradients are delivered and updates applied, from any thread.
         memory: arenas of the previous plan, reused where they are large enough.
@@ -113,7 +108,8 @@ class Pipeline:
         announcements: tells peers of scatter legs beforehand.
         gather_order: the order in which gather legs leave.
         gathers: what gather legs carry.
-        updates: the updates that are pending, by the parameter's slot.
+        waits: waits for gather legs.
+        updates: the updates that are pending.
         awaits_backward: whether a forward has ended whose backward has not begun.
     """
 
@@ -145,12 +141,11 @@ class Pipeline:
         self.phase = Phase.IDLE
         self.iteration = 0
         self.lock = lock or threading.RLock()
-        self.updates: dict[Slot, object] = {}
-        self._updater = updater
         self._weights = weights or RankWeights(link.rank, link.world_size)
         self.awaits_backward = False
 
         self.device = params[0].parameter.device
+        self.waits = GatherWaits(link, self.order, turns, self.device)
         if feedback is not None:
             with link.beside_legs():
                 feedback.use(plan)
@@ -187,6 +182,9 @@ class Pipeline:
         self.slot_of: dict[Tensor, Slot] = {slot.parameter: slot for slot in self.slots}
         self._buckets = ArrivedBuckets(self.slot_of, arenas)
         self.gather_order = GatherOrder(plan, link, self.groups)
+        self.updates = PendingUpdates(
+            updater.apply, self.waits, self.gather_order, link, self.order, turns, self.lock
+        )  # fmt: skip
         self.gathers = updater.gathers(self, memory)
         self.announcements = Announcements(plan, link, self.layout, every_group_arrives=every_group_arrives)
 
@@ -291,96 +289,16 @@ class Pipeline:
         """Whether gradients are the sum over all ranks; else some are each rank's own, as after ``no_sync()``."""
         return self.phase is Phase.REDUCED and self.gradients.are_reduced
 
-    def apply_pending(self, slots: Iterable[Slot]) -> None:
-        """Apply the pending updates of these parameters and of the others in their fusion groups."""
-        with self.lock:
-            self.order.join()
-            if not self.updates:
-                return
-            groups = dict.fromkeys(group for slot in slots if slot in self.updates for group in slot.groups)
-            arrived = self._arrived_behind(groups)
-            # Wait for all groups before the first update: a leg that fails must not leave only some of them updated.
-            for group in (*groups, *arrived):
-                self._await_gather(group)
-            # Else group by group: gradients cast back to the parameters' dtype never take more than one group.
-            for together in [(*groups, *arrived)] if arrived else [(group,) for group in groups]:
-                self._update(dict.fromkeys(slot for group in together for slot in group.slots))
-
-    def _arrived_behind(self, groups: Collection[GroupInFlight]) -> list[GroupInFlight]:
-        """The groups that forward uses next, as far as their gather legs have ended, to be updated together with these.
-
-        If they have, a GPU waits for the host, whose time goes into calls of the optimizer: one for many groups costs
-        little more than one for one. On CPU a group that is updated just before its use stays in the cache.
-        """
-        if self.link.streams is None or not groups:
-            return []
-        in_order = self.gather_order.in_use_order()
-        behind = in_order[max(map(in_order.index, groups)) + 1 :]
-        return list(itertools.takewhile(_has_arrived_as_it_is, behind))
-
-    def _update(self, slots: Iterable[Slot]) -> None:
-        due = [slot for slot in slots if slot in self.updates and all(group.is_complete for group in slot.groups)]
-        if due:
-            outside_of_modes(functools.partial(self._apply, due))
-
-    def flush(self) -> None:
-        """Apply all pending updates."""
-        self.apply_pending(self.slots)
-
-    def _apply(self, slots: list[Slot]) -> None:
-        self.turns.resume()
-        begin = self.link.clock.mark()
-        with self.link.meter.host.of("update") if self.link.streams is not None else contextlib.nullcontext():
-            self._updater.apply(slots)
-        self.link.clock.span("update", begin)
-        self.order.publish()
-
     def complete(self, group: GroupInFlight) -> None:
         """Wait until the group's buffer holds the reduced gradients."""
         self.gathers.bring_gradients(group)
-        if self._await_gather(group):
+        if self.waits.complete(group):
             self.order.publish()
-
-    def _await_gather(self, group: GroupInFlight) -> bool:
-        """Complete the group, on the current stream alone; whether nobody had done so before."""
-        self.order.join()
-        if group.is_complete:
-            return False
-        self.wait_for_gather(group)
-        group.complete()
-        return True
-
-    def wait_for_gather(self, group: GroupInFlight) -> None:
-        """Wait until the group's gather leg has arrived, on the current stream alone."""
-        self._refuse_capture()
-        assert group.gather is not None
-        index = group.spec.index
-        # No profiler range if the leg is done, where it only costs time, or if `torch.jit.trace` would record it.
-        unnamed = group.gather.is_done() or is_traced()
-        named = contextlib.nullcontext() if unnamed else named_range(f"ddp_crossover::wait[{index}]")
-        with named, self.waiting(index) as host_wait:
-            # Protects the optimizer and readers of `.grad` or of parameters from partly gathered values.
-            group.gather.wait(host_wait)
-
-    def _refuse_capture(self) -> None:
-        if gpu.is_capturing(self.device):
-            raise RuntimeError(
-                "a CUDA graph cannot wait for gradients that are still under way: call state.synchronize() before the "
-                "capture, and before each replay of a graph that uses the model's parameters"
-            )
-
-    def belongs_to_update(self, slot: Slot) -> bool:
-        """Whether the gradient in the fusion buffer is what an update that is pending will use."""
-        return slot in self.updates and not any(group.put_aside for group in slot.groups)
 
     def before_exchange(self) -> None:
         """Call it before ranks exchange norms of reduced gradients."""
         if self.phase is Phase.REDUCED:
             self.gathers.before_exchange()
-
-    def waiting(self, what: int | str) -> contextlib.AbstractContextManager[HostWait | None]:
-        """Context of a wait for communication; ``what`` identifies the same wait in each step, see :class:`Turns`."""
-        return self.turns.gap(what)
 
     def end_forward(self, call_before_backward: Callable[[Callable[[], None]], bool] | None) -> None:
         """Finish what needs the memory of DDP's buckets, into which the next backward writes before it calls the hook.
@@ -400,7 +318,7 @@ class Pipeline:
                 elif all(group.is_launched for group in self.groups):  # forward was called again by a checkpoint
                     self._end_legs()
                 return
-            self.flush()
+            self.updates.flush()
             self._end_legs()
             if call_before_backward is None:
                 return  # the backward of an earlier forward may still be awaited
@@ -428,7 +346,7 @@ class Pipeline:
                 self._retire()
 
     def _retire(self) -> None:
-        self.flush()
+        self.updates.flush()
         if self.phase is Phase.REDUCED:
             self.gradients.finish()
         if self.phase is Phase.BACKWARD and not self.link.is_closed:
@@ -441,7 +359,7 @@ class Pipeline:
     def _end_legs(self) -> None:
         if not self.link.is_closed:
             self.gathers.end_legs()
-        with self.waiting("end of iteration") as host_wait:
+        with self.waits.of("end of iteration") as host_wait:
             for group in self.groups:
                 if group.gather is not None:
                     # Protects peers that still receive from this buffer.
@@ -477,8 +395,3 @@ class Pipeline:
         self.layout.drop_references()
         self.gradients.drop_references()
         self.slot_of.clear()
-
-
-def _has_arrived_as_it_is(group: GroupInFlight) -> bool:
-    """Whether the gather leg has ended, and what it has brought needs no copy in another dtype."""
-    return group.gather is not None and group.gather.is_done() and not any(slot.is_cast for slot in group.slots)

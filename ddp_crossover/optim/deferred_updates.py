@@ -155,11 +155,11 @@ class DeferredUpdates:
             return
         self._early_reads.note_parameter_read()
         if self._early_reads.is_inside_forward:
-            pipeline.apply_pending(slots)
+            pipeline.updates.apply(slots)
             return
         try:
             # A checkpoint must not mix two steps: apply all pending updates, or none if a leg fails.
-            pipeline.apply_pending(list(pipeline.updates) if is_saving() else slots)
+            pipeline.updates.apply(list(pipeline.updates) if is_saving() else slots)
         except LegError as error:
             self._runner.take_back(error)
 
@@ -193,7 +193,7 @@ class DeferredUpdates:
         self._early_reads.note_gradient_read()
         update = pipeline.updates.get(slot)
         if isinstance(update, DeferredUpdate) and (update.edits_gradient or slot.is_shared):
-            pipeline.apply_pending([slot])
+            pipeline.updates.apply([slot])
 
     def needs_gradient(self, slot: Slot) -> bool:
         """Whether an update that has not been applied needs this gradient."""
@@ -299,7 +299,7 @@ class DeferredUpdates:
         if pipeline.updates:
             # Also updates of other optimizers: two optimizers may share a parameter.
             slots = [pipeline.slot_of.get(parameter) for parameter in optimizer_parameters(optimizer)]
-            pipeline.apply_pending([slot for slot in slots if slot is not None])
+            pipeline.updates.apply([slot for slot in slots if slot is not None])
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step, self._running = self._running, None
@@ -350,7 +350,7 @@ class DeferredUpdates:
                 self._params.make_lazy(waiting, note_update, by=self, hide_values=self._strict)
             # A signal handler may have read gradients since the step looked. From now on the script may change these.
             read = [slot for slot in list(pipeline.updates) if slot.is_shared and slot.pending.current.resolved]
-            pipeline.apply_pending([*read, *(pipeline.slots[lazy.index] for lazy in why_not)])
+            pipeline.updates.apply([*read, *(pipeline.slots[lazy.index] for lazy in why_not)])
             self._deferrable.note_not_deferred(why_not)
 
 

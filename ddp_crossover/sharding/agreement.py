@@ -72,5 +72,5 @@ class Agreement:
 @contextlib.contextmanager
 def waiting_for_ranks(pipeline: Pipeline) -> Iterator[None]:
     """Context in which this rank waits for what others send."""
-    with pipeline.waiting("gradients"), pipeline.turns.released():
+    with pipeline.waits.of("gradients"), pipeline.turns.released():
         yield

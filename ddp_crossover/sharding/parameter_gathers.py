@@ -146,7 +146,7 @@ class ParameterGathers:
     def _keep_gradients(self, group: GroupInFlight) -> None:
         """Wait for the reduced gradients, and put them aside, where parameters will take their place."""
         assert group.scatter is not None
-        with self._pipeline.waiting(f"scatter {group.spec.index}") as host_wait:
+        with self._pipeline.waits.of(f"scatter {group.spec.index}") as host_wait:
             # Protects updates and readers from incomplete sums.
             group.scatter.wait(host_wait)
         self._pipeline.order.join()
@@ -217,14 +217,14 @@ class ParameterGathers:
         """Gather all gradients: where parameters would arrive, if none are on the way there, else by an exchange."""
         groups = self._pipeline.groups
         if any(map(_carries_update, groups)):
-            self._pipeline.flush()
+            self._pipeline.updates.flush()
         apart = [group for group in groups if group.is_spread and self._is_taken(group)]
         for group in apart:
             assert group.buffer is not None
             if not group.put_aside:
                 self._keep_gradients(group)
             if group.gather is not None:
-                self._pipeline.wait_for_gather(group)  # protects gradients from what still lands
+                self._pipeline.waits.arrival(group)  # protects gradients from what still lands
             if not self._lands_apart(group):
                 torch._foreach_copy_(group.buffer.slices(self._link.rank, self._link.world_size), group.put_aside)
         self._exchange_gradients(apart)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
 from ddp_crossover.collectives.nccl_link import _NcclLeg
-from ddp_crossover.dear import Pipeline
+from ddp_crossover.optim.update_runner import UpdateRunner
 from fake_streams import fake_gpu
 from models import INPUTS, DeepNet
 
@@ -99,7 +99,7 @@ def updates_in_a_step(legs_end: bool) -> tuple[int, int]:
         state = dx.attach(ddp, optimizer, fusion_mb=0.002)
         for _ in range(WARM_STEPS):
             optimizer.zero_grad()
-            with mock.patch.object(Pipeline, "_apply", autospec=True, side_effect=Pipeline._apply) as apply:
+            with mock.patch.object(UpdateRunner, "apply", autospec=True, side_effect=UpdateRunner.apply) as apply:
                 ddp(torch.randn(8, INPUTS)).square().mean().backward()
             optimizer.step()
         groups = len(state.plan.groups)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from ddp_crossover import ddp_timer, dear, device
+from ddp_crossover import ddp_timer, dear, device, pending_updates
 from ddp_crossover.collectives import make_link, meter, nccl_link
 from ddp_crossover.ddp import reducer
 from ddp_crossover.parameters.pending_gradient import PendingGrad
@@ -399,7 +399,7 @@ def fake_gpu(
         (ddp_timer.DdpTimer, "reduce", waited_for(ddp_timer.DdpTimer.reduce)),
         (reducer.Reducer, "reduce", waited_for(reducer.Reducer.reduce)),
         (dear.Pipeline, "__init__", watched_pipeline),
-        (dear, "outside_of_modes", lambda job: job()),  # this mode is to see updates
+        (pending_updates, "outside_of_modes", lambda job: job()),  # this mode is to see updates
     ]
     with ExitStack() as stack:
         for owner, name, replacement in replacements:
