@@ -85,7 +85,9 @@ def compare(
         )
         return verdict(2, text)
     difference = first_difference(first, other, "plain", "attached")
+    plain_steps = sum(model["iterations"] - model["pipelined_iterations"] for model in models)
     compared = f"{steps} optimizer steps, {losses} losses; {overlapped} of {finished} steps hid their all-gathers"
+    compared += f", {plain_steps} more were plain all-reduces" * bool(plain_steps)
     if difference is None:
         how = "DDP that adds in rank order" if first["sums_are_in_rank_order"] else "plain DDP"
         text = f"parameters, buffers, optimizer state and losses equal {how}'s bit for bit ({compared})"

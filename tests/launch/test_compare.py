@@ -15,6 +15,7 @@ from ddp_crossover.launch.synchronized import why_different
 MODEL = {
     "overlapped_steps": 1,
     "finished_steps": 1,
+    "iterations": 1,
     "pipelined_iterations": 1,
     "fallbacks": {},
     "obstacles": {},
@@ -66,6 +67,8 @@ def test_it_says_when_too_few_steps_overlapped_to_mean_much(tmp_path: Path) -> N
     plain, again = _write(tmp_path / "plain", [1.0]), _write(tmp_path / "again", [1.0])
     verdict = compare(plain, _write(tmp_path / "ours", [1.0]), again, {})
     assert verdict.text.endswith("1 of 1 steps hid their all-gathers)")
+    plain_as_well = compare(plain, _write(tmp_path / "tuned", [1.0], models=[MODEL | {"iterations": 4}]), again, {})
+    assert plain_as_well.text.endswith("1 of 1 steps hid their all-gathers, 3 more were plain all-reduces)")
     waits = MODEL | {"overlapped_steps": 1, "finished_steps": 3, "obstacles": {"train.py:3 clips": 2}}
     weak = compare(plain, _write(tmp_path / "waits", [1.0], models=[waits]), again, {})
     assert weak.exit_status == 0 and weak.text.endswith("a run whose steps do; train.py:3 clips (2 times)")
