@@ -26,8 +26,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Train or read, then show; returns 1 if a case failed, else 0."""
     args = parse_args(__doc__, arguments)
     console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, report.WIDTH)  # rich assumes 80 columns, which would cut figures off
 
     def write(result: dict[str, Any]) -> None:
         record.write(result, args.json, args.png if tasks_of(result) else None, chart.draw)

@@ -32,13 +32,12 @@ from gpu_bench_parts.settings import CaseSettings
 
 # For starting the process, and for the first steps, in which cuDNN tries its algorithms.
 START_S = 60.0
-WIDTH = 140
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure all cases; returns 2 if there is no GPU, 1 if a case failed, else 0."""
     args = parse_args(__doc__, arguments)
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)  # rich would assume 80 columns
+    console = Console()
     if args.device == "cuda" and not torch.cuda.is_available():
         print("gpu_bench: there is no GPU; --device cpu rehearses without one", file=sys.stderr)
         return 2

@@ -18,6 +18,19 @@ def make_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: 
     return table
 
 
+def print_table(console: Console, table: Table) -> None:
+    """Print all figures of a table: where the console is too narrow, a terminal wraps its lines.
+
+    rich would cut cells instead. It takes what is no terminal for 80 columns wide.
+    """
+    narrow = console.width
+    console.width = max(narrow, table.__rich_measure__(console, console.options.update(width=2**10)).maximum)
+    try:
+        console.print(table, crop=False)
+    finally:
+        console.width = narrow
+
+
 def say(console: Console, line: str) -> None:
     """Print a line as it is, which a terminal may wrap."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -5,10 +5,9 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from bench_kit.tables import make_table, say
+from bench_kit.tables import make_table, print_table, say
 
 _HEADINGS = ("arm", "ms", "quartiles", "sim", "T/T*", "at best", "over best DDP", "95%", "25 MB", "cpu ms")
-_WIDTH = 112
 
 
 def print_case(console: Console, case: dict[str, Any], network: str) -> None:
@@ -23,8 +22,7 @@ def print_case(console: Console, case: dict[str, Any], network: str) -> None:
         f"T* = max(C, A) = {case['bound_s'] * 1e3:.0f} ms",
     )
     rows = [_cells(arm, case["least_over_bound"]) for arm in case["arms"] if not arm["refused"]]
-    # Wide enough for all figures, also where the output is no terminal and rich assumes 80 columns.
-    console.print(make_table(_HEADINGS, rows), width=max(console.width, _WIDTH), crop=False)
+    print_table(console, make_table(_HEADINGS, rows))
     for note in _notes(case):
         say(console, f"  {note}")
 

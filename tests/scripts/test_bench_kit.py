@@ -1,6 +1,7 @@
 """The kit of the benches: the order of turns, quantiles, fairness, the record; and a whole run of a small bench."""
 
 import ast
+import io
 import json
 import math
 import random
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 import launched
 from bench_kit import record
 from bench_kit.rounds import jain_index, median_at_least, quantile, spread, turns
+from bench_kit.tables import make_table, print_table
 from launched import SCRIPTS
 
 TIMEOUT_S = 300
@@ -78,3 +81,11 @@ def test_every_step_of_the_lease_is_measured(tmp_path: Path) -> None:
     assert len(rounds) == 4 and all(name in shown for name in rounds)
     assert all(figures[0].keys() == {"samples", "p50", "p99"} for figures in rounds.values())
     assert rounds["hand-off, us"][0]["p50"] > 0
+
+
+def test_a_narrow_console_cuts_no_figure() -> None:
+    output = io.StringIO()
+    console = Console(width=40, file=output)
+    cells = [f"figure{place}" for place in range(12)]
+    print_table(console, make_table([f"heading{place}" for place in range(12)], [cells]))
+    assert all(cell in output.getvalue() for cell in cells) and console.width == 40
