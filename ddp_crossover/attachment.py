@@ -118,9 +118,9 @@ class Attachment:
             self.parts.link.shut_down()
         self._when_model_is_dropped.detach()  # it keeps this object alive, and a model may be attached many times
 
-    def _leave(self, why: str) -> None:
+    def _leave(self, sentence: str) -> None:
         """End it because nothing can be gained. Every rank does, at its next forward."""
-        self._left_because = f"DDP trains as it was before attach: {why}"
+        self._left_because = sentence
         # If plans have settled, the planner has said it.
         self.parts.fallbacks.note(self._left_because, is_said=self.parts.planning.settled)
         self.end()

@@ -158,7 +158,7 @@ def compose(
         asked: the options.
         process_group: for our traffic; None: one of our own.
         lease: with which jobs share the device, or None.
-        on_leave: called when DDP should train as it was before attach, with the reason. It has to detach.
+        on_leave: called when DDP should be left alone, with a sentence that says why. It has to detach.
 
     Raises:
         TypeError, ValueError: for a setup that cannot be trained exactly.

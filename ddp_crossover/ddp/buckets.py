@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover import device as gpu
+from ddp_crossover.log import short
 from ddp_crossover.torch_internals.ddp import bucket_cap_bytes, may_await_backward, rebuild_buckets, rebuild_under_hook
 
 _BACKWARDS_UNTIL_REBUILT = 3
@@ -164,6 +165,7 @@ class Buckets:
     Attributes:
         are_as_built: whether they are those that the user has set.
         were_changed: whether they have been changed since the first forward.
+        cap_bytes_when_left: maximum size that DDP has once the hook is gone; None for the size that the user has set.
     """
 
     def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
@@ -173,6 +175,7 @@ class Buckets:
         self._small_bytes = cap_bytes if cap_bytes < bucket_cap_bytes(ddp) else None
         self.are_as_built = True
         self.were_changed = False
+        self.cap_bytes_when_left: int | None = None
         self._allow_backward: Callable[[], None] | None = None
 
     def make_small_at_attach(self, parameters: Sequence[Tensor]) -> None:
@@ -191,6 +194,17 @@ class Buckets:
         if self._allow_backward is not None:
             self._allow_backward()
             self._allow_backward = None
+
+    def stay_small(self) -> None:
+        """Leave them small to DDP, which is as fast with them as with anything of ours."""
+        self.cap_bytes_when_left = self._small_bytes
+
+    @property
+    def when_left(self) -> str:
+        """How DDP trains once the hook is gone, in words."""
+        if self.cap_bytes_when_left is None:
+            return "as it was before attach"
+        return f"by itself, in buckets of {short(self.cap_bytes_when_left / 2**20)} MiB"
 
     def change(self, *, as_built: bool) -> bool:
         """Change them at the beginning of a forward, if they are others; every rank must call it.

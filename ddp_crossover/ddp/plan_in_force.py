@@ -184,8 +184,8 @@ class PlanInForce:
 
     @property
     def _leaves(self) -> bool:
-        """Whether DDP is to be left alone, because its own buckets and its own all-reduces are the plan for good."""
-        return self._can_leave and self._planning.settled and self._planning.takes_buckets_as_built
+        """Whether DDP is to be left alone, because its own all-reduces are the plan for good."""
+        return self._can_leave and self._planning.leaves_ddp_alone
 
     def why_plain(self) -> str | None:
         """Why gradients go through plain all-reduces for good; None if they do not, or DDP will be left alone."""
@@ -194,14 +194,16 @@ class PlanInForce:
         return self.plain_reason
 
     def follow(self) -> str | None:
-        """Give DDP the buckets that the plan wants; returns why DDP is to be left alone instead, or None.
+        """Give DDP the buckets that the plan wants; returns a sentence if DDP is to be left alone instead, or None.
 
         A plan is chosen in a backward, when DDP's buckets are in use. All ranks have chosen the same, and each follows
         at its next forward, so they have the same buckets when the next gradients are reduced.
         """
         why = self._planning.progress() if self._leaves else self._planning.why_not_at_all()
         if why is not None:
-            return why
+            if self._leaves and not self._planning.takes_buckets_as_built:
+                self.buckets.stay_small()
+            return f"DDP trains {self.buckets.when_left}: {why}"
         if self._planning.has_begun and self.buckets.change(as_built=self._planning.takes_buckets_as_built):
             self.layouts.begin_anew()
         has_declined = self._planning.settled and self.feedback is not None

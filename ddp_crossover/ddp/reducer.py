@@ -61,7 +61,7 @@ class Reducer:
         batches: the batches of this model, if they are weighted; else None.
         unreduced: finds steps whose gradients were not reduced.
         use_order: the order in which forward uses parameters.
-        on_leave: called when DDP should train as it was before attach, with the reason. It has to detach.
+        on_leave: called when DDP should be left alone, with a sentence that says why. It has to detach.
 
     Attributes:
         is_detached: whether DDP trains as it was before attach.
@@ -150,7 +150,7 @@ class Reducer:
         # Give DDP a new reducer without a hook. Not between a forward and its backward: the new reducer would not
         # reduce the gradients of a forward that the old reducer has prepared.
         if was_registered and not (self._awaits_backward or self._in_backward):
-            rebuild_buckets(self.model)
+            rebuild_buckets(self.model, self._in_force.buckets.cap_bytes_when_left)
         # Drop references now: this object is part of reference cycles, which may be collected only many models later,
         # and updates of a network that is attached again are deferred only if nothing else refers to its memory.
         self._in_force.drop_references()
@@ -368,9 +368,9 @@ class Reducer:
         """Follow the plan in force; returns whether that was to leave DDP alone."""
         if self._awaits_backward:
             return False  # of an earlier forward, which is known to the C++ reducer that DDP has now
-        if (why := self._in_force.follow()) is not None:
-            self._on_leave(why)
-        return why is not None
+        if (sentence := self._in_force.follow()) is not None:
+            self._on_leave(sentence)
+        return sentence is not None
 
     def _after_forward(self, returned: bool, output: object) -> None:
         self._early_reads.end_forward()

@@ -112,7 +112,7 @@ class Planning:
         self._predicted: Candidate | None = None
         self._bucket_cap_mb = bucket_cap_mb
         self._host_per_group_s = HOST_PER_GROUP_S
-        self.takes_buckets_as_built = False
+        self.takes_buckets_as_built = self._is_plain = False
         self.stage = Stage.OBSERVING
         self.link_model: LinkModel | None = None
         self.compute: ComputeProfile | None = None
@@ -135,7 +135,7 @@ class Planning:
         require_equal("arrival order", {"arrival order": orders.arrival}, self._link.process_group, self._device)
         self._orders = Orders(proposals[0]["arrival"], proposals[0]["use"])
         self._tuner = self.result = None
-        self.takes_buckets_as_built = False
+        self.takes_buckets_as_built = self._is_plain = False
         self._exposed_s.clear()
         self._timer.reset()
         self.profiler = None
@@ -171,6 +171,11 @@ class Planning:
     def settled(self) -> bool:
         """Whether the plan is final."""
         return self.stage is Stage.SETTLED
+
+    @property
+    def leaves_ddp_alone(self) -> bool:
+        """Whether plain all-reduces are the final plan, and nothing says that DDP may not make them by itself."""
+        return self.settled and self._is_plain and self._bucket_cap_mb is not None
 
     def at_step_boundary(self) -> FusionPlan | None:
         """Advance planning by one step; returns the plan to switch to now, or None to stay."""
@@ -327,7 +332,8 @@ class Planning:
         assert self.compute is not None
         # A tuned file may ask for buckets as they were where that is no choice.
         self.takes_buckets_as_built = candidate.as_built and self._bucket_cap_mb is not None
-        if candidate.schedule is Schedule.ALLREDUCE:
+        self._is_plain = candidate.schedule is Schedule.ALLREDUCE
+        if self._is_plain:
             return self._checked(self._cut(candidate.fusion_mb, Schedule.ALLREDUCE))
         plan = self._search(
             self.compute, [candidate.fusion_mb], is_coded=candidate.is_coded or not self._has_codes
