@@ -98,14 +98,24 @@ class DemoArm:
         """How many steps it has trained."""
         return len(self.course.losses)
 
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether the tuner has found nothing faster than DDP's own all-reduces, so that nothing of DeAR is left."""
+        return self.arm.state is not None and self.arm.state.detached
+
+    @property
+    def open_links(self) -> list[Connections]:
+        """Those of `links` that are still there: DDP that was left alone has only its own."""
+        return self.links[:1] if self.is_left_alone else self.links
+
     def pace(self, bytes_per_s: float | None) -> None:
         """Change the speed of its connections."""
-        for link in self.links:
+        for link in self.open_links:
             link.pace(bytes_per_s)
 
     def sent_bytes(self) -> list[int]:
-        """Bytes sent so far over each of `links`."""
-        return [link.sent_bytes() for link in self.links]
+        """Bytes sent so far over each of `open_links`."""
+        return [link.sent_bytes() for link in self.open_links]
 
     def catch_up(self, steps: int) -> None:
         """Train untimed until this many steps are done."""

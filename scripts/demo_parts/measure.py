@@ -116,7 +116,8 @@ class Traced(NamedTuple):
 
 def trace_steps(demo_arm: DemoArm, steps: int) -> Traced:
     """Trace some steps. Collective. Plain DDP gets a hook for it, so this comes after what is timed."""
-    arm, state = demo_arm.arm, demo_arm.arm.state
+    arm = demo_arm.arm
+    state = None if demo_arm.is_left_alone else arm.state
     traceable = dx.DdpTimer(demo_arm.ddp, demo_arm.optimizer) if state is None else state
     sent_before = demo_arm.sent_bytes()
     dist.barrier()
@@ -135,7 +136,7 @@ def trace_steps(demo_arm: DemoArm, steps: int) -> Traced:
         sent_bytes=[
             (late - early) / (steps + 2) for late, early in zip(demo_arm.sent_bytes(), sent_before, strict=True)
         ],
-        limits_bytes_per_s=[link.limits_bytes_per_s() for link in demo_arm.links],
+        limits_bytes_per_s=[link.limits_bytes_per_s() for link in demo_arm.open_links],
         overlapped=after.overlapped_steps - before.overlapped_steps if before and after else None,
         finished=after.finished_steps - before.finished_steps if before and after else None,
     )

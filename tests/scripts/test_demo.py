@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import launched
 from bench_kit.slow_link import why_not_here
 from demo_parts import report
+from demo_parts.arms import Factory, Images
+from demo_parts.measure import trace_steps
 
 TIMEOUT_S = 280
 SMALL = ("--model", "squeezenet1_1", "--image-size", "32", "--batch-size", "4", "--rounds", "1", "--steps", "1")
@@ -40,6 +43,22 @@ def test_a_small_demo_is_quiet_and_ends_with_identical_models_a_verdict_and_a_pi
     assert record["comparison"]["first_difference"] == ""
     if why_not_here() is None:
         _both_send_alike_over_one_slow_link(record["link"], trained)
+
+
+def _trace_what_was_left_alone() -> tuple[int, int, int | None]:
+    factory = Factory(lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10)), Images(8, 4))
+    arm = factory.dear(None, tune=False)
+    arm.catch_up(3)
+    links = len(arm.links)
+    arm.arm.state.detach()
+    arm.pace(None)
+    return links, len(arm.sent_bytes()), trace_steps(arm, 2).overlapped
+
+
+def test_an_arm_that_the_tuner_left_alone_is_traced_as_plain_ddp(on_ranks) -> None:
+    pytest.importorskip("sklearn")
+    for links, links_left, overlapped in on_ranks(_trace_what_was_left_alone, 2):
+        assert (links, links_left, overlapped) == (2, 1, None)
 
 
 def _both_send_alike_over_one_slow_link(link: dict[str, Any], trained: list[dict[str, Any]]) -> None:
