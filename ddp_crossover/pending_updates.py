@@ -124,8 +124,8 @@ class PendingUpdates(dict[Slot, object]):
                 self._apply_complete(dict.fromkeys(slot for group in together for slot in group.slots))
 
     def flush(self) -> None:
-        """Apply all."""
-        self.apply(tuple(self))
+        """Apply all, in the usual order of parameters, whichever optimizer has asked first."""
+        self.apply(sorted(self, key=lambda slot: slot.index))
 
     def own_gradient_of(self, slot: Slot) -> bool:
         """Whether the gradient in the fusion buffer is what an update that is pending will use."""
