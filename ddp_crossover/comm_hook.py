@@ -78,10 +78,10 @@ class DearState:
 
     @property
     def detached(self) -> bool:
-        """Whether DDP trains as it was before attach.
+        """Whether DDP trains by itself, as it was before attach but perhaps for smaller buckets.
 
         Because :meth:`detach` was called, the model was dropped, ``DDP_CROSSOVER=off`` is set, or there is nothing to
-        gain: with one rank, or because the tuner has found that DDP as it was is as fast.
+        gain: with one rank, or because the tuner has found that DDP's own all-reduces are as fast.
         """
         return self._attachment.is_ended
 

@@ -185,7 +185,8 @@ class PlanInForce:
     @property
     def _leaves(self) -> bool:
         """Whether DDP is to be left alone, because its own all-reduces are the plan for good."""
-        return self._can_leave and self._planning.leaves_ddp_alone
+        is_final = self._planning.settled and self.pipeline is None
+        return is_final and self._can_leave and self._planning.may_leave_ddp_alone
 
     def why_plain(self) -> str | None:
         """Why gradients go through plain all-reduces for good; None if they do not, or DDP will be left alone."""

@@ -112,7 +112,7 @@ class Planning:
         self._predicted: Candidate | None = None
         self._bucket_cap_mb = bucket_cap_mb
         self._host_per_group_s = HOST_PER_GROUP_S
-        self.takes_buckets_as_built = self._is_plain = False
+        self.takes_buckets_as_built = False
         self.stage = Stage.OBSERVING
         self.link_model: LinkModel | None = None
         self.compute: ComputeProfile | None = None
@@ -135,7 +135,7 @@ class Planning:
         require_equal("arrival order", {"arrival order": orders.arrival}, self._link.process_group, self._device)
         self._orders = Orders(proposals[0]["arrival"], proposals[0]["use"])
         self._tuner = self.result = None
-        self.takes_buckets_as_built = self._is_plain = False
+        self.takes_buckets_as_built = False
         self._exposed_s.clear()
         self._timer.reset()
         self.profiler = None
@@ -173,9 +173,9 @@ class Planning:
         return self.stage is Stage.SETTLED
 
     @property
-    def leaves_ddp_alone(self) -> bool:
-        """Whether plain all-reduces are the final plan, and nothing says that DDP may not make them by itself."""
-        return self.settled and self._is_plain and self._bucket_cap_mb is not None
+    def may_leave_ddp_alone(self) -> bool:
+        """Whether DDP may make plain all-reduces by itself, if these are the final plan."""
+        return self._bucket_cap_mb is not None
 
     def at_step_boundary(self) -> FusionPlan | None:
         """Advance planning by one step; returns the plan to switch to now, or None to stay."""
@@ -332,8 +332,7 @@ class Planning:
         assert self.compute is not None
         # A tuned file may ask for buckets as they were where that is no choice.
         self.takes_buckets_as_built = candidate.as_built and self._bucket_cap_mb is not None
-        self._is_plain = candidate.schedule is Schedule.ALLREDUCE
-        if self._is_plain:
+        if candidate.schedule is Schedule.ALLREDUCE:
             return self._checked(self._cut(candidate.fusion_mb, Schedule.ALLREDUCE))
         plan = self._search(
             self.compute, [candidate.fusion_mb], is_coded=candidate.is_coded or not self._has_codes

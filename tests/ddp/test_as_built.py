@@ -35,10 +35,10 @@ def _threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("ddp_crossover")]
 
 
-def _assert_left_alone(run: Run) -> None:
+def _assert_left_alone(run: Run, how: str = "DDP trains as it was before attach") -> None:
     """Nothing is hooked into the model, and nothing runs beside it."""
     assert run.state.detached and run.state.plan is None and not run.state.tuning
-    assert run.state.tuning_progress().startswith("DDP trains ")
+    assert how in run.state.tuning_progress()
     assert "forward" not in vars(run.model) and not has_comm_hook(run.model)
     assert type(run.model.module.state_dict()) is not None
     assert all(type(parameter) is nn.Parameter for parameter in run.model.parameters())
@@ -92,8 +92,7 @@ def _tuned_to_small_buckets(run: Run, is_left_alone: bool) -> Iterator[Any]:
         assert str(run.state._planning.result.best) == "plain all-reduces"
         assert run.model.bucket_bytes_cap == cap_bytes
         if is_left_alone:
-            _assert_left_alone(run)
-            assert "DDP trains by itself, in buckets of " in run.state.tuning_progress()
+            _assert_left_alone(run, "DDP trains by itself, in buckets of ")
             assert _arrivals_in_buckets(run) > 1, "DDP has its large buckets back"
         else:
             assert not run.state.detached and not run.state._reducer._in_force.buckets.are_as_built
