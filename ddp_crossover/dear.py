@@ -43,7 +43,7 @@ from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.collectives.sums import RankWeights, scale_into
 from ddp_crossover.fusion import FusionPlan
 from ddp_crossover.fusion_buffers.announcements import Announcements
-from ddp_crossover.fusion_buffers.buckets import ArrivedBuckets
+from ddp_crossover.fusion_buffers.arrived_buckets import ArrivedBuckets
 from ddp_crossover.fusion_buffers.coded_steps import CodedSteps
 from ddp_crossover.fusion_buffers.feedback import Feedback
 from ddp_crossover.fusion_buffers.layout import Layout
@@ -353,7 +353,7 @@ class Pipeline:
             self._close_broken_backward()
         self._end_legs()
         if self._codes is not None and self.phase is Phase.REDUCED:
-            self._codes.end(self.groups, self.gradients.untaken)
+            self._codes.end(self.groups, self.gradients.unassigned)
         self.phase = Phase.IDLE
 
     def _end_legs(self) -> None:
@@ -375,7 +375,7 @@ class Pipeline:
             if group.state is GroupState.ANNOUNCED:
                 buffer = self.layout.buffer_of(group)
                 parts = tuple(torch.zeros_like(part) for part in buffer.parts)
-                coding = None if buffer.coding is None else buffer.coding.of_nothing()
+                coding = None if buffer.coding is None else buffer.coding.without_residuals()
                 group.scatter_by(self.link.reduce_scatter(index, FusionBuffer(parts, coding=coding)))
 
     def release(self) -> dict[str, Tensor]:

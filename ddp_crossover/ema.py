@@ -81,7 +81,7 @@ class Ema(AveragedModel):
             self._averaging.restart(has_average=bool(self.n_averaged))
 
 
-class _Owner:
+class _AverageOwner:
     """Brings one average up to date when it is read: applies the update of its parameter, which averages it.
 
     Args:
@@ -124,7 +124,7 @@ class _Averaging(Hook):
         self._model = state.module
         self._optimizers = state.optimizers
         self._has_average = False
-        self._owners: dict[int, _Owner] = {}
+        self._owners: dict[int, _AverageOwner] = {}
         self._elsewhere: set[int] = set()
         assert ema.multi_avg_fn is not None
         self._multi_avg_fn: MultiAvgFn = ema.multi_avg_fn
@@ -192,7 +192,7 @@ class _Averaging(Hook):
             ema.n_averaged += 1
         self._has_average = True
 
-    def _owners_of(self, parameters: Iterable[Tensor]) -> list[_Owner]:
+    def _owners_of(self, parameters: Iterable[Tensor]) -> list[_AverageOwner]:
         parameters = list(parameters)
         if strange := {id(each) for each in parameters} - self._owners.keys() - self._elsewhere:
             self._pair()  # a parameter was added or replaced
@@ -206,7 +206,9 @@ class _Averaging(Hook):
         for source, average in zip(self._model.parameters(), ema.module.parameters(), strict=True):
             known = before.get(id(source))
             if known is None or known.average is not average:
-                known = _Owner(source, average, self, has_average=known.has_average if known else self._has_average)
+                known = _AverageOwner(
+                    source, average, self, has_average=known.has_average if known else self._has_average
+                )
             self._owners[id(source)] = known
 
     def _average(self, values: Iterable[tuple[Tensor, Tensor, bool]]) -> None:

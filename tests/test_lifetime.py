@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 import ddp_crossover as dx
-from bystanders import Child, evaluate
 from equivalence import Case, Run, check_case, plain_loop
 from models import DeepNet
+from stack_net import Child, evaluate
 
 pytestmark = pytest.mark.quick
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from ddp_crossover.balance.sampler import BalancedSampler, Place
+from ddp_crossover.balance.sampler import BalancedSampler, BatchNumber
 from ddp_crossover.balance.speed import DEAD_BAND, BatchTimes, Measured, better_shares
 from ddp_crossover.balance.split import Speed
 from ddp_crossover.log import say
@@ -48,7 +48,7 @@ class Balancer:
         self._has_timed_its_size = False
         self._was_right = self.is_settled = False
         self._waits: list[Callable[[], list[int]]] = []
-        self._may_draw = Place(0, 0)
+        self._may_draw = BatchNumber(0, 0)
         sampler.follow_training(self._before_draw, self._decide)
         self._follow_sizes()
 
@@ -99,12 +99,12 @@ class Balancer:
                 round(measured.error * _MILLION),
             ]
         numbers.append(drawn.epoch * _EPOCH + drawn.batch + 1)
-        self._may_draw = Place(drawn.epoch, drawn.batch + _AHEAD)
+        self._may_draw = BatchNumber(drawn.epoch, drawn.batch + _AHEAD)
         self._waits = [self._exchange(number) for number in numbers]
         self._looks += 1
 
-    def _before_draw(self, place: Place) -> None:
-        if self._waits and place > self._may_draw:
+    def _before_draw(self, number: BatchNumber) -> None:
+        if self._waits and number > self._may_draw:
             self._decide()
 
     def _decide(self) -> None:
@@ -129,7 +129,7 @@ class Balancer:
             return
         self._changes += 1
         epoch, batches = divmod(max(drawn), _EPOCH)
-        sampler.use([one.speed for one in measured], Place(epoch, batches + _AHEAD))
+        sampler.use([one.speed for one in measured], BatchNumber(epoch, batches + _AHEAD))
         if sampler.rank == 0:
             say(
                 f"ranks get {', '.join(map(str, change.sizes))} samples of a batch instead of "

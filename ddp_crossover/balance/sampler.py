@@ -22,7 +22,7 @@ _EQUAL = Speed(0.0, 1.0)
 _UNTIL_SAID = 20
 
 
-class Place(NamedTuple):
+class BatchNumber(NamedTuple):
     """A batch of all ranks: number of the epoch, and number in it."""
 
     epoch: int
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 class _Shares(NamedTuple):
     """From which batch on ranks have which speeds, and the sizes of batches that follow, by their total."""
 
-    since: Place
+    since: BatchNumber
     speeds: list[Speed]
     sizes: dict[int, list[int]]
 
@@ -120,7 +120,7 @@ class BalancedSampler(Sampler[list[int]]):
                 f"a batch has up to {max(self._totals)} samples, and ranks take at most {self.most}: choose a smaller "
                 "global_batch, or a larger max_samples"
             )
-        self._shares = [_Shares(Place(0, 0), [_EQUAL] * self.world_size, {})]
+        self._shares = [_Shares(BatchNumber(0, 0), [_EQUAL] * self.world_size, {})]
         self._epoch = 0
         self._is_epoch_set = False
         self._start = 0
@@ -128,8 +128,8 @@ class BalancedSampler(Sampler[list[int]]):
         self._drawn_alone = 0
         self._trained: int | None = None
         self._to_train: deque[int] = deque()  # sizes of batches that were drawn and not trained on
-        self.drawn = Place(0, -1)
-        self._before_draw: Callable[[Place], None] = _nothing
+        self.drawn = BatchNumber(0, -1)
+        self._before_draw: Callable[[BatchNumber], None] = _nothing
         self._before_restart: Callable[[], None] = _nothing
 
     def _totals_of_epoch(self) -> list[int]:
@@ -159,14 +159,14 @@ class BalancedSampler(Sampler[list[int]]):
         if epoch < self.drawn.epoch:
             # Epochs are counted anew. All ranks know the same decisions here, which go on to hold.
             self._before_restart()
-            self._shares = [_Shares(Place(epoch, 0), self._shares[-1].speeds, {})]
+            self._shares = [_Shares(BatchNumber(epoch, 0), self._shares[-1].speeds, {})]
         order = self._order(epoch)
         for batch in range(start, len(self._totals)):
-            place = Place(epoch, batch)
-            self._before_draw(place)
+            number = BatchNumber(epoch, batch)
+            self._before_draw(number)
             self._say_if_alone()
-            self.drawn = place
-            sizes = self.sizes(place)
+            self.drawn = number
+            sizes = self.sizes(number)
             if self._trained is not None:
                 self._to_train.append(sizes[self.rank])
             low = batch * self.global_batch + sum(sizes[: self.rank])
@@ -205,24 +205,24 @@ class BalancedSampler(Sampler[list[int]]):
         self._epoch = epoch
         self._is_epoch_set = True
 
-    def sizes(self, place: Place | None = None) -> list[int]:
+    def sizes(self, number: BatchNumber | None = None) -> list[int]:
         """How many samples of a batch each rank gets; by default, of a whole one from now on."""
-        if place is None:
+        if number is None:
             total, shares = min(self.global_batch, max(self._totals)), self._shares[-1]
         else:
-            total = self._totals[place.batch]
-            shares = next((one for one in reversed(self._shares) if one.since <= place), self._shares[0])
+            total = self._totals[number.batch]
+            shares = next((one for one in reversed(self._shares) if one.since <= number), self._shares[0])
         if total not in shares.sizes:
             shares.sizes[total] = split(total, shares.speeds, self.most)
         return shares.sizes[total]
 
     # What a balancer calls.
 
-    def use(self, speeds: Sequence[Speed], since: Place) -> None:
+    def use(self, speeds: Sequence[Speed], since: BatchNumber) -> None:
         """Share all batches from ``since`` on by these speeds. All ranks must do so, before they draw that batch."""
         self._shares = [*self._shares[-2:], _Shares(since, list(speeds), {})]
 
-    def follow_training(self, before_draw: Callable[[Place], None], before_restart: Callable[[], None]) -> None:
+    def follow_training(self, before_draw: Callable[[BatchNumber], None], before_restart: Callable[[], None]) -> None:
         """From now on :meth:`state_dict` counts batches that were trained on, not those that were drawn.
 
         Args:
@@ -304,11 +304,11 @@ class BalancedSampler(Sampler[list[int]]):
                 f"epoch={state['epoch'] + 1} and batch=0"
             )
         self._epoch, self._start = state["epoch"], state["batch"]
-        self.drawn = Place(self._epoch, self._start - 1)
+        self.drawn = BatchNumber(self._epoch, self._start - 1)
         if self._trained is not None:
             self._trained = self._start
         if len(state["speeds"]) == self.world_size:
-            self._shares = [_Shares(Place(0, 0), [Speed(*speed) for speed in state["speeds"]], {})]
+            self._shares = [_Shares(BatchNumber(0, 0), [Speed(*speed) for speed in state["speeds"]], {})]
 
 
 def _whole(name: str, number: Any) -> int:
@@ -318,5 +318,5 @@ def _whole(name: str, number: Any) -> int:
         raise TypeError(f"{name} is a whole number of samples, got {number!r}") from None
 
 
-def _nothing(*_: Place) -> None:
+def _nothing(*_: BatchNumber) -> None:
     pass

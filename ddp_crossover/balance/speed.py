@@ -100,7 +100,7 @@ class BatchTimes:
         return min(max(slope, _LEAST_SLOPE * of_all), of_all)
 
 
-class Change(NamedTuple):
+class BetterShares(NamedTuple):
     """Other shares.
 
     Attributes:
@@ -114,7 +114,7 @@ class Change(NamedTuple):
 
 def better_shares(
     measured: Sequence[Measured], sizes: Sequence[int], most: Sequence[int], *, dead_band: float = DEAD_BAND
-) -> Change | None:
+) -> BetterShares | None:
     """Shares of the same batch with which the slowest rank is done clearly earlier; None if there are none.
 
     Args:
@@ -127,4 +127,4 @@ def better_shares(
     others = split(sum(sizes), speeds, most)
     now_s, then_s = longest_s(sizes, speeds), longest_s(others, speeds)
     least_gain = max(dead_band, _CERTAINTY * max(one.error for one in measured))
-    return Change(others, now_s / then_s) if then_s < now_s * (1.0 - least_gain) else None
+    return BetterShares(others, now_s / then_s) if then_s < now_s * (1.0 - least_gain) else None

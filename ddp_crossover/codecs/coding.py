@@ -25,7 +25,7 @@ from torch import Tensor
 from ddp_crossover.codecs.codec import Codec, add_residual, all_finite
 
 
-class Change(NamedTuple):
+class BeforeAfter(NamedTuple):
     """State of a rank that a step changes, flat, fp32, one number for each element of a fusion buffer.
 
     Attributes:
@@ -36,9 +36,9 @@ class Change(NamedTuple):
     before: Tensor
     after: Tensor
 
-    def of(self, low: int, high: int) -> Change:
+    def of(self, low: int, high: int) -> BeforeAfter:
         """That of a range of elements."""
-        return Change(self.before[low:high], self.after[low:high])
+        return BeforeAfter(self.before[low:high], self.after[low:high])
 
 
 class Coding:
@@ -57,7 +57,7 @@ class Coding:
         self.gather = gather
         self.begin_step(scatter, None)
 
-    def begin_step(self, scatter: Codec, residual: Change | None) -> None:
+    def begin_step(self, scatter: Codec, residual: BeforeAfter | None) -> None:
         """Begin the next step.
 
         Args:
@@ -133,9 +133,9 @@ class Coding:
         """Note sums that travel as they are."""
         self.finite.append(all_finite(total))
 
-    def of_nothing(self) -> Coding:
+    def without_residuals(self) -> Coding:
         """The same wire, for values that do not count."""
         return Coding(self.scatter, self.gather)
 
-    def _residual_of(self, low: int, high: int) -> Change | None:
+    def _residual_of(self, low: int, high: int) -> BeforeAfter | None:
         return None if self._residual is None else self._residual.of(low, high)

@@ -79,7 +79,6 @@ class GlooCommContext:
         self.wait_was_interrupted = True
 
     def end_wait(self) -> None:
-        """Note that it has ended as it should."""
         self.wait_was_interrupted = False
 
 

@@ -119,7 +119,6 @@ class Failures:
 
     @property
     def first(self) -> LegError | None:
-        """The first failure; None if there is none."""
         return self._errors[0] if self._errors else None
 
     def close(self) -> None:

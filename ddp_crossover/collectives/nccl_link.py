@@ -83,7 +83,6 @@ class LegWatch:
             self._drop_if_done()
 
     def close(self) -> None:
-        """End the thread."""
         self._closed.set()
 
     def look(self, now_s: float) -> None:

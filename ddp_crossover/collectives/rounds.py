@@ -132,7 +132,7 @@ class CopyRound(Round):
         return self._memory.landing.slices(number, self._members.cuts)
 
 
-class _Range(NamedTuple):
+class _BoundedSlice(NamedTuple):
     """A slice of the fusion buffer, and where it begins and ends."""
 
     values: Tensor
@@ -140,9 +140,9 @@ class _Range(NamedTuple):
     high: int
 
 
-def _range_of(buffer: FusionBuffer, number: int, count: int) -> _Range:
+def _slice_of(buffer: FusionBuffer, number: int, count: int) -> _BoundedSlice:
     [values], [bounds] = buffer.slices(number, count), buffer.bounds(number, count)
-    return _Range(values, *bounds)
+    return _BoundedSlice(values, *bounds)
 
 
 class _CodedRound(Round):
@@ -166,8 +166,8 @@ class _CodedRound(Round):
         self._scratch.free(self._payloads)
         self._payloads = []
 
-    def _range(self, number: int) -> _Range:
-        return _range_of(self._memory.buffer, number, self._members.cuts)
+    def _range(self, number: int) -> _BoundedSlice:
+        return _slice_of(self._memory.buffer, number, self._members.cuts)
 
     def _payload(self, codec: Codec, numel: int) -> Tensor:
         payload = self._scratch.allocate(codec.payload_bytes(numel), torch.uint8)
@@ -179,7 +179,7 @@ class _CodesOfAllRound(_CodedRound):
     """Each member adds up what the codes stand for that all members have sent it, in their order."""
 
     @abstractmethod
-    def _own(self) -> _Range:
+    def _own(self) -> _BoundedSlice:
         """What this rank gets the sum of."""
 
     def receives(self) -> list[Slice]:
@@ -187,7 +187,7 @@ class _CodesOfAllRound(_CodedRound):
         self._incoming = [self._payload(self._coding.scatter, numel) for _ in self._members.peers]
         return [Slice(peer, payload) for (peer, _), payload in zip(self._members.peers, self._incoming, strict=True)]
 
-    def _encoded(self, gradients: _Range) -> Tensor:
+    def _encoded(self, gradients: _BoundedSlice) -> Tensor:
         payload = self._payload(self._coding.scatter, len(gradients.values))
         self._coding.encode(*gradients, payload)
         return payload
@@ -220,7 +220,7 @@ class CodedSumRound(_CodesOfAllRound):
         payload = None if coding.gather is None else self._payload(coding.gather, len(own.values))
         coding.encode_sum(*own, payload)
 
-    def _own(self) -> _Range:
+    def _own(self) -> _BoundedSlice:
         return self._range(self._members.own_slice)
 
 
@@ -236,9 +236,9 @@ class SparseSumRound(_CodesOfAllRound):
         self._add_up(self._own_code, total, own_is_coded=True)
         self._coding.note(total)
 
-    def _own(self) -> _Range:
+    def _own(self) -> _BoundedSlice:
         several = len(self._members.ranks)
-        return _range_of(self._memory.buffer, self._members.first // several, self._members.cuts // several)
+        return _slice_of(self._memory.buffer, self._members.first // several, self._members.cuts // several)
 
 
 class LocalSumRound(SumRound):
@@ -248,7 +248,7 @@ class LocalSumRound(SumRound):
         buffer = self._memory.buffer
         assert buffer.coding is not None
         for _, number in self._members.peers:
-            buffer.coding.hand_over(*_range_of(buffer, number, self._members.cuts))
+            buffer.coding.hand_over(*_slice_of(buffer, number, self._members.cuts))
         return super().sends()
 
 

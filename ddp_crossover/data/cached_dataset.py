@@ -131,7 +131,6 @@ class CachedDataset(Dataset[Any]):
         return _transformed(self._live, self._sample(number))
 
     def _sample(self, number: int) -> Any:
-        """What ``cached`` makes of a sample, from the disk if it is there."""
         if self._store is None:
             return self._storable(number)[0]
         try:

@@ -274,7 +274,6 @@ class StoredSamples:
         self._samples = (directory / SAMPLES).open("rb", buffering=0)
 
     def numbers(self) -> list[int]:
-        """Numbers of the samples with a record."""
         count = max(0, os.fstat(self._index.fileno()).st_size - HEADER_BYTES) // RECORD_BYTES
         records = enumerate(_records(self._index.fileno(), count))
         return [number for number, packed in records if Record.unpack(packed, number)]

@@ -45,7 +45,6 @@ class BatchTimer:
         )
 
     def remove(self) -> None:
-        """Remove the hook on the model."""
         self._remove()
         self._turns.time_batch(None)
         self._balancer.stop()

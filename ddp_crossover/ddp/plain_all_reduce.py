@@ -56,7 +56,6 @@ class PlainAllReduce:
         self._under_way.clear()
 
     def begin_backward(self) -> None:
-        """Begin the next iteration."""
         self._link.begin_iteration()
 
     def reduce(self, bucket: GradBucket, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:

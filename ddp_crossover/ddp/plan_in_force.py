@@ -116,7 +116,6 @@ class PlanInForce:
 
     @property
     def reduction(self) -> PlainAllReduce | Pipeline:
-        """What reduces the buckets now."""
         if self.pipeline is not None:
             return self.pipeline
         as_built = self.buckets.are_as_built and self._planning.takes_buckets_as_built

@@ -31,10 +31,10 @@ from ddp_crossover.figures.stats import FallbackLog, StepLog
 from ddp_crossover.fusion_buffers.feedback import Feedback
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
-from ddp_crossover.parameters.bystanders import note_autograd_thread
 from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.gradient_marks import Mark, are_same, marks_of
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError
+from ddp_crossover.parameters.other_readers import note_autograd_thread
 from ddp_crossover.parameters.reduced_gradients import unwrap_gradients
 from ddp_crossover.parameters.slots import Slot
 from ddp_crossover.parameters.stale_reads import StaleReadGuard
@@ -180,7 +180,7 @@ class Reducer:
         if self._in_force.owners is None:
             self.finish_gradients()
         elif self.pipeline is not None and self.pipeline.phase is Phase.REDUCED:
-            self.pipeline.gradients.lose()
+            self.pipeline.gradients.abandon()
 
     def end_iteration_of_codes(self) -> Feedback | None:
         """End the iteration, so that what its codes have left out is known; None if nothing is coded."""
@@ -300,7 +300,7 @@ class Reducer:
         if self.pipeline is not None:
             self.pipelined_iterations += 1
             if self.batches is not None:
-                self._refuse_unweighted(self.pipeline.gradients.untaken)
+                self._refuse_unweighted(self.pipeline.gradients.unassigned)
             if self._compiled.needs_gradients:
                 self.finish_gradients()
         elif (reason := self._in_force.why_plain()) is not None:
@@ -316,9 +316,9 @@ class Reducer:
         )
         self._early_reads.next_step()
 
-    def _refuse_unweighted(self, untaken: Sequence[Slot]) -> None:
+    def _refuse_unweighted(self, unassigned: Sequence[Slot]) -> None:
         """Raise RuntimeError if this backward has left gradients in ``.grad`` that DDP has not reduced."""
-        for slot in untaken:
+        for slot in unassigned:
             [mark] = marks_of([slot.parameter])
             if mark is not None and not are_same([self._gradients_before[slot.index]], [mark]):
                 raise RuntimeError(

@@ -108,7 +108,7 @@ class UnreducedSteps:
         self._reductions += 1
         self._is_asked_for = self._awaits_reduction = False
         self._first_as_reduced = _writes_to(self._first())
-        if self._watched is not None and not _is_untaken(self._watched.parameter, gradients):
+        if self._watched is not None and not _is_unassigned(self._watched.parameter, gradients):
             self._watched.forget()
 
     # What optimizers tell.
@@ -146,7 +146,7 @@ class UnreducedSteps:
 
     def _may_be_unreduced(self, gradients: ReducedGradients | None) -> bool:
         """Whether any gradient may be other than the latest reduction has left it; looks at no single one."""
-        if gradients is not None and (gradients.were_added_to or gradients.untaken):
+        if gradients is not None and (gradients.were_added_to or gradients.unassigned):
             return True
         return self._first_has_changed()
 
@@ -160,7 +160,7 @@ class UnreducedSteps:
             return False
         if isinstance(grad, PendingGrad) and grad.was_added_to:
             return True
-        return _is_untaken(parameter, gradients) or (parameter is self._first() and self._first_has_changed())
+        return _is_unassigned(parameter, gradients) or (parameter is self._first() and self._first_has_changed())
 
     def _watch(self, candidates: Iterator[Tensor]) -> None:
         if (parameter := next(candidates, None)) is not None:
@@ -178,7 +178,7 @@ class UnreducedSteps:
         if (is_own := watched.is_of_this_rank()) is None:
             return
         if is_own:
-            if _is_untaken(parameter, gradients):
+            if _is_unassigned(parameter, gradients):
                 cause = _OUT_OF_SIGHT
             elif was_reduced:
                 cause = _SECOND
@@ -217,13 +217,11 @@ class _WatchedGradient:
         self._handle = parameter.register_post_accumulate_grad_hook(self._is_written)
 
     def remove(self) -> None:
-        """Watch it no more."""
         self._handle.remove()
         self._own = None
 
     @property
     def parameter(self) -> Tensor | None:
-        """The parameter; None if it is gone."""
         return self._parameter()
 
     def forget(self) -> None:
@@ -276,5 +274,5 @@ def _writes_to(parameter: Tensor | None) -> _Writes | None:
     return None if grad is None else _Writes(weakref.ref(grad), version_of(grad))
 
 
-def _is_untaken(parameter: Tensor | None, gradients: ReducedGradients | None) -> bool:
-    return gradients is not None and any(slot.parameter is parameter for slot in gradients.untaken)
+def _is_unassigned(parameter: Tensor | None, gradients: ReducedGradients | None) -> bool:
+    return gradients is not None and any(slot.parameter is parameter for slot in gradients.unassigned)

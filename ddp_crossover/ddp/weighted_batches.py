@@ -88,12 +88,12 @@ _DROPPED = (
 )
 
 
-class _Told(NamedTuple):
+class _Announced(NamedTuple):
     """What this rank has told the others about the step that comes next.
 
     Attributes:
         samples: number of samples.
-        of_ranks: waits for what the others have told.
+        of_ranks: waits for what the others have announced.
     """
 
     samples: int
@@ -135,9 +135,9 @@ class WeightedBatches:
         self._has_reduced = self._was_unsynced = self._has_no_data = False
         self._unreduced = UnreducedSamples(self._parameters)
         self._trained = 0  # samples of the last step
-        self._told: _Told | None = None
+        self._announced: _Announced | None = None
         # The same, of a batch that has raised before its backward: it counts for the step that the others are in.
-        self._owed: _Told | None = None
+        self._carried_over: _Announced | None = None
         self._has_warned = False
         # Forwards with a broadcast of buffers, in the batch under way and in the last one that was reduced.
         self._broadcasts = self._usual_broadcasts = 0
@@ -183,8 +183,8 @@ class WeightedBatches:
                 if not ddp.training:
                     raise RuntimeError(_IS_EVALUATION)
                 self._take_part(ddp)
-            if not self._has_reduced and self._told is not None:
-                self._skip_step(self._told)
+            if not self._has_reduced and self._announced is not None:
+                self._skip_step(self._announced)
             elif not self._has_reduced and self._was_unsynced and not is_unsynced:
                 raise RuntimeError(_NOT_REDUCED)
             if self.timer is not None:
@@ -195,16 +195,16 @@ class WeightedBatches:
                 self._usual_broadcasts = self._broadcasts
             else:
                 if has_raised:
-                    self._owed = self._told or self._owed
+                    self._carried_over = self._announced or self._carried_over
                 self._put_back()
                 self._unreduced.end_batch(is_whole=is_unsynced, has_raised=has_raised)
-            self._count = self._told = self._kept = None
+            self._count = self._announced = self._kept = None
 
-    def _skip_step(self, told: _Told) -> None:
+    def _skip_step(self, announced: _Announced) -> None:
         """End a batch with a forward and no backward, which is right if no rank has one."""
-        told.of_ranks()
+        announced.of_ranks()
         if self.timer is not None:
-            self.timer.step_skipped(told.samples)
+            self.timer.step_skipped(announced.samples)
         if not self._has_warned:
             self._has_warned = True
             say(
@@ -279,8 +279,8 @@ class WeightedBatches:
                     (parameter, None if parameter.grad is None else parameter.grad.clone())
                     for parameter in self._in_use_order()
                 ]
-        elif not self._has_reduced and self._told is None:
-            self._tell()
+        elif not self._has_reduced and self._announced is None:
+            self._announce()
 
     def forward_ended(self, output: Any) -> None:
         """Watch the gradients of earlier micro-batches until the backward of this forward begins."""
@@ -290,24 +290,24 @@ class WeightedBatches:
     def _backward_begins(self) -> None:
         if self._count is None or self._has_reduced:
             return
-        if self._unreduced.forget_what_was_dropped() and self._told is not None:
+        if self._unreduced.forget_what_was_dropped() and self._announced is not None:
             raise RuntimeError(_DROPPED)
 
-    def _tell(self) -> _Told:
-        """Tell the others this rank's number of samples in this step, unless they have been told."""
-        if self._owed is None:
+    def _announce(self) -> _Announced:
+        """Tell the others this rank's number of samples in this step, unless they have been announced."""
+        if self._carried_over is None:
             of_ranks = self._link.exchange_numbers(self._unreduced.number)
-            self._told = _Told(self._unreduced.number, of_ranks)
-        elif self._owed.samples == self._unreduced.number:
-            self._told, self._owed = self._owed, None
+            self._announced = _Announced(self._unreduced.number, of_ranks)
+        elif self._carried_over.samples == self._unreduced.number:
+            self._announced, self._carried_over = self._carried_over, None
         else:
             raise RuntimeError(
                 "the last batch() of this rank has raised between forward and backward, "
-                f"when the others knew of its {self._owed.samples} samples, and they wait for its gradients: "
+                f"when the others knew of its {self._carried_over.samples} samples, and they wait for its gradients: "
                 "repeat it with as many samples, and multiply the loss by 0 to have none of them count; if all ranks "
                 "skip such a step, catch the error inside of state.batch()"
             )
-        return self._told
+        return self._announced
 
     def weigh(self) -> None:
         """Wait for the counts of all ranks, and set the weights of the backward that begins.
@@ -330,21 +330,21 @@ class WeightedBatches:
                 "this batch has no sample, and its gradients would be added to those that earlier batches have left in "
                 f".grad: {way_out}"
             )
-        told = self._told or self._tell()  # a forward may not go through DDP
+        announced = self._announced or self._announce()  # a forward may not go through DDP
         since_s = time.perf_counter()
         with self._turns.released(), self._turns.gap("counts of samples"):
-            counts = told.of_ranks()
+            counts = announced.of_ranks()
         self._link.clock.waited(since_s, "counts of samples")
         self._weights.set_counts(counts)
-        self._told = None
+        self._announced = None
         self._has_reduced = True
-        self._trained = told.samples
+        self._trained = announced.samples
         self._unreduced.are_reduced()
         self._kept = None
 
     def end(self) -> None:
         """Set the weights of a backward whose forward has begun, while ranks can still tell each other."""
-        if self._told is not None:
+        if self._announced is not None:
             self.weigh()
 
     @property

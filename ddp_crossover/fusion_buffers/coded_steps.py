@@ -10,7 +10,7 @@ from torch import Tensor
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.fusion import FusionGroup, FusionPlan
-from ddp_crossover.fusion_buffers.feedback import Feedback, Range
+from ddp_crossover.fusion_buffers.feedback import ArenaRange, Feedback
 from ddp_crossover.parameters.slots import GroupInFlight, Slot
 
 
@@ -47,23 +47,22 @@ class CodedSteps:
         }
 
     def begin(self) -> None:
-        """Begin a step, before any of its legs."""
         self._clear_padding()
         with self._link.beside_legs():
             self._feedback.begin_step(self._loss_scale())
 
-    def end(self, groups: Sequence[GroupInFlight], untaken: Collection[Slot]) -> None:
+    def end(self, groups: Sequence[GroupInFlight], unassigned: Collection[Slot]) -> None:
         """Keep what the step has left out.
 
         Args:
             groups: all fusion groups, whose legs have ended.
-            untaken: parameters that have not taken the gradients of this step.
+            unassigned: parameters that have not taken the gradients of this step.
         """
         coded = [group for group in groups if self._plan.gradients[group.slots[0].index].is_coded]
         unused = [_range_of(group.spec) for group in coded if not group.is_launched]
         unused += [
-            Range(slot.groups[0].spec.arena, low := self._plan.offsets[slot.index], low + slot.parameter.numel())
-            for slot in untaken
+            ArenaRange(slot.groups[0].spec.arena, low := self._plan.offsets[slot.index], low + slot.parameter.numel())
+            for slot in unassigned
             if self._plan.gradients[slot.index].is_coded
         ]
         buffers = [group.buffer for group in coded if group.is_launched]
@@ -89,5 +88,5 @@ def _padding(plan: FusionPlan, arena: str) -> Tensor:
     return is_padding.nonzero().view(-1)
 
 
-def _range_of(group: FusionGroup) -> Range:
-    return Range(group.arena, group.offset, group.offset + group.numel)
+def _range_of(group: FusionGroup) -> ArenaRange:
+    return ArenaRange(group.arena, group.offset, group.offset + group.numel)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_crossover.codecs.coding import Change, Coding
+from ddp_crossover.codecs.coding import BeforeAfter, Coding
 from ddp_crossover.codecs.top_k import TopKCodec
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.stream_order import CudaStreams
@@ -19,7 +19,7 @@ _MOST_RESCALED = 16.0
 _CPU = torch.device("cpu")
 
 
-class _Pair:
+class _ArenaState:
     """A state of all gradients of one arena before and after a step.
 
     Both are the same where this rank codes nothing, as with nodes: there no step writes what is after it.
@@ -35,11 +35,11 @@ class _Pair:
         """Take over the state after the step if ``finite``, which the host does not know."""
         torch.where(finite, self.after, self.before, out=self.before)
 
-    def of(self, group: FusionGroup) -> Change:
-        return Change(self.before, self.after).of(group.offset, group.offset + group.numel)
+    def of(self, group: FusionGroup) -> BeforeAfter:
+        return BeforeAfter(self.before, self.after).of(group.offset, group.offset + group.numel)
 
 
-class Range(NamedTuple):
+class ArenaRange(NamedTuple):
     """Elements ``[low, high)`` of an arena."""
 
     arena: str
@@ -81,7 +81,9 @@ class Feedback:
         self._scatter = wire.scatter
         coded = [spec for spec in specs if spec.is_coded]
         sizes = arena_capacity(coded, world_size, shard_align_bytes)
-        self._residuals = {arena: _Pair(numel, device) for arena, numel in sizes.items()} if wire.has_feedback else {}
+        self._residuals = (
+            {arena: _ArenaState(numel, device) for arena, numel in sizes.items()} if wire.has_feedback else {}
+        )
         self._specs = specs
         self._plan: FusionPlan | None = None
         self._loaded: dict[str, Tensor] | None = None
@@ -130,7 +132,7 @@ class Feedback:
             residual = self._residuals.get(group.arena)
             coding.begin_step(self._scatter, None if residual is None else residual.of(group))
 
-    def end_step(self, unused: Iterable[Range], finite: Sequence[Tensor]) -> None:
+    def end_step(self, unused: Iterable[ArenaRange], finite: Sequence[Tensor]) -> None:
         """Take over what the step has left out.
 
         Args:

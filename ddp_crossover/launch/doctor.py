@@ -43,7 +43,7 @@ from ddp_crossover.launch.diagnosis import (
 from ddp_crossover.launch.errand import Errand
 from ddp_crossover.launch.examination import FEWEST_STEPS
 from ddp_crossover.launch.meeting import Meeting
-from ddp_crossover.launch.pairs import Pair, measure_pairs
+from ddp_crossover.launch.pairs import MeasuredPair, measure_pairs
 from ddp_crossover.launch.run import add_norms_argument, add_script_arguments, script_of
 from ddp_crossover.launch.script_run import Run, add_run_arguments, three_runs
 from ddp_crossover.launch.synchronized import why_different
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure_link(meeting: Meeting) -> tuple[list[Pair], LinkModel, LinkModel | None]:
+def _measure_link(meeting: Meeting) -> tuple[list[MeasuredPair], LinkModel, LinkModel | None]:
     """All pairs of ranks, the link as legs see it, and on gloo with several connections; on a group of its own."""
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu else torch.device("cpu")
@@ -117,7 +117,7 @@ def _measure_link(meeting: Meeting) -> tuple[list[Pair], LinkModel, LinkModel | 
         group = dist.group.WORLD
         assert group is not None
         of_ranks = all_gather_json([asdict(pair) for pair in measure_pairs(device)], group, device)
-        pairs = [Pair(tuple(pair.pop("ranks")), **pair) for of_rank in of_ranks for pair in of_rank]
+        pairs = [MeasuredPair(tuple(pair.pop("ranks")), **pair) for of_rank in of_ranks for pair in of_rank]
         if dist.get_world_size() == 1:
             return pairs, LinkModel(0.0, 0.0, 0.0), None
         several = None if has_gpu else _probed(group, device, _SEVERAL)
@@ -216,7 +216,7 @@ def _uniform(numel: float, compute_s: float, link: LinkModel, world_size: int) -
     return ModelProfile(specs, compute, link, world_size)
 
 
-def _in_words(report: dict[str, Any], pairs: list[Pair]) -> str:
+def _in_words(report: dict[str, Any], pairs: list[MeasuredPair]) -> str:
     lines = []
     if pairs:
         slowest = min(pairs, key=lambda pair: pair.bytes_per_s)

@@ -35,7 +35,6 @@ class Meeting:
             self._store.set_timeout(_LONGEST_RUN)
 
     def init_process_group(self, backend: str, timeout: timedelta) -> None:
-        """Make the default process group of this process."""
         dist.init_process_group(
             backend, store=self._store, rank=self.rank, world_size=self._world_size, timeout=timeout
         )

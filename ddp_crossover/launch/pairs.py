@@ -19,7 +19,7 @@ _MOST_RANKS = 16
 
 
 @dataclass(frozen=True)
-class Pair:
+class MeasuredPair:
     """The link from one rank to another.
 
     Attributes:
@@ -33,7 +33,7 @@ class Pair:
     bytes_per_s: float
 
 
-def measure_pairs(device: torch.device) -> list[Pair]:
+def measure_pairs(device: torch.device) -> list[MeasuredPair]:
     """Measure the pairs one after the other; every rank must call it, and the lower rank of each pair returns it.
 
     Beyond 16 ranks, each is measured with the next one only.
@@ -47,7 +47,7 @@ def measure_pairs(device: torch.device) -> list[Pair]:
         if rank in pair:
             latency_s, bytes_per_s = _measure(rank == pair[0], sum(pair) - rank, device)
             if rank == pair[0]:
-                measured.append(Pair(pair, latency_s, bytes_per_s))
+                measured.append(MeasuredPair(pair, latency_s, bytes_per_s))
         dist.barrier()
     return measured
 

@@ -18,7 +18,7 @@ from ddp_crossover.launch.auto import AttachedModel, Auto
 from ddp_crossover.launch.errand import Errand
 from ddp_crossover.launch.examination import Examination
 from ddp_crossover.launch.rank_order_hook import add_in_rank_order, can_add_in_rank_order, has_one_order
-from ddp_crossover.launch.recording import Recording
+from ddp_crossover.launch.training_record import TrainingRecord
 from ddp_crossover.launch.watch import BeforeForward
 from ddp_crossover.log import say
 from ddp_crossover.options import switched_off
@@ -44,7 +44,7 @@ def start(errand: Errand) -> BeforeForward:
 
 def _record(errand: Errand, rank: int, auto: Auto, *, attaches: bool) -> BeforeForward:
     assert errand.record is not None
-    recording = Recording(Path(errand.record), rank, errand.steps, lambda: {"models": _figures(auto)})
+    recording = TrainingRecord(Path(errand.record), rank, errand.steps, lambda: {"models": _figures(auto)})
     recording.begin()
     atexit.register(recording.write)
 

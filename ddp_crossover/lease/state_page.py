@@ -79,7 +79,6 @@ class PageWriter:
         self._words[0] += 1
 
     def show(self, slot: int, state: ResourceState) -> None:
-        """Write the state of the resource in ``slot``."""
         start = (slot + 1) * _WORDS
         words = self._words
         for word in (_YIELDING, _WAITERS, _PRESSED, _TIED, _HOLDER):

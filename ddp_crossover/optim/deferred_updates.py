@@ -217,7 +217,6 @@ class DeferredUpdates:
 
     @property
     def pending(self) -> bool:
-        """Whether any parameter is pending."""
         return self.pipeline is not None and bool(self.pipeline.updates)
 
     def is_deferred(self, optimizer: Optimizer) -> bool:

@@ -30,7 +30,6 @@ class LazyState(defaultdict[Any, Any]):
     settled: int
 
     def apply_pending(self) -> None:
-        """Apply the pending updates of all models."""
         applies = list(self.before_look.values())
         for apply in applies:
             if apply is not None:

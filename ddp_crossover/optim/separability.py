@@ -367,7 +367,6 @@ class Separable:
         return self._reasons[optimizer]
 
     def drop_references(self) -> None:
-        """Forget all optimizers."""
         self._reasons.clear()
         self._settings.clear()
 

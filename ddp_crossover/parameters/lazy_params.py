@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_crossover.own_threads import refuse_to_wait
-from ddp_crossover.parameters.bystanders import may_look
+from ddp_crossover.parameters.other_readers import others_may_read
 from ddp_crossover.parameters.pending_parameter import arm, disarm, is_armed, is_armed_by, touch
 from ddp_crossover.torch_internals.autograd import unrecorded
 from ddp_crossover.torch_internals.memory import cover_of, set_data, storage_use_count
@@ -310,7 +310,7 @@ class LazyParams:
         torch.autograd.graph.increment_version([lazy.memory for lazy in lazies])
         # A cover would break two valid readers: another thread that has looked up `__torch_function__` and not yet
         # run its kernel, and a signal handler at the end of a profiler range, where torch skips that look-up.
-        covers = not hide_values and not may_look()
+        covers = not hide_values and not others_may_read()
         with unrecorded():
             for lazy in lazies:
                 if hide_values:

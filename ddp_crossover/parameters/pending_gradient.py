@@ -194,7 +194,7 @@ class PendingGrad(Tensor):
         """Whether it holds no gradient, neither pending nor delivered."""
         return self._deliver is None and self._value is None
 
-    def lose(self, why: str) -> None:
+    def abandon(self, why: str) -> None:
         """Have every read raise RuntimeError with this reason from now on, because the gradient is gone."""
 
         def refuse(memory: Tensor) -> Tensor:

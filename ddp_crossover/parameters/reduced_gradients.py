@@ -74,8 +74,8 @@ class ReducedGradients:
         are_reduced: whether no backward can have added this rank's own gradients to those of the latest iteration, or
             put them in their place.
         were_added_to: whether a backward has added to them since.
-        untaken: parameters of this iteration that keep the ``.grad`` that they had, because no rank has used them, or
-            that have this rank's own, because DDP has lost sight of them.
+        unassigned: parameters that have not got a gradient in this iteration: they keep the ``.grad`` that they had,
+            because no rank has used them, or have this rank's own, because DDP has lost sight of them.
         is_retiring: whether the iteration is being ended, so that no reader has asked for what is delivered.
     """
 
@@ -105,7 +105,7 @@ class ReducedGradients:
         self._in_buckets = in_buckets
         self.are_reduced = self.were_added_to = False
         self.is_retiring = False
-        self.untaken: list[Slot] = []
+        self.unassigned: list[Slot] = []
         self._thread = 0
         # By index. Made once: every backward arms every gradient with them.
         self._delivers = [functools.partial(self._deliver, slot) for slot in slots]
@@ -114,7 +114,7 @@ class ReducedGradients:
 
     def drop_references(self) -> None:
         """Drop all parameters and gradients now, not at the next garbage collection."""
-        self.untaken.clear()
+        self.unassigned.clear()
         self._delivers.clear()
         self._zeroes.clear()
 
@@ -150,7 +150,7 @@ class ReducedGradients:
         self.are_reduced = True
         self.were_added_to = False
         doubtful = []
-        self.untaken.clear()
+        self.unassigned.clear()
         seen: set[int] = set()
         for slot in self._slots:
             grad = slot.parameter.grad
@@ -164,10 +164,10 @@ class ReducedGradients:
                 or slot in skipped
                 or (some_unused and all(group.state is GroupState.UNUSED for group in slot.groups))
             ):
-                self.untaken.append(slot)
+                self.unassigned.append(slot)
                 continue
             if self._may_leave_out and not self._is_written(slot, grad):
-                self.untaken.append(slot)
+                self.unassigned.append(slot)
                 continue
             slot.forget_scales()
             pending = slot.pending.take(grad)
@@ -261,7 +261,7 @@ class ReducedGradients:
 
     def is_reduced(self, slot: Slot) -> bool:
         """Whether the parameter's ``.grad`` has come from the latest iteration, and no backward has added to it."""
-        return self.are_reduced and slot.parameter.grad is slot.pending.current and slot not in self.untaken
+        return self.are_reduced and slot.parameter.grad is slot.pending.current and slot not in self.unassigned
 
     def _deliver(self, slot: Slot, memory: Tensor) -> Tensor:
         if slot.pending.current.becomes_zero and slot.is_spread:
@@ -353,11 +353,11 @@ class ReducedGradients:
                     slot.forget_scales()
         return gradients
 
-    def lose(self) -> None:
+    def abandon(self) -> None:
         """Have reads of all gradients that are pending raise."""
         for slot in self._slots:
             if self.is_pending(slot):
-                slot.pending.current.lose(_LOST.format(slot.name))
+                slot.pending.current.abandon(_LOST.format(slot.name))
 
     def deliver(self) -> None:
         """Wait for every gradient that is pending."""
@@ -404,7 +404,7 @@ class ReducedGradients:
                 elif not pool.held_elsewhere():
                     pool.current.disarm()
                 elif slot.is_spread:
-                    pool.current.lose(_LOST.format(slot.name))
+                    pool.current.abandon(_LOST.format(slot.name))
                 else:
                     pool.current.resolve()
         finally:

@@ -145,16 +145,16 @@ class _Problem(NamedTuple):
     host_per_group_s: float = HOST_PER_GROUP_S
     codec_s_per_element: float = 0.0
 
-    def cost_s(self, candidate: _Candidate) -> float:
+    def cost_s(self, candidate: _PredictedPlan) -> float:
         return candidate.step.step_s + len(candidate.plan.groups) * self.host_per_group_s
 
 
-class _Candidate(NamedTuple):
+class _PredictedPlan(NamedTuple):
     plan: FusionPlan
     step: SimulatedStep
 
 
-def _try_sizes(problem: _Problem, schedule: Schedule, candidates_mb: Sequence[float]) -> dict[float, _Candidate]:
+def _try_sizes(problem: _Problem, schedule: Schedule, candidates_mb: Sequence[float]) -> dict[float, _PredictedPlan]:
     """Plan and simulate each group size, except for those that cut the model into too many groups."""
     specs = problem.specs
     tapers = TAPERS if schedule == Schedule.AUTO else (None,)
@@ -163,7 +163,7 @@ def _try_sizes(problem: _Problem, schedule: Schedule, candidates_mb: Sequence[fl
     return {mb: min((_try(problem, schedule, mb, taper) for taper in tapers), key=problem.cost_s) for mb in sizes_mb}
 
 
-def _try(problem: _Problem, schedule: Schedule, fusion_mb: float, taper: Taper | None) -> _Candidate:
+def _try(problem: _Problem, schedule: Schedule, fusion_mb: float, taper: Taper | None) -> _PredictedPlan:
     plan = plan_fusion(
         problem.specs,
         problem.arrival_order,
@@ -176,10 +176,10 @@ def _try(problem: _Problem, schedule: Schedule, fusion_mb: float, taper: Taper |
     if schedule == Schedule.ALLREDUCE and problem.fused_all_reduce:
         plan = replace(plan, groups=tuple(replace(group, split=False) for group in plan.groups))
     step = predict_step(plan, problem.specs, problem.profile, problem.link, schedule, problem.codec_s_per_element)
-    return _Candidate(plan, step)
+    return _PredictedPlan(plan, step)
 
 
-def _best(problem: _Problem, candidates: dict[float, _Candidate]) -> tuple[float, _Candidate]:
+def _best(problem: _Problem, candidates: dict[float, _PredictedPlan]) -> tuple[float, _PredictedPlan]:
     fastest_s = min(map(problem.cost_s, candidates.values()))
     largest_mb = max(mb for mb, candidate in candidates.items() if problem.cost_s(candidate) <= fastest_s * (1 + _TIE))
     return largest_mb, candidates[largest_mb]

@@ -169,7 +169,6 @@ class Planning:
 
     @property
     def settled(self) -> bool:
-        """Whether the plan is final."""
         return self.stage is Stage.SETTLED
 
     @property

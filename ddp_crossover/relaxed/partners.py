@@ -20,7 +20,7 @@ from ddp_crossover.collectives.make_link import make_link
 from ddp_crossover.collectives.nodes import nodes_of
 from ddp_crossover.relaxed.adasum import AdasumExchange
 from ddp_crossover.relaxed.delta_merge import Exchange
-from ddp_crossover.relaxed.exchange import MeanExchange
+from ddp_crossover.relaxed.mean_exchange import MeanExchange
 from ddp_crossover.relaxed.policies import LocalSGD
 from ddp_crossover.torch_internals.ddp import process_group_timeout
 from ddp_crossover.torch_internals.groups import OwnedGroups, new_group

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 
-class Range(NamedTuple):
+class ParameterRange(NamedTuple):
     """Elements ``[start, stop)`` of a parameter, in the memory order of its gradient."""
 
     parameter: int
@@ -19,11 +19,10 @@ class Range(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
 
-Ownership = tuple[tuple[Range, ...], ...]
+Ownership = tuple[tuple[ParameterRange, ...], ...]
 """The ranges of each rank. Every element of every parameter is in exactly one; a parameter without elements, too."""
 
 
@@ -31,15 +30,15 @@ def in_equal_parts(numels: Mapping[int, int], world_size: int) -> Ownership:
     """Lay parameters end to end, and give each rank an equal part."""
     total = sum(numels.values())
     bounds = [total * rank // world_size for rank in range(world_size + 1)]
-    ranges: list[list[Range]] = [[] for _ in range(world_size)]
+    ranges: list[list[ParameterRange]] = [[] for _ in range(world_size)]
     begin = 0
     for parameter, numel in numels.items():
         if not numel:
-            ranges[0].append(Range(parameter, 0, 0))
+            ranges[0].append(ParameterRange(parameter, 0, 0))
         for rank in range(world_size):
             low, high = max(bounds[rank], begin), min(bounds[rank + 1], begin + numel)
             if low < high:
-                ranges[rank].append(Range(parameter, low - begin, high - begin))
+                ranges[rank].append(ParameterRange(parameter, low - begin, high - begin))
         begin += numel
     return tuple(map(tuple, ranges))
 
@@ -47,7 +46,7 @@ def in_equal_parts(numels: Mapping[int, int], world_size: int) -> Ownership:
 def whole(numels: Mapping[int, int], owners: Mapping[int, int], world_size: int) -> Ownership:
     """Give each parameter as a whole to its owner."""
     return tuple(
-        tuple(Range(parameter, 0, numel) for parameter, numel in numels.items() if owners[parameter] == rank)
+        tuple(ParameterRange(parameter, 0, numel) for parameter, numel in numels.items() if owners[parameter] == rank)
         for rank in range(world_size)
     )
 
@@ -68,7 +67,7 @@ def everything(ownership: Ownership, ranks: Iterable[int]) -> Ownership:
     for each in ownership:
         for parameter, _, stop in each:
             ends[parameter] = max(ends.get(parameter, 0), stop)
-    wanted, ranks = tuple(Range(parameter, 0, stop) for parameter, stop in sorted(ends.items())), set(ranks)
+    wanted, ranks = tuple(ParameterRange(parameter, 0, stop) for parameter, stop in sorted(ends.items())), set(ranks)
     return tuple(wanted if rank in ranks else () for rank in range(len(ownership)))
 
 
@@ -78,7 +77,7 @@ def only(ownership: Ownership, parameters: Iterable[int]) -> Ownership:
     return tuple(tuple(each for each in ranges if each.parameter in parameters) for ranges in ownership)
 
 
-def transfers(have: Ownership, want: Ownership) -> list[list[list[Range]]]:
+def transfers(have: Ownership, want: Ownership) -> list[list[list[ParameterRange]]]:
     """What each rank sends to each rank, itself included, in an order that both can compute: ``[source][target]``."""
     world_size = len(have)
     held: dict[int, list[tuple[int, int, int]]] = {}
@@ -88,7 +87,7 @@ def transfers(have: Ownership, want: Ownership) -> list[list[list[Range]]]:
                 held.setdefault(parameter, []).append((start, stop, source))
     for spans in held.values():
         spans.sort()
-    moves: list[list[list[Range]]] = [[[] for _ in range(world_size)] for _ in range(world_size)]
+    moves: list[list[list[ParameterRange]]] = [[[] for _ in range(world_size)] for _ in range(world_size)]
     for target, ranges in enumerate(want):
         for parameter, start, stop in ranges:
             spans = held.get(parameter, [])
@@ -97,13 +96,13 @@ def transfers(have: Ownership, want: Ownership) -> list[list[list[Range]]]:
                 if low >= stop:
                     break
                 if max(low, start) < min(high, stop):
-                    moves[source][target].append(Range(parameter, max(low, start), min(high, stop)))
+                    moves[source][target].append(ParameterRange(parameter, max(low, start), min(high, stop)))
     return moves
 
 
-def covering(ranges: Sequence[Range]) -> dict[int, list[Range]]:
+def covering(ranges: Sequence[ParameterRange]) -> dict[int, list[ParameterRange]]:
     """The ranges by parameter, to find the one that holds some elements."""
-    by_parameter: dict[int, list[Range]] = {}
+    by_parameter: dict[int, list[ParameterRange]] = {}
     for each in ranges:
         by_parameter.setdefault(each.parameter, []).append(each)
     return by_parameter

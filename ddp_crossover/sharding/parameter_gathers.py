@@ -27,9 +27,9 @@ from ddp_crossover.fusion_buffers.arenas import landing_of, whole_of, zeros
 from ddp_crossover.optim.optimizer_snapshot import ToUpdate
 from ddp_crossover.parameters.flat import flat_of, shaped
 from ddp_crossover.parameters.slots import GroupInFlight, GroupState, ShardPiece, Slot
-from ddp_crossover.sharding.agreement import Agreement, waiting_for_ranks
-from ddp_crossover.sharding.exchange import exchange, in_chunks
-from ddp_crossover.sharding.ownership import Ownership, Range, everything
+from ddp_crossover.sharding.between_ranks import in_chunks, redistribute
+from ddp_crossover.sharding.gather_agreement import GatherAgreement, waiting_for_ranks
+from ddp_crossover.sharding.ownership import Ownership, ParameterRange, everything
 
 
 class _Landing(NamedTuple):
@@ -62,7 +62,7 @@ class ParameterGathers:
         self._owners = owners
         self._arenas = _landing_arenas(pipeline, memory)
         self._landings: dict[GroupInFlight, _Landing] = {}
-        self._agreement = Agreement(pipeline)
+        self._agreement = GatherAgreement(pipeline)
 
     # Where parameters arrive.
 
@@ -98,7 +98,7 @@ class ParameterGathers:
         ranges = [list(of_rank) for of_rank in self._ranges(self._pipeline.groups)]
         for slot in self._pipeline.slots:
             if not slot.parameter.numel():
-                ranges[self._owners.get(slot.index, 0)].append(Range(slot.index, 0, 0))
+                ranges[self._owners.get(slot.index, 0)].append(ParameterRange(slot.index, 0, 0))
         return tuple(map(tuple, ranges))
 
     def _ranges(self, groups: Iterable[GroupInFlight]) -> Ownership:
@@ -113,7 +113,6 @@ class ParameterGathers:
         return all(group.scatter is not None and group.gather is None for slot in slots for group in slot.groups)
 
     def in_order_of_updates(self, slots: Iterable[Slot]) -> list[GroupInFlight]:
-        """The groups of these parameters, in the order in which to update them."""
         groups = dict.fromkeys(group for slot in slots for group in slot.groups if group.gather is None)
         if self._gather_order.leaves_when_idle:
             return sorted(groups, key=lambda group: group.spec.index)  # the order in which scatter legs end
@@ -200,7 +199,7 @@ class ParameterGathers:
             self._gather_gradients()
 
     def decide(self, *, wants_gradients: bool) -> None:
-        """Agree with the other ranks on what gather legs of this iteration carry, see :class:`Agreement`.
+        """Agree with the other ranks on what gather legs of this iteration carry, see :class:`GatherAgreement`.
 
         Args:
             wants_gradients: whether this rank reads gradients before ``step()``; then all ranks gather them.
@@ -246,7 +245,9 @@ class ParameterGathers:
             }
             assert alike[0].buffer is not None
             with waiting_for_ranks(self._pipeline):
-                parts = exchange(self._link, have, everything(have, range(world_size)), mine, alike[0].buffer.parts[0])
+                parts = redistribute(
+                    self._link, have, everything(have, range(world_size)), mine, alike[0].buffer.parts[0]
+                )
             for part, values in parts:
                 _gradient_memory(self._pipeline.slots[part.parameter])[part.start : part.stop] = values
         self._pipeline.order.publish()
@@ -311,12 +312,12 @@ def _gradient_memory(slot: Slot) -> Tensor:
     return flat_of(slot.view, slot.stride)
 
 
-def shard_to_update(elements: Range, values: Tensor, gradient: Tensor, requires_grad: bool) -> ToUpdate:
+def shard_to_update(elements: ParameterRange, values: Tensor, gradient: Tensor, requires_grad: bool) -> ToUpdate:
     """A shard as an optimizer takes it: a parameter with a gradient."""
     memory = Parameter(values, requires_grad)
     memory.grad = gradient
     return ToUpdate(elements, memory)
 
 
-def _elements(piece: ShardPiece) -> Range:
-    return Range(piece.slot.index, piece.start, piece.stop)
+def _elements(piece: ShardPiece) -> ParameterRange:
+    return ParameterRange(piece.slot.index, piece.start, piece.stop)

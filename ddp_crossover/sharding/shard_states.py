@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from ddp_crossover.collectives.agreement import all_gather_json
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.parameters.flat import flat_of, shaped
+from ddp_crossover.sharding.between_ranks import in_chunks, redistribute
 from ddp_crossover.sharding.by_element import SCALARS
-from ddp_crossover.sharding.exchange import exchange, in_chunks
-from ddp_crossover.sharding.ownership import Ownership, Range, everything, only
+from ddp_crossover.sharding.ownership import Ownership, ParameterRange, everything, only
 from ddp_crossover.sharding.table import ShardTable
 
 CONSOLIDATE = (
@@ -75,13 +75,12 @@ class ShardStates:
         self._link = link
         self._device = device
         self.ownership = table.first_ownership()
-        self.of_ranges: dict[Range, dict[str, Any]] = {}
+        self.of_ranges: dict[ParameterRange, dict[str, Any]] = {}
         # State of parameters that do not travel, such as frozen ones; no step changes it.
         self._others: dict[int, dict[Any, Any]] = {}
 
     @property
-    def mine(self) -> tuple[Range, ...]:
-        """This rank's ranges."""
+    def mine(self) -> tuple[ParameterRange, ...]:
         return self.ownership[self._link.rank]
 
     def nbytes(self) -> int:
@@ -109,7 +108,7 @@ class ShardStates:
         self._others[number] = {key: state for key, state in dict.items(optimizer.state) if key not in ours}
         optimizer.state = ShardedState()
 
-    def _sliced(self, value: Any, each: Range) -> Any:
+    def _sliced(self, value: Any, each: ParameterRange) -> Any:
         one = self._table.parameters[each.parameter]
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
@@ -142,7 +141,7 @@ class ShardStates:
             in_order = sorted(whole.items(), key=lambda item: places.get(item[0], len(places)))
             optimizer.state = defaultdict(dict, in_order)
 
-    def _as_parameter(self, value: Any, each: Range) -> Any:
+    def _as_parameter(self, value: Any, each: ParameterRange) -> Any:
         one = self._table.parameters[each.parameter]
         is_flat = isinstance(value, Tensor) and value.dim() == 1 and value.numel() == one.parameter.numel()
         if one.owner is None and is_flat:
@@ -159,14 +158,13 @@ class ShardStates:
             self.of_ranges.update(moved)
             self.ownership = ownership
 
-    def _gathered(self, have: Ownership, want: Ownership) -> dict[Range, dict[str, Any]]:
-        """The state of the ranges that this rank wants."""
+    def _gathered(self, have: Ownership, want: Ownership) -> dict[ParameterRange, dict[str, Any]]:
         rank = self._link.rank
         known: dict[int, dict[str, Any]] = {}
         for of_rank in all_gather_json(self._described(have[rank]), self._link.process_group, self._device):
             for parameter, description in of_rank.items():
                 known.setdefault(int(parameter), description)
-        gathered: dict[Range, dict[str, Any]] = {
+        gathered: dict[ParameterRange, dict[str, Any]] = {
             each: {key: self._scalar(entry) for key, entry in known[each.parameter].items()}
             for each in want[rank]
             if each.parameter in known
@@ -190,15 +188,15 @@ class ShardStates:
         shapes: dict[int, list[list[int]]],
         have: Ownership,
         want: Ownership,
-        gathered: dict[Range, dict[str, Any]],
+        gathered: dict[ParameterRange, dict[str, Any]],
     ) -> None:
         """Move what the state of these parameters, given with its shape and stride, holds under one key."""
 
-        def in_elements(each: Range) -> Range:
+        def in_elements(each: ParameterRange) -> ParameterRange:
             # The state of a parameter that has an owner may have other shapes than the parameter, and moves as a whole.
             if self._table.parameters[each.parameter].owner is None:
                 return each
-            return Range(each.parameter, 0, math.prod(shapes[each.parameter][0]))
+            return ParameterRange(each.parameter, 0, math.prod(shapes[each.parameter][0]))
 
         rank, like = self._link.rank, torch.empty(0, dtype=dtype, device=self._device)
         have, want = only(have, shapes), only(want, shapes)
@@ -206,7 +204,7 @@ class ShardStates:
             in_elements(each): flat_of(self.of_ranges[each][key].detach(), tuple(shapes[each.parameter][1]))
             for each in have[rank]
         }
-        targets: dict[int, list[tuple[Range, Tensor]]] = {}
+        targets: dict[int, list[tuple[ParameterRange, Tensor]]] = {}
         for each in want[rank]:
             sized = in_elements(each)
             target = like.new_empty(sized.numel)
@@ -217,11 +215,11 @@ class ShardStates:
             else:
                 gathered[each][key] = target
         have, want = (tuple(tuple(map(in_elements, ranges)) for ranges in of_ranks) for of_ranks in (have, want))
-        for part, values in exchange(self._link, have, want, mine, like):
+        for part, values in redistribute(self._link, have, want, mine, like):
             sized, target = next(one for one in targets[part.parameter] if one[0].start <= part.start < one[0].stop)
             target[part.start - sized.start : part.stop - sized.start] = values
 
-    def _described(self, ranges: Sequence[Range]) -> dict[int, dict[str, Any]]:
+    def _described(self, ranges: Sequence[ParameterRange]) -> dict[int, dict[str, Any]]:
         """For each parameter of which this rank has state: the kind of each value, and scalars themselves."""
         described: dict[int, dict[str, Any]] = {}
         for each in ranges:

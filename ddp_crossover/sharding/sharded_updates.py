@@ -36,9 +36,9 @@ from ddp_crossover.parameters.flat import flat_of, shaped
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.slots import Slot
+from ddp_crossover.sharding.between_ranks import in_chunks, redistribute, require_same_gradients, sums_over_ranks
 from ddp_crossover.sharding.by_element import why_not_by_element
-from ddp_crossover.sharding.exchange import exchange, in_chunks, require_same_gradients, sums_over_ranks
-from ddp_crossover.sharding.ownership import Ownership, Range, everything, only
+from ddp_crossover.sharding.ownership import Ownership, ParameterRange, everything, only
 from ddp_crossover.sharding.parameter_gathers import ParameterGathers, shard_to_update
 from ddp_crossover.sharding.shard_states import ShardedState, ShardStates
 from ddp_crossover.sharding.table import ShardTable, why_attributes_matter
@@ -306,11 +306,11 @@ class ShardedUpdates(DeferredUpdates):
                 have = only(self.states.ownership, [lazy.index for lazy in some])
                 self._write(some, have, mine)
 
-    def _write(self, lazies: Sequence[LazyParam], have: Ownership, mine: Mapping[Range, Tensor]) -> None:
+    def _write(self, lazies: Sequence[LazyParam], have: Ownership, mine: Mapping[ParameterRange, Tensor]) -> None:
         """Exchange updated elements, and put them into the parameters."""
         whole = {lazy.index: self._flat(lazy.index, lazy.memory) for lazy in lazies}
         want = everything(have, range(self._link.world_size))
-        for part, values in exchange(self._link, have, want, mine, lazies[0].memory.detach()):
+        for part, values in redistribute(self._link, have, want, mine, lazies[0].memory.detach()):
             whole[part.parameter][part.start : part.stop] = values
         with torch.no_grad():
             for lazy in lazies:
@@ -331,7 +331,6 @@ class ShardedUpdates(DeferredUpdates):
         ]
 
     def _update(self, call: _Call, updates: Sequence[ToUpdate]) -> None:
-        """Run the optimizer on these shards."""
         if not updates and not call.needs_all_shards:
             return
         of_groups: dict[int, list[ToUpdate]] = {}
@@ -372,10 +371,10 @@ class ShardedUpdates(DeferredUpdates):
     def _flat(self, index: int, tensor: Tensor) -> Tensor:
         return flat_of(tensor.detach(), self._table.parameters[index].stride)
 
-    def _elements(self, tensor: Tensor, each: Range) -> Tensor:
+    def _elements(self, tensor: Tensor, each: ParameterRange) -> Tensor:
         return self._flat(each.parameter, tensor)[each.start : each.stop]
 
-    def _shard(self, each: Range, values: Tensor, gradient: Tensor) -> ToUpdate:
+    def _shard(self, each: ParameterRange, values: Tensor, gradient: Tensor) -> ToUpdate:
         """A shard with its values, flat, and the gradient of the whole parameter."""
         one = self._table.parameters[each.parameter]
         if one.owner is None:

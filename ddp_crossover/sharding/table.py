@@ -117,7 +117,6 @@ class ShardTable:
         return self.parameters[index].optimizer == number
 
     def drop_references(self) -> None:
-        """Forget all parameters."""
         self.parameters.clear()
 
 

@@ -25,7 +25,7 @@ class Watcher(Protocol):
         """Called in the thread whose current stream has become ``stream``."""
 
 
-class _Place:
+class _ThreadStreams:
     """The stream of each device that one thread has switched to last. It ends with the thread."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class CurrentStreams:
     def __init__(self, set_stream: Any) -> None:
         self.set_unnoticed = set_stream
         self._watchers: _Alive[Watcher] = _Alive()
-        self._places: _Alive[_Place] = _Alive()
+        self._places: _Alive[_ThreadStreams] = _Alive()
         self._of_thread = threading.local()
 
     def watch(self, watcher: Watcher) -> None:
@@ -77,7 +77,7 @@ class CurrentStreams:
         """Note that ``stream`` is the current one of this thread and its device from now on."""
         place = getattr(self._of_thread, "place", None)
         if place is None:
-            place = _Place()
+            place = _ThreadStreams()
             vars(self._of_thread)["place"] = place
             self._places.add(place)
         place.streams[stream.device] = stream

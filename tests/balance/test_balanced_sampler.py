@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_crossover import BalancedSampler
-from ddp_crossover.balance.sampler import Place
+from ddp_crossover.balance.sampler import BatchNumber
 from ddp_crossover.balance.split import Speed
 from heard import heard
 
@@ -31,7 +31,7 @@ def test_every_sample_of_an_epoch_comes_once(samples, global_batch, drop_last, i
     samplers = _samplers(samples, global_batch, drop_last=drop_last)
     if is_balanced:
         for one in samplers:
-            one.use(SPEEDS, Place(0, 1))
+            one.use(SPEEDS, BatchNumber(0, 1))
     batches = _epoch(samplers)
     assert len(batches) == len(samplers[0])
     seen = sorted(itertools.chain(*batches))
@@ -59,7 +59,7 @@ def test_it_goes_on_in_the_middle_of_an_epoch(done, epoch) -> None:
     samplers = _samplers()
     for one in samplers:
         one.set_epoch(epoch)
-        one.use(SPEEDS, Place(0, 0))
+        one.use(SPEEDS, BatchNumber(0, 0))
     whole = [list(one) for one in samplers]
     for one, batches in zip(samplers, whole, strict=True):
         one.set_epoch(epoch)
@@ -70,7 +70,7 @@ def test_it_goes_on_in_the_middle_of_an_epoch(done, epoch) -> None:
         if done:
             resumed.load_state_dict(one.state_dict())
         else:
-            resumed.use(SPEEDS, Place(0, 0))
+            resumed.use(SPEEDS, BatchNumber(0, 0))
         resumed.set_epoch(epoch)
         assert len(resumed) == len(batches) - done
         assert list(resumed) == batches[done:]
@@ -113,7 +113,7 @@ def test_a_step_may_train_on_several_batches() -> None:
 
 def test_speeds_of_another_number_of_ranks_are_dropped() -> None:
     [one, *_] = _samplers()
-    one.use(SPEEDS, Place(0, 0))
+    one.use(SPEEDS, BatchNumber(0, 0))
     other = BalancedSampler(100, 16, rank=0, world_size=2)
     other.load_state_dict(one.state_dict())
     assert other.sizes() == [8, 8]

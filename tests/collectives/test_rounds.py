@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ddp_crossover.codecs.block_int8 import BlockInt8
 from ddp_crossover.codecs.codec import Codec
-from ddp_crossover.codecs.coding import Change, Coding
+from ddp_crossover.codecs.coding import BeforeAfter, Coding
 from ddp_crossover.codecs.top_k import Selector, TopKCodec
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.nodes import Nodes
@@ -134,7 +134,7 @@ def test_16_bit_terms_are_rounded_once_in_each_round(layout) -> None:
 
 
 def _coded(
-    terms: list[torch.Tensor], scatter: Codec, gather: Codec | None, residuals: list[Change]
+    terms: list[torch.Tensor], scatter: Codec, gather: Codec | None, residuals: list[BeforeAfter]
 ) -> list[FusionBuffer]:
     buffers = []
     for term, residual in zip(terms, residuals, strict=True):
@@ -144,8 +144,8 @@ def _coded(
     return buffers
 
 
-def _no_residuals(count: int, numel: int) -> list[Change]:
-    return [Change(torch.zeros(numel), torch.zeros(numel)) for _ in range(count)]
+def _no_residuals(count: int, numel: int) -> list[BeforeAfter]:
+    return [BeforeAfter(torch.zeros(numel), torch.zeros(numel)) for _ in range(count)]
 
 
 @pytest.mark.parametrize("layout", ALL, ids=str)
@@ -169,7 +169,7 @@ def test_codes_give_everybody_the_same_and_lose_nothing(layout, scatter) -> None
         terms = [term for [term] in _terms(count, [numel], torch.float32, step)]
         buffers = _coded(terms, codec, BlockInt8(), residuals)
         _run(_routes(layout, buffers))
-        residuals = [Change(residual.after, residual.before) for residual in residuals]
+        residuals = [BeforeAfter(residual.after, residual.before) for residual in residuals]
         for buffer in buffers:
             assert torch.equal(buffer.whole(), buffers[0].whole())
         due += sum(term.double() for term in terms) - buffers[0].whole()

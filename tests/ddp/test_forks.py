@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from bystanders import Child, evaluate, stack_case
 from equivalence import Run, check_case, train_step
 from harness import run_ranks
 from models import INPUTS, OUTPUTS
 from rank_process import dump, load
+from stack_net import Child, evaluate, stack_case
 
 STEPS = 12
 EVERY = 6  # after so many steps something is forked; the first few are not pipelined yet

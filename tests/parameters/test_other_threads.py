@@ -20,9 +20,9 @@ from unittest import mock
 
 import pytest
 
-from bystanders import assert_same_ends, final_state, stack_case, train_alone
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot
 from equivalence import Case, Run, check_case, snapshot, train_step
+from stack_net import assert_same_ends, final_state, stack_case, train_alone
 
 FIRST_LOOK = 2  # the first steps make the optimizer's state: a dict that grows must not be iterated over
 LOOK_S = 0.3  # enough for one that waits for nothing

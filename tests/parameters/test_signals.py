@@ -22,11 +22,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bystanders import StackNet, assert_same_ends, final_state, stack_case, train_alone
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot
 from equivalence import Run, check_case, is_finite, train_step
 from harness import run_faulty_ranks
 from models import INPUTS
+from stack_net import StackNet, assert_same_ends, final_state, stack_case, train_alone
 
 SAVES = 100  # on each rank
 FIRST_SIGNAL = 2  # before the first step there is no state of the optimizer

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ddp_crossover.sharding.ownership import (
     Ownership,
-    Range,
+    ParameterRange,
     everything,
     in_equal_parts,
     only,
@@ -22,7 +22,7 @@ NUMELS = st.lists(st.integers(0, 40), min_size=1, max_size=8).map(lambda numels:
 WORLD_SIZES = st.integers(1, 5)
 
 
-def elements(ranges: tuple[Range, ...]) -> list[tuple[int, int]]:
+def elements(ranges: tuple[ParameterRange, ...]) -> list[tuple[int, int]]:
     return [(each.parameter, element) for each in ranges for element in range(each.start, each.stop)]
 
 
@@ -33,11 +33,11 @@ def of_all(numels: dict[int, int]) -> list[tuple[int, int]]:
 @st.composite
 def ownerships(draw, numels: dict[int, int], world_size: int) -> Ownership:
     """Every parameter cut anywhere, and the parts given to any rank."""
-    ranges: list[list[Range]] = [[] for _ in range(world_size)]
+    ranges: list[list[ParameterRange]] = [[] for _ in range(world_size)]
     for parameter, numel in numels.items():
         cuts = sorted({0, numel, *draw(st.lists(st.integers(0, numel), max_size=4))})
         for start, stop in itertools.pairwise(cuts):
-            ranges[draw(st.integers(0, world_size - 1))].append(Range(parameter, start, stop))
+            ranges[draw(st.integers(0, world_size - 1))].append(ParameterRange(parameter, start, stop))
     return tuple(map(tuple, ranges))
 
 
@@ -81,5 +81,5 @@ def test_owners_have_about_equal_costs(costs, world_size) -> None:
 
 
 def test_only_keeps_the_ranges_of_some_parameters() -> None:
-    have = ((Range(0, 0, 2), Range(1, 0, 3)), (Range(0, 2, 5),))
-    assert only(have, [1]) == ((Range(1, 0, 3),), ())
+    have = ((ParameterRange(0, 0, 2), ParameterRange(1, 0, 3)), (ParameterRange(0, 2, 5),))
+    assert only(have, [1]) == ((ParameterRange(1, 0, 3),), ())

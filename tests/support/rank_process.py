@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_crossover.parameters.bystanders import may_look
+from ddp_crossover.parameters.other_readers import others_may_read
 
 # Every stack of a rank that hangs is written at this signal, so that a timeout says where it hung.
 DUMP_SIGNAL = signal.SIGUSR1
@@ -74,7 +74,7 @@ def _answer(pipe: Connection, task: bytes) -> bool:
     try:
         result = fn(*args)
         # Whoever comes next finds a thread or a signal handler that may read parameters, and so gets no covers.
-        answer = dump((result, None, may_look()))
+        answer = dump((result, None, others_may_read()))
     # SystemExit and KeyboardInterrupt are outcomes as well, and tests of faults ask for them.
     except BaseException:
         answer = dump((None, traceback.format_exc(), True))

@@ -174,10 +174,9 @@ class Arbiter:
         held = [(name, res, res.hold) for name, res in self._resources.items() if res.hold is not None]
         return [(name, each.holder.number, hold.fence) for name, res, hold in held for each in res.promises.values()]
 
-    def succession(self, resource: str) -> succession.Pair | None:
-        """Who may hand the resource to whom."""
+    def succession(self, resource: str) -> succession.Handover | None:
         res = self._resources.get(resource)
-        return succession.pair(res.hold) if res is not None and res.hold is not None else None
+        return succession.handover(res.hold) if res is not None and res.hold is not None else None
 
     def holders(self, resource: str) -> frozenset[int]:
         """Members that currently hold the resource."""

@@ -15,7 +15,7 @@ from .jobs import JobKey
 
 
 @dataclass
-class _Job:
+class _JobFigures:
     role: str
     held_s: float = 0.0
     waited_s: float = 0.0
@@ -45,12 +45,12 @@ class ResourceFigures:
         self.holder: JobKey | None = None
         self._waiting: Collection[JobKey] = ()
         self._since_s = now_s
-        self._jobs: dict[JobKey, _Job] = {}
+        self._jobs: dict[JobKey, _JobFigures] = {}
 
     def join(self, key: JobKey, role: str, now_s: float) -> None:
         """Start accounting for a job, unless it is already known."""
         self.change(now_s, self.holder, self._waiting)
-        self._jobs.setdefault(key, _Job(role))
+        self._jobs.setdefault(key, _JobFigures(role))
 
     def leave(self, key: JobKey) -> None:
         """Stop accounting for a job, if it is known."""

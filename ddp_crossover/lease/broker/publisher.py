@@ -17,7 +17,7 @@ from .jobs import JobKey
 
 
 @dataclass(slots=True)
-class _Resource:
+class _PublishedResource:
     slot: int  # on the state page
     figures: ResourceFigures
 
@@ -40,7 +40,7 @@ class Publisher:
         self._arbiter = arbiter
         self._send = send
         self._introduce = introduce
-        self._resources: dict[str, _Resource] = {}
+        self._resources: dict[str, _PublishedResource] = {}
 
     def count_eviction(self) -> None:
         self.evictions += 1
@@ -54,7 +54,7 @@ class Publisher:
         known = self._resources.get(resource)
         if known is None:
             slot = min(set(range(RESOURCE_SLOTS)) - {other.slot for other in self._resources.values()})
-            known = self._resources[resource] = _Resource(slot, ResourceFigures(now_s))
+            known = self._resources[resource] = _PublishedResource(slot, ResourceFigures(now_s))
         known.figures.join(key, role.name.lower(), now_s)
         return known.slot
 

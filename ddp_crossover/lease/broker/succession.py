@@ -18,7 +18,7 @@ from .jobs import Job
 _LAST_S = float("inf")
 
 
-class Pair(NamedTuple):
+class Handover(NamedTuple):
     """The member that holds a resource, and the one that it may hand it to."""
 
     holder: int
@@ -70,7 +70,7 @@ def successor(hold: Hold) -> Successor:
     return Successor(promise.fence, promise.member.number, promise.request, promise.even_if_again)
 
 
-def pair(hold: Hold) -> Pair | None:
+def handover(hold: Hold) -> Handover | None:
     """Who may hand over to whom."""
     promise = hold.promise
-    return Pair(promise.holder.number, promise.member.number) if promise is not None else None
+    return Handover(promise.holder.number, promise.member.number) if promise is not None else None

@@ -86,7 +86,6 @@ class Draining:
         return True
 
     def forget_in_child(self) -> None:
-        """Forget the thread, which a forked child does not have."""
         self._thread = self._is_drained = None
 
     def _serve(self) -> bool:

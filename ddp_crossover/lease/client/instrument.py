@@ -233,7 +233,6 @@ class _EventPredictor:
         return self._count == self._usual
 
     def note(self) -> None:
-        """Record that the event has occurred."""
         if self._count:
             self._usual, self._count = self._count, 0
 

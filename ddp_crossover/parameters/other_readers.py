@@ -27,17 +27,17 @@ def note_autograd_thread() -> None:
     _of_autograd.add(threading.get_ident())
 
 
-def may_look() -> bool:
+def others_may_read() -> bool:
     """Whether the process has another thread, or a signal handler, that may read parameters."""
     # Handlers first: one that interrupts `enumerate`, which holds a lock, and waits for a leg whose thread starts
     # another thread just then, would wait forever.
     if any(callable(handler := signal.getsignal(number)) and not _reads_nothing(handler) for number in _SIGNALS):
         return True
     this = threading.current_thread()
-    return any(thread is not this and not _minds_its_own_business(thread) for thread in threading.enumerate())
+    return any(thread is not this and not _reads_no_parameters(thread) for thread in threading.enumerate())
 
 
-def _minds_its_own_business(thread: threading.Thread) -> bool:
+def _reads_no_parameters(thread: threading.Thread) -> bool:
     return (
         # Python has not started it, so it does not run a function of the script under an ident that is used again.
         (thread.ident in _of_autograd and isinstance(thread, threading._DummyThread))

@@ -24,7 +24,7 @@ from ddp_crossover.launch.synchronized import digest, named, parameter_digests
 from ddp_crossover.parameters.pending_parameter import PendingParameter
 
 
-class Recording:
+class TrainingRecord:
     """Records the training of this rank until some optimizer has made so many steps, then ends the script.
 
     Attributes:
@@ -56,7 +56,6 @@ class Recording:
         self.sums_are_in_rank_order |= in_rank_order
 
     def begin(self) -> None:
-        """Start recording."""
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         backward = torch.autograd.backward

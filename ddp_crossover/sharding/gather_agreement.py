@@ -18,7 +18,7 @@ EVERY_RANK = (
 )
 
 
-class Agreement:
+class GatherAgreement:
     """The agreement of one iteration after the other, by one number from each rank.
 
     Args:

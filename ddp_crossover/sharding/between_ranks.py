@@ -18,7 +18,7 @@ from torch import Tensor
 from ddp_crossover.collectives.agreement import all_gather_json
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.parameters.flat import table_of
-from ddp_crossover.sharding.ownership import Ownership, Range, covering, transfers
+from ddp_crossover.sharding.ownership import Ownership, ParameterRange, covering, transfers
 
 # At most about this much is exchanged at a time, because what is sent and received takes memory of its own.
 EXCHANGE_BYTES = 8 * 2**20
@@ -40,9 +40,9 @@ def in_chunks(items: Iterable[T], kind_of: Callable[[T], object], bytes_of: Call
         yield chunk
 
 
-def exchange(
-    link: Link, have: Ownership, want: Ownership, mine: Mapping[Range, Tensor], like: Tensor
-) -> Iterator[tuple[Range, Tensor]]:
+def redistribute(
+    link: Link, have: Ownership, want: Ownership, mine: Mapping[ParameterRange, Tensor], like: Tensor
+) -> Iterator[tuple[ParameterRange, Tensor]]:
     """Send every rank what it wants. A collective; blocks the host on gloo, and the current stream on NCCL.
 
     Args:
@@ -78,7 +78,9 @@ def exchange(
             begin += each.numel
 
 
-def _part_of(held: Mapping[int, list[Range]], mine: Mapping[Range, Tensor], part: Range) -> Tensor:
+def _part_of(
+    held: Mapping[int, list[ParameterRange]], mine: Mapping[ParameterRange, Tensor], part: ParameterRange
+) -> Tensor:
     whole = next(each for each in held[part.parameter] if each.start <= part.start and part.stop <= each.stop)
     return mine[whole][part.start - whole.start : part.stop - whole.start]
 

@@ -27,7 +27,6 @@ class ArrivedBuckets:
         self._versions: dict[int, int] = {}
 
     def begin_backward(self) -> None:
-        """Await the buckets of another backward."""
         self._arrived.clear()
 
     def arrive(self, bucket: GradBucket, buffer: Tensor, parameters: list[Tensor]) -> Staging:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ddp_crossover.parameters import bystanders
-from ddp_crossover.parameters.bystanders import may_look, note_autograd_thread
+from ddp_crossover.parameters import other_readers
+from ddp_crossover.parameters.other_readers import note_autograd_thread, others_may_read
 
 
 def _handle(*_: Any) -> None:
@@ -22,7 +22,7 @@ def test_with_a_handler_installed_nobody_looks_for_threads(monkeypatch) -> None:
     monkeypatch.setattr(threading, "enumerate", lambda: pytest.fail("looked for threads"))
     before = signal.signal(signal.SIGUSR2, _handle)
     try:
-        assert may_look()
+        assert others_may_read()
     finally:
         signal.signal(signal.SIGUSR2, before)
 
@@ -42,15 +42,15 @@ def test_a_thread_of_autograd_that_has_logged_reads_nothing(monkeypatch, is_of_a
         over.wait()
         ended.set()
 
-    monkeypatch.setattr(bystanders, "_SIGNALS", [])
-    monkeypatch.setattr(bystanders, "_of_autograd", set())
+    monkeypatch.setattr(other_readers, "_SIGNALS", [])
+    monkeypatch.setattr(other_readers, "_of_autograd", set())
     monkeypatch.setattr(threading, "enumerate", lambda: [thread for thread in everybody() if thread not in others])
-    assert not may_look()
+    assert not others_may_read()
     _thread.start_new_thread(run, ())
     asked.wait()
     try:
         assert any(isinstance(thread, threading._DummyThread) for thread in threading.enumerate())
-        assert may_look() is not is_of_autograd
+        assert others_may_read() is not is_of_autograd
     finally:
         over.set()
         ended.wait()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_crossover.sharding.exchange import EXCHANGE_BYTES, in_chunks
+from ddp_crossover.sharding.between_ranks import EXCHANGE_BYTES, in_chunks
 
 pytestmark = pytest.mark.quick
 
