@@ -4,6 +4,7 @@ All arms live in this process and take turns, a few steps each, so that a slow m
 """
 
 import gc
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,9 @@ class Rank:
         self._arms: dict[str, Arm] = {}
         self._refused: dict[str, str] = {}
         self._warm_up_steps: dict[str, int] = {}
+        # How long it took to make each arm, with its attach, and to warm it up.
+        self._make_s: dict[str, float] = {}
+        self._warm_up_s: dict[str, float] = {}
 
     def run(self) -> dict[str, Any]:
         """Measure; returns every figure, with times that hold for all ranks together."""
@@ -94,6 +98,8 @@ class Rank:
             "sent_bytes": sent_bytes,
             "refused": self._refused,
             "warm_up_steps": self._warm_up_steps,
+            "make_s": self._make_s,
+            "warm_up_s": self._warm_up_s,
             "facts": facts,
             "profile": profile.to_json() if profile else None,
         }
@@ -103,8 +109,12 @@ class Rank:
         try:
             settings = self._settings
             slow = None if settings.straggler is None else Straggler.parse(settings.straggler)
+            dist.barrier()
+            start_s = time.perf_counter()
             arm = make_arm(ArmName.parse(name), self._workload, settings.fusion_mb, settings.optimizer, slow)
+            made_s = time.perf_counter()
             self._warm_up_steps[name] = arm.warm_up(self._settings.warm_up_limit)
+            self._make_s[name], self._warm_up_s[name] = made_s - start_s, time.perf_counter() - made_s
             arm.drain()
         except ArmRefused as reason:
             self._refused[name] = str(reason)

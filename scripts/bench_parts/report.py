@@ -43,6 +43,13 @@ def _cells(arm: dict[str, Any], least_over_bound: float | None) -> list[str]:
     ]
 
 
+def _until_settled(arm: dict[str, Any]) -> str:
+    """What it took from the making of the network until the figures above."""
+    steps, steps_s = arm["warm_up_steps"], arm["warm_up_s"]
+    more = steps_s / (steps * arm["step_s"]["median"])
+    return f"made in {arm['make_s']:.1f} s, settled after {steps} steps, which took {more:.2f} times as long as since"
+
+
 def _notes(case: dict[str, Any]) -> list[str]:
     """Lines below the table: refusals, tuning and fallbacks of each arm."""
     notes = [f"best bucket size of DDP: {case['best_ddp']}"] if case["best_ddp"] else []
@@ -51,6 +58,7 @@ def _notes(case: dict[str, Any]) -> list[str]:
             notes.append(f"{arm['arm']}: {arm['refused']}")
         if arm.get("tuning"):
             notes.append(f"{arm['arm']}: {arm['tuning']}")
+            notes.append(f"{arm['arm']}: {_until_settled(arm)}")
         if arm.get("shares"):
             notes.append(f"{arm['arm']}: samples of ranks: {', '.join(map(str, arm['shares']))}")
         notes += [f"{arm['arm']}: {times} times {reason}" for reason, times in arm.get("fallbacks", {}).items()]

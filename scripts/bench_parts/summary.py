@@ -48,6 +48,8 @@ def _arm(name: str, measured: dict[str, Any], bound_s: float, best: str | None, 
     return arm_figures(name, measured["rounds_s"], bound_s, best, default) | {
         "refused": None,
         "warm_up_steps": measured["warm_up_steps"][name],
+        "make_s": measured["make_s"][name],
+        "warm_up_s": measured["warm_up_s"][name],
         "rounds_s": measured["rounds_s"][name],
         "processor_s": spread(measured["processor_s"][name]),
         "sent_bytes": spread(measured["sent_bytes"][name]) if name in measured["sent_bytes"] else None,

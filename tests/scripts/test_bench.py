@@ -98,6 +98,8 @@ MEASURED: dict[str, Any] = {
     "sent_bytes": {"noop": [0.0] * 3, "ddp@25": [50.0] * 3, "ddp@1": [60.0] * 3, "auto": [40.0] * 3},
     "refused": {"ddp-bf16": "refused"},
     "warm_up_steps": {"noop": 6, "ddp@25": 6, "ddp@1": 6, "auto": 8},
+    "make_s": dict.fromkeys(("noop", "ddp@25", "ddp@1", "auto"), 0.5),
+    "warm_up_s": dict.fromkeys(("noop", "ddp@25", "ddp@1", "auto"), 2.0),
     "facts": {"noop": {}, "ddp@25": {}, "ddp@1": {}, "auto": {}},
     "profile": None,
 }  # fmt: skip
@@ -140,6 +142,15 @@ def test_the_least_step_is_that_of_the_measured_times() -> None:
     heading, auto = (line for line in console.export_text().splitlines() if line.split()[:1] in (["arm"], ["auto"]))
     assert "at best" in heading and "1.400" in auto.split()
     assert summarize(settings, MEASURED)["least_over_bound"] is None  # without the arm that measures
+
+
+def test_the_price_of_tuning_is_named() -> None:
+    settings = CaseSettings("paced", ("noop", "auto"), rounds=3, steps=1, ratio=1.0)
+    case = summarize(settings, MEASURED | {"facts": MEASURED["facts"] | {"auto": {"tuning": "tuned"}}})
+    console = Console(record=True, width=200, file=io.StringIO())
+    report.print_case(console, case, "a network")
+    # 2 s for 8 steps; since then one takes 1.2 s.
+    assert "auto: made in 0.5 s, settled after 8 steps, which took 0.21 times as long as since" in console.export_text()
 
 
 class RecordingPace(paced.Pace):
