@@ -226,9 +226,9 @@ class Run:
         """Ranks with shards exchange little at a time, so that several parts meet."""
         if self.arm is None:
             return contextlib.nullcontext()
-        from ddp_crossover.sharding import exchange
+        from ddp_crossover.sharding import between_ranks
 
-        return mock.patch.object(exchange, "EXCHANGE_BYTES", 200)
+        return mock.patch.object(between_ranks, "EXCHANGE_BYTES", 200)
 
     def _planned(self) -> contextlib.AbstractContextManager[Any]:
         if self.arm is None or not self.arm.get("plans"):
