@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ddp_crossover.attachment import Attachment
 from ddp_crossover.balance.sampler import BalancedSampler
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
+from ddp_crossover.ddp.wire_checkpoint import load_left_out, save_left_out
 from ddp_crossover.figures.stats import DearStats, about, summary
 from ddp_crossover.fusion import FusionPlan
 from ddp_crossover.lease.client import GpuLease
@@ -227,7 +228,7 @@ class DearState:
             torch.save(state.state_dict(), f"wire-{dist.get_rank()}.pt")
             state.load_state_dict(torch.load(f"wire-{dist.get_rank()}.pt"))
         """
-        return self._parts.wire_checkpoint.save()
+        return save_left_out(self._reducer, self._link)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` has returned on the same rank.
@@ -238,7 +239,7 @@ class DearState:
             ValueError: if it comes from another rank or another model.
             RuntimeError: in the middle of a backward.
         """
-        self._parts.wire_checkpoint.load(state)
+        load_left_out(state, self._reducer, self._link)
 
     def after_update(self, function: Callable[[list[Tensor]], object]) -> RemovableHandle:
         """Call ``function(parameters)`` right after parameters were updated, once for each parameter and ``step()``.

@@ -47,7 +47,6 @@ from ddp_crossover.ddp.turn_points import TurnPoints, why_turns_stand
 from ddp_crossover.ddp.unreduced_steps import UnreducedSteps
 from ddp_crossover.ddp.weighted_batches import WeightedBatches
 from ddp_crossover.ddp.weighted_training import WeightedTraining
-from ddp_crossover.ddp.wire_checkpoint import WireCheckpoint
 from ddp_crossover.figures.stats import DearStats, FallbackLog, in_force
 from ddp_crossover.fusion import MB, FusionPlan
 from ddp_crossover.fusion_buffers.arenas import make_arenas
@@ -85,7 +84,6 @@ class Parts:
         updates: defers the optimizers' updates.
         reducer: reduces DDP's buckets.
         weighted: batches of different sizes.
-        wire_checkpoint: saves what codes have left out.
         turn_points: where a step begins and ends its turn; None without a lease.
     """
 
@@ -100,7 +98,6 @@ class Parts:
     updates: DeferredUpdates
     reducer: Reducer
     weighted: WeightedTraining
-    wire_checkpoint: WireCheckpoint
     turn_points: TurnPoints | None
 
     @contextlib.contextmanager
@@ -303,7 +300,6 @@ def _compose_on(
         updates=updates,
         reducer=reducer,
         weighted=WeightedTraining(reducer, link, turns, device),
-        wire_checkpoint=WireCheckpoint(reducer, link),
         turn_points=turn_points,
     )
 
