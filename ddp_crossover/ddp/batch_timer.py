@@ -14,10 +14,9 @@ from torch import nn
 
 from ddp_crossover import device as gpu
 from ddp_crossover.balance.balancer import Balancer
+from ddp_crossover.ddp.forwards import call_before_module
 from ddp_crossover.gpu_sharing.turns import Turns
-from ddp_crossover.hooks import Hook
 from ddp_crossover.planning.compute_profiler import Stopwatch
-from ddp_crossover.torch_internals.compiled import call_around_compiled, is_compiled
 
 
 class BatchTimer:
@@ -38,11 +37,7 @@ class BatchTimer:
         self._begin: Any = None
         self._end: Any = None
         self._ended: deque[tuple[int, Stopwatch, Any, Any]] = deque()
-        self._remove = (
-            call_around_compiled(model, self._forward_begins)
-            if is_compiled(model)
-            else model.register_forward_pre_hook(_Before(self), prepend=True).remove
-        )
+        self._remove = call_before_module(model, self._forward_begins)
 
     def remove(self) -> None:
         self._remove()
@@ -92,11 +87,3 @@ class BatchTimer:
     def _is_over(self, end: Any) -> bool:
         at = end[0]
         return isinstance(at, float) or gpu.has_happened(at, if_broken=False)
-
-
-class _Before(Hook):
-    def __init__(self, timer: BatchTimer) -> None:
-        self._note = torch.compiler.disable(timer._forward_begins)
-
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        self._note()

@@ -101,6 +101,27 @@ def _nodes(output: Any) -> Iterator[Node]:
             yield from _nodes([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
 
 
+def call_before_module(module: nn.Module, run: Callable[[], None]) -> Callable[[], None]:
+    """Run ``run`` before each forward of a module, ahead of the user's hooks; returns the undo function."""
+    if is_compiled(module):
+        return call_around_compiled(module, run)
+    return module.register_forward_pre_hook(_BeforeModule(run), prepend=True).remove
+
+
+class _BeforeModule(Hook):
+    """Forward pre-hook; breaks the graph if its module is compiled as part of another."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+        self._run_eagerly = torch.compiler.disable(run)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._run_eagerly()
+        else:
+            self._run()
+
+
 # Number of compilations after which parameters are taken for the cause: dynamo also compiles anew when shapes change,
 # so a single compilation means nothing. It gives up after eight.
 _COMPILED_AGAIN = 3

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddp_crossover.ddp.forwards import call_before_module
 from ddp_crossover.gpu_sharing.turns import Turns
-from ddp_crossover.hooks import Hook
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
 from ddp_crossover.torch_internals.autograd import call_after_backward
-from ddp_crossover.torch_internals.compiled import call_around_compiled, is_compiled
 from ddp_crossover.torch_internals.dispatch import tensors_in
 from ddp_crossover.torch_internals.optimizers import has_hooks
 
@@ -43,14 +42,11 @@ class TurnPoints:
         self._turns = turns
         self._updates = updates
         self._inside = False
-        inner = ddp.module
         self._undo: list[Callable[[], None]] = [
             # Prepended, because the user's pre-hooks may touch parameters, and applying updates needs the turn.
             ddp.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True).remove,
             ddp.register_forward_hook(torch.compiler.disable(self._after_forward), always_call=True).remove,
-            call_around_compiled(inner, self._before_compute)
-            if is_compiled(inner)
-            else inner.register_forward_pre_hook(_BeforeCompute(self._before_compute), prepend=True).remove,
+            call_before_module(ddp.module, self._before_compute),
         ]
         for optimizer in filter(has_hooks, optimizers):
             self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
@@ -97,20 +93,6 @@ class TurnPoints:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._turns.release()
-
-
-class _BeforeCompute(Hook):
-    """Forward pre-hook of the module inside of DDP; breaks the graph if that module is compiled."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run = run
-        self._run_eagerly = torch.compiler.disable(run)
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            self._run_eagerly()
-        else:
-            self._run()
 
 
 def why_turns_stand(ddp: DistributedDataParallel) -> str | None:
