@@ -31,9 +31,8 @@ from ddp_crossover.collectives.nodes import nodes_of
 from ddp_crossover.collectives.sums import RankWeights
 from ddp_crossover.ddp.buckets import Buckets
 from ddp_crossover.ddp.forwards import UseOrder
-from ddp_crossover.ddp.late_parameters import why_late
-from ddp_crossover.ddp.lone_rank import is_first_process, why_alone
 from ddp_crossover.ddp.plan_in_force import PlanInForce
+from ddp_crossover.ddp.ranks_apart import say_what_trains_apart
 from ddp_crossover.ddp.reducer import Reducer
 from ddp_crossover.ddp.refusals import (
     refuse_model,
@@ -204,7 +203,7 @@ def _compose_on(
     if asked.weighted:
         refuse_shared_statistics(ddp.module)
     if not switched_off():
-        _say_what_trains_apart(ddp, link)
+        say_what_trains_apart(ddp, link)
     options = asked
     if link.world_size == 1:  # one rank has nothing to share, and sends nothing
         options = dataclasses.replace(asked, shard_optimizer=False, groups=None)
@@ -302,13 +301,6 @@ def _compose_on(
         weighted=WeightedTraining(reducer, link, turns, device),
         turn_points=turn_points,
     )
-
-
-def _say_what_trains_apart(ddp: DistributedDataParallel, link: Link) -> None:
-    if (warning := why_alone(ddp)) is not None and is_first_process():
-        say(warning, logging.WARNING)
-    if (warning := why_late(ddp)) is not None and link.rank == 0:
-        say(warning, logging.WARNING)
 
 
 def _memory(
