@@ -6,6 +6,8 @@ It ends by ``detach()`` on all ranks, because nothing can be gained, with the mo
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,11 +18,10 @@ from torch.optim import Optimizer
 
 from ddp_crossover.collectives.leg import LegError
 from ddp_crossover.composition import compose
-from ddp_crossover.ddp.forks import watch_forks
 from ddp_crossover.fusion import Schedule
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.options import SWITCH, Options, switched_off
-from ddp_crossover.own_threads import is_own_thread
+from ddp_crossover.own_threads import forget_threads, is_own_thread
 
 
 class Attachment:
@@ -72,7 +73,7 @@ class Attachment:
             weakref.finalize(self, parts.turns.release),
             self._when_model_is_dropped,
         ]
-        watch_forks(self)
+        _watch_forks(self)
 
     def after_leaving(self, function: Callable[[], object]) -> None:
         """Call ``function()`` when DDP is left as it was because nothing can be gained."""
@@ -165,6 +166,41 @@ class Attachment:
         if self.parts.turn_points is not None:
             self.parts.turn_points.remove()
         self.is_ended = True
+
+
+_watched: weakref.WeakSet[Attachment] = weakref.WeakSet()
+_forking: list[Attachment] = []
+_is_registered = False
+
+
+def _watch_forks(one: Attachment) -> None:
+    """Tell ``one`` of each ``os.fork()`` of this process, as long as it lives."""
+    global _is_registered
+    if not _is_registered:  # Python cannot unregister these functions
+        os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+        _is_registered = True
+    _watched.add(one)
+
+
+def _before() -> None:
+    for one in list(_watched):
+        _forking.append(one)
+        one.before_fork()
+
+
+def _in_parent() -> None:
+    while _forking:
+        _forking.pop().after_fork_in_parent()
+
+
+def _in_child() -> None:
+    # What is garbage now, such as the process group of a model that was attached earlier, would wait in its destructor
+    # for threads that the child does not have. Nothing that the parent has made is collected from now on.
+    gc.freeze()
+    forget_threads()
+    _watched.clear()
+    while _forking:
+        _forking.pop().after_fork_in_child()
 
 
 def _weakly(method: weakref.WeakMethod[Callable[[str], None]]) -> Callable[[str], None]:
