@@ -147,7 +147,7 @@ class Attachment:
         """Finish pending updates and gradients, because a forked child has none of our threads; take the lock."""
         self.parts.params.lock.acquire()
         self.parts.updates.flush()
-        self.parts.reducer.deliver_gradients()
+        self.parts.plan_in_force.deliver_gradients()
 
     def after_fork_in_parent(self) -> None:
         """Release the lock that :meth:`before_fork` has taken."""
@@ -161,7 +161,7 @@ class Attachment:
         self._is_in_child = True
         if self.is_ended:
             return
-        self.parts.reducer.finish_gradients_in_child()
+        self.parts.plan_in_force.finish_gradients_in_child()
         self.parts.reducer.become_plain()
         if self.parts.turn_points is not None:
             self.parts.turn_points.remove()

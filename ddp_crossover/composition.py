@@ -81,7 +81,8 @@ class Parts:
         early_reads: records which code needs updates or gradients early.
         params: the parameters, with their pending updates.
         updates: defers the optimizers' updates.
-        reducer: reduces DDP's buckets.
+        plan_in_force: what reduces buckets now, and the gradients that it has left pending.
+        reducer: follows DDP's forwards and buckets.
         weighted: batches of different sizes.
         turn_points: where a step begins and ends its turn; None without a lease.
     """
@@ -95,6 +96,7 @@ class Parts:
     early_reads: EarlyReads
     params: LazyParams
     updates: DeferredUpdates
+    plan_in_force: PlanInForce
     reducer: Reducer
     weighted: WeightedTraining
     turn_points: TurnPoints | None
@@ -297,6 +299,7 @@ def _compose_on(
         early_reads=early_reads,
         params=params,
         updates=updates,
+        plan_in_force=in_force,
         reducer=reducer,
         weighted=WeightedTraining(reducer, link, turns, device),
         turn_points=turn_points,

@@ -23,13 +23,14 @@ from ddp_crossover.ddp.buckets import Buckets, LayoutRecorder, may_skip_buckets
 from ddp_crossover.ddp.forwards import UseOrder
 from ddp_crossover.ddp.plain_all_reduce import PlainAllReduce
 from ddp_crossover.ddp.weighted_batches import WeightedBatches
-from ddp_crossover.dear import Pipeline
+from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.fusion import FusionPlan, Schedule
 from ddp_crossover.fusion_buffers.feedback import Feedback
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
 from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.lazy_params import LazyParams
+from ddp_crossover.parameters.reduced_gradients import ReducedGradients
 from ddp_crossover.planning.session import Orders, Planning
 from ddp_crossover.torch_internals.loss_scale import LossScale
 
@@ -88,7 +89,6 @@ class PlanInForce:
         self.buckets = buckets
         self.feedback = feedback
         self.plain_reason = plain_reason
-        self.owners = owners
         # Weak: DDP's C++ reducer, which is opaque to the garbage collector, holds this object.
         self._ddp = weakref.ref(ddp)
         self._process_group = ddp.process_group
@@ -102,6 +102,7 @@ class PlanInForce:
         self._use_order = use_order
         self._memory = memory
         self._wire = wire
+        self._owners = owners
         self._loss_scale = LossScale(is_watched=feedback is not None)
         self._kept = KeptGradients()
         device = params.all[0].parameter.device
@@ -126,6 +127,36 @@ class PlanInForce:
         if self.pipeline is not None:
             self.pipeline.drop_references()
         self._memory = {}
+
+    # Pending gradients, for those who cannot leave them pending.
+
+    @property
+    def _pending(self) -> ReducedGradients | None:
+        if self.pipeline is None or self.pipeline.phase is not Phase.REDUCED:
+            return None
+        return self.pipeline.gradients
+
+    def finish_gradients(self) -> bool:
+        """Wait for all pending gradients and put them into ``.grad``; returns whether any was pending."""
+        return (pending := self._pending) is not None and pending.unwrap()
+
+    def finish_local_gradients(self) -> bool:
+        """As :meth:`finish_gradients`, without what it would have to ask other ranks for."""
+        return self._owners is None and self.finish_gradients()
+
+    def deliver_gradients(self) -> None:
+        """Wait for all pending gradients, which other ranks may clip on shards, so they stay what they are."""
+        if self._owners is not None:
+            return  # they may be spread over ranks, which need not fork, too; the child loses them
+        if (pending := self._pending) is not None:
+            pending.deliver()
+
+    def finish_gradients_in_child(self) -> None:
+        """Leave no pending gradient behind in a forked child, which has no threads that bring one."""
+        if self._owners is None:
+            self.finish_gradients()
+        elif (pending := self._pending) is not None:
+            pending.abandon()
 
     # Between iterations.
 
@@ -174,7 +205,7 @@ class PlanInForce:
             wire=self._wire,
             weights=self._weights,
             feedback=self.feedback,
-            owners=self.owners or {},
+            owners=self._owners or {},
             loss_scale=self._loss_scale.now,
             every_group_arrives=not may_skip_buckets(ddp),
             may_leave_out=ddp.find_unused_parameters,

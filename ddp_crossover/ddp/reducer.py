@@ -26,7 +26,7 @@ from ddp_crossover.ddp.plan_in_force import PlanInForce
 from ddp_crossover.ddp.refusals import allow_methods, refuse_methods
 from ddp_crossover.ddp.unreduced_steps import UnreducedSteps
 from ddp_crossover.ddp.weighted_batches import WeightedBatches
-from ddp_crossover.dear import Phase, Pipeline
+from ddp_crossover.dear import Pipeline
 from ddp_crossover.figures.stats import FallbackLog, StepLog
 from ddp_crossover.fusion_buffers.feedback import Feedback
 from ddp_crossover.gpu_sharing.turns import Turns
@@ -109,7 +109,7 @@ class Reducer:
         self._use_order = use_order
         self._guard = StaleReadGuard(params, self._stale_read)
         self._watch = ForwardWatch(ddp, self._before_forward, self._after_forward)
-        self._compiled = CompiledCode(ddp.module, params, early_reads, fallbacks, self.finish_local_gradients)
+        self._compiled = CompiledCode(ddp.module, params, early_reads, fallbacks, in_force.finish_local_gradients)
         params.watch_uses(self._guard.note_touch)
         refuse_methods(ddp)
         self.batches = batches
@@ -159,28 +159,6 @@ class Reducer:
         self._memory_formats.drop_references()
         self._index_of.clear()
         del self._compiled
-
-    def finish_gradients(self) -> bool:
-        """Wait for all pending gradients and put them into ``.grad``; returns whether any was pending."""
-        return self.pipeline is not None and self.pipeline.phase is Phase.REDUCED and self.pipeline.gradients.unwrap()
-
-    def finish_local_gradients(self) -> bool:
-        """As :meth:`finish_gradients`, without what it would have to ask other ranks for."""
-        return self._in_force.owners is None and self.finish_gradients()
-
-    def deliver_gradients(self) -> None:
-        """Wait for all pending gradients, which other ranks may clip on shards, so they stay what they are."""
-        if self._in_force.owners is not None:
-            return  # they may be spread over ranks, which need not fork, too; the child loses them
-        if self.pipeline is not None and self.pipeline.phase is Phase.REDUCED:
-            self.pipeline.gradients.deliver()
-
-    def finish_gradients_in_child(self) -> None:
-        """Leave no pending gradient behind in a forked child, which has no threads that bring one."""
-        if self._in_force.owners is None:
-            self.finish_gradients()
-        elif self.pipeline is not None and self.pipeline.phase is Phase.REDUCED:
-            self.pipeline.gradients.abandon()
 
     def end_iteration_of_codes(self) -> Feedback | None:
         """End the iteration, so that what its codes have left out is known; None if nothing is coded."""
@@ -302,7 +280,7 @@ class Reducer:
             if self.batches is not None:
                 self._refuse_unweighted(self.pipeline.gradients.unassigned)
             if self._compiled.needs_gradients:
-                self.finish_gradients()
+                self._in_force.finish_gradients()
         elif (reason := self._in_force.why_plain()) is not None:
             self._fallbacks.note(reason, is_said=self._planning.result is not None)  # the tuner says what it found
         self._turns.release()
