@@ -32,11 +32,9 @@ from ddp_crossover.fusion_buffers.feedback import Feedback
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
 from ddp_crossover.parameters.early_reads import EarlyReads
-from ddp_crossover.parameters.gradient_marks import Mark, are_same, marks_of
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError
 from ddp_crossover.parameters.other_readers import note_autograd_thread
 from ddp_crossover.parameters.reduced_gradients import unwrap_gradients
-from ddp_crossover.parameters.slots import Slot
 from ddp_crossover.parameters.stale_reads import StaleReadGuard
 from ddp_crossover.planning.session import Planning
 from ddp_crossover.torch_internals.autograd import call_after_backward
@@ -114,7 +112,6 @@ class Reducer:
         refuse_methods(ddp)
         self.batches = batches
         self._unreduced = unreduced
-        self._gradients_before: list[Mark | None] = []
         self._in_backward = False
         self._last_bucket = -1
         self._seen_forward = self._had_begun = False
@@ -278,7 +275,7 @@ class Reducer:
         if self.pipeline is not None:
             self.pipelined_iterations += 1
             if self.batches is not None:
-                self._refuse_unweighted(self.pipeline.gradients.unassigned)
+                self.batches.refuse_unweighted(self.pipeline.gradients.unassigned)
             if self._compiled.needs_gradients:
                 self._in_force.finish_gradients()
         elif (reason := self._in_force.why_plain()) is not None:
@@ -293,17 +290,6 @@ class Reducer:
             was_looked_at=self._early_reads.is_explained,
         )
         self._early_reads.next_step()
-
-    def _refuse_unweighted(self, unassigned: Sequence[Slot]) -> None:
-        """Raise RuntimeError if this backward has left gradients in ``.grad`` that DDP has not reduced."""
-        for slot in unassigned:
-            [mark] = marks_of([slot.parameter])
-            if mark is not None and not are_same([self._gradients_before[slot.index]], [mark]):
-                raise RuntimeError(
-                    f"DDP takes {slot.name} for unused, and backward has made a gradient of it, which is not reduced "
-                    "and not weighted (weighted=True): build DistributedDataParallel after "
-                    "torch.nn.utils.parametrize.register_parametrization(), then attach"
-                )
 
     # Forwards, and other readers of parameters.
 
@@ -329,8 +315,6 @@ class Reducer:
             return
         if self.batches is not None:
             self.batches.forward_begins(reduces=self.model.require_backward_grad_sync)
-            if self.model.find_unused_parameters:
-                self._gradients_before = marks_of(parameter for _, parameter in self._named)
         self._updates.refuse_to_go_on()
         if self._planning.profiler is not None:
             self._planning.profiler.forward_begins()

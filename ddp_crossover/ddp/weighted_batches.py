@@ -31,8 +31,9 @@ from ddp_crossover.ddp.unreduced_samples import UnreducedSamples
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.log import say
 from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters
-from ddp_crossover.parameters.gradient_marks import are_empty
+from ddp_crossover.parameters.gradient_marks import Mark, are_empty, are_same, marks_of
 from ddp_crossover.parameters.lazy_params import LazyParams
+from ddp_crossover.parameters.slots import Slot
 from ddp_crossover.torch_internals.ddp import runs_instead_of_model
 from ddp_crossover.torch_internals.loss_scale import without_loss
 
@@ -142,6 +143,7 @@ class WeightedBatches:
         # Forwards with a broadcast of buffers, in the batch under way and in the last one that was reduced.
         self._broadcasts = self._usual_broadcasts = 0
         self._kept: list[tuple[nn.Parameter, torch.Tensor | None]] | None = None
+        self._gradients_before: list[Mark | None] = []  # the latest forward, with find_unused_parameters
         self.timer: BatchTimer | None = None
 
     def remove(self) -> None:
@@ -281,6 +283,8 @@ class WeightedBatches:
                 ]
         elif not self._has_reduced and self._announced is None:
             self._announce()
+        if self._model.find_unused_parameters:
+            self._gradients_before = marks_of(self._parameters())
 
     def forward_ended(self, output: Any) -> None:
         """Watch the gradients of earlier micro-batches until the backward of this forward begins."""
@@ -341,6 +345,17 @@ class WeightedBatches:
         self._trained = announced.samples
         self._unreduced.are_reduced()
         self._kept = None
+
+    def refuse_unweighted(self, unassigned: Sequence[Slot]) -> None:
+        """Raise RuntimeError if the backward has left gradients in ``.grad`` that DDP has not reduced."""
+        for slot in unassigned:
+            [mark] = marks_of([slot.parameter])
+            if mark is not None and not are_same([self._gradients_before[slot.index]], [mark]):
+                raise RuntimeError(
+                    f"DDP takes {slot.name} for unused, and backward has made a gradient of it, which is not reduced "
+                    "and not weighted (weighted=True): build DistributedDataParallel after "
+                    "torch.nn.utils.parametrize.register_parametrization(), then attach"
+                )
 
     def end(self) -> None:
         """Set the weights of a backward whose forward has begun, while ranks can still tell each other."""
