@@ -47,28 +47,11 @@ def batches_of_equal_ranks(loader: Iterable[Any], ddp: DistributedDataParallel, 
         yield batch
 
 
-def require_equal(count: int, ddp: DistributedDataParallel, device: torch.device) -> None:
-    """Check that plain DDP, which weights ranks equally, is right for a batch of ``count`` samples.
-
-    Raises:
-        RuntimeError: on all ranks, if they have different counts.
-    """
-    least, most = _least_and_most(checked_count(count), ddp, device)
-    if least != most:
-        raise RuntimeError(
-            f"ranks have from {least} to {most} samples in this batch, and the model is not attached, so DDP would "
-            f"weight ranks equally: {_WAY_OUT}"
-        )
-
-
 def _least_and_most(number: int, ddp: DistributedDataParallel, device: torch.device) -> tuple[int, int]:
     least_and_most = torch.tensor([-number, number], device=device)
     dist.all_reduce(least_and_most, dist.ReduceOp.MAX, group=ddp.process_group)
     least, most = least_and_most.tolist()
     return -least, most
-
-
-_AT_END = object()
 
 
 def batches_of_all(loader: Iterable[Any], link: Link) -> Iterator[Any]:
@@ -82,10 +65,10 @@ def batches_of_all(loader: Iterable[Any], link: Link) -> Iterator[Any]:
                 "the loop before state.detach()"
             )
         try:
-            batch = next(iterator, _AT_END)
+            batch = next(iterator, _END)
         except Exception as error:
             batch = _Failed(error)  # raised when its turn comes: the batch before it is trained on
-        return batch, link.exchange_numbers(batch is not _AT_END)
+        return batch, link.exchange_numbers(batch is not _END)
 
     ahead = fetch()
     while any((batch_and_wait := ahead)[1]()):
@@ -93,7 +76,7 @@ def batches_of_all(loader: Iterable[Any], link: Link) -> Iterator[Any]:
         if isinstance(batch, _Failed):
             raise batch.error
         ahead = fetch()  # ranks tell each other during the step whether there is another one
-        yield None if batch is _AT_END else batch
+        yield None if batch is _END else batch
 
 
 class _Failed(NamedTuple):
@@ -124,8 +107,14 @@ class WeightedTraining:
 
     @contextmanager
     def _equal_batch(self, samples: int) -> Iterator[None]:
+        """Plain DDP, which weights ranks equally, is right for this batch, or all ranks raise RuntimeError."""
         left_over = 0 if self._reducer.batches is None else self._reducer.batches.take_left_over()
-        require_equal(samples + left_over, self._reducer.model, self._device)
+        least, most = _least_and_most(checked_count(samples + left_over), self._reducer.model, self._device)
+        if least != most:
+            raise RuntimeError(
+                f"ranks have from {least} to {most} samples in this batch, and the model is not attached, so DDP would "
+                f"weight ranks equally: {_WAY_OUT}"
+            )
         yield
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
