@@ -70,12 +70,12 @@ def batches_of_all(loader: Iterable[Any], link: Link) -> Iterator[Any]:
             batch = _Failed(error)  # raised when its turn comes: the batch before it is trained on
         return batch, link.exchange_numbers(batch is not _END)
 
-    ahead = fetch()
-    while any((batch_and_wait := ahead)[1]()):
-        batch, _ = batch_and_wait
+    ahead, of_ranks = fetch()
+    while any(of_ranks()):
+        batch = ahead
         if isinstance(batch, _Failed):
             raise batch.error
-        ahead = fetch()  # ranks tell each other during the step whether there is another one
+        ahead, of_ranks = fetch()  # ranks tell each other during the step whether there is another one
         yield None if batch is _END else batch
 
 
