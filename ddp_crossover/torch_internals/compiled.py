@@ -15,12 +15,7 @@ from ddp_crossover.torch_internals.private import private, replaced
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether the module is compiled: by ``torch.compile(module)``, ``module.compile()`` or a compiled ``forward``."""
-    return is_compiled_in_place(module) or _has_compiled_forward(module)
-
-
-def _has_compiled_forward(module: torch.nn.Module) -> bool:
-    """Whether ``forward`` is compiled, also by ``torch.compile(module)`` or by a decorator."""
-    return hasattr(module.forward, "_torchdynamo_orig_callable")
+    return is_compiled_in_place(module) or hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
