@@ -25,11 +25,8 @@ class Watcher(Protocol):
         """Called in the thread whose current stream has become ``stream``."""
 
 
-class _ThreadStreams:
+class _ThreadStreams(dict[torch.device, Stream]):
     """The stream of each device that one thread has switched to last. It ends with the thread."""
-
-    def __init__(self) -> None:
-        self.streams: dict[torch.device, Stream] = {}
 
 
 _One = TypeVar("_One")
@@ -80,13 +77,13 @@ class CurrentStreams:
             place = _ThreadStreams()
             vars(self._of_thread)["place"] = place
             self._places.add(place)
-        place.streams[stream.device] = stream
+        place[stream.device] = stream
         for watcher in self._watchers.all():
             watcher.switched_to(stream)
 
     def of_threads(self, device: torch.device) -> set[Stream]:
         """The stream of this device that each thread has switched to last."""
-        return {stream for place in self._places.all() if (stream := place.streams.get(device)) is not None}
+        return {stream for place in self._places.all() if (stream := place.get(device)) is not None}
 
 
 # Torch makes an object at each call, in 5 us, and a step asks once for each parameter. By id, device, and type.
