@@ -42,7 +42,10 @@ def outside_of_modes(job: Callable[[], None]) -> None:
     """
     default = getattr(private(torch, "_GLOBAL_DEVICE_CONTEXT"), "device_context", None)
     depth = private(torch._C, "_len_torch_function_stack")()
-    is_usual = depth == 0 if default is None else depth == 1 and _function_mode(0) is default
+    if default is None:
+        is_usual = depth == 0
+    else:
+        is_usual = depth == 1 and private(torch._C, "_get_function_stack_at")(0) is default
     is_dispatched = private(torch._C, "_len_torch_dispatch_stack")() > 0
     is_in_transform = private(torch._C._functorch, "peek_interpreter_stack")() is not None
     if is_usual and not (is_dispatched or is_in_transform or is_traced()):
@@ -62,10 +65,6 @@ def outside_of_modes(job: Callable[[], None]) -> None:
             taken_off.callback(set_trace, private(torch._C, "_get_tracing_state")())
             set_trace(None)
         job()
-
-
-def _function_mode(place: int) -> Any:
-    return private(torch._C, "_get_function_stack_at")(place)
 
 
 @contextlib.contextmanager
@@ -113,6 +112,7 @@ def settle_before_use(settle: Callable[[torch.Tensor], torch.Tensor]) -> None:
             setattr(owner, name, functools.update_wrapper(_SettleFirst(take_in, settle), take_in))
 
 
+@functools.cache
 def describe_gradients_by(memory_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Where torch makes fake tensors of parameters, have it describe ``memory_of(parameter.grad)`` in their gradients.
 
@@ -121,15 +121,12 @@ def describe_gradients_by(memory_of: Callable[[torch.Tensor], torch.Tensor]) -> 
     """
     descriptions: Any = importlib.import_module("torch._subclasses.meta_utils")
     gradient_of = private(descriptions, "safe_grad")
-    if getattr(gradient_of, "describes_memory", False):
-        return
 
     @functools.wraps(gradient_of)
     def memory_of_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
         gradient = gradient_of(tensor)
         return None if gradient is None else memory_of(gradient)
 
-    memory_of_gradient.describes_memory = True  # type: ignore[attr-defined]
     descriptions.safe_grad = memory_of_gradient
 
 

@@ -23,7 +23,6 @@ from ddp_crossover.torch_internals.private import private
 _current: weakref.ref[GradScaler] | None = None
 # Whether the backward under way is that of a rank without data, whose loss would have been scaled as the last one was.
 _has_no_loss = False
-_is_watching = False
 
 
 class LossScale:
@@ -71,10 +70,9 @@ def without_loss() -> Iterator[None]:
         _has_no_loss = False
 
 
+@functools.cache
 def _begin_scalers_without_loss() -> None:
     check = private(GradScaler, "_check_scale_growth_tracker")
-    if getattr(check, "begins_without_loss", False):
-        return
 
     @functools.wraps(check)
     def begun(scaler: GradScaler, function_name: str) -> Any:
@@ -82,15 +80,11 @@ def _begin_scalers_without_loss() -> None:
             private(scaler, "_lazy_init_scale_growth_tracker")(torch.device(private(scaler, "_device")))
         return check(scaler, function_name)
 
-    begun.begins_without_loss = True  # type: ignore[attr-defined]
     GradScaler._check_scale_growth_tracker = begun  # type: ignore[method-assign, assignment]
 
 
+@functools.cache
 def _watch() -> None:
-    global _is_watching
-    if _is_watching:
-        return
-    _is_watching = True
     scale = GradScaler.scale
 
     @functools.wraps(scale)
