@@ -10,7 +10,6 @@ finds them again, but for a factor, nobody has averaged them. Before that, no gr
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -229,21 +228,16 @@ class _WatchedGradient:
         self._own = None
 
     def _is_written(self, parameter: Tensor) -> None:
-        outside_of_modes(functools.partial(self._copy, parameter))
+        self._own = outside_of_modes(lambda: _sample(parameter).clone())
         self.written_at = caller()
         self._on_write()
-
-    def _copy(self, parameter: Tensor) -> None:
-        self._own = _sample(parameter).clone()
 
     def is_of_this_rank(self) -> bool | None:
         """Whether it is still as backward has left it, but for a factor; None if there is nothing to compare."""
         parameter, own = self.parameter, self._own
         if parameter is None or parameter.grad is None or own is None:
             return None
-        found: list[bool | None] = []
-        outside_of_modes(lambda: found.append(_is_multiple(_sample(parameter), own)))
-        return found[0]
+        return outside_of_modes(lambda: _is_multiple(_sample(parameter), own))
 
 
 def _sample(parameter: Tensor) -> Tensor:

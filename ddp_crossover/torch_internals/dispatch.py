@@ -7,12 +7,14 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals.private import private
+
+T = TypeVar("T")
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:
@@ -33,8 +35,8 @@ def allow_foreach(tensor_class: type[torch.Tensor]) -> None:
             supported.append(tensor_class)
 
 
-def outside_of_modes(job: Callable[[], None]) -> None:
-    """Run ``job`` out of sight of the caller's modes, functorch transforms and ``torch.jit.trace``.
+def outside_of_modes(job: Callable[[], T]) -> T:
+    """Return ``job()``, run out of sight of the caller's modes, functorch transforms and ``torch.jit.trace``.
 
     All of these belong to this thread, and are taken off it meanwhile. Another thread would have none of them, but it
     could not take the locks that the caller holds, and ``job`` may call functions of users, which need them. The
@@ -49,8 +51,7 @@ def outside_of_modes(job: Callable[[], None]) -> None:
     is_dispatched = private(torch._C, "_len_torch_dispatch_stack")() > 0
     is_in_transform = private(torch._C._functorch, "peek_interpreter_stack")() is not None
     if is_usual and not (is_dispatched or is_in_transform or is_traced()):
-        job()
-        return
+        return job()
     with contextlib.ExitStack() as taken_off:
         if not is_usual:
             taken_off.enter_context(_only_function_mode(default))
@@ -64,7 +65,7 @@ def outside_of_modes(job: Callable[[], None]) -> None:
             set_trace = private(torch._C, "_set_tracing_state")
             taken_off.callback(set_trace, private(torch._C, "_get_tracing_state")())
             set_trace(None)
-        job()
+        return job()
 
 
 @contextlib.contextmanager
