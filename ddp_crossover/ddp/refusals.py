@@ -63,7 +63,7 @@ def refuse_other_parallelism(model: object) -> None:
                 f"gradients by itself: {_DDP_ONLY}"
             )
     for name, parameter in model.module.named_parameters():
-        if _is_dtensor(parameter) or is_slice_of_dtensor(parameter):
+        if _is_a(parameter, "torch.distributed.tensor", "DTensor") or is_slice_of_dtensor(parameter):
             raise ValueError(
                 f"{name} is a DTensor or a slice of one: the model is parallel in another way than by data, as by "
                 "tensor parallelism (parallelize_module), and DDP replaces its parameters in every forward: "
@@ -85,10 +85,6 @@ def _is_sharded_by_fsdp(module: object) -> bool:
     return _is_a(module, "torch.distributed.fsdp", "FSDPModule") or _is_a(
         module, "torch.distributed.fsdp", "FullyShardedDataParallel"
     )
-
-
-def _is_dtensor(parameter: nn.Parameter) -> bool:
-    return _is_a(parameter, "torch.distributed.tensor", "DTensor")
 
 
 def _is_a(thing: object, module: str, name: str) -> bool:

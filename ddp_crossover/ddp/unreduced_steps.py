@@ -90,7 +90,6 @@ class UnreducedSteps:
             self._watch(parameter for optimizer in optimizers for parameter in self._parameters_of(optimizer))
 
     def remove(self) -> None:
-        """Look no more."""
         self._is_over = True
         if self._watched is not None:
             self._watched.remove()
@@ -224,7 +223,6 @@ class _WatchedGradient:
         return self._parameter()
 
     def forget(self) -> None:
-        """Note that it is reduced."""
         self._own = None
 
     def _is_written(self, parameter: Tensor) -> None:

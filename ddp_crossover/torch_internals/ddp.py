@@ -48,11 +48,9 @@ def forget_comm_hooks(ddp: DistributedDataParallel) -> None:
     private(ddp, "_comm_hooks").clear()
 
 
-@contextlib.contextmanager
-def no_comm_hooks(ddp: DistributedDataParallel) -> Iterator[None]:
+def no_comm_hooks(ddp: DistributedDataParallel) -> contextlib.AbstractContextManager[None]:
     """Context in which DDP's list of hooks is another one, and empty: copies and pickles made there have none."""
-    with replaced(ddp, "_comm_hooks", []):
-        yield
+    return replaced(ddp, "_comm_hooks", [])
 
 
 @contextlib.contextmanager
