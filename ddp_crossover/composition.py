@@ -280,7 +280,6 @@ def _compose_on(
         fallbacks,
         turns,
         in_force=in_force,
-        weights=weights,
         batches=batches,
         unreduced=unreduced,
         use_order=use_order,

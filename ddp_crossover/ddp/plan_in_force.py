@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
 from ddp_crossover.collectives.link import Link
-from ddp_crossover.collectives.sums import RankWeights
+from ddp_crossover.collectives.sums import RankWeights, scale_into
 from ddp_crossover.ddp.buckets import Buckets, LayoutRecorder, may_skip_buckets
 from ddp_crossover.ddp.forwards import UseOrder
 from ddp_crossover.ddp.plain_all_reduce import PlainAllReduce
@@ -32,6 +32,7 @@ from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.lazy_params import LazyParams
 from ddp_crossover.parameters.reduced_gradients import ReducedGradients
 from ddp_crossover.planning.session import Orders, Planning
+from ddp_crossover.torch_internals.ddp import GradBucket
 from ddp_crossover.torch_internals.loss_scale import LossScale
 
 NOT_FASTER = (
@@ -114,6 +115,14 @@ class PlanInForce:
 
     def _all_reduce_as_ddp(self, bucket: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         return all_reduce_sum(buffer, self._process_group, self._link.clock, bucket, self._link.all_reduce_stream)
+
+    def reduce_after_detach(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """All-reduce a bucket as DDP does without a hook."""
+        buffer = bucket.buffer().detach()
+        scale_into(buffer, buffer, self._weights.own)
+        if bucket.is_last():
+            self._weights.set_counts([1] * len(self._weights.of_ranks))  # later batches have equal sizes
+        return all_reduce_sum(buffer, self._process_group, stream=self._link.all_reduce_stream)
 
     @property
     def reduction(self) -> PlainAllReduce | Pipeline:

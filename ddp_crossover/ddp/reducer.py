@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover import device as gpu
-from ddp_crossover.collectives.all_reduce import all_reduce_sum
 from ddp_crossover.collectives.link import Link
-from ddp_crossover.collectives.sums import RankWeights, scale_into
 from ddp_crossover.ddp.buckets import MemoryFormats, may_skip_buckets
 from ddp_crossover.ddp.forwards import CompiledCode, ForwardWatch, UseOrder, call_before_backward
 from ddp_crossover.ddp.plain_all_reduce import PlainAllReduce
@@ -55,7 +53,6 @@ class Reducer:
         fallbacks: records what took a slower path.
         turns: notified when compute begins, waits and ends.
         in_force: what reduces the buckets.
-        weights: what each rank's gradients are multiplied by.
         batches: the batches of this model, if they are weighted; else None.
         unreduced: finds steps whose gradients were not reduced.
         use_order: the order in which forward uses parameters.
@@ -78,7 +75,6 @@ class Reducer:
         turns: Turns,
         *,
         in_force: PlanInForce,
-        weights: RankWeights,
         batches: WeightedBatches | None,
         unreduced: UnreducedSteps,
         use_order: UseOrder,
@@ -87,7 +83,6 @@ class Reducer:
         self._in_force = in_force
         # Weak: DDP's C++ reducer, which is opaque to the garbage collector, holds this object.
         self._ddp = weakref.ref(ddp)
-        self._process_group = ddp.process_group
         self._named = named
         self._index_of: dict[Tensor, int] = {p: index for index, (_, p) in enumerate(named)}
         self._memory_formats = MemoryFormats(named)
@@ -97,7 +92,6 @@ class Reducer:
         self._updates = updates
         self._fallbacks = fallbacks
         self._turns = turns
-        self._weights = weights
         self._on_leave = on_leave
         self.iterations = self.pipelined_iterations = 0
         self.steps = StepLog()
@@ -198,12 +192,7 @@ class Reducer:
                 raise RuntimeError(
                     "this DearState was detached and cannot be used again: attach(ddp, optimizer) makes a new one"
                 )
-            # The forward of this backward ran before detach(): all-reduce as DDP does without a hook.
-            buffer = bucket.buffer().detach()
-            scale_into(buffer, buffer, self._weights.own)
-            if bucket.is_last():
-                self._weights.set_counts([1] * len(self._weights.of_ranks))  # later batches have equal sizes
-            return all_reduce_sum(buffer, self._process_group, stream=self._link.all_reduce_stream)
+            return self._in_force.reduce_after_detach(bucket)  # the forward of this backward ran before detach()
         if gpu.is_capturing(self._device):
             raise RuntimeError(
                 "dear_hook cannot be captured in a CUDA graph, because its step spans two iterations: "
