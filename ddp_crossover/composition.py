@@ -271,7 +271,6 @@ def _compose_on(
     )
     reducer = Reducer(
         ddp,
-        named,
         params,
         early_reads,
         link,

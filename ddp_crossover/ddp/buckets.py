@@ -15,11 +15,11 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover import device as gpu
 from ddp_crossover.log import short
+from ddp_crossover.parameters.lazy_params import LazyParam
 from ddp_crossover.torch_internals.ddp import bucket_cap_bytes, may_await_backward, rebuild_buckets, rebuild_under_hook
 
 _BACKWARDS_UNTIL_REBUILT = 3
@@ -110,12 +110,12 @@ class MemoryFormats:
     """The strides of all parameters at attach.
 
     Args:
-        named: names and parameters that DDP manages.
+        lazies: the parameters that DDP manages.
     """
 
-    def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
-        self._named = named
-        self._parameters = [parameter for _, parameter in named]
+    def __init__(self, lazies: Sequence[LazyParam]) -> None:
+        self._names = [lazy.name for lazy in lazies]
+        self._parameters = [lazy.parameter for lazy in lazies]
         self._strides = self._strides_now()
 
     def refuse_changes(self) -> None:
@@ -125,7 +125,7 @@ class MemoryFormats:
         """
         if (strides := self._strides_now()) == self._strides:
             return
-        for (name, parameter), before, now in zip(self._named, self._strides, strides, strict=True):
+        for name, parameter, before, now in zip(self._names, self._parameters, self._strides, strides, strict=True):
             if any(size > 1 and a != b for size, a, b in zip(parameter.shape, before, now, strict=True)):
                 raise RuntimeError(
                     f"the memory layout of {name} has changed since attach (memory_format=torch.channels_last and the "
@@ -135,7 +135,6 @@ class MemoryFormats:
         self._strides = strides
 
     def drop_references(self) -> None:
-        self._named = ()
         self._parameters.clear()
 
     def _strides_now(self) -> list[tuple[int, ...]]:

@@ -9,7 +9,7 @@ For the terms see [Note: DeAR's terms] in ``dear.py``.
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -44,8 +44,7 @@ class Reducer:
 
     Args:
         ddp: the model.
-        named: the parameters that DDP manages, with their names.
-        params: the same parameters, with their pending updates.
+        params: the parameters that DDP manages, with their pending updates.
         early_reads: records which code needs updates or gradients early.
         link: runs the legs.
         planning: makes the plans.
@@ -65,7 +64,6 @@ class Reducer:
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        named: Sequence[tuple[str, torch.nn.Parameter]],
         params: LazyParams,
         early_reads: EarlyReads,
         link: Link,
@@ -83,10 +81,8 @@ class Reducer:
         self._in_force = in_force
         # Weak: DDP's C++ reducer, which is opaque to the garbage collector, holds this object.
         self._ddp = weakref.ref(ddp)
-        self._named = named
-        self._index_of: dict[Tensor, int] = {p: index for index, (_, p) in enumerate(named)}
-        self._memory_formats = MemoryFormats(named)
-        self._device = named[0][1].device
+        self._memory_formats = MemoryFormats(params.all)
+        self._device = params.all[0].parameter.device
         self._link = link
         self._planning = planning
         self._updates = updates
@@ -146,9 +142,7 @@ class Reducer:
         # and updates of a network that is attached again are deferred only if nothing else refers to its memory.
         self._in_force.drop_references()
         self._params.drop_references()
-        self._named = ()
         self._memory_formats.drop_references()
-        self._index_of.clear()
         del self._compiled
 
     def end_iteration_of_codes(self) -> Feedback | None:
@@ -205,7 +199,7 @@ class Reducer:
         parameters = bucket.parameters()
         self._layouts.record(bucket.index(), parameters)
         if self._planning.profiler is not None:
-            self._planning.profiler.arrived(map(self._index_of.__getitem__, parameters))
+            self._planning.profiler.arrived(self._params.of_id[id(parameter)].index for parameter in parameters)
         if self.batches is not None:
             self.batches.bucket_arrives()
         future = self._in_force.reduction.reduce(bucket, parameters)
@@ -213,7 +207,7 @@ class Reducer:
             # Queue again, for the graph task of the last bucket: reentrant checkpointing runs several graph tasks.
             call_after_backward(self._graph_task_ended)
         elif bucket.is_last() and not may_skip_buckets(self.model):
-            names = ", ".join(self._named[index][0] for index in self._layouts.missing())
+            names = ", ".join(self._params.all[index].name for index in self._layouts.missing())
             raise RuntimeError(
                 f"DDP does not reduce {names}, which did not require a gradient when it was built: freeze and unfreeze "
                 "parameters before building DistributedDataParallel, then attach"
