@@ -83,11 +83,6 @@ class ShardStates:
     def mine(self) -> tuple[ParameterRange, ...]:
         return self.ownership[self._link.rank]
 
-    def nbytes(self) -> int:
-        """Bytes of this rank's state."""
-        values = (value for state in self.of_ranges.values() for value in state.values())
-        return sum(value.nbytes for value in values if isinstance(value, Tensor))
-
     # A whole state, as users know it.
 
     def adopt(self, number: int) -> None:
