@@ -18,7 +18,7 @@ from torch import Tensor
 from ddp_crossover.collectives.agreement import all_gather_json
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.parameters.flat import table_of
-from ddp_crossover.sharding.ownership import Ownership, ParameterRange, covering, transfers
+from ddp_crossover.sharding.ownership import Ownership, ParameterRange, transfers
 
 # At most about this much is exchanged at a time, because what is sent and received takes memory of its own.
 EXCHANGE_BYTES = 8 * 2**20
@@ -56,10 +56,10 @@ def redistribute(
         The ranges that this rank wanted, cut as they were sent, with their values as flat tensors.
     """
     moves, rank = transfers(have, want), link.rank
-    held = covering(have[rank])
+    held = by_parameter(mine)
     item_bytes = like.element_size()
     # As bytes: gloo does not know every dtype.
-    outgoing = [_part_of(held, mine, each) for to_one in moves[rank] for each in to_one]
+    outgoing = [elements_of(held, each) for to_one in moves[rank] for each in to_one]
     sent = torch.cat([like.new_empty(0), *outgoing]).view(torch.uint8)
     numels = [sum(each.numel for each in of_one[rank]) for of_one in moves]
     received = sent.new_empty(sum(numels) * item_bytes)
@@ -78,11 +78,18 @@ def redistribute(
             begin += each.numel
 
 
-def _part_of(
-    held: Mapping[int, list[ParameterRange]], mine: Mapping[ParameterRange, Tensor], part: ParameterRange
-) -> Tensor:
-    whole = next(each for each in held[part.parameter] if each.start <= part.start and part.stop <= each.stop)
-    return mine[whole][part.start - whole.start : part.stop - whole.start]
+def by_parameter(of_ranges: Mapping[ParameterRange, Tensor]) -> dict[int, list[tuple[ParameterRange, Tensor]]]:
+    """Flat tensors of ranges, to find some elements in them with :func:`elements_of`."""
+    found: dict[int, list[tuple[ParameterRange, Tensor]]] = {}
+    for each, values in of_ranges.items():
+        found.setdefault(each.parameter, []).append((each, values))
+    return found
+
+
+def elements_of(held: Mapping[int, list[tuple[ParameterRange, Tensor]]], part: ParameterRange) -> Tensor:
+    """A view of these elements, which one of the ranges has."""
+    whole, values = next(one for one in held[part.parameter] if one[0].start <= part.start < one[0].stop)
+    return values[part.start - whole.start : part.stop - whole.start]
 
 
 def sums_over_ranks(

@@ -6,7 +6,7 @@ A parameter is updated by all ranks in flat ranges, or as a whole by one rank, i
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 
@@ -98,11 +98,3 @@ def transfers(have: Ownership, want: Ownership) -> list[list[list[ParameterRange
                 if max(low, start) < min(high, stop):
                     moves[source][target].append(ParameterRange(parameter, max(low, start), min(high, stop)))
     return moves
-
-
-def covering(ranges: Sequence[ParameterRange]) -> dict[int, list[ParameterRange]]:
-    """The ranges by parameter, to find the one that holds some elements."""
-    by_parameter: dict[int, list[ParameterRange]] = {}
-    for each in ranges:
-        by_parameter.setdefault(each.parameter, []).append(each)
-    return by_parameter

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ddp_crossover.collectives.agreement import all_gather_json
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.parameters.flat import flat_of, shaped
-from ddp_crossover.sharding.between_ranks import in_chunks, redistribute
+from ddp_crossover.sharding.between_ranks import by_parameter, elements_of, in_chunks, redistribute
 from ddp_crossover.sharding.by_element import SCALARS
 from ddp_crossover.sharding.ownership import Ownership, ParameterRange, everything, only
 from ddp_crossover.sharding.table import ShardTable
@@ -199,20 +199,19 @@ class ShardStates:
             in_elements(each): flat_of(self.of_ranges[each][key].detach(), tuple(shapes[each.parameter][1]))
             for each in have[rank]
         }
-        targets: dict[int, list[tuple[ParameterRange, Tensor]]] = {}
+        targets: dict[ParameterRange, Tensor] = {}
         for each in want[rank]:
             sized = in_elements(each)
-            target = like.new_empty(sized.numel)
-            targets.setdefault(each.parameter, []).append((sized, target))
+            target = targets[sized] = like.new_empty(sized.numel)
             if self._table.parameters[each.parameter].owner is not None:
                 shape, stride = shapes[each.parameter]
                 gathered[each][key] = shaped(target, torch.Size(shape), tuple(stride))
             else:
                 gathered[each][key] = target
         have, want = (tuple(tuple(map(in_elements, ranges)) for ranges in of_ranks) for of_ranks in (have, want))
+        wanted = by_parameter(targets)
         for part, values in redistribute(self._link, have, want, mine, like):
-            sized, target = next(one for one in targets[part.parameter] if one[0].start <= part.start < one[0].stop)
-            target[part.start - sized.start : part.stop - sized.start] = values
+            elements_of(wanted, part).copy_(values)
 
     def _described(self, ranges: Sequence[ParameterRange]) -> dict[int, dict[str, Any]]:
         """For each parameter of which this rank has state: the kind of each value, and scalars themselves."""
