@@ -49,11 +49,6 @@ def shared_gradients(pipeline: Pipeline | None, parameters: Iterable[Tensor]) ->
     """
     if pipeline is None or not pipeline.has_shared_gradients:
         return None
-    return gradients_of(pipeline, parameters)
-
-
-def gradients_of(pipeline: Pipeline, parameters: Iterable[Tensor]) -> Gradients | None:
-    """The gradients of these parameters; None if DDP was told to ignore one of the parameters."""
     gradients = Gradients([], {})
     for parameter in parameters:
         grad = parameter.grad

@@ -106,8 +106,8 @@ class StockCalls:
         pipeline = self._pipeline
         slot_of = {id(slot.parameter.grad): slot for slot in pipeline.slots if slot.parameter.grad is not None}
         slots = {id(gradient): slot_of[id(gradient)] for gradient in gradients if id(gradient) in slot_of}
-        where = shards.gradients_of(pipeline, [slot.parameter for slot in dict.fromkeys(slots.values())])
-        assert where is not None  # all of them have slots
+        where = shards.shared_gradients(pipeline, [slot.parameter for slot in dict.fromkeys(slots.values())])
+        assert where is not None  # `answer` has made sure that they are shared, and all of them have slots
         norms = shards.norms(pipeline, where, norm_type)
         return {key: norms[slot] for key, slot in slots.items()}
 
