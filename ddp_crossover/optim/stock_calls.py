@@ -73,7 +73,9 @@ class StockCalls:
         if not norm_type > 0:
             return NotImplemented
         if self._asked is not caller.gradients:
-            self._take_norms(caller.gradients, norm_type)
+            self._forget()
+            self._ready = self._norms_on_shards(caller.gradients, norm_type)
+            self._asked, self._left = caller.gradients, self._count(caller.gradients)
         others = [self._plain(gradient) for gradient in gradients if id(gradient) not in self._ready]
         of_others = iter(FOREACH_NORM(others, norm_type) if others else ())
         norms = [
@@ -88,11 +90,6 @@ class StockCalls:
     def _norm(self, caller: Caller, gradient: Tensor, norm_type: float = 2.0) -> Any:
         norms = self._norms(caller, [gradient], norm_type)
         return norms if norms is NotImplemented else norms[0]
-
-    def _take_norms(self, gradients: Sequence[Tensor], norm_type: float) -> None:
-        self._forget()
-        of_slots = self._norms_on_shards(gradients, norm_type)
-        self._asked, self._ready, self._left = gradients, of_slots, self._count(gradients)
 
     def _count(self, gradients: Sequence[Tensor]) -> int:
         """How many of these gradients torch will pass here, and not to another model's, or to its own norm."""
@@ -145,7 +142,7 @@ class StockCalls:
             return False
         if slot in pipeline.updates:  # after step() the fusion buffer belongs to the update
             return False
-        slot.scales = (*slot.scales, factor)
+        slot.scale_by(factor)
         return True
 
     def _plain(self, gradient: Tensor) -> Tensor:
