@@ -355,11 +355,8 @@ class DeferredUpdates:
 
 def pipeline_of(optimizer: Optimizer) -> Pipeline | None:
     """The pipeline that carries this optimizer's gradients; None if it has none yet or is not attached."""
-    for hook in step_pre_hooks(optimizer):
-        if is_ours(hook):
-            owner: DeferredUpdates = hook.__self__
-            return owner.pipeline
-    return None
+    owners = _owners_of(optimizer)
+    return owners[0].pipeline if owners else None
 
 
 def _parameters_of_models(optimizer: Optimizer, but: DeferredUpdates | None = None) -> set[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -128,7 +128,9 @@ class UpdateRunner:
                         assert isinstance(update, DeferredUpdate)
                         claimed[slot] = update
                     lazy.end_wait()
-                self._show_values(claimed)
+                for slot in claimed:
+                    if self._strict or slot.lazy.is_written:
+                        slot.lazy.show_value()
                 self._write(pipeline, claimed)
                 if self._after_update and not self._broken:
                     # In this context: these uses come before forward's, and must not count as its touches.
@@ -146,11 +148,6 @@ class UpdateRunner:
         finally:
             for lazy in lazies:
                 lazy.memory.grad = None  # frees a copy that was cast back from the wire dtype
-
-    def _show_values(self, slots: Iterable[Slot]) -> None:
-        for slot in slots:
-            if self._strict or slot.lazy.is_written:
-                slot.lazy.show_value()
 
 
 def run_updates(pipeline: Pipeline, claimed: Mapping[Slot, DeferredUpdate]) -> None:
