@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.optim import Optimizer
+
+from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters
 
 
 class LazyState(defaultdict[Any, Any]):
@@ -41,10 +43,7 @@ class LazyState(defaultdict[Any, Any]):
         """Put the entries that the last steps have made in the order of plain steps."""
         count, optimizer = dict.__len__(self), self.optimizer()
         if count > self.settled + 1 and optimizer is not None:
-            order = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            places = {id(parameter): place for place, parameter in enumerate(order)}
-            new = list(dict.keys(self))[self.settled :]
-            for key in sorted(new, key=lambda key: places.get(id(key), len(places))):
+            for key in in_order_of_steps(optimizer, list(dict.keys(self))[self.settled :]):
                 dict.__setitem__(self, key, dict.pop(self, key))
         self.settled = count
 
@@ -79,6 +78,12 @@ for _name in (
     *("clear", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values"),
 ):
     setattr(LazyState, _name, _after_updates(_name))
+
+
+def in_order_of_steps(optimizer: Optimizer, keys: Iterable[Any]) -> list[Any]:
+    """Keys of an optimizer's state in the order in which a plain step makes their entries."""
+    places = {id(parameter): place for place, parameter in enumerate(optimizer_parameters(optimizer))}
+    return sorted(keys, key=lambda key: places.get(id(key), len(places)))
 
 
 def make_state_lazy(optimizer: Optimizer, model: object, before_look: Callable[[], None] | None = None) -> None:

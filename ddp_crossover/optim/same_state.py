@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_crossover.collectives.agreement import all_gather_json
+from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters
 
 
 @torch.no_grad()
@@ -25,9 +26,7 @@ def take_state_of_rank_0(optimizers: Sequence[Optimizer], group: dist.ProcessGro
     Raises:
         RuntimeError: on all ranks, if some have state that others lack.
     """
-    states = [
-        optimizer.state.get(p, {}) for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]
-    ]
+    states = [optimizer.state.get(p, {}) for optimizer in optimizers for p in optimizer_parameters(optimizer)]
     of_ranks = all_gather_json([_shape(state) for state in states], group, device)
     if any([_names(one) for one in other] != [_names(one) for one in of_ranks[0]] for other in of_ranks):
         raise RuntimeError(

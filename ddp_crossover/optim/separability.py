@@ -31,6 +31,7 @@ from ddp_crossover.optim.optimizer_snapshot import (
     ToUpdate,
     hyperparameters,
     is_of_torch,
+    optimizer_parameters,
     reads_attributes,
     same,
 )
@@ -81,7 +82,7 @@ def _kind(optimizer: Optimizer) -> tuple[Any, ...]:
 
 @contextmanager
 def _random_states_kept(optimizer: Optimizer) -> Iterator[None]:
-    devices = {p.device for g in optimizer.param_groups for p in g["params"] if p.device.type == "cuda"}
+    devices = {p.device for p in optimizer_parameters(optimizer) if p.device.type == "cuda"}
     of_python, of_numpy = random.getstate(), np.random.get_state(legacy=False)
     try:
         with torch.random.fork_rng(devices=list(devices)):
@@ -305,7 +306,7 @@ def _why_settings_may_change(optimizer: Optimizer) -> str | None:
 
 def _knows_parameters_by_id(optimizer: Optimizer) -> bool:
     """Whether it stores ids of parameters; deferred updates use other tensors of that memory, with other ids."""
-    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    ids = set(map(id, optimizer_parameters(optimizer)))
     own = [value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")]
     return not ids.isdisjoint(_integers((own, [hyperparameters(group) for group in optimizer.param_groups])))
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ddp_crossover.collectives.agreement import all_gather_json
 from ddp_crossover.collectives.link import Link
+from ddp_crossover.optim.lazy_state import in_order_of_steps
 from ddp_crossover.parameters.flat import flat_of, shaped
 from ddp_crossover.sharding.between_ranks import by_parameter, elements_of, in_chunks, redistribute
 from ddp_crossover.sharding.by_element import SCALARS
@@ -130,10 +131,8 @@ class ShardStates:
         for number, whole in states.items():
             whole.update(self._others.get(number, {}))
             optimizer = self._optimizers[number]
-            # In the order in which a step makes them, which whoever iterates over the state sees.
-            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            places = {parameter: place for place, parameter in enumerate(parameters)}
-            in_order = sorted(whole.items(), key=lambda item: places.get(item[0], len(places)))
+            # Scripts that iterate over the state see the order.
+            in_order = {key: whole[key] for key in in_order_of_steps(optimizer, whole)}
             optimizer.state = defaultdict(dict, in_order)
 
     def _as_parameter(self, value: Any, each: ParameterRange) -> Any:
