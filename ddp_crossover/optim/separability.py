@@ -176,24 +176,26 @@ class Clone:
         shape_of: Callable[[int, int], list[int]] = lambda dim, number: [_SAMPLE_EDGE + number] * dim,
     ) -> None:
         self.optimizer: Optimizer = object.__new__(type(optimizer))
-        attributes = {k: v for k, v in vars(optimizer).items() if k != "step"}
         self.closure_calls = 0
         originals: dict[Tensor, Tensor] = {}
-        groups = [
-            {**_awake(hyperparameters(group)), "params": _samples(group["params"], seed, originals, shape_of)}
-            for seed, group in enumerate(optimizer.param_groups)
-        ]
-        for name, value in attributes.items():
-            if name not in ("param_groups", "state"):
-                setattr(self.optimizer, name, _private_copy(value))
+        groups = []
+        for seed, group in enumerate(optimizer.param_groups):
+            samples = _samples(group["params"], seed, shape_of)
+            groups.append({**_awake(hyperparameters(group)), "params": list(samples)})
+            originals |= samples
+        for name, value in vars(optimizer).items():
+            if name not in ("step", "param_groups", "state"):
+                # An OrderedDict holds step or state_dict hooks, which the clone must not run.
+                own = OrderedDict() if isinstance(value, OrderedDict) else copy.deepcopy(value)
+                setattr(self.optimizer, name, own)
         self.optimizer.param_groups = groups
         self.optimizer.state = defaultdict(dict)
         for sample, original in originals.items() if reads_attributes(optimizer) else ():
             vars(sample).update((name, _state_of_sample(v, original, sample)) for name, v in vars(original).items())
-        for stand_in, original in originals.items() if with_state else ():
+        for sample, original in originals.items() if with_state else ():
             for key, value in optimizer.state.get(original, {}).items():
-                self.optimizer.state[stand_in][key] = _state_of_sample(value, original, stand_in)
-        self.parameters: list[Tensor] = [p for group in groups for p in group["params"]]
+                self.optimizer.state[sample][key] = _state_of_sample(value, original, sample)
+        self.parameters = list(originals)
 
     def set_gradients(self, step: int) -> list[Tensor]:
         """Give each parameter a gradient that depends on ``step`` only; returns copies of the gradients."""
@@ -239,12 +241,10 @@ class Clone:
         ]
 
 
-def _samples(
-    parameters: list[Tensor], seed: int, originals: dict[Tensor, Tensor], shape_of: Callable[[int, int], list[int]]
-) -> list[Tensor]:
-    """A few tiny parameters per number of dimensions, dtype and device; ``originals`` maps them to the real ones."""
+def _samples(parameters: list[Tensor], seed: int, shape_of: Callable[[int, int], list[int]]) -> dict[Tensor, Tensor]:
+    """A few tiny parameters per number of dimensions, dtype and device, each with the one that it stands for."""
     kinds: dict[tuple[Any, ...], int] = {}
-    samples: list[Tensor] = []
+    samples: dict[Tensor, Tensor] = {}
     for parameter in parameters:
         kind = (parameter.dim(), parameter.dtype, parameter.device)
         kinds[kind] = kinds.get(kind, 0) + 1
@@ -253,8 +253,7 @@ def _samples(
         sample = torch.empty(shape_of(parameter.dim(), kinds[kind]), dtype=parameter.dtype, device=parameter.device)
         with torch.no_grad():
             sample.copy_(_noise(sample, seed=100 * seed + len(samples)))
-        samples.append(sample.requires_grad_())
-        originals[sample] = parameter
+        samples[sample.requires_grad_()] = parameter
     return samples
 
 
@@ -334,11 +333,6 @@ def _is_plain(value: Any, *also: type) -> bool:
 def _awake(group: dict[str, Any]) -> dict[str, Any]:
     """Replace a learning rate of 0, as at the start of a warm-up: with it every optimizer would pass."""
     return {**group, "lr": 1e-3} if "lr" in group and not float(group["lr"]) else group
-
-
-def _private_copy(value: Any) -> Any:
-    # An OrderedDict holds step or state_dict hooks, which the clone must not run.
-    return OrderedDict() if isinstance(value, OrderedDict) else copy.deepcopy(value)
 
 
 class Separable:
