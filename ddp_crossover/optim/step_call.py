@@ -97,38 +97,28 @@ class Deferrable:
     def among(self, groups: Sequence[Sequence[Tensor]], pipeline: Pipeline) -> list[list[LazyParam]]:
         """Return those of each group whose updates can be deferred; why others cannot counts once for all groups."""
         never: dict[LazyParam, str] = {}
-        read_early: list[LazyParam] = []
-        later = [self._of_group(group, pipeline, never, read_early) for group in groups]
+        are_read = False
+        later: list[list[LazyParam]] = [[] for _ in groups]
+        for of_group, parameters in zip(later, groups, strict=True):
+            for parameter in parameters:
+                grad = parameter.grad
+                if grad is None or (lazy := self._params.of_id.get(id(parameter))) is None:
+                    continue
+                if not parameter.requires_grad:  # frozen since backward; the optimizer may check that
+                    continue
+                slot = pipeline.slots[lazy.index]
+                if slot.is_kept:
+                    never[lazy] = _KEPT
+                elif not slot.pending.is_current(grad):
+                    are_read = True
+                elif lazy.why_never_lazy is not None:
+                    never[lazy] = lazy.why_never_lazy
+                else:
+                    of_group.append(lazy)
         self.note_not_deferred(never)
-        if read_early:
+        if are_read:
             self._fallbacks.note(*_why_read(self._early_reads.clipped_by))
         return later
-
-    def _of_group(
-        self,
-        parameters: Sequence[Tensor],
-        pipeline: Pipeline,
-        never: dict[LazyParam, str],
-        read_early: list[LazyParam],
-    ) -> list[LazyParam]:
-        """Those of ``parameters`` whose updates can be deferred; adds the others to ``never`` or ``read_early``."""
-        candidates = []
-        for parameter in parameters:
-            grad = parameter.grad
-            if grad is None or (lazy := self._params.of_id.get(id(parameter))) is None:
-                continue
-            if not parameter.requires_grad:  # frozen since backward; the optimizer may check that
-                continue
-            slot = pipeline.slots[lazy.index]
-            if slot.is_kept:
-                never[lazy] = _KEPT
-            elif not slot.pending.is_current(grad):
-                read_early.append(lazy)
-            elif lazy.why_never_lazy is not None:
-                never[lazy] = lazy.why_never_lazy
-            else:
-                candidates.append(lazy)
-        return candidates
 
     def note_not_deferred(self, why_not: Mapping[LazyParam, str]) -> None:
         """Record why the updates of these parameters are not deferred."""
