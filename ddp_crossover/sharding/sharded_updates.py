@@ -113,8 +113,7 @@ class ShardedUpdates(DeferredUpdates):
         for number, optimizer in enumerate(optimizers):
             if optimizer.state:
                 self.states.adopt(number)
-        # The iteration in which all ranks got the whole state, by optimizer.
-        self._whole_since: dict[int, int] = {}
+        self._whole_since = -1  # the iteration in which all ranks got the whole state of all optimizers
 
     def remove(self) -> None:
         super().remove()
@@ -149,7 +148,7 @@ class ShardedUpdates(DeferredUpdates):
         ranks = list(ranks)
         self.states.consolidate(ranks)
         if len(ranks) == self._link.world_size:
-            self._whole_since = dict.fromkeys(self._numbers.values(), self._link.iteration)
+            self._whole_since = self._link.iteration
 
     def is_deferred(self, optimizer: Optimizer) -> bool:
         pipeline = self.pipeline
@@ -212,8 +211,7 @@ class ShardedUpdates(DeferredUpdates):
         So after :meth:`consolidate`, until the next backward: ``torch.distributed.checkpoint`` makes a step of its own
         to have a state that it can load into.
         """
-        since = self._whole_since.get(self._numbers[optimizer])
-        return since == self._link.iteration and not isinstance(optimizer.state, ShardedState)
+        return self._whole_since == self._link.iteration and not isinstance(optimizer.state, ShardedState)
 
     def _index_of(self, parameter: Tensor, optimizer: Optimizer) -> int:
         lazy = self._params.of_id.get(id(parameter))
