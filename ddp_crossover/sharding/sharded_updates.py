@@ -265,8 +265,9 @@ class ShardedUpdates(DeferredUpdates):
         pipeline, gathers = self.pipeline, self._gathers
         assert pipeline is not None and gathers is not None
         self._params.follow_moved(lazies)
+        slots = [pipeline.slots[index] for index in call.group_of]
         gradients = {
-            slot: self._gradient_in_memory(slot, pipeline) for slot in map(pipeline.slots.__getitem__, call.group_of)
+            slot: None if pipeline.gradients.is_pending(slot) else unwrapped(slot.parameter.grad) for slot in slots
         }
         groups = gathers.in_order_of_updates(gradients)
         if call.needs_all_shards:
@@ -289,12 +290,9 @@ class ShardedUpdates(DeferredUpdates):
         gradients = {lazy.index: unwrapped(lazy.parameter.grad) for lazy in lazies}
         by_name = {lazy.name: gradients[lazy.index] for lazy in lazies}
         require_same_gradients(self._link, self._device, by_name)
-        updates = []
-        for each in self.states.mine:
-            if each.parameter in gradients:
-                # In place, unless that has gaps; the exchange then brings it there.
-                values = self._elements(self._memory_of(each.parameter), each)
-                updates.append(self._shard(each, values, gradients[each.parameter]))
+        updates = [
+            self._shard(each, gradients[each.parameter]) for each in self.states.mine if each.parameter in gradients
+        ]
         self._update(call, updates)
         self._unscale(call)
         with unrecorded():
@@ -316,17 +314,11 @@ class ShardedUpdates(DeferredUpdates):
                 # Also if that is the same memory, for the version.
                 lazy.memory.copy_(shaped(whole[lazy.index], one.parameter.shape, one.stride))
 
-    def _memory_of(self, index: int) -> Tensor:
-        return self._params.all[index].memory.detach()
-
     def _without_elements(self, call: _Call) -> list[ToUpdate]:
         """The parameters without elements that this rank updates: no fusion group has a piece of them."""
         empty = [each for each in self.states.mine if not each.numel and each.parameter in call.group_of]
-        memories = [self._memory_of(each.parameter) for each in empty]
-        return [
-            self._shard(each, self._elements(memory, each), memory)
-            for each, memory in zip(empty, memories, strict=True)
-        ]
+        # Without elements, the memory serves as the gradient as well.
+        return [self._shard(each, self._params.all[each.parameter].memory) for each in empty]
 
     def _update(self, call: _Call, updates: Sequence[ToUpdate]) -> None:
         if not updates and not call.needs_all_shards:
@@ -355,16 +347,12 @@ class ShardedUpdates(DeferredUpdates):
         pipeline = self.pipeline
         with torch.no_grad():
             for index in call.group_of:
-                slot = None if pipeline is None else pipeline.slots[index]
-                if slot is not None and pipeline is not None and pipeline.gradients.is_pending(slot):
+                if pipeline is not None and pipeline.gradients.is_pending(slot := pipeline.slots[index]):
                     slot.scale_by(factor)
                 else:
                     unwrapped(self._params.all[index].parameter.grad).mul_(factor)
 
     # Shards of tensors.
-
-    def _gradient_in_memory(self, slot: Slot, pipeline: Pipeline) -> Tensor | None:
-        return None if pipeline.gradients.is_pending(slot) else unwrapped(slot.parameter.grad)
 
     def _flat(self, index: int, tensor: Tensor) -> Tensor:
         return flat_of(tensor.detach(), self._table.parameters[index].stride)
@@ -372,9 +360,11 @@ class ShardedUpdates(DeferredUpdates):
     def _elements(self, tensor: Tensor, each: ParameterRange) -> Tensor:
         return self._flat(each.parameter, tensor)[each.start : each.stop]
 
-    def _shard(self, each: ParameterRange, values: Tensor, gradient: Tensor) -> ToUpdate:
-        """A shard with its values, flat, and the gradient of the whole parameter."""
+    def _shard(self, each: ParameterRange, gradient: Tensor) -> ToUpdate:
+        """A shard of a parameter, in its memory, and of its gradient."""
         one = self._table.parameters[each.parameter]
+        # In place, unless that has gaps; the exchange then brings it there.
+        values = self._elements(self._params.all[each.parameter].memory, each)
         if one.owner is None:
             gradient = self._elements(gradient, each)
         else:
