@@ -160,23 +160,23 @@ class ParameterGathers:
         torch._foreach_copy_(group.put_aside, shards)
 
     def _lands_apart(self, group: GroupInFlight) -> bool:
-        return self.landing(group) is not group.buffer
+        return group.spec.arena in self._arenas
 
     def _to_update(self, piece: ShardPiece, out: Tensor, in_memory: Tensor | None, group: GroupInFlight) -> ToUpdate:
         slot, has_owner = piece.slot, piece.slot.index in self._owners
-        if in_memory is not None and has_owner:
+        if in_memory is not None:
             gradient = in_memory.detach()
-        elif in_memory is not None:
-            gradient = flat_of(in_memory.detach(), slot.stride)[piece.start : piece.stop]
+            if not has_owner:
+                gradient = flat_of(gradient, slot.stride)[piece.start : piece.stop]
         else:
             gradient = piece.of(group.put_aside).to(slot.parameter.dtype)
             for factor in slot.scales:  # not in place: `.grad` may be read later
                 self._pipeline.order.keep(factor)
                 [gradient] = torch._foreach_mul([gradient], factor)
+            if has_owner:
+                gradient = shaped(gradient, slot.parameter.shape, slot.stride)
         if has_owner:
             out = shaped(out, slot.parameter.shape, slot.stride)
-        if has_owner and in_memory is None:
-            gradient = shaped(gradient, slot.parameter.shape, slot.stride)
         return shard_to_update(_elements(piece), out, gradient, slot.parameter.requires_grad)
 
     def send_update(self, group: GroupInFlight) -> None:
