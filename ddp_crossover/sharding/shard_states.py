@@ -115,13 +115,12 @@ class ShardStates:
     def consolidate(self, ranks: Iterable[int]) -> None:
         """Give the optimizers of these ranks their whole state, parameter-shaped. A collective."""
         ranks = set(ranks)
-        held = [
-            number for number, optimizer in enumerate(self._optimizers) if isinstance(optimizer.state, ShardedState)
-        ]
+        states: dict[int, dict[Any, Any]] = {
+            number: {} for number, optimizer in enumerate(self._optimizers) if isinstance(optimizer.state, ShardedState)
+        }
         of_parameters = self._gathered(self.ownership, everything(self.ownership, ranks))
         if self._link.rank not in ranks:
             return
-        states: dict[int, defaultdict[Any, Any]] = {number: defaultdict(dict) for number in held}
         for each, state in sorted(of_parameters.items()):
             one = self._table.parameters[each.parameter]
             if one.optimizer in states:
