@@ -175,7 +175,6 @@ class DeferredUpdates:
     # What the pipeline asks for, see `dear.Updater`.
 
     def apply(self, slots: list[Slot]) -> None:
-        """Run the deferred updates of these parameters, whose reduced gradients are complete."""
         self._runner.apply(slots)
 
     def early_answers(self, pipeline: Pipeline) -> Callable[..., Any] | None:
@@ -183,7 +182,6 @@ class DeferredUpdates:
         return StockCalls(pipeline).answer if self._norms is Norms.SHARDED else None
 
     def gathers(self, pipeline: Pipeline, memory: Mapping[str, Tensor]) -> Gathers:
-        """What its gather legs carry."""
         return GradientGathers(pipeline.gather_order)
 
     def gradient_is_read(self, slot: Slot) -> None:
@@ -196,7 +194,6 @@ class DeferredUpdates:
             pipeline.updates.apply([slot])
 
     def needs_gradient(self, slot: Slot) -> bool:
-        """Whether an update that has not been applied needs this gradient."""
         # Updates that are being written are needed, too: a signal handler may read gradients meanwhile.
         pipeline = self.pipeline
         assert pipeline is not None

@@ -61,7 +61,6 @@ class StandIn:
             setattr(self.optimizer, name, OrderedDict((key, self._for_original(hook)) for key, hook in hooks.items()))
 
     def use_state(self, state: Any) -> None:
-        """Step with this state of the parameters."""
         self.optimizer.state = state
 
     def _for_original(self, hook: Callable[..., Any]) -> Callable[..., Any]:
