@@ -3,9 +3,11 @@
     scatter leg -> reduced shard -> update of this rank's elements -> gather leg of parameters -> copy at the first use
 
 Gather legs of gradients are sent only if code reads gradients. Before the first ``step()`` of an iteration any rank may
-read one: all ranks hear of it in their ``step()``, gradients are gathered where parameters would arrive, and updated
-parameters are exchanged at once in that step. A read after ``step()`` is a collective, which every rank must make; all
-updates are applied first.
+read one, as a logger on rank 0 does, or because its garbage collector has not freed a view of a gradient yet. It then
+waits until the others get to where they ask, too: before norms are exchanged, any number of times, and in their
+``step()``. Then all gather gradients where parameters would arrive, nobody asks any more, and updated parameters are
+exchanged at once in that step. A read after ``step()`` is a collective, which every rank must make; all updates are
+applied first.
 
 A group whose gather leg carries parameters has its reduced shards in ``GroupInFlight.put_aside``, which tells it from
 one whose gradients are on the way. For the terms see [Note: DeAR's terms] in ``dear.py``.
@@ -13,7 +15,8 @@ one whose gradients are on the way. For the terms see [Note: DeAR's terms] in ``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,8 +31,12 @@ from ddp_crossover.optim.optimizer_snapshot import ToUpdate
 from ddp_crossover.parameters.flat import flat_of, shaped
 from ddp_crossover.parameters.slots import GroupInFlight, GroupState, ShardPiece, Slot
 from ddp_crossover.sharding.between_ranks import in_chunks, redistribute
-from ddp_crossover.sharding.gather_agreement import GatherAgreement, waiting_for_ranks
 from ddp_crossover.sharding.ownership import Ownership, ParameterRange, everything
+
+_EVERY_RANK = (
+    "With shard_optimizer=True a read of gradients after step() gathers them from all ranks, so every rank must read "
+    "them, at the same place: read them before step(), or let all ranks compute what rank 0 logs"
+)
 
 
 class _Landing(NamedTuple):
@@ -62,7 +69,7 @@ class ParameterGathers:
         self._owners = owners
         self._arenas = _landing_arenas(pipeline, memory)
         self._landings: dict[GroupInFlight, _Landing] = {}
-        self._agreement = GatherAgreement(pipeline)
+        self._decided_in = -1  # the iteration in which ranks have agreed for the last time
 
     # Where parameters arrive.
 
@@ -195,22 +202,52 @@ class ParameterGathers:
         if group.is_spread:
             self.decide(wants_gradients=True)
         if group.is_spread:  # some optimizer has made its step already, so other ranks have not been asked
-            self._agreement.require_same_place()
+            self._require_same_place()
             self._gather_gradients()
 
     def decide(self, *, wants_gradients: bool) -> None:
-        """Agree with the other ranks on what gather legs of this iteration carry, see :class:`GatherAgreement`.
+        """Agree with the other ranks on what gather legs of this iteration carry.
 
         Args:
             wants_gradients: whether this rank reads gradients before ``step()``; then all ranks gather them.
         """
-        if not self._agreement.is_reached and self._agreement.ask(wants_gradients=wants_gradients):
-            self._gather_gradients()
+        if not self._is_decided:
+            self._decided_in = self._pipeline.iteration
+            self._ask(wants_gradients=wants_gradients)
 
     def before_exchange(self) -> None:
-        """Hear whether some rank reads gradients."""
-        if not self._agreement.is_reached and self._agreement.ask_before_exchange():
+        """Meet a rank that reads gradients first, and so waits for the others before it gets to the exchange.
+
+        It may also read some afterwards, so ``step()`` asks again.
+        """
+        if not self._is_decided:
+            self._ask(wants_gradients=False)
+
+    @property
+    def _is_decided(self) -> bool:
+        return self._decided_in == self._pipeline.iteration
+
+    def _ask(self, *, wants_gradients: bool) -> None:
+        """Gather all gradients if any rank reads some."""
+        with self._waiting_for_ranks():
+            numbers = self._link.exchange_numbers(2 * self._pipeline.iteration + wants_gradients)()
+        if {number // 2 for number in numbers} != {self._pipeline.iteration}:
+            raise RuntimeError(f"ranks are in different iterations. {_EVERY_RANK}")
+        if any(number & 1 for number in numbers):
+            self._decided_in = self._pipeline.iteration
             self._gather_gradients()
+
+    def _require_same_place(self) -> None:
+        """Raise RuntimeError unless all ranks read gradients at this place."""
+        with self._waiting_for_ranks():
+            numbers = self._link.exchange_numbers(-self._pipeline.iteration)()
+        if set(numbers) != {-self._pipeline.iteration}:
+            raise RuntimeError(f"ranks read gradients at different places. {_EVERY_RANK}")
+
+    @contextlib.contextmanager
+    def _waiting_for_ranks(self) -> Iterator[None]:
+        with self._pipeline.waits.of("gradients"), self._pipeline.turns.released():
+            yield
 
     def _gather_gradients(self) -> None:
         """Gather all gradients: where parameters would arrive, if none are on the way there, else by an exchange."""
@@ -244,7 +281,7 @@ class ParameterGathers:
                 _elements(p): p.of(group.put_aside) for group in alike for p in group.shard_pieces(rank, world_size)
             }
             assert alike[0].buffer is not None
-            with waiting_for_ranks(self._pipeline):
+            with self._waiting_for_ranks():
                 parts = redistribute(
                     self._link, have, everything(have, range(world_size)), mine, alike[0].buffer.parts[0]
                 )
