@@ -43,14 +43,6 @@ def in_equal_parts(numels: Mapping[int, int], world_size: int) -> Ownership:
     return tuple(map(tuple, ranges))
 
 
-def whole(numels: Mapping[int, int], owners: Mapping[int, int], world_size: int) -> Ownership:
-    """Give each parameter as a whole to its owner."""
-    return tuple(
-        tuple(ParameterRange(parameter, 0, numel) for parameter, numel in numels.items() if owners[parameter] == rank)
-        for rank in range(world_size)
-    )
-
-
 def owners_by_cost(costs: Mapping[int, float], world_size: int) -> dict[int, int]:
     """Choose an owner for each parameter, so that ranks have about equal costs: the most expensive first."""
     loads = [0.0] * world_size

@@ -20,7 +20,7 @@ from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters, reads_a
 from ddp_crossover.optim.separability import why_not_separable
 from ddp_crossover.planning.gradient_specs import ShardKind
 from ddp_crossover.sharding.by_element import why_not_by_element, why_not_shared
-from ddp_crossover.sharding.ownership import Ownership, in_equal_parts, owners_by_cost, whole
+from ddp_crossover.sharding.ownership import Ownership, ParameterRange, in_equal_parts, owners_by_cost
 
 _WAY_OUT = "Leave out shard_optimizer to have it run on every rank"
 
@@ -102,12 +102,12 @@ class ShardTable:
 
     def first_ownership(self) -> Ownership:
         """Who updates what before gradients travel in fusion groups."""
-        shared = {i: one.parameter.numel() for i, one in enumerate(self.parameters) if one.owner is None}
-        owned = {i: one.parameter.numel() for i, one in enumerate(self.parameters) if one.owner is not None}
-        of_ranks = zip(
-            in_equal_parts(shared, self._world_size), whole(owned, self.owners, self._world_size), strict=True
+        whole = [ParameterRange(index, 0, one.parameter.numel()) for index, one in enumerate(self.parameters)]
+        shared = {each.parameter: each.numel for each in whole if each.parameter not in self.owners}
+        return tuple(
+            (*ranges, *(each for each in whole if self.owners.get(each.parameter) == rank))
+            for rank, ranges in enumerate(in_equal_parts(shared, self._world_size))
         )
-        return tuple((*of_shared, *of_owned) for of_shared, of_owned in of_ranks)
 
     def give(self, index: int, number: int) -> bool:
         """Give a parameter that has no optimizer to this one, unless that updates whole parameters."""
