@@ -6,7 +6,7 @@ Pure, like the simulator: the same input gives the same plan on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from ddp_crossover.fusion import MB, FusionGroup, FusionPlan, GradientSpec, Schedule, Taper, plan_fusion
@@ -30,22 +30,16 @@ HOST_PER_GROUP_S = 3e-4
 _MAX_GROUPS = 1000
 
 
-@dataclass(frozen=True)
-class PlannedStep:
-    """The best plan of a search, and the predicted step times of the alternatives.
+class PlannedStep(NamedTuple):
+    """The result of a search.
 
     Attributes:
         plan: the best plan with ``Schedule.AUTO``, host costs of groups included.
-        step_s: its predicted step time in seconds.
-        candidates_s: predicted step time in seconds per group size in MiB, with ``Schedule.AUTO``.
-        allreduce_s: predicted step time in seconds of plain all-reduces, at their best group size.
-        prefers_allreduce: whether plain all-reduces are predicted to be at least as good, within 0.2%.
+        prefers_allreduce: whether plain all-reduces, at their best group size, are predicted to be at least as good,
+            within 0.2%.
     """
 
     plan: FusionPlan
-    step_s: float
-    candidates_s: dict[float, float]
-    allreduce_s: float
     prefers_allreduce: bool
 
 
@@ -91,15 +85,11 @@ def choose_plan(
         codec_s_per_element,
     )
     plain = problem if plain_specs is None else problem._replace(specs=plain_specs)
-    auto = _try_sizes(problem, Schedule.AUTO, candidates_mb)
-    _, allreduce = _best(plain, _try_sizes(plain, Schedule.ALLREDUCE, candidates_mb))
-    _, (plan, step) = _best(problem, auto)
+    plan, step = _best(problem, Schedule.AUTO, candidates_mb)
+    _, all_reduce_step = _best(plain, Schedule.ALLREDUCE, candidates_mb)
     return PlannedStep(
         plan=replace(plan, schedule=Schedule.AUTO, launch_order=step.launch_order),
-        step_s=step.step_s,
-        candidates_s={fusion_mb: candidate.step.step_s for fusion_mb, candidate in auto.items()},
-        allreduce_s=allreduce.step.step_s,
-        prefers_allreduce=allreduce.step.step_s <= step.step_s * (1 + _TIE),
+        prefers_allreduce=all_reduce_step.step_s <= step.step_s * (1 + _TIE),
     )
 
 
@@ -129,8 +119,8 @@ def best_of_sizes(
         fused_all_reduce,
         codec_s_per_element=codec_s_per_element,
     )
-    fusion_mb, candidate = _best(problem, _try_sizes(problem, schedule, candidates_mb))
-    return fusion_mb, candidate.step
+    plan, step = _best(problem, schedule, candidates_mb)
+    return plan.fusion_mb, step
 
 
 class _Problem(NamedTuple):
@@ -154,13 +144,15 @@ class _PredictedPlan(NamedTuple):
     step: SimulatedStep
 
 
-def _try_sizes(problem: _Problem, schedule: Schedule, candidates_mb: Sequence[float]) -> dict[float, _PredictedPlan]:
-    """Plan and simulate each group size, except for those that cut the model into too many groups."""
-    specs = problem.specs
+def _best(problem: _Problem, schedule: Schedule, candidates_mb: Sequence[float]) -> _PredictedPlan:
+    """The largest of the fastest group sizes, but for those that cut the model into too many groups."""
     tapers = TAPERS if schedule == Schedule.AUTO else (None,)
-    total_mb = sum(spec.numel * spec.itemsize_bytes for spec in specs) / MB
+    total_mb = sum(spec.numel * spec.itemsize_bytes for spec in problem.specs) / MB
     sizes_mb = [mb for mb in candidates_mb if total_mb <= mb * _MAX_GROUPS] or [max(candidates_mb)]
-    return {mb: min((_try(problem, schedule, mb, taper) for taper in tapers), key=problem.cost_s) for mb in sizes_mb}
+    tried = [min((_try(problem, schedule, mb, taper) for taper in tapers), key=problem.cost_s) for mb in sizes_mb]
+    fastest_s = min(map(problem.cost_s, tried))
+    ties = [one for one in tried if problem.cost_s(one) <= fastest_s * (1 + _TIE)]
+    return max(ties, key=lambda one: one.plan.fusion_mb)
 
 
 def _try(problem: _Problem, schedule: Schedule, fusion_mb: float, taper: Taper | None) -> _PredictedPlan:
@@ -177,12 +169,6 @@ def _try(problem: _Problem, schedule: Schedule, fusion_mb: float, taper: Taper |
         plan = replace(plan, groups=tuple(replace(group, split=False) for group in plan.groups))
     step = predict_step(plan, problem.specs, problem.profile, problem.link, schedule, problem.codec_s_per_element)
     return _PredictedPlan(plan, step)
-
-
-def _best(problem: _Problem, candidates: dict[float, _PredictedPlan]) -> tuple[float, _PredictedPlan]:
-    fastest_s = min(map(problem.cost_s, candidates.values()))
-    largest_mb = max(mb for mb, candidate in candidates.items() if problem.cost_s(candidate) <= fastest_s * (1 + _TIE))
-    return largest_mb, candidates[largest_mb]
 
 
 def predict_step(

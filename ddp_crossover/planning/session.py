@@ -117,7 +117,6 @@ class Planning:
         self.link_model: LinkModel | None = None
         self.compute: ComputeProfile | None = None
         self._rank_compute_s: tuple[float, ...] = ()
-        self.planned: PlannedStep | None = None
         self.result: TuningResult | None = None
         self.profiler: ComputeProfiler | None = None
 
@@ -245,11 +244,11 @@ class Planning:
         self._host_per_group_s = of_rank_0["host_per_group_s"]
         self.profiler = None
         fixed_mb = self._options.fusion_mb
-        self.planned = self._search(self.compute, None if fixed_mb is None else [fixed_mb])
+        planned = self._search(CANDIDATES_MB if fixed_mb is None else [fixed_mb])
         self.stage = Stage.SETTLED
         if fixed_mb is not None:
-            return self._checked(self.planned.plan)
-        start = self._predicted = self._best_predicted()
+            return self._checked(planned.plan)
+        start = self._predicted = self._best_predicted(planned)
         if self._memory.known is not None:
             self._say_what_was_decided()
             return self._plan_of(self._memory.known)
@@ -257,12 +256,15 @@ class Planning:
             if start.as_built:
                 self._say_what_was_decided()
             return self._plan_of(start)
+        as_they_are = None
+        if self._has_codes and self._may_be_plain:
+            as_they_are = Candidate(self._search(CANDIDATES_MB, is_coded=False).plan.fusion_mb)
         self._tuner = Tuner(
             start,
             model_bytes=self._plain_bytes,
             tries_as_built=self._bucket_cap_mb is not None,
             tries_plain=self._may_be_plain,
-            as_they_are=self._best_as_they_are() if self._has_codes and self._may_be_plain else None,
+            as_they_are=as_they_are,
             low_mb=max(0.25, self._lowest_mb()),
         )
         self.stage = Stage.TUNING
@@ -270,22 +272,17 @@ class Planning:
         self._timer.begin(has_new_buckets=self.takes_buckets_as_built)
         return plan
 
-    def _best_predicted(self) -> Candidate:
+    def _best_predicted(self, planned: PlannedStep) -> Candidate:
         """The best candidate according to the cost model; DDP as it was only if nothing can be gained over it."""
-        assert self.planned is not None
         profile = self.model_profile()
         assert profile is not None
-        fusion_mb = self.planned.plan.fusion_mb
+        fusion_mb = planned.plan.fusion_mb
         if self._bucket_cap_mb is not None and leaves_nothing_to_gain(profile, self._bucket_cap_mb):
             return Candidate(fusion_mb, Schedule.ALLREDUCE, as_built=True)
         if self._has_codes:
             return Candidate(fusion_mb, is_coded=True)
-        prefers_allreduce = self.planned.prefers_allreduce and self._may_be_plain
+        prefers_allreduce = planned.prefers_allreduce and self._may_be_plain
         return Candidate(fusion_mb, Schedule.ALLREDUCE if prefers_allreduce else Schedule.AUTO)
-
-    def _best_as_they_are(self) -> Candidate:
-        assert self.compute is not None
-        return Candidate(self._search(self.compute, None, is_coded=False).plan.fusion_mb)
 
     def _end_trial(self) -> FusionPlan | None:
         assert self._tuner is not None
@@ -328,31 +325,26 @@ class Planning:
     # Making plans.
 
     def _plan_of(self, candidate: Candidate) -> FusionPlan:
-        assert self.compute is not None
         # A tuned file may ask for buckets as they were where that is no choice.
         self.takes_buckets_as_built = candidate.as_built and self._bucket_cap_mb is not None
         if candidate.schedule is Schedule.ALLREDUCE:
             return self._checked(self._cut(candidate.fusion_mb, Schedule.ALLREDUCE))
-        plan = self._search(
-            self.compute, [candidate.fusion_mb], is_coded=candidate.is_coded or not self._has_codes
-        ).plan
-        return self._checked(plan)
+        return self._checked(self._search([candidate.fusion_mb], is_coded=candidate.is_coded).plan)
 
-    def _search(
-        self, compute: ComputeProfile, sizes_mb: Sequence[float] | None, *, is_coded: bool = True
-    ) -> PlannedStep:
-        assert self.link_model is not None
+    def _search(self, sizes_mb: Sequence[float], *, is_coded: bool = True) -> PlannedStep:
+        """The best plan of these sizes; ``is_coded`` makes no difference if nothing can be coded."""
+        assert self.compute is not None and self.link_model is not None
         return choose_plan(
             self.specs if is_coded else self.plain_specs,
             self._orders.arrival,
             self._orders.use_rank,
-            compute,
+            self.compute,
             self.link_model,
             world_size=self._link.world_size,
             fused_all_reduce=self._link.has_fused_all_reduce and not self._options.shard_optimizer,
             shard_align_bytes=self._link.shard_align_bytes,
             host_per_group_s=self._host_per_group_s,
-            candidates_mb=CANDIDATES_MB if sizes_mb is None else sizes_mb,
+            candidates_mb=sizes_mb,
             codec_s_per_element=self._codec_s_per_element,
             plain_specs=self.plain_specs,
         )

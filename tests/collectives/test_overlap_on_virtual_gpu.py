@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
+from ddp_crossover.fusion import Schedule
+from ddp_crossover.planning.search import predict_step
 from fake_streams import Wire, fake_gpu
 from matrix import often
 from timed_models import SHAPES, timed_model
@@ -76,13 +78,14 @@ def train(shape: str, ratio: float, clip: bool = False) -> Seen:
         host_waits = dict(gpu.host_waits)
         ended_s = gpu.main.done.s
         step_s = (ended_s - begin_s) / MEASURED_STEPS
-        planned = state._planning.planned
+        planning = state._planning
+        predicted = predict_step(state.plan, planning.specs, planning.compute, planning.link_model, Schedule.AUTO)
         groups = len(state.plan.groups)
         ahead = (ended_s - gpu.hosts.now_s) / step_s
         assert state.stats().deferred_steps >= MEASURED_STEPS
         state.detach()
     legs_s = ratio * compute_s + 2 * groups * PER_LEG_S
-    return Seen(step_s, planned.step_s, compute_s, legs_s, groups, host_waits, ahead)
+    return Seen(step_s, predicted.step_s, compute_s, legs_s, groups, host_waits, ahead)
 
 
 ALIKE = [(shape, 1.0) for shape in SHAPES]

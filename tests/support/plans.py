@@ -20,7 +20,7 @@ import torch
 from ddp_crossover import composition
 from ddp_crossover.fusion import MB, FusionPlan, Schedule, plan_fusion
 from ddp_crossover.planning.compute_profiler import Stopwatch
-from ddp_crossover.planning.search import TAPERS
+from ddp_crossover.planning.search import TAPERS, PlannedStep
 from ddp_crossover.planning.session import Orders, Planning, Stage
 from ddp_crossover.planning.trial_timer import TrialTimer
 from ddp_crossover.planning.trials import Candidate
@@ -110,9 +110,9 @@ class JudgedPlanning(Planning):
         self._timer = TrialTimer(self._link, self._device, self._turns, _Judge(self))
         self.choices: list[FusionPlan] = []
 
-    def _best_predicted(self) -> Candidate:
+    def _best_predicted(self, planned: PlannedStep) -> Candidate:
         """Never to leave DDP alone at once, as on a machine on which compute is slow."""
-        predicted = super()._best_predicted()
+        predicted = super()._best_predicted(planned)
         return Candidate(predicted.fusion_mb) if predicted.as_built else predicted
 
     def made_up_step_s(self) -> float:
