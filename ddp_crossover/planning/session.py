@@ -286,16 +286,16 @@ class Planning:
 
     def _end_trial(self) -> FusionPlan | None:
         assert self._tuner is not None
-        times = self._timer.end()
-        if times is None:
+        steps_s, exposed_s = self._timer.end()
+        if not steps_s:
             return None
-        before = self._tuner.candidate
-        if times.exposed_s is not None:
-            self._exposed_s[before] = times.exposed_s
-        for step_s in times.steps_s:
-            self._tuner.observe(step_s)
+        if exposed_s is not None:
+            self._exposed_s[self._tuner.candidate] = exposed_s
+        change = None
+        for step_s in steps_s:
+            change = self._tuner.observe(step_s)
         had_buckets_as_built = self.takes_buckets_as_built
-        plan = self._plan_of(self._tuner.candidate) if self._tuner.candidate != before else None
+        plan = None if change is None else self._plan_of(change)
         if self._tuner.result is not None:
             self._settle(self._tuner.result)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,18 +18,6 @@ from ddp_crossover.planning.tuner import TRIAL_STEPS, WARMUP_STEPS
 _STEPS_OF_NEW_BUCKETS = 2
 # Trials that another job disturbed are repeated, but not for ever: the tuner must end next to a job that never leaves.
 _MAX_REPEATED_TRIALS = 5
-
-
-class TrialTimes(NamedTuple):
-    """What a trial has shown.
-
-    Attributes:
-        steps_s: how long each step took on the slowest rank, in seconds: ranks wait for each other.
-        exposed_s: median seconds of a step in which this rank waited for legs; None if legs are not timed.
-    """
-
-    steps_s: list[float]
-    exposed_s: float | None
 
 
 class TrialTimer:
@@ -56,7 +44,6 @@ class TrialTimer:
     def reset(self) -> None:
         """Forget earlier trials: tuning begins anew."""
         self._repeats_left = _MAX_REPEATED_TRIALS
-        self._steps_to_skip = 0
 
     def begin(self, *, has_new_buckets: bool) -> None:
         """Begin a trial, after the steps that DDP needs to get used to new buckets."""
@@ -72,8 +59,14 @@ class TrialTimer:
         self._mark()
         return len(self._marks) > TRIAL_STEPS
 
-    def end(self) -> TrialTimes | None:
-        """The times of all ranks' steps. A collective. None if the trial was disturbed, and has begun again."""
+    def end(self) -> tuple[list[float], float | None]:
+        """End the trial. A collective.
+
+        Returns:
+            How long each step took on the slowest rank, in seconds, since ranks wait for each other: none if the trial
+            was disturbed, and has begun again. And the median seconds of a step in which this rank waited for legs:
+            None if legs are not timed.
+        """
         times_s = self._stopwatch.seconds(self._marks, waits=True)
         steps_s = [later - earlier for earlier, later in itertools.pairwise(times_s)]
         mine = {"steps_s": steps_s, "disturbed": self._turns.disturbances > self._disturbances}
@@ -82,13 +75,13 @@ class TrialTimer:
             # The step times include another job's turns.
             self._repeats_left -= 1
             self._restart()
-            return None
+            return [], None
         exposed_s = None
         if self._link.clock.sums().communication_s:  # not on NCCL, whose legs do not run in host time
             waits_s = [later - earlier for earlier, later in itertools.pairwise(self._waits_s)]
             exposed_s = median(waits_s[WARMUP_STEPS:])
         self._marks = []
-        return TrialTimes([max(step) for step in zip(*(one["steps_s"] for one in of_ranks), strict=True)], exposed_s)
+        return [max(step) for step in zip(*(one["steps_s"] for one in of_ranks), strict=True)], exposed_s
 
     def _restart(self) -> None:
         self._marks, self._waits_s = [], []
