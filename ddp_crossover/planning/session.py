@@ -218,15 +218,12 @@ class Planning:
         if self._options.schedule is not Schedule.AUTO:
             return
         measured = probe_link(self._link, self._model_bytes, self._device)
-        mine = {"link": measured.to_json(), "codec": self._probe_codecs()}
-        of_rank_0 = self._exchange(mine)[0]
+        coded_on = torch.device("cpu") if self._link.codes_on_host else self._device
+        codec_s = probe_codecs(self._wire, coded_on) if self._has_codes else 0.0
+        of_rank_0 = self._exchange({"link": measured.to_json(), "codec": codec_s})[0]
         self.link_model = LinkModel.from_json(of_rank_0["link"])
         self._codec_s_per_element = of_rank_0["codec"]
         self._link.set_pace(self.link_model.s_per_byte)
-
-    def _probe_codecs(self) -> float:
-        coded_on = torch.device("cpu") if self._link.codes_on_host else self._device
-        return probe_codecs(self._wire, coded_on) if self._has_codes else 0.0
 
     def _leave_profiling(self) -> FusionPlan | None:
         assert self.profiler is not None
@@ -237,11 +234,10 @@ class Planning:
             "host_per_group_s": min(measured_s, _MOST_HOST_S) or HOST_PER_GROUP_S,
         }
         of_ranks = self._exchange(mine)
-        of_rank_0 = of_ranks[0]
         computes = [ComputeProfile.from_json(one["compute"]) for one in of_ranks]
         self._rank_compute_s = tuple(one.forward_s + one.backward_s for one in computes)
         self.compute = computes[0]
-        self._host_per_group_s = of_rank_0["host_per_group_s"]
+        self._host_per_group_s = of_ranks[0]["host_per_group_s"]
         self.profiler = None
         fixed_mb = self._options.fusion_mb
         planned = self._search(CANDIDATES_MB if fixed_mb is None else [fixed_mb])
