@@ -31,7 +31,7 @@ from ddp_crossover.planning.progress import coming, given_plan, outcome
 from ddp_crossover.planning.search import CANDIDATES_MB, HOST_PER_GROUP_S, PlannedStep, choose_plan
 from ddp_crossover.planning.trial_timer import TrialTimer
 from ddp_crossover.planning.trials import Candidate
-from ddp_crossover.planning.tuned_memory import TunedMemory
+from ddp_crossover.planning.tuned_file import TunedMemory
 from ddp_crossover.planning.tuner import Tuner, TuningResult
 
 # The plan before any measurement: the number of groups to aim for, and bounds of the group size in MiB.

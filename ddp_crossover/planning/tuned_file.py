@@ -11,9 +11,10 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -22,8 +23,13 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from torch import Tensor
+from torch.nn import Parameter
 
+from ddp_crossover.collectives.agreement import all_gather_json
+from ddp_crossover.collectives.link import Link
 from ddp_crossover.fusion import MB
+from ddp_crossover.log import say
+from ddp_crossover.options import Options
 from ddp_crossover.planning.trials import Candidate
 from ddp_crossover.planning.tuner import TuningResult
 
@@ -37,8 +43,64 @@ class TunedFileError(ValueError):
     """The file is broken or not ours. The message names the file and a remedy."""
 
 
+class TunedMemory:
+    """The entry of one model in the user's ``tuned_file``, if there is one; rank 0 reads and writes it for all ranks.
+
+    Args:
+        named: names and parameters that DDP manages.
+        options: the user's options.
+        link: link between the ranks.
+        backend: backend of the process group, such as ``"gloo"``.
+
+    Attributes:
+        known: the best candidate of an earlier run; None before :meth:`load`, or if there is none.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Parameter]], options: Options, link: Link, backend: str) -> None:
+        self.known: Candidate | None = None
+        self._path = options.tuned_file
+        self._link = link
+        self._device = named[0][1].device
+        self._key, self._model = describe_model(
+            named,
+            world_size=link.world_size,
+            backend=backend,
+            device_type=self._device.type,
+            options=options.of_the_plan(),
+        )
+
+    def load(self) -> None:
+        """Read the file on rank 0, for all ranks. A collective if there is a file.
+
+        Raises:
+            TunedFileError: on every rank, if rank 0 cannot use the file.
+        """
+        if self._path is None:
+            return
+        mine: dict[str, Any] = {}
+        if self._link.rank == 0:
+            try:
+                if (best := load_tuned(self._path, self._key)) is not None:
+                    mine["found"] = asdict(best)
+            except (TunedFileError, OSError) as error:
+                mine["error"] = str(error)
+        of_rank_0 = all_gather_json(mine, self._link.process_group, self._device)[0]
+        if "error" in of_rank_0:
+            raise TunedFileError(of_rank_0["error"])
+        self.known = Candidate(**of_rank_0["found"]) if "found" in of_rank_0 else None
+
+    def save(self, result: TuningResult) -> None:
+        """Save a result on rank 0. Failures are only logged: they cost the next run its trials and this run nothing."""
+        if self._path is None or self._link.rank != 0:
+            return
+        try:
+            save_tuned(self._path, self._key, self._model, result)
+        except (TunedFileError, OSError) as error:
+            say(f"the result of tuning could not be saved to tuned_file: {error}", logging.WARNING)
+
+
 def describe_model(
-    named: Iterable[tuple[str, Tensor]],
+    named: Sequence[tuple[str, Tensor]],
     *,
     world_size: int,
     backend: str,
@@ -58,17 +120,16 @@ def describe_model(
         The key, a SHA-256 in hex over the arguments (names, shapes and dtypes of parameters), which is equal on all
         ranks and in every run; and the description, ready for JSON.
     """
-    parameters = list(named)
     world: dict[str, Any] = {
         "world_size": world_size,
         "backend": backend,
         "device_type": device_type,
         **options,
     }
-    identity = {**world, "parameters": [[name, list(p.shape), str(p.dtype)] for name, p in parameters]}
+    identity = {**world, "parameters": [[name, list(p.shape), str(p.dtype)] for name, p in named]}
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    numel = sum(p.numel() for _, p in parameters)
-    mib = sum(p.nbytes for _, p in parameters) / MB
+    numel = sum(p.numel() for _, p in named)
+    mib = sum(p.nbytes for _, p in named) / MB
     return key, {"parameters": numel, "mib": round(mib, 3), **world}
 
 
