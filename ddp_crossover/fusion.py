@@ -70,6 +70,10 @@ class GradientSpec:
     scatter_part: float = 1.0
     gather_part: float = 1.0
 
+    @property
+    def wire_bytes(self) -> float:
+        return self.numel * self.itemsize_bytes
+
 
 class Taper(NamedTuple):
     """How group sizes rise from both ends of an arena.

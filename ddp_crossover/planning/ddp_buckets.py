@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_crossover.fusion import MB, GradientSpec, Schedule
+from ddp_crossover.fusion import MB, Schedule
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.schedule_simulator import SimulatedStep, TimedGroup, simulate
 
@@ -26,7 +26,7 @@ def simulate_ddp(profile: ModelProfile, cap_mb: float) -> SimulatedStep:
 def all_communication_s(profile: ModelProfile) -> float:
     """Seconds that all gradients take alone on the profile's link."""
     assert profile.link is not None
-    all_bytes = sum(spec.numel * spec.itemsize_bytes for spec in profile.specs)
+    all_bytes = sum(spec.wire_bytes for spec in profile.specs)
     return 2 * profile.link.leg_s(all_bytes, profile.world_size)
 
 
@@ -50,19 +50,16 @@ def ddp_buckets(profile: ModelProfile, cap_mb: float) -> list[TimedGroup]:
     for index in order:
         bucket.append(index)
         full_mb = FIRST_BUCKET_MB if not groups and cap_mb == DEFAULT_BUCKET_MB else cap_mb
-        if _bytes(profile.specs, bucket) >= full_mb * MB:
-            groups.append(_timed(profile, bucket))
+        group = _timed(profile, bucket)
+        if group.buffer_bytes >= full_mb * MB:
+            groups.append(group)
             bucket = []
     return [*groups, _timed(profile, bucket)] if bucket else groups
 
 
 def _timed(profile: ModelProfile, bucket: Sequence[int]) -> TimedGroup:
     return TimedGroup(
-        buffer_bytes=_bytes(profile.specs, bucket),
+        buffer_bytes=sum(profile.specs[index].wire_bytes for index in bucket),
         arrival_s=max(profile.compute.arrival_s[index] for index in bucket),
         use_s=0.0,
     )
-
-
-def _bytes(specs: Sequence[GradientSpec], indices: Sequence[int]) -> float:
-    return sum(specs[index].numel * specs[index].itemsize_bytes for index in indices)

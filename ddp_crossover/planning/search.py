@@ -147,7 +147,7 @@ class _PredictedPlan(NamedTuple):
 def _best(problem: _Problem, schedule: Schedule, candidates_mb: Sequence[float]) -> _PredictedPlan:
     """The largest of the fastest group sizes, but for those that cut the model into too many groups."""
     tapers = TAPERS if schedule == Schedule.AUTO else (None,)
-    total_mb = sum(spec.numel * spec.itemsize_bytes for spec in problem.specs) / MB
+    total_mb = sum(spec.wire_bytes for spec in problem.specs) / MB
     sizes_mb = [mb for mb in candidates_mb if total_mb <= mb * _MAX_GROUPS] or [max(candidates_mb)]
     tried = [min((_try(problem, schedule, mb, taper) for taper in tapers), key=problem.cost_s) for mb in sizes_mb]
     fastest_s = min(map(problem.cost_s, tried))

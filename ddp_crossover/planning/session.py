@@ -102,8 +102,8 @@ class Planning:
         self._link = link
         self._device = named[0][1].device
         self._memory = TunedMemory(named, options, link, backend)
-        self._model_bytes = round(sum(spec.numel * spec.itemsize_bytes for spec in self.specs))
-        self._plain_bytes = round(sum(spec.numel * spec.itemsize_bytes for spec in self.plain_specs))
+        self._model_bytes = round(sum(spec.wire_bytes for spec in self.specs))
+        self._plain_bytes = round(sum(spec.wire_bytes for spec in self.plain_specs))
         self._orders = Orders([], [])
         self._tuner: Tuner | None = None
         self._turns = turns

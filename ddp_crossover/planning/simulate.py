@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     sizes_mb = CANDIDATES_MB if args.fusion_mb is None else (args.fusion_mb,)
     wire = Wire.of(torch.int8)
     codes, codec_s_per_element = as_codes(profile.specs, wire), probe_codecs(wire) if args.int8 else 0.0
-    all_bytes = sum(spec.numel * spec.itemsize_bytes for spec in (codes if args.int8 else profile.specs))
+    all_bytes = sum(spec.wire_bytes for spec in (codes if args.int8 else profile.specs))
     rows = []
     for world_size in args.world_sizes:
         scaled = link.at_world_size(world_size, measured_at=measured_at, exchange=args.exchange)

@@ -55,7 +55,7 @@ def least_step_s(profile: ModelProfile) -> float:
 def _wire_s(profile: ModelProfile, link: LinkModel, index: int) -> float:
     """Seconds for which the bytes of one leg of one gradient occupy the link; of two different legs, their mean."""
     spec = profile.specs[index]
-    leg_bytes = spec.numel * spec.itemsize_bytes * (spec.scatter_part + spec.gather_part) / 2
+    leg_bytes = spec.wire_bytes * (spec.scatter_part + spec.gather_part) / 2
     return link.leg_s(leg_bytes, profile.world_size) - link.per_leg_s
 
 

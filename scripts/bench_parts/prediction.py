@@ -27,7 +27,7 @@ def least_case_step_s(profile: ModelProfile, compute_s: float, all_reduce_s: flo
     """
     link = profile.link
     assert link is not None
-    all_bytes = sum(spec.numel * spec.itemsize_bytes for spec in profile.specs)
+    all_bytes = sum(spec.wire_bytes for spec in profile.specs)
     start_s = link.per_leg_s + link.latency_s
     sent_bytes = 2 * all_bytes * (profile.world_size - 1) / profile.world_size
     as_measured = LinkModel(link.latency_s, link.per_leg_s, max(0.0, all_reduce_s - start_s) / sent_bytes)
