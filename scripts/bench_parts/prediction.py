@@ -6,9 +6,8 @@ from bench_kit.training import Arm
 from bench_parts.arms import ArmName
 from bench_parts.least_step import least_step_s
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
-from ddp_crossover.planning.ddp_buckets import ddp_buckets
+from ddp_crossover.planning.ddp_buckets import simulate_ddp
 from ddp_crossover.planning.model_profile import ModelProfile
-from ddp_crossover.planning.schedule_simulator import simulate
 from ddp_crossover.planning.search import predict_step
 
 
@@ -36,14 +35,7 @@ def least_case_step_s(profile: ModelProfile, compute_s: float, all_reduce_s: flo
 
 def lasting(compute: ComputeProfile, compute_s: float) -> ComputeProfile:
     """The same step on a machine that is as much faster or slower as it takes for `compute_s` to come out."""
-    factor = compute_s / compute.compute_s
-    return ComputeProfile(
-        use_s=tuple(factor * time_s for time_s in compute.use_s),
-        arrival_s=tuple(factor * time_s for time_s in compute.arrival_s),
-        forward_s=factor * compute.forward_s,
-        backward_s=factor * compute.backward_s,
-        rest_s=factor * compute.rest_s,
-    )
+    return compute.times(compute_s / compute.compute_s)
 
 
 def predicted_steps_s(arms: dict[str, Arm]) -> dict[str, float]:
@@ -60,8 +52,7 @@ def predicted_steps_s(arms: dict[str, Arm]) -> dict[str, float]:
     for name, arm in arms.items():
         kind, bucket_mb = ArmName.parse(name)
         if kind in ("ddp", "allreduce"):
-            groups = ddp_buckets(profile, bucket_mb)
-            predicted[name] = simulate(groups, profile.compute, profile.link, profile.world_size, "allreduce").step_s
+            predicted[name] = simulate_ddp(profile, bucket_mb).step_s
         elif kind in ("dear", "auto") and arm.state is not None and arm.state.plan is not None:
             plan = arm.state.plan
             step = predict_step(plan, profile.specs, profile.compute, profile.link, kind)  # type: ignore[arg-type]
