@@ -17,9 +17,14 @@ _NEGLIGIBLE_IN_ALL = 0.05
 
 
 def simulate_ddp(profile: ModelProfile, cap_mb: float) -> SimulatedStep:
-    """Predict a step of plain DDP with buckets of this size, over the profile's link."""
+    """Predict a step of plain DDP over the profile's link.
+
+    Args:
+        profile: the model.
+        cap_mb: maximum size of a bucket in MiB; with DDP's default, the first one is smaller.
+    """
     assert profile.link is not None
-    buckets = ddp_buckets(profile, cap_mb)
+    buckets = _buckets(profile, cap_mb)
     return simulate(buckets, profile.compute, profile.link, profile.world_size, Schedule.ALLREDUCE)
 
 
@@ -37,13 +42,8 @@ def leaves_nothing_to_gain(profile: ModelProfile, cap_mb: float) -> bool:
     return exposed_s <= _NEGLIGIBLE * compute_s and all_communication_s(profile) <= _NEGLIGIBLE_IN_ALL * compute_s
 
 
-def ddp_buckets(profile: ModelProfile, cap_mb: float) -> list[TimedGroup]:
-    """Return the buckets that DDP makes of gradients in the order in which they arrive: one is closed once it is full.
-
-    Args:
-        profile: the model.
-        cap_mb: maximum size of a bucket in MiB; with DDP's default, the first one is smaller.
-    """
+def _buckets(profile: ModelProfile, cap_mb: float) -> list[TimedGroup]:
+    """What DDP makes of gradients in the order in which they arrive: a bucket is closed once it is full."""
     order = sorted(range(len(profile.specs)), key=lambda index: profile.compute.arrival_s[index])
     groups: list[TimedGroup] = []
     bucket: list[int] = []
