@@ -29,7 +29,7 @@ _LAST_CALLBACK = 3
 @contextlib.contextmanager
 def recording(
     trace: Trace, clock: CommClock, ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]
-) -> Iterator[Trace]:
+) -> Iterator[None]:
     """Context manager that records everything inside its block in ``trace``.
 
     Raises:
@@ -52,7 +52,7 @@ def recording(
             handles.append(optimizer.register_step_pre_hook(recorder.before_step))
             handles.append(optimizer.register_step_post_hook(recorder.after_step))
         try:
-            yield trace
+            yield
         finally:
             for handle in handles:
                 handle.remove()
