@@ -30,6 +30,40 @@ HOST_PER_GROUP_S = 3e-4
 _MAX_GROUPS = 1000
 
 
+class Problem(NamedTuple):
+    """What a search finds the best group size for.
+
+    Attributes:
+        specs, arrival_order, use_rank, world_size, shard_align_bytes: as for
+            :func:`~ddp_crossover.fusion.plan_fusion`.
+        profile: measured compute times, one entry per parameter in the order of ``specs``.
+        link: measured link between ``world_size`` ranks.
+        fused_all_reduce: whether an all-reduce is one operation that pays ``per_leg_s`` once, as on NCCL. If not, it
+            is a scatter and a gather leg back to back, as on our gloo link.
+        host_per_group_s: seconds of the host that a group costs; of plans with equal steps, the one with fewer wins.
+        codec_s_per_element: seconds by which codes delay each of the two legs, per element of a coded gradient.
+    """
+
+    specs: Sequence[GradientSpec]
+    arrival_order: Sequence[int]
+    use_rank: Sequence[int]
+    profile: ComputeProfile
+    link: LinkModel
+    world_size: int
+    fused_all_reduce: bool = True
+    shard_align_bytes: int = 1
+    host_per_group_s: float = HOST_PER_GROUP_S
+    codec_s_per_element: float = 0.0
+
+    def cost_s(self, candidate: _PredictedPlan) -> float:
+        return candidate.step.step_s + len(candidate.plan.groups) * self.host_per_group_s
+
+
+class _PredictedPlan(NamedTuple):
+    plan: FusionPlan
+    step: SimulatedStep
+
+
 class PlannedStep(NamedTuple):
     """The result of a search.
 
@@ -44,49 +78,17 @@ class PlannedStep(NamedTuple):
 
 
 def choose_plan(
-    specs: Sequence[GradientSpec],
-    arrival_order: Sequence[int],
-    use_rank: Sequence[int],
-    profile: ComputeProfile,
-    link: LinkModel,
-    *,
-    world_size: int,
-    fused_all_reduce: bool = True,
-    shard_align_bytes: int = 1,
-    host_per_group_s: float = HOST_PER_GROUP_S,
-    candidates_mb: Sequence[float] = CANDIDATES_MB,
-    codec_s_per_element: float = 0.0,
-    plain_specs: Sequence[GradientSpec] | None = None,
+    problem: Problem, plain_specs: Sequence[GradientSpec], candidates_mb: Sequence[float] = CANDIDATES_MB
 ) -> PlannedStep:
     """Search for the best group size.
 
     Args:
-        specs, arrival_order, use_rank, world_size, shard_align_bytes: as for
-            :func:`~ddp_crossover.fusion.plan_fusion`.
-        profile: measured compute times, one entry per parameter in the order of ``specs``.
-        link: measured link between ``world_size`` ranks.
-        fused_all_reduce: whether an all-reduce is one operation that pays ``per_leg_s`` once, as on NCCL. If not, it
-            is a scatter and a gather leg back to back, as on our gloo link.
-        host_per_group_s: seconds of the host that a group costs; of plans with equal steps, the one with fewer wins.
+        problem: what is known.
+        plain_specs: the gradients as plain all-reduces carry them: not coded.
         candidates_mb: group sizes to try, in MiB; ``Schedule.AUTO`` tries each with all of ``TAPERS``.
-        codec_s_per_element: seconds by which codes delay each of the two legs, per element of a coded gradient.
-        plain_specs: the gradients as plain all-reduces carry them, if those are not coded and ``specs`` are.
     """
-    problem = _Problem(
-        specs,
-        arrival_order,
-        use_rank,
-        profile,
-        link,
-        world_size,
-        fused_all_reduce,
-        shard_align_bytes,
-        host_per_group_s,
-        codec_s_per_element,
-    )
-    plain = problem if plain_specs is None else problem._replace(specs=plain_specs)
     plan, step = _best(problem, Schedule.AUTO, candidates_mb)
-    _, all_reduce_step = _best(plain, Schedule.ALLREDUCE, candidates_mb)
+    _, all_reduce_step = _best(problem._replace(specs=plain_specs), Schedule.ALLREDUCE, candidates_mb)
     return PlannedStep(
         plan=replace(plan, schedule=Schedule.AUTO, launch_order=step.launch_order),
         prefers_allreduce=all_reduce_step.step_s <= step.step_s * (1 + _TIE),
@@ -109,7 +111,7 @@ def best_of_sizes(
     arrival_order = sorted(parameters, key=lambda index: profile.arrival_s[index])
     by_use = sorted(parameters, key=lambda index: profile.use_s[index])
     use_rank = [by_use.index(index) for index in parameters]
-    problem = _Problem(
+    problem = Problem(
         specs,
         arrival_order,
         use_rank,
@@ -123,28 +125,7 @@ def best_of_sizes(
     return plan.fusion_mb, step
 
 
-class _Problem(NamedTuple):
-    specs: Sequence[GradientSpec]
-    arrival_order: Sequence[int]
-    use_rank: Sequence[int]
-    profile: ComputeProfile
-    link: LinkModel
-    world_size: int
-    fused_all_reduce: bool
-    shard_align_bytes: int = 1
-    host_per_group_s: float = HOST_PER_GROUP_S
-    codec_s_per_element: float = 0.0
-
-    def cost_s(self, candidate: _PredictedPlan) -> float:
-        return candidate.step.step_s + len(candidate.plan.groups) * self.host_per_group_s
-
-
-class _PredictedPlan(NamedTuple):
-    plan: FusionPlan
-    step: SimulatedStep
-
-
-def _best(problem: _Problem, schedule: Schedule, candidates_mb: Sequence[float]) -> _PredictedPlan:
+def _best(problem: Problem, schedule: Schedule, candidates_mb: Sequence[float]) -> _PredictedPlan:
     """The largest of the fastest group sizes, but for those that cut the model into too many groups."""
     tapers = TAPERS if schedule == Schedule.AUTO else (None,)
     total_mb = sum(spec.wire_bytes for spec in problem.specs) / MB
@@ -155,7 +136,7 @@ def _best(problem: _Problem, schedule: Schedule, candidates_mb: Sequence[float])
     return max(ties, key=lambda one: one.plan.fusion_mb)
 
 
-def _try(problem: _Problem, schedule: Schedule, fusion_mb: float, taper: Taper | None) -> _PredictedPlan:
+def _try(problem: Problem, schedule: Schedule, fusion_mb: float, taper: Taper | None) -> _PredictedPlan:
     plan = plan_fusion(
         problem.specs,
         problem.arrival_order,

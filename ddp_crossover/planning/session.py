@@ -28,7 +28,7 @@ from ddp_crossover.planning.gradient_specs import ShardKind, gradient_specs
 from ddp_crossover.planning.link_probe import probe_codecs, probe_link
 from ddp_crossover.planning.model_profile import ModelProfile
 from ddp_crossover.planning.progress import coming, given_plan, outcome
-from ddp_crossover.planning.search import CANDIDATES_MB, HOST_PER_GROUP_S, PlannedStep, choose_plan
+from ddp_crossover.planning.search import CANDIDATES_MB, HOST_PER_GROUP_S, PlannedStep, Problem, choose_plan
 from ddp_crossover.planning.trial_timer import TrialTimer
 from ddp_crossover.planning.trials import Candidate
 from ddp_crossover.planning.tuned_file import TunedMemory
@@ -330,20 +330,19 @@ class Planning:
     def _search(self, sizes_mb: Sequence[float], *, is_coded: bool = True) -> PlannedStep:
         """The best plan of these sizes; ``is_coded`` makes no difference if nothing can be coded."""
         assert self.compute is not None and self.link_model is not None
-        return choose_plan(
+        problem = Problem(
             self.specs if is_coded else self.plain_specs,
             self._orders.arrival,
             self._orders.use_rank,
             self.compute,
             self.link_model,
-            world_size=self._link.world_size,
+            self._link.world_size,
             fused_all_reduce=self._link.has_fused_all_reduce and not self._options.shard_optimizer,
             shard_align_bytes=self._link.shard_align_bytes,
             host_per_group_s=self._host_per_group_s,
-            candidates_mb=sizes_mb,
             codec_s_per_element=self._codec_s_per_element,
-            plain_specs=self.plain_specs,
         )
+        return choose_plan(problem, self.plain_specs, sizes_mb)
 
     def _cut(self, fusion_mb: float, schedule: Schedule) -> FusionPlan:
         orders = self._orders

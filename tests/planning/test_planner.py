@@ -16,7 +16,15 @@ from ddp_crossover.planning import search
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.gradient_specs import gradient_specs
 from ddp_crossover.planning.link_probe import probe_codecs
-from ddp_crossover.planning.search import CANDIDATES_MB, TAPERS, PlannedStep, best_of_sizes, choose_plan, predict_step
+from ddp_crossover.planning.search import (
+    CANDIDATES_MB,
+    TAPERS,
+    PlannedStep,
+    Problem,
+    best_of_sizes,
+    choose_plan,
+    predict_step,
+)
 from ddp_crossover.top_k import TopK
 from models import DeepNet
 
@@ -49,10 +57,9 @@ class Chain:
         """A link on which all bytes of a step take ``a_over_c`` times as long as its compute, on two ranks."""
         return LinkModel(latency_s, per_leg_s, a_over_c * (FORWARD_S + BACKWARD_S) / self.bytes)
 
-    def choose(self, link: LinkModel, **options: object) -> PlannedStep:
-        return choose_plan(
-            self.specs, self.arrival_order, self.use_rank, self.profile, link, **({"world_size": 2} | options)
-        )
+    def choose(self, link: LinkModel, candidates_mb: Sequence[float] = CANDIDATES_MB) -> PlannedStep:
+        problem = Problem(self.specs, self.arrival_order, self.use_rank, self.profile, link, world_size=2)
+        return choose_plan(problem, self.specs, candidates_mb)
 
 
 CHAINS = st.lists(st.integers(0, 500_000), min_size=1, max_size=40).filter(any).map(Chain)
