@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,25 +74,13 @@ def _between_s(begin: Any, end: Any) -> float:
     return end - begin if isinstance(begin, float) else gpu.seconds_between(begin, end)
 
 
-class _Step:
+class _Step(NamedTuple):
     """Marks of one training step, which lasts until the next step's first forward."""
 
-    def __init__(self, begin: Any) -> None:
-        self.begin = begin
-        self.used: dict[int, Any] = {}
-        self.arrived: dict[int, Any] = {}
-        self.forward_end: Any = None
-        self.backward_end: Any = None
-        self.end: Any = None
-
-    def forward_ends(self, now: Any) -> None:
-        self.forward_end = now
-
-    def backward_ends(self, now: Any) -> None:
-        self.backward_end = now
-
-    def ends(self, now: Any) -> None:
-        self.end = now
+    begin: Any
+    used: dict[int, Any]
+    arrived: dict[int, Any]
+    ends: dict[str, Any]  # of "forward", "backward" and "step"
 
 
 class ComputeProfiler:
@@ -121,12 +109,12 @@ class ComputeProfiler:
     def forward_begins(self) -> None:
         """Note the start of a forward. The first forward after a backward begins a new step."""
         now = self._stopwatch.mark()
-        if self._step is not None and self._step.backward_end is not None:
-            self._step.ends(now)
+        if self._step is not None and "backward" in self._step.ends:
+            self._step.ends["step"] = now
             self._steps.append(self._step)
             self._step = None
         if self._step is None and not self.done:
-            self._step = _Step(now)
+            self._step = _Step(now, {}, {}, {})
 
     def used(self, parameters: Iterable[int]) -> None:
         """Note that forward is about to use these parameters; only the first use counts."""
@@ -138,7 +126,7 @@ class ComputeProfiler:
     def forward_ends(self) -> None:
         """Note the end of a forward. The time after the last one counts as backward."""
         if self._step is not None:
-            self._step.forward_ends(self._stopwatch.mark())
+            self._step.ends["forward"] = self._stopwatch.mark()
 
     def arrived(self, parameters: Iterable[int]) -> None:
         """Note that the gradients of these parameters have been computed."""
@@ -149,11 +137,11 @@ class ComputeProfiler:
     def backward_ends(self) -> None:
         """Note that all gradients have arrived."""
         if self._step is not None:
-            self._step.backward_ends(self._stopwatch.mark())
+            self._step.ends["backward"] = self._stopwatch.mark()
 
     def profile(self) -> ComputeProfile:
         """Medians over the measured steps, taken for each time separately."""
-        rows = [self._times(step) for step in self._steps[_WARMUP_STEPS:] if step.forward_end is not None]
+        rows = [self._times(step) for step in self._steps[_WARMUP_STEPS:] if "forward" in step.ends]
         medians = [max(median(column), 0.0) for column in zip(*rows, strict=True)]
         count = self._parameters
         forward_s, backward_s, rest_s = medians[2 * count :]
@@ -171,8 +159,9 @@ class ComputeProfiler:
         # A parameter whose first use was not noticed counts as used at the beginning of the forward. One that got no
         # gradient counts as arriving at the end of backward.
         used = [step.used.get(index, step.begin) for index in indices]
-        arrived = [step.arrived.get(index, step.backward_end) for index in indices]
-        marks = [step.begin, *used, *arrived, step.forward_end, step.backward_end, step.end]
+        ends = [step.ends[of] for of in ("forward", "backward", "step")]
+        arrived = [step.arrived.get(index, step.ends["backward"]) for index in indices]
+        marks = [step.begin, *used, *arrived, *ends]
         times_s = self._stopwatch.seconds(marks, waits=False)[1:]
         forward_end_s, backward_end_s, end_s = times_s[-3:]
         return [
