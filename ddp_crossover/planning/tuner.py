@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from statistics import median
 
 from ddp_crossover.fusion import MB, Schedule
 from ddp_crossover.log import short
@@ -195,7 +196,7 @@ class Tuner:
         if self.result is not None:
             return self.result.describe()
         measured = self._steps_s[WARMUP_STEPS:]
-        now = f"{_ms(Trial(self.candidate, tuple(measured)).median_s)} ms" if measured else "warming up"
+        now = f"{_ms(median(measured))} ms" if measured else "warming up"
         line = f"tuning {len(self._log.trials) + 1}/{self._max_trials}: {self.candidate}: {now}"
         if len(self._log.trials) < len(self._first):
             return line
@@ -204,7 +205,6 @@ class Tuner:
 
     def _conclude(self, reason: str) -> TuningResult:
         best, fastest, plain = self._log.winner(), self._log.fastest(), self._log.plain()
-        trials = tuple(self._log.trials)
         coded = self._log.fastest_if(is_coded=True)
         declined = coded if coded is not None and not best.is_coded else None
         return TuningResult(
@@ -214,7 +214,7 @@ class Tuner:
             fastest_s=self._log.time_s(fastest),
             plain=plain,
             plain_s=self._log.time_s(best if plain is None else plain),
-            trials=trials,
+            trials=tuple(self._log.trials),
             steps=self._steps,
             reason=reason,
             declined=declined,
