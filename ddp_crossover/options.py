@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 SWITCH = "DDP_CROSSOVER"
 # Options in which each rank may differ from the others.
 _OF_RANK = {"is_of_rank": True}
-CAST_DTYPES = ("torch.bfloat16", "torch.float16")
 CODED_DTYPES = ("torch.int8",)
-WIRE_DTYPES = (*CAST_DTYPES, *CODED_DTYPES)
+WIRE_DTYPES = ("torch.bfloat16", "torch.float16", *CODED_DTYPES)
 MOST_CONNECTIONS = 8
 
 
