@@ -140,10 +140,8 @@ def _headline(trace: Trace) -> str:
     steps = trace.steps()
     if not steps:
         return f"{trace.title}, rank {trace.rank}: no complete step"
-    step_s, exposed_s = (
-        statistics.median(step.duration_s for step in steps),
-        statistics.median(step.exposed_s for step in steps),
-    )
+    step_s = statistics.median(step.duration_s for step in steps)
+    exposed_s = statistics.median(step.exposed_s for step in steps)
     return (
         f"{trace.title}, rank {trace.rank}: {step_s * 1e3:.1f} ms per step, "
         f"{exposed_s * 1e3:.1f} ms of it exposed (medians of {len(steps)} steps)"
