@@ -257,7 +257,7 @@ def plan_fusion(
         members = [i for i in arrival_order if specs[i].arena == arena]
         total_numel = sum(specs[i].numel for i in members)
         quantum = _quantum(specs[members[0]], world_size, shard_align_bytes)
-        cutter = _ArenaCutter(arena, quantum, fusion_mb, taper, total_numel, first_index=len(groups))
+        cutter = _ArenaCutter(arena, quantum, fusion_mb, taper, total_numel)
         for parameter in members:
             offsets[parameter] = cutter.add(parameter, specs[parameter])
         groups += cutter.finish()
@@ -293,21 +293,12 @@ def _quantum(spec: GradientSpec, world_size: int, shard_align_bytes: int) -> int
 class _ArenaCutter:
     """Lays out gradients in one arena and closes a group whenever the target size is reached."""
 
-    def __init__(
-        self,
-        arena: str,
-        quantum: int,
-        fusion_mb: float,
-        taper: Taper | None,
-        total_numel: int,
-        first_index: int,
-    ) -> None:
+    def __init__(self, arena: str, quantum: int, fusion_mb: float, taper: Taper | None, total_numel: int) -> None:
         self._arena = arena
         self._quantum = quantum
         self._fusion_mb = fusion_mb
         self._taper = taper
         self._total_numel = total_numel
-        self._index = first_index
         self._groups: list[FusionGroup] = []
         self._pieces: list[Piece] = []
         self._start = 0
@@ -367,7 +358,7 @@ class _ArenaCutter:
         self.offset += padding
         self._groups.append(
             FusionGroup(
-                index=self._index,
+                index=len(self._groups),
                 arena=self._arena,
                 offset=self._start,
                 numel=self.offset - self._start,
@@ -375,7 +366,6 @@ class _ArenaCutter:
                 pieces=tuple(self._pieces),
             )
         )
-        self._index += 1
         self._pieces = []
         self._padding = 0
         self._start = self.offset
@@ -396,9 +386,10 @@ def gathers_behind_scatters(plan: FusionPlan) -> dict[int, list[int]]:
 
 
 def _in_arrival_order(groups: list[FusionGroup], arrival: Sequence[int]) -> list[FusionGroup]:
-    """Renumber the groups of all arenas in the order in which their last gradients arrive."""
+    """Number the groups of all arenas in the order in which their last gradients arrive."""
     when = {parameter: place for place, parameter in enumerate(arrival)}
-    ordered = sorted(groups, key=lambda group: (max(when[p.parameter] for p in group.pieces), group.index))
+    # Groups that end with parts of one gradient stay as they were cut: sorting is stable.
+    ordered = sorted(groups, key=lambda group: max(when[p.parameter] for p in group.pieces))
     return [replace(group, index=index) for index, group in enumerate(ordered)]
 
 
