@@ -130,9 +130,9 @@ class Planning:
             DisagreementError: if gradients arrive in another order than on rank 0.
             ValueError: if the plan has more fusion groups than the link can number.
         """
-        proposals = self._exchange({"arrival": orders.arrival, "use": orders.use_rank})
+        of_ranks = self._exchange(orders)
         require_equal("arrival order", {"arrival order": orders.arrival}, self._link.process_group, self._device)
-        self._orders = Orders(proposals[0]["arrival"], proposals[0]["use"])
+        self._orders = Orders(*of_ranks[0])
         self._tuner = self.result = None
         self.takes_buckets_as_built = False
         self._exposed_s.clear()
