@@ -187,7 +187,7 @@ class Link(ABC):
 
     def use_nodes(self, nodes: Nodes) -> None:  # noqa: B027
         """Exchange slices as ``nodes`` says, if the link does not choose by itself. No leg may have been started."""
-        # A link that does reduces the slice of this rank's number, wherever the ranks are.
+        # NCCL does, which knows where ranks are: a rank reduces the slice of its number, wherever it is.
 
     def connect(
         self, arenas: Collection[Tensor], coded: Sequence[FusionBuffer] = (), *, exchanges_numbers: bool = False

@@ -357,9 +357,6 @@ class NcclLink(Link):
 
         return wait
 
-    def use_nodes(self, nodes: Nodes) -> None:
-        """Keep slices as they are: NCCL knows by itself where ranks are."""
-
     @contextlib.contextmanager
     def beside_legs(self) -> Iterator[None]:
         # Wait for memory that the caller's stream has made.
