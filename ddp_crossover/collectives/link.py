@@ -219,10 +219,6 @@ class Link(ABC):
         """Context in which state that legs read and write may be used, on CUDA on their stream, while none does."""
         return contextlib.nullcontext()
 
-    def current_stream(self) -> gpu.Stream | None:
-        """The caller's current CUDA stream; None on CPU, where work is done in the order of the calls."""
-        return None if self.streams is None else self.streams.current()
-
     # The end.
 
     def shut_down(self) -> None:

@@ -136,7 +136,7 @@ class DeferredUpdates:
         self.pipeline = pipeline
         self._runner.use(pipeline)
         if pipeline is not None:
-            self._order = pipeline.order if pipeline.link.current_stream() is not None else None
+            self._order = pipeline.order if pipeline.link.streams is not None else None
 
     # What parameters ask for.
 
