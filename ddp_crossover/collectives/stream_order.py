@@ -17,24 +17,12 @@ class CudaStreams:
     """
 
     def __init__(self, device: torch.device, legs: tuple[gpu.Stream, ...]) -> None:
-        self._device = device
+        self.device = device
         self._legs = legs
 
     def current(self) -> gpu.Stream:
         """The caller's current stream on the link's device."""
-        return gpu.current_stream(self._device)
-
-    def of_threads(self) -> set[gpu.Stream]:
-        """The streams on which any thread may be about to use the link's device."""
-        return gpu.streams_of_threads(self._device)
-
-    def is_of_device(self, stream: gpu.Stream) -> bool:
-        """Whether ``stream`` is one of the link's device."""
-        return bool(stream.device == self._device)
-
-    def is_capturing(self) -> bool:
-        """Whether the caller's current stream is recorded into a CUDA graph."""
-        return gpu.is_capturing(self._device)
+        return gpu.current_stream(self.device)
 
     def keep_until_done(self, memory: Tensor) -> None:
         """Let the allocator keep ``memory`` until legs are done with it, even if it is dropped before."""
@@ -81,14 +69,17 @@ class StreamOrder:
         if self._streams is None:
             return
         self.mark()
-        for stream in self._streams.of_threads():
+        for stream in gpu.streams_of_threads(self._streams.device):
             # A stream that is recorded into a graph cannot wait for an event outside of it: later, when it is left.
             if stream != self._stream and not gpu.is_recorded(stream):
                 self._order(stream)
 
     def switched_to(self, stream: gpu.Stream) -> None:
         """Make a stream wait that a script has made the current one."""
-        if self._streams is not None and self._streams.is_of_device(stream) and not self._streams.is_capturing():
+        if self._streams is None:
+            return
+        device = self._streams.device
+        if stream.device == device and not gpu.is_capturing(device):
             self._order(stream)
 
     def _order(self, stream: gpu.Stream) -> None:
