@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ddp_crossover.codecs.coding import Coding
-from ddp_crossover.collectives.leg import slice_bounds
 from ddp_crossover.collectives.sums import RankWeights
 
 
@@ -41,9 +40,9 @@ class FusionBuffer:
         return slices
 
     def bounds(self, number: int, count: int) -> list[tuple[int, int]]:
-        """The range of each part that :meth:`slices` returns."""
+        """The range [low, high) of each part that :meth:`slices` returns; of equal sizes if ``count`` divides it."""
         if self.owners is None:
-            return [slice_bounds(part.numel(), count, number) for part in self.parts]
+            return [(part.numel() * number // count, part.numel() * (number + 1) // count) for part in self.parts]
         return [
             (0, part.numel() if owner == number else 0) for part, owner in zip(self.parts, self.owners, strict=True)
         ]

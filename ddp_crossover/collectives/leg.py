@@ -95,11 +95,6 @@ class ScatterLeg(Leg):
         """This rank's slice of each part of the buffer; after :meth:`wait` they hold the sums over ranks."""
 
 
-def slice_bounds(numel: int, world_size: int, rank: int) -> tuple[int, int]:
-    """The range [low, high) of a flat buffer that ``rank`` reduces; equal if ``world_size`` divides ``numel``."""
-    return numel * rank // world_size, numel * (rank + 1) // world_size
-
-
 class Failures:
     """Records failures of legs. Any thread may call it; it takes no lock.
 

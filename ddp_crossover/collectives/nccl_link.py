@@ -25,7 +25,7 @@ from ddp_crossover import device as gpu
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.gloo_messages import Slice
-from ddp_crossover.collectives.leg import HostWait, Leg, ScatterLeg, slice_bounds
+from ddp_crossover.collectives.leg import HostWait, Leg, ScatterLeg
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.nodes import Nodes
 from ddp_crossover.collectives.rounds import Round, Route
@@ -209,16 +209,24 @@ class _NcclLeg(Leg):
 
 class _NcclScatterLeg(_NcclLeg, ScatterLeg):
     def __init__(
-        self, link: NcclLink, group: int, buffer: Tensor, shard: Tensor, stream: gpu.Stream, begun: gpu.Event
+        self,
+        link: NcclLink,
+        group: int,
+        buffer: FusionBuffer,
+        stream: gpu.Stream,
+        begun: gpu.Event,
+        *,
+        landing: FusionBuffer | None = None,
+        coded: CodedLegs | None = None,
     ) -> None:
         super().__init__(link, f"scatter leg of fusion group {group}", group, stream, begun)
         self.buffer = buffer
-        self.shard = shard
-        self.landing: Tensor | None = None
-        self.coded: CodedLegs | None = None
+        self.landing = landing
+        self.coded = coded
+        self._shards = buffer.slices(link.rank, link.world_size)
 
     def shards(self) -> list[Tensor]:
-        return [self.shard]
+        return self._shards
 
 
 class NcclLink(Link):
@@ -269,9 +277,7 @@ class NcclLink(Link):
         self.streams = CudaStreams(device, (self._stream,))
 
     def reduce_scatter(self, group: int, buffer: FusionBuffer, landing: FusionBuffer | None = None) -> _NcclScatterLeg:
-        memory = buffer.whole()
-        low, high = slice_bounds(memory.numel(), self.world_size, self.rank)
-        shard = memory[low:high]
+        memory, [shard] = buffer.whole(), buffer.slices(self.rank, self.world_size)
         coded = None if buffer.coding is None else CodedLegs(buffer, self.process_group, self._device)
         with self.meter.host.of("leg"), named_range(f"ddp_crossover::reduce_scatter[{group}]"):
             # Wait for the staging copies, which run on the caller's stream.
@@ -284,20 +290,16 @@ class NcclLink(Link):
                     _reduce_scatter(shard, memory, group=self.process_group)
                     self._count(memory)
             self.clock.span("scatter", begin, self._stream, group=group)
-        leg = _NcclScatterLeg(self, group, memory, shard, self._stream, begun)
-        leg.landing = None if landing is None else landing.whole()
-        leg.coded = coded
-        return leg
+        return _NcclScatterLeg(self, group, buffer, self._stream, begun, landing=landing, coded=coded)
 
     def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> Leg:
         leg = cast(_NcclScatterLeg, scatter)
-        whole, own = leg.buffer, leg.shard
+        buffer = leg.buffer
         if leg.landing is not None:
-            whole = leg.landing
-            low, high = slice_bounds(whole.numel(), self.world_size, self.rank)
-            own = whole[low:high]
+            buffer = leg.landing
             # Wait for the current stream, which fills the landing.
             self._stream.wait_stream(gpu.current_stream(self._device))
+        whole, [own] = buffer.whole(), buffer.slices(self.rank, self.world_size)
         with (
             self.meter.host.of("leg"),
             named_range(f"ddp_crossover::all_gather[{leg.group}]"),
@@ -314,7 +316,6 @@ class NcclLink(Link):
 
     def all_reduce_leg(self, group: int, buffer: FusionBuffer) -> ScatterLeg:
         memory = buffer.whole()
-        low, high = slice_bounds(memory.numel(), self.world_size, self.rank)
         with named_range(f"ddp_crossover::all_reduce[{group}]"):
             # Wait for the staging copies, which run on the caller's stream.
             self._stream.wait_stream(gpu.current_stream(self._device))
@@ -324,7 +325,7 @@ class NcclLink(Link):
             self.clock.span("all_reduce", begin, self._stream, group=group)
         self._count(memory)
         self._count(memory)
-        return _NcclScatterLeg(self, group, memory, memory[low:high], self._stream, begun)
+        return _NcclScatterLeg(self, group, buffer, self._stream, begun)
 
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         self._count(buffer)

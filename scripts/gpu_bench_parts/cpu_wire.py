@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
-from ddp_crossover.collectives.leg import HostWait, Leg, ScatterLeg, slice_bounds
+from ddp_crossover.collectives.leg import HostWait, Leg, ScatterLeg
 from ddp_crossover.collectives.link import Link
 from gpu_bench_parts.wire import Wire
 
@@ -68,11 +68,10 @@ class _Work:
 class _CpuLeg(ScatterLeg):
     """Either leg."""
 
-    def __init__(self, link: "CpuLink", kind: str, group: int, buffer: Tensor) -> None:
+    def __init__(self, link: "CpuLink", kind: str, group: int, buffer: FusionBuffer) -> None:
         self.label = f"{kind} leg of fusion group {group}"
-        self.group, self.buffer = group, buffer
-        low, high = slice_bounds(buffer.numel(), link.world_size, link.rank)
-        self.shard = buffer[low:high]
+        self.group, self.buffer, self.memory = group, buffer, buffer.whole()
+        [self.shard] = buffer.slices(link.rank, link.world_size)
         self._kind, self._clock = kind, link.clock
         self._times = link.clock.leg_started(kind, group)
         self._done = threading.Event()
@@ -116,17 +115,17 @@ class CpuLink(Link):
 
     def reduce_scatter(self, group: int, buffer: FusionBuffer, landing: FusionBuffer | None = None) -> ScatterLeg:
         assert landing is None and buffer.coding is None, "no arm of this benchmark shards or codes"
-        leg = _CpuLeg(self, "scatter", group, buffer.whole())
-        return self._send(leg, self._wire.leg_s(leg.buffer.nbytes), leg.shard)
+        leg = _CpuLeg(self, "scatter", group, buffer)
+        return self._send(leg, self._wire.leg_s(leg.memory.nbytes), leg.shard)
 
     def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> Leg:
         assert isinstance(scatter, _CpuLeg)
         leg = _CpuLeg(self, "gather", scatter.group, scatter.buffer)
-        return self._send(leg, self._wire.leg_s(leg.buffer.nbytes), leg.buffer[leg.shard.numel() :])
+        return self._send(leg, self._wire.leg_s(leg.memory.nbytes), leg.memory[leg.shard.numel() :])
 
     def all_reduce_leg(self, group: int, buffer: FusionBuffer) -> ScatterLeg:
-        leg = _CpuLeg(self, "all_reduce", group, buffer.whole())
-        return self._send(leg, self._wire.all_reduce_s(leg.buffer.nbytes), leg.buffer)
+        leg = _CpuLeg(self, "all_reduce", group, buffer)
+        return self._send(leg, self._wire.all_reduce_s(leg.memory.nbytes), leg.memory)
 
     def all_reduce(self, group: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         work = self._wire.all_reduce(buffer, async_op=True)
