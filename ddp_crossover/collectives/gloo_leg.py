@@ -143,7 +143,7 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
         is_announced: whether ``Link.announce`` announced it; its receives are then posted earlier than its sends.
         route: the rounds of both legs.
         gather_receives: receives of each round of the gather leg.
-        sends: sends of both legs.
+        sends: sends from the buffer, of both legs, which end before it is written to again.
     """
 
     is_announced = False
@@ -156,14 +156,6 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
         self.gather_receives: list[list[Message]] = []
         self.sends: list[Message] = []
         self._receives: list[list[Message]] = []
-
-    def take_memory(self, buffer: FusionBuffer, landing: FusionBuffer | None) -> None:
-        """Use this memory, whose parts have the same sizes as those of the buffer that it was made for."""
-        self.route.memory.move(buffer, landing)
-
-    def note_sends(self, sends: Sequence[Message]) -> None:
-        """Note sends from the buffer, of either leg, which end before it is written to again."""
-        self.sends += sends
 
     def shards(self) -> list[Tensor]:
         messages = self._context.messages
@@ -333,7 +325,7 @@ class GlooGatherLeg(GlooLeg):
         scatter = self.scatter
         tag = message_tag(GATHER_KINDS[number], scatter.iteration, self.group)
         with named_range(f"ddp_crossover::all_gather[{self.group}]"):
-            scatter.note_sends(self._context.messages.send(scatter.route.gather[number].sends(), tag))
+            scatter.sends.extend(self._context.messages.send(scatter.route.gather[number].sends(), tag))
 
     def _post_again(self) -> None:
         """Send what the first round has brought. Runs on the posting thread."""

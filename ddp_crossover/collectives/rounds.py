@@ -33,7 +33,7 @@ class Memory:
         self.buffer = self.landing = buffer
 
     def move(self, buffer: FusionBuffer, landing: FusionBuffer | None) -> None:
-        """Use other memory; without a landing gather legs use the buffer."""
+        """Use other memory, with parts of the same sizes; without a landing gather legs use the buffer."""
         self.buffer = buffer
         self.landing = buffer if landing is None else landing
 
