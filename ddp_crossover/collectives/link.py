@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ddp_crossover import device as gpu
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
+from ddp_crossover.collectives.gloo_leg import AnnouncedLegs
 from ddp_crossover.collectives.leg import Leg, ScatterLeg
 from ddp_crossover.collectives.meter import LinkMeter
 from ddp_crossover.collectives.nodes import Nodes
@@ -25,13 +25,6 @@ from ddp_crossover.collectives.staging_queue import StagingQueue
 from ddp_crossover.collectives.stream_order import CudaStreams
 from ddp_crossover.torch_internals.groups import OwnedGroups
 from ddp_crossover.tracing.clock import CommClock
-
-
-class EarlyReceives(Protocol):
-    """Receives of scatter legs that this rank has not started yet."""
-
-    def post(self, iteration: int, group: int, buffer: FusionBuffer) -> None:
-        """Post the receives of this group's scatter leg in this iteration."""
 
 
 class Link(ABC):
@@ -74,7 +67,7 @@ class Link(ABC):
     all_reduce_stream: gpu.Stream | None = None
     is_closed: bool = False
     staging: StagingQueue | None = None
-    early_receives: EarlyReceives | None = None
+    early_receives: AnnouncedLegs | None = None
     pace: Pace | None = None
     streams: CudaStreams | None = None
 
