@@ -23,12 +23,11 @@ from ddp_crossover.collectives.gloo_leg import (
     GlooSmallGather,
 )
 from ddp_crossover.collectives.gloo_messages import LatePeers, PeerMessages
-from ddp_crossover.collectives.gloo_threads import GlooThreads
+from ddp_crossover.collectives.gloo_threads import GlooThreads, StagingQueue
 from ddp_crossover.collectives.leg import Failures, ScatterLeg
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.nodes import Nodes
 from ddp_crossover.collectives.pace import SocketBacklog
-from ddp_crossover.collectives.staging_queue import StagingQueue
 from ddp_crossover.own_threads import is_own_thread, start_thread
 from ddp_crossover.torch_internals.ddp import process_group_timeout
 

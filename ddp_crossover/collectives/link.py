@@ -17,11 +17,11 @@ from torch import Tensor
 from ddp_crossover import device as gpu
 from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.gloo_leg import AnnouncedLegs
+from ddp_crossover.collectives.gloo_threads import StagingQueue
 from ddp_crossover.collectives.leg import Leg, ScatterLeg
 from ddp_crossover.collectives.meter import LinkMeter
 from ddp_crossover.collectives.nodes import Nodes
 from ddp_crossover.collectives.pace import Pace
-from ddp_crossover.collectives.staging_queue import StagingQueue
 from ddp_crossover.collectives.stream_order import CudaStreams
 from ddp_crossover.torch_internals.groups import OwnedGroups
 from ddp_crossover.tracing.clock import CommClock
