@@ -251,7 +251,7 @@ class GlooThreads:
         self._waiters: list[Waiters] = []
         # A peer may answer only after it has got what legs bring, so an exchange must not hold up threads of legs.
         self._exchanges = Waiters(_MAX_EXCHANGES)
-        self._posting_thread = start_thread("post", self._post_forever)
+        self._posting_thread = start_thread("post", functools.partial(_run_forever, self.posting.next))
         self.add_round()
 
     def add_round(self) -> None:
@@ -262,7 +262,7 @@ class GlooThreads:
         """
         jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._reducing.append(jobs)
-        self._reducing_threads.append(start_thread("reduce", functools.partial(_run_forever, jobs)))
+        self._reducing_threads.append(start_thread("reduce", functools.partial(_run_forever, jobs.get)))
         self._waiters.append(Waiters(_MAX_GATHER_WAITS))
 
     def reduce(self, job: Job, round_number: int = 0) -> None:
@@ -299,18 +299,13 @@ class GlooThreads:
         for waiters in (*self._waiters, self._exchanges):
             waiting.extend(waiters.close())
 
-    def _post_forever(self) -> None:
-        while (job := self.posting.next()) is not None:
-            job()
-            del job  # else a finished leg and its buffer stay alive until the next job
-
 
 def _join(threads: list[threading.Thread]) -> None:
     for thread in threads:
         thread.join()
 
 
-def _run_forever(jobs: queue.SimpleQueue[Job | None]) -> None:
-    while (job := jobs.get()) is not None:
+def _run_forever(next_job: Callable[[], Job | None]) -> None:
+    while (job := next_job()) is not None:
         job()
         del job  # else a finished leg and its buffer stay alive until the next job
