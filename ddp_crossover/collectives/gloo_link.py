@@ -35,7 +35,14 @@ _CLOSE_POLL_S = 1e-3
 
 
 class PeerLink(Link):
-    """The part of the links over gloo that does not depend on the device of the buffers."""
+    """The part of the links over gloo that does not depend on the device of the buffers.
+
+    Args:
+        process_groups: process groups for the legs, over the same ranks: each is a connection to each peer.
+        device: device of the gradients.
+        backlog: backlog of the groups' sockets.
+        sums_in_fp32: whether 16-bit buffers are added up in fp32 and rounded once.
+    """
 
     adds_in_rank_order = True
 
@@ -134,14 +141,7 @@ def _given_up() -> RuntimeError:
 
 
 class GlooLink(PeerLink):
-    """Peer exchange of CPU tensors.
-
-    Args:
-        process_groups: process groups for the legs, over the same ranks: each is a connection to each peer.
-        device: device of the gradients.
-        backlog: backlog of the groups' sockets.
-        sums_in_fp32: whether 16-bit buffers are added up in fp32 and rounded once.
-    """
+    """Peer exchange of CPU tensors."""
 
     takes_parts = True
     early_receives: AnnouncedLegs

@@ -73,12 +73,6 @@ class StagedGlooLink(PeerLink):
 
     Gradients are staged on the caller's stream, which keeps the order. No leg is announced: a leg begins with the copy
     to the host, so its receives are posted with it.
-
-    Args:
-        process_groups: process groups for the legs, over the same ranks: each is a connection to each peer.
-        device: device of the gradients.
-        backlog: backlog of the groups' sockets.
-        sums_in_fp32: whether 16-bit buffers are added up in fp32 and rounded once.
     """
 
     def __init__(
