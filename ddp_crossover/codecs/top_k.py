@@ -29,21 +29,13 @@ class Selector(enum.StrEnum):
     """How the largest entries are found.
 
     Attributes:
-        AUTO: ``CHUNKED`` on CPU, ``EXACT`` elsewhere. Ask :meth:`on` which of them it is.
         EXACT: the largest entries of the slice; of equal ones those with the lowest indices.
         CHUNKED: the largest entries of each chunk of 4096. Magnitudes that differ by less than 1 part in 2048 may count
             as equal; of equal ones those with the lowest indices.
     """
 
-    AUTO = "auto"
     EXACT = "exact"
     CHUNKED = "chunked"
-
-    def on(self, device_type: str) -> Selector:
-        """This selector, or what ``AUTO`` stands for on ``"cpu"``, ``"cuda"`` and so on."""
-        if self is not Selector.AUTO:
-            return self
-        return Selector.CHUNKED if device_type == "cpu" else Selector.EXACT
 
 
 def selected_numel(numel: int, density: float, selector: Selector) -> int:
@@ -51,17 +43,10 @@ def selected_numel(numel: int, density: float, selector: Selector) -> int:
 
     That is ``density * numel``, rounded, and at least 1 if neither is 0; ``CHUNKED`` rounds in each chunk of 4096.
 
-    Raises:
-        ValueError: for a density outside of [0, 1], or for ``Selector.AUTO``, which differs between devices.
-
     Example:
         >>> selected_numel(10_000, 0.01, Selector.EXACT), selected_numel(10_000, 0.01, Selector.CHUNKED)
         (100, 100)
     """
-    if not 0 <= density <= 1:
-        raise ValueError(f"density must be between 0 and 1 (the fraction of entries to select), got {density}")
-    if selector is Selector.AUTO:
-        raise ValueError("selector='auto' differs between devices: pass selector.on(device_type)")
     if selector is Selector.CHUNKED:
         chunks, rest = divmod(numel, CHUNK_NUMEL)
         return chunks * _rounded(CHUNK_NUMEL, density) + _rounded(rest, density)
@@ -76,14 +61,11 @@ def select(values: Tensor, density: float, selector: Selector) -> Tensor:
     Args:
         values: flat, fp32, on any device.
         density: the fraction of entries to select.
-        selector: how to select; not ``AUTO``.
+        selector: how to select.
 
     Returns:
         Exactly ``selected_numel(values.numel(), density, selector)`` different indices, int64, ascending, on the device
         of ``values``.
-
-    Raises:
-        ValueError: as :func:`selected_numel` does.
 
     Example:
         >>> select(torch.tensor([1.0, -3.0, 0.0, 2.0]), 0.5, Selector.EXACT)
@@ -167,15 +149,14 @@ class TopKCodec(Codec):
     Args:
         density: above 0, at most 1.
         selector: how they are found.
-        device_type: where slices are, for ``Selector.AUTO``.
     """
 
     is_sparse = True
 
-    def __init__(self, density: float, selector: Selector, device_type: str = "cpu") -> None:
+    def __init__(self, density: float, selector: Selector) -> None:
         self.density = density
-        self._selector = selector.on(device_type)
-        self._index_dtype = torch.int16 if self._selector is Selector.CHUNKED else torch.int32
+        self._selector = selector
+        self._index_dtype = torch.int16 if selector is Selector.CHUNKED else torch.int32
 
     def with_density(self, density: float) -> TopKCodec:
         return TopKCodec(density, self._selector)

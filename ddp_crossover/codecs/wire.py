@@ -57,8 +57,9 @@ class Wire:
         cast_to = wire_dtype if code is None else None
         if compress is not None:
             gather = code if cast_to is None else Cast(cast_to)
-            scatter = TopKCodec(compress.density, Selector(compress.selector), device_type)
-            return cls(cast_to, scatter, gather, compress)
+            auto = Selector.CHUNKED if device_type == "cpu" else Selector.EXACT
+            selector = auto if compress.selector == "auto" else Selector(compress.selector)
+            return cls(cast_to, TopKCodec(compress.density, selector), gather, compress)
         return cls(cast_to, code, code)
 
     @property

@@ -81,7 +81,7 @@ class Partners:
         self._groups = OwnedGroups()
         self.node: dist.ProcessGroup | None = None
         shape = shape_of(policy.groups, dist.get_world_size(self._of_ddp)) if policy.groups in ("grid", "pairs") else ()
-        wire = Wire.of(policy.wire_dtype, device_type=self._device.type)
+        wire = Wire.of(policy.wire_dtype)
         self.link = make_link(
             self._of_ddp, self._device, self._timeout, own_group=None, sums_in_fp32=wire.cast_to is not None
         )

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddp_crossover.codecs import top_k
-from ddp_crossover.codecs.top_k import CHUNK_NUMEL, Selector, select, selected_numel
+from ddp_crossover.codecs.top_k import CHUNK_NUMEL, Selector, TopKCodec, select, selected_numel
+from ddp_crossover.codecs.wire import Wire
+from ddp_crossover.top_k import TopK
 from wire_reference import largest_of
 
 pytestmark = pytest.mark.quick
@@ -112,15 +114,8 @@ def test_other_devices_select_the_same_without_bins() -> None:
         assert top_k._pick(bits, 200, threshold).tolist() == _by_definition(values, 0.01, Selector.EXACT)
 
 
-def test_auto_is_chunked_on_cpu_and_exact_on_gpus() -> None:
-    assert Selector.AUTO.on("cpu") is Selector.CHUNKED
-    assert Selector.AUTO.on("cuda") is Selector.EXACT
-
-
-def test_refusals_name_the_parameter() -> None:
-    with pytest.raises(ValueError, match="density must be between 0 and 1"):
-        selected_numel(10, 1.5, Selector.EXACT)
-    with pytest.raises(ValueError, match="density must be between 0 and 1"):
-        select(torch.ones(3), float("nan"), Selector.EXACT)
-    with pytest.raises(ValueError, match=r"selector\.on\(device_type\)"):
-        select(torch.ones(3), 0.5, Selector.AUTO)
+@pytest.mark.parametrize(("device_type", "selector"), [("cpu", Selector.CHUNKED), ("cuda", Selector.EXACT)])
+def test_auto_is_chunked_on_cpu_and_exact_on_gpus(device_type: str, selector: Selector) -> None:
+    scatter = Wire.of(None, TopK(0.01), device_type=device_type).scatter
+    assert scatter is not None
+    assert scatter.payload_bytes(10_000) == TopKCodec(0.01, selector).payload_bytes(10_000)
