@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,13 +17,6 @@ from ddp_crossover.top_k import TopK
 _CODED_DTYPE = torch.float32
 # Sizes of codes per element are taken from a slice of this size.
 _TYPICAL_NUMEL = 2**18
-
-
-class LegBytes(NamedTuple):
-    """Bytes per element that each leg sends."""
-
-    scatter: float
-    gather: float
 
 
 @dataclass(frozen=True)
@@ -82,14 +75,14 @@ class Wire:
             return _CODED_DTYPE
         return self.cast_to if self.cast_to is not None and self.cast_to.itemsize < dtype.itemsize else dtype
 
-    def leg_bytes(self) -> LegBytes:
-        """Bytes per element of a coded gradient."""
+    def leg_bytes(self) -> tuple[float, float]:
+        """Bytes per element of a coded gradient that a scatter leg and a gather leg send."""
         as_is = float(_CODED_DTYPE.itemsize)
         scatter, gather = (
             as_is if codec is None else codec.payload_bytes(_TYPICAL_NUMEL) / _TYPICAL_NUMEL
             for codec in (self.scatter, self.gather)
         )
-        return LegBytes(scatter, gather)
+        return scatter, gather
 
     @property
     def align_numel(self) -> int:

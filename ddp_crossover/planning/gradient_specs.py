@@ -49,8 +49,8 @@ def as_codes(specs: Sequence[GradientSpec], wire: Wire) -> list[GradientSpec]:
 
 
 def _coded(name: str, numel: int, arena: str, wire: Wire) -> GradientSpec:
-    legs = wire.leg_bytes()
-    larger = max(legs)
+    scatter, gather = wire.leg_bytes()
+    larger = max(scatter, gather)
     return GradientSpec(
         name,
         numel,
@@ -58,8 +58,8 @@ def _coded(name: str, numel: int, arena: str, wire: Wire) -> GradientSpec:
         arena,
         is_coded=True,
         align_numel=wire.align_numel,
-        scatter_part=legs.scatter / larger,
-        gather_part=legs.gather / larger,
+        scatter_part=scatter / larger,
+        gather_part=gather / larger,
     )
 
 
