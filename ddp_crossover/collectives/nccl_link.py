@@ -52,13 +52,11 @@ class LegWatch:
     Args:
         rank: this rank, for the message.
         timeout_s: time-out of the process group.
-        report: called with the message.
     """
 
-    def __init__(self, rank: int, timeout_s: float, report: Callable[[str], None] = logger.error) -> None:
+    def __init__(self, rank: int, timeout_s: float) -> None:
         self._rank = rank
         self._timeout_s = timeout_s
-        self._report = report
         self._legs: deque[_WatchedLeg] = deque()
         self._lock = threading.RLock()  # reentrant: a signal handler may start legs
         self._stalled: _WatchedLeg | None = None
@@ -98,7 +96,7 @@ class LegWatch:
         stood_s = now_s - self._stalled_since_s
         if stood_s >= _REPORT_AFTER * self._timeout_s and not self._is_reported:
             self._is_reported = True
-            self._report(
+            logger.error(
                 f"rank {self._rank}: the {leg.label} has not ended for {stood_s:.0f} s: a peer has died, or is that "
                 f"late. NCCL's watchdog ends this process after {self._timeout_s:.0f} s"
             )

@@ -27,9 +27,13 @@ class Event:
 class Watched:
     """A watch whose clock and events the test moves."""
 
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.watch = LegWatch(3, TIMEOUT_S, self.said.append)
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._log = caplog
+        self.watch = LegWatch(3, TIMEOUT_S)
+
+    @property
+    def said(self) -> list[str]:
+        return [record.getMessage() for record in self._log.records]
 
     def leg(self, label: str, begun: bool = True) -> tuple[Event, Event]:
         events = Event(begun), Event()
@@ -38,8 +42,8 @@ class Watched:
 
 
 @pytest.fixture
-def watched() -> Watched:
-    return Watched()
+def watched(caplog) -> Watched:
+    return Watched(caplog)
 
 
 def test_the_first_leg_that_does_not_end_is_named_once(watched) -> None:
