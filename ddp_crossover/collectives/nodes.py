@@ -61,20 +61,18 @@ class Nodes(NamedTuple):
 
     @classmethod
     def of(cls, nodes: Sequence[Sequence[int]], rank: int) -> Nodes:
-        """The ranks of each node, in the order of their places on it.
+        """The ranks of each node, each rank once, in the order of their places on it.
 
         Raises:
-            ValueError: if nodes have different numbers of ranks, or do not hold every rank once.
+            ValueError: if nodes have different numbers of ranks.
         """
-        sizes = sorted({len(node) for node in nodes})
-        world_size = sum(map(len, nodes))
-        if len(sizes) > 1:
+        sizes = [len(node) for node in nodes]
+        if len(set(sizes)) > 1:
             raise ValueError(
-                f"groups='node' needs equally many ranks on each node, got {', '.join(map(str, map(len, nodes)))}: "
+                f"groups='node' needs equally many ranks on each node, got {', '.join(map(str, sizes))}: "
                 "start the same number on each, or leave out groups="
             )
-        if sorted(r for node in nodes for r in node) != list(range(world_size)):
-            raise ValueError(f"the nodes {[list(node) for node in nodes]} do not hold each of {world_size} ranks once")
+        world_size = sum(sizes)
         node = next(i for i, ranks in enumerate(nodes) if rank in ranks)
         place = list(nodes[node]).index(rank)
         shard_of = [0] * world_size

@@ -115,8 +115,6 @@ def test_one_rank_on_each_node_is_no_grouping() -> None:
     [
         ([[0, 1], [2]], "equally many ranks on each node, got 2, 1.*leave out groups="),
         ([[], [0]], "equally many ranks on each node, got 0, 1.*leave out groups="),
-        ([[0, 1], [1, 2]], "do not hold each of 4 ranks once"),
-        ([[1, 2], [3, 4]], "do not hold each of 4 ranks once"),
     ],
 )
 def test_other_nodes_are_refused(layout: Any, words: str) -> None:
