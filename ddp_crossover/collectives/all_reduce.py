@@ -79,9 +79,8 @@ def wait_for_futures(futures: Sequence[torch.futures.Future[Tensor]], host_wait:
     """Wait on the host until all futures have a result or an error; errors stay in the futures."""
     done = threading.Event()
     torch.futures.collect_all(list(futures)).add_done_callback(lambda _: done.set())
-    if not done.is_set():
-        while not done.wait(host_wait.poll()):
-            pass
+    while not done.is_set():
+        done.wait(host_wait.poll())
 
 
 def backend_for(process_group: dist.ProcessGroup, device: torch.device) -> str:

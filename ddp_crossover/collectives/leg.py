@@ -82,9 +82,9 @@ class Leg(ABC):
             LegError: if this leg or an earlier one failed.
         """
 
+    @abstractmethod
     def is_done(self) -> bool:
-        """Whether :meth:`wait` would return at once; False if the host cannot tell."""
-        return False
+        """Whether :meth:`wait` would return at once."""
 
 
 class ScatterLeg(Leg):

@@ -143,9 +143,8 @@ class CodedLegs:
 
     def __init__(self, buffer: FusionBuffer, process_group: dist.ProcessGroup, device: torch.device) -> None:
         self._process_group = process_group
-        self._rank = dist.get_rank(process_group)
         self._world_size = dist.get_world_size(process_group)
-        nodes = Nodes.flat(self._rank, self._world_size)
+        nodes = Nodes.flat(dist.get_rank(process_group), self._world_size)
         self._route = Route(buffer, nodes, DeviceScratch(device), sums_in_fp32=False)
 
     def scatter(self) -> int:
