@@ -37,7 +37,6 @@ class BeforeAfter(NamedTuple):
     after: Tensor
 
     def of(self, low: int, high: int) -> BeforeAfter:
-        """That of a range of elements."""
         return BeforeAfter(self.before[low:high], self.after[low:high])
 
 

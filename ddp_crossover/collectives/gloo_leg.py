@@ -71,7 +71,6 @@ class GlooCommContext:
     wait_was_interrupted: bool = False
 
     def use_nodes(self, nodes: Nodes) -> None:
-        """Share slices among these nodes from now on."""
         self.nodes = nodes
 
     def begin_wait(self) -> None:
@@ -256,7 +255,6 @@ class AnnouncedLegs:
         self._context = context
 
     def post(self, iteration: int, group: int, buffer: FusionBuffer) -> None:
-        """Post the receives of this group's scatter leg in this iteration."""
         self._context.failures.check()
         leg = self.legs[group] = GlooScatterLeg(self._context, iteration, group, buffer)
         leg.is_announced = True
@@ -307,7 +305,6 @@ class GlooGatherLeg(GlooLeg):
         self._note_open()
 
     def is_ready(self) -> bool:
-        """Whether it can be posted, because its scatter leg is done."""
         return self.scatter.is_done()
 
     def post(self) -> None:

@@ -78,7 +78,6 @@ class LatePeers:
             self.look(time.monotonic())
 
     def close(self) -> None:
-        """Let :meth:`watch` return."""
         self._is_closed.set()
 
     def look(self, now_s: float) -> None:

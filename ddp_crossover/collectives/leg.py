@@ -28,7 +28,6 @@ class Latch:
         self._closed.acquire()
 
     def set(self) -> None:
-        """Set the event and wake all waiters."""
         if not self.is_set:
             self.is_set = True
             self._closed.release()
@@ -117,7 +116,6 @@ class Failures:
         return self._errors[0] if self._errors else None
 
     def close(self) -> None:
-        """Let no leg start from now on."""
         self.is_closed = True
 
     def check(self) -> None:

@@ -87,12 +87,10 @@ class Link(ABC):
 
     @property
     def clock(self) -> CommClock:
-        """Measures times of legs and waits."""
         return self.meter.clock
 
     @property
     def sent_bytes(self) -> int:
-        """Payload bytes that this rank has sent so far."""
         return self.meter.sent_bytes
 
     @property

@@ -51,7 +51,6 @@ class LinkMeter:
         self.host = HostTimes()
 
     def sent(self, payload_bytes: int) -> None:
-        """Count what this rank has sent."""
         self.sent_bytes += payload_bytes
 
     @contextlib.contextmanager

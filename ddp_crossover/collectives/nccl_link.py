@@ -74,7 +74,6 @@ class LegWatch:
         threading.Thread(target=run, name="ddp_crossover-leg-watch", daemon=True).start()
 
     def add(self, label: str, begun: gpu.Event, done: gpu.Event) -> None:
-        """Watch a leg that runs on the stream between two events."""
         self._legs.append(_WatchedLeg(label, begun, done))
         # Two of them for each new one, so that few are left: most have ended by now.
         for _ in range(2):

@@ -35,7 +35,6 @@ class Members(NamedTuple):
 
     @property
     def own_slice(self) -> int:
-        """Number of this rank's slice."""
         return self.first + self.own
 
 

@@ -99,7 +99,6 @@ class Pace:
         self.is_relaxed = True
 
     def measure(self, s_per_byte: float) -> None:
-        """Take the link to need so many seconds to send a byte."""
         self.s_per_byte = s_per_byte
 
     def idle_in_s(self, *, is_most_urgent: bool) -> float:
