@@ -30,7 +30,6 @@ import enum
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Protocol, final
 
 import torch
@@ -56,8 +55,6 @@ from ddp_crossover.parameters.slots import GroupInFlight, GroupState, Slot
 from ddp_crossover.pending_updates import GatherWaits, PendingUpdates
 from ddp_crossover.torch_internals.autograd import is_in_backward
 from ddp_crossover.torch_internals.ddp import GradBucket
-
-_AS_THEY_ARE = Wire()
 
 
 class Updater(GradientUser, Protocol):
@@ -95,7 +92,7 @@ class Pipeline:
         lock: held while gradients are delivered and updates applied, from any thread.
         memory: arenas of the previous plan, reused where they are large enough.
         wire: what gradients are on the wire.
-        weights: what each rank's gradients are multiplied by; it changes between iterations. Default: equal shares.
+        weights: what each rank's gradients are multiplied by; it changes between iterations.
         feedback: memory for what codes leave out; needed if the plan has coded gradients.
         owners: the ranks that reduce whole gradients, by index of the parameter; ranks share all others.
         loss_scale: returns the factor of the loss of the backward that begins.
@@ -122,16 +119,16 @@ class Pipeline:
         updater: Updater,
         kept: KeptGradients,
         *,
-        lock: threading.RLock | None = None,
-        memory: Mapping[str, Tensor] = MappingProxyType({}),
-        wire: Wire = _AS_THEY_ARE,
-        weights: RankWeights | None = None,
-        feedback: Feedback | None = None,
-        owners: Mapping[int, int] = MappingProxyType({}),
-        loss_scale: Callable[[], float | Tensor] = lambda: 1.0,
-        every_group_arrives: bool = True,
-        may_leave_out: bool = False,
-        in_buckets: bool = False,
+        lock: threading.RLock,
+        memory: Mapping[str, Tensor],
+        wire: Wire,
+        weights: RankWeights,
+        feedback: Feedback | None,
+        owners: Mapping[int, int],
+        loss_scale: Callable[[], float | Tensor],
+        every_group_arrives: bool,
+        may_leave_out: bool,
+        in_buckets: bool,
     ) -> None:
         self._every_group_arrives = every_group_arrives
         self.plan = plan
@@ -140,8 +137,8 @@ class Pipeline:
         self.order = StreamOrder(link.streams)
         self.phase = Phase.IDLE
         self.iteration = 0
-        self.lock = lock or threading.RLock()
-        self._weights = weights or RankWeights(link.rank, link.world_size)
+        self.lock = lock
+        self._weights = weights
         self.awaits_backward = False
 
         self.device = params[0].parameter.device
@@ -153,10 +150,10 @@ class Pipeline:
             plan,
             params,
             link,
-            self.lock,
+            lock,
             memory=memory,
             wire=wire,
-            weights=self._weights,
+            weights=weights,
             feedback=feedback,
             owners=owners,
             same_buckets=every_group_arrives,
@@ -182,9 +179,7 @@ class Pipeline:
         self.slot_of: dict[Tensor, Slot] = {slot.parameter: slot for slot in self.slots}
         self._buckets = ArrivedBuckets(self.slot_of, arenas)
         self.gather_order = GatherOrder(plan, link, self.groups)
-        self.updates = PendingUpdates(
-            updater.apply, self.waits, self.gather_order, link, self.order, turns, self.lock
-        )  # fmt: skip
+        self.updates = PendingUpdates(updater.apply, self.waits, self.gather_order, link, self.order, turns, lock)
         self.gathers = updater.gathers(self, memory)
         self.announcements = Announcements(plan, link, self.layout, every_group_arrives=every_group_arrives)
 

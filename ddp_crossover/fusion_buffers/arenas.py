@@ -7,7 +7,6 @@ and optimizer state take memory: the first plan is made during a backward, when 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -40,7 +39,7 @@ def alias_of(bucket: Tensor) -> Tensor:
     return torch.from_dlpack(bucket)  # type: ignore[attr-defined]
 
 
-def lay_out(group: GroupInFlight, weights: RankWeights, owners: Mapping[int, int] = MappingProxyType({})) -> None:
+def lay_out(group: GroupInFlight, weights: RankWeights, owners: Mapping[int, int]) -> None:
     """Make the fusion buffer of a group of the places of its gradients, with as few parts as possible.
 
     Gradients that have no place yet, because DDP leaves out their bucket, are left out.
@@ -88,7 +87,7 @@ def make_arenas(
     link: Link,
     wire: Wire,
     *,
-    lands: bool = False,
+    lands: bool,
 ) -> dict[str, Tensor]:
     """Allocate arenas that are large enough for every plan; uninitialized, so on CPU they take no memory until used.
 
@@ -137,8 +136,8 @@ def lay_out_in_arena(
     group: GroupInFlight,
     arena: Tensor,
     starts: Sequence[int],
-    owners: Mapping[int, int] = MappingProxyType({}),
-    coding: Coding | None = None,
+    owners: Mapping[int, int],
+    coding: Coding | None,
 ) -> None:
     """Make the fusion buffer of a group whose gradients are copied to an arena.
 

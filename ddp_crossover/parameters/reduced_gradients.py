@@ -139,7 +139,7 @@ class ReducedGradients:
             for slot in self._slots:
                 slot.note_version(version_of(slot.parameter.grad))
 
-    def make_pending(self, some_unused: bool, skipped: Collection[Slot] = ()) -> list[Slot]:
+    def make_pending(self, some_unused: bool, skipped: Collection[Slot]) -> list[Slot]:
         """Make every ``.grad`` a PendingGrad; return the slots of those that cannot be, because a script keeps them.
 
         Args:
@@ -322,7 +322,7 @@ class ReducedGradients:
         self._order.publish()
 
     @torch.inference_mode(False)  # a touch during evaluation would make inference tensors, useless to the optimizer
-    def for_update(self, slots: Iterable[Slot], edited: Collection[Slot] = ()) -> dict[Slot, Tensor]:
+    def for_update(self, slots: Iterable[Slot], edited: Collection[Slot]) -> dict[Slot, Tensor]:
         """Return complete gradients in their parameters' dtype, times the factors of clipping and loss scaling.
 
         Gradients that were sent in that dtype are multiplied in place; the others are cast copies.
