@@ -142,7 +142,7 @@ class Pipeline:
         self.awaits_backward = False
 
         self.device = params[0].parameter.device
-        self.waits = GatherWaits(link, self.order, turns, self.device)
+        self.waits = GatherWaits(self.order, turns, self.device)
         if feedback is not None:
             with link.beside_legs():
                 feedback.use(plan)

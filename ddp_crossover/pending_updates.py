@@ -30,14 +30,12 @@ class GatherWaits:
     """Waits for gather legs, before somebody uses what they bring.
 
     Args:
-        link: runs the legs.
         order: orders streams.
         turns: notified of waits, so that another job may compute meanwhile.
         device: where gradients are.
     """
 
-    def __init__(self, link: Link, order: StreamOrder, turns: Turns, device: torch.device) -> None:
-        self._link = link
+    def __init__(self, order: StreamOrder, turns: Turns, device: torch.device) -> None:
         self._order = order
         self._turns = turns
         self._device = device
