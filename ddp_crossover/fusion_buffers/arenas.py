@@ -7,7 +7,6 @@ and optimizer state take memory: the first plan is made during a backward, when 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,13 +73,6 @@ def lay_out(group: GroupInFlight, weights: RankWeights, owners: Mapping[int, int
 _SPARE_NUMEL = 2**14
 
 
-class ArenaMemory(NamedTuple):
-    """What an arena is made of."""
-
-    dtype: torch.dtype
-    device: torch.device
-
-
 def make_arenas(
     specs: Sequence[GradientSpec],
     parameters: Sequence[torch.nn.Parameter],
@@ -93,7 +85,7 @@ def make_arenas(
 
     Args:
         specs: the gradients.
-        parameters: their parameters, in the same order.
+        parameters: their parameters, in the same order, on one device.
         link: the link that will carry the gradients.
         wire: what gradients are on the wire.
         lands: whether gather legs bring parameters, which need arenas of their own where gradients travel in another
@@ -103,16 +95,12 @@ def make_arenas(
         A flat tensor for each arena that is needed, in its wire dtype; for each :func:`landing_of`, in the parameters'.
     """
     numel = arena_capacity(specs, link.world_size, link.shard_align_bytes)
-    needed = memory_of_arenas(specs, parameters, link, wire)
+    needed, device = dtypes_of_arenas(specs, parameters, link, wire), parameters[0].device
     if lands:
         dtypes = {spec.arena: parameter.dtype for spec, parameter in zip(specs, parameters, strict=True)}
-        needed |= {
-            landing_of(arena): ArenaMemory(dtypes[arena], memory.device)
-            for arena, memory in needed.items()
-            if dtypes[arena] is not memory.dtype
-        }
+        needed |= {landing_of(arena): dtypes[arena] for arena, dtype in needed.items() if dtypes[arena] is not dtype}
         numel |= {landing_of(arena): size for arena, size in numel.items()}
-    return {arena: link.allocate(numel[arena], memory.dtype, memory.device) for arena, memory in needed.items()}
+    return {arena: link.allocate(numel[arena], dtype, device) for arena, dtype in needed.items()}
 
 
 def landing_of(arena: str) -> str:
@@ -120,13 +108,13 @@ def landing_of(arena: str) -> str:
     return f"{arena}, landing"
 
 
-def memory_of_arenas(
+def dtypes_of_arenas(
     specs: Sequence[GradientSpec], parameters: Sequence[torch.nn.Parameter], link: Link, wire: Wire
-) -> dict[str, ArenaMemory]:
-    """The arenas that are needed, because their gradients do not travel in place; arguments as above."""
+) -> dict[str, torch.dtype]:
+    """The wire dtypes of the arenas that are needed, because their gradients do not travel in place; see above."""
     like = {spec.arena: (spec, parameter) for spec, parameter in zip(specs, parameters, strict=True)}
     return {
-        arena: ArenaMemory(wire.travels_as(parameter.dtype, is_coded=spec.is_coded), parameter.device)
+        arena: wire.travels_as(parameter.dtype, is_coded=spec.is_coded)
         for arena, (spec, parameter) in like.items()
         if not travels_in_place(parameter.dtype, link, wire)
     }

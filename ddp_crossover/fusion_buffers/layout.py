@@ -12,7 +12,7 @@ from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.sums import RankWeights
 from ddp_crossover.fusion import FusionGroup, FusionPlan
-from ddp_crossover.fusion_buffers.arenas import lay_out, lay_out_in_arena, memory_of_arenas, whole_of, zeros
+from ddp_crossover.fusion_buffers.arenas import dtypes_of_arenas, lay_out, lay_out_in_arena, whole_of, zeros
 from ddp_crossover.fusion_buffers.feedback import Feedback
 from ddp_crossover.fusion_buffers.staging import gradient_stride
 from ddp_crossover.parameters.lazy_params import LazyParam
@@ -62,10 +62,10 @@ class Layout:
         self._feedback = feedback
         self._owners = owners
         self._same_buckets = same_buckets
-        needed = memory_of_arenas(plan.gradients, [lazy.parameter for lazy in params], link, self._wire)
+        parameters = [lazy.parameter for lazy in params]
         self.arenas = {
-            arena: zeros(plan.arena_numel[arena], made_of.dtype, made_of.device, memory.get(arena))
-            for arena, made_of in needed.items()
+            arena: zeros(plan.arena_numel[arena], dtype, parameters[0].device, memory.get(arena))
+            for arena, dtype in dtypes_of_arenas(plan.gradients, parameters, link, self._wire).items()
         }
         arena_of = {p.parameter: group.arena for group in plan.groups for p in group.pieces}
         self.slots = [self._slot(lazy, arena_of[lazy.index]) for lazy in params]
