@@ -42,10 +42,10 @@ from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.collectives.sums import RankWeights, scale_into
 from ddp_crossover.fusion import FusionPlan
 from ddp_crossover.fusion_buffers.announcements import Announcements
-from ddp_crossover.fusion_buffers.arrived_buckets import ArrivedBuckets
 from ddp_crossover.fusion_buffers.coded_steps import CodedSteps
 from ddp_crossover.fusion_buffers.feedback import Feedback
 from ddp_crossover.fusion_buffers.layout import Layout
+from ddp_crossover.fusion_buffers.staging import ArrivedBuckets
 from ddp_crossover.gathers import GatherOrder, Gathers
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.parameters.kept_gradients import KeptGradients

@@ -1,8 +1,9 @@
-"""Plans how the gradients of a DDP bucket get into fusion buffers: by copies, or by being a part of them."""
+"""DDP's buckets as they arrive, and how their gradients get into fusion buffers: by copies, or as parts of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ddp_crossover.fusion_buffers.arenas import alias_of
 from ddp_crossover.parameters.slots import GroupInFlight, Place, Slot
+from ddp_crossover.torch_internals.ddp import GradBucket
 
 
 class Staging(NamedTuple):
@@ -36,7 +38,70 @@ class Staging(NamedTuple):
 
     def fits(self, buffer: Tensor, parameters: list[Tensor]) -> bool:
         """Whether it is for these parameters in this memory, which is not freed while ``self.buffer`` refers to it."""
-        return self.address == buffer.data_ptr() and same_objects(self.parameters, parameters)
+        has_same_parameters = list(map(id, self.parameters)) == list(map(id, parameters))
+        return has_same_parameters and self.address == buffer.data_ptr()
+
+
+class ArrivedBuckets:
+    """The buckets of the latest backward.
+
+    Args:
+        slot_of: the slot of each parameter.
+        arenas: the memory to which gradients are copied that do not travel in place.
+    """
+
+    def __init__(self, slot_of: Mapping[Tensor, Slot], arenas: Mapping[str, Tensor]) -> None:
+        self._slot_of = slot_of
+        self._arenas = arenas
+        self._stagings: dict[int, Staging] = {}
+        self._arrived: list[int] = []
+        self._versions: dict[int, int] = {}
+
+    def begin_backward(self) -> None:
+        self._arrived.clear()
+
+    def arrive(self, bucket: GradBucket, buffer: Tensor, parameters: list[Tensor]) -> Staging:
+        """Note a bucket; returns how its gradients get into fusion buffers.
+
+        Args:
+            bucket: the bucket.
+            buffer: its flat gradients.
+            parameters: its parameters.
+        """
+        index = bucket.index()
+        staging = self._stagings.get(index)
+        if staging is None or not staging.fits(buffer, parameters):
+            slots = [self._slot_of[parameter] for parameter in parameters]
+            staging = self._stagings[index] = plan_staging(
+                index, buffer.detach(), slots, parameters, bucket.gradients(), self._arenas
+            )
+        self._arrived.append(index)
+        return staging
+
+    def slots(self) -> set[Slot]:
+        """The parameters whose gradients have arrived."""
+        return {slot for index in self._arrived for slot in self._stagings[index].slots}
+
+    def forget_absent(self) -> None:
+        """Drop those that have not arrived, which DDP no longer has or has left out."""
+        for index in self._stagings.keys() - set(self._arrived):
+            del self._stagings[index]
+
+    def note_versions(self) -> None:
+        """Note what is in the buckets now, before DDP writes to them again."""
+        self._versions = {index: staging.buffer._version for index, staging in self._stagings.items()}
+
+    def is_overwritten(self, slot: Slot) -> bool:
+        """Whether DDP has written into the slot's bucket since, as versions tell: legs use an alias."""
+        if slot.place is None:
+            return False
+        staging = self._stagings.get(slot.place.bucket)
+        return staging is not None and staging.buffer._version != self._versions.get(slot.place.bucket)
+
+    def forget(self) -> None:
+        """Drop all references to DDP's buckets, which would count as a script's."""
+        self._stagings.clear()
+        self._arrived.clear()
 
 
 def plan_staging(
@@ -57,10 +122,7 @@ def plan_staging(
         gradients: its gradients as views of ``buffer``, in the same order.
         arenas: the memory of the fusion buffers to which gradients are copied.
     """
-    counts: dict[GroupInFlight, int] = {}
-    for slot in slots:
-        for group in slot.groups:
-            counts[group] = counts.get(group, 0) + 1
+    counts = Counter(group for slot in slots for group in slot.groups)
     arrivals = sorted(counts.items(), key=lambda item: item[0].spec.index)
     starts = [int(gradient.storage_offset()) - int(buffer.storage_offset()) for gradient in gradients]
     for slot, start in zip(slots, starts, strict=True):
@@ -109,8 +171,3 @@ def gradient_stride(parameter: Tensor) -> tuple[int, ...]:
             return torch.empty(parameter.shape, device="meta").stride()
         numel *= size
     return parameter.stride()
-
-
-def same_objects(left: Sequence[object], right: Sequence[object]) -> bool:
-    """Whether two sequences hold identical objects in the same order."""
-    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
