@@ -42,8 +42,7 @@ from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.collectives.sums import RankWeights, scale_into
 from ddp_crossover.fusion import FusionPlan
 from ddp_crossover.fusion_buffers.announcements import Announcements
-from ddp_crossover.fusion_buffers.coded_steps import CodedSteps
-from ddp_crossover.fusion_buffers.feedback import Feedback
+from ddp_crossover.fusion_buffers.feedback import CodedSteps, Feedback
 from ddp_crossover.fusion_buffers.layout import Layout
 from ddp_crossover.fusion_buffers.staging import ArrivedBuckets
 from ddp_crossover.gathers import GatherOrder, Gathers
