@@ -324,15 +324,7 @@ def _memory(
         name: max((each[name] for each in (memory, coded) if name in each), key=Tensor.numel)
         for name in memory | coded  # in one order on all ranks
     }
-    feedback = Feedback(
-        wire,
-        planning.specs,
-        link.world_size,
-        shard_align_bytes=link.shard_align_bytes,
-        device=torch.device("cpu") if link.codes_on_host else device,
-        streams=None if link.codes_on_host else link.streams,
-    )
-    return memory, feedback
+    return memory, Feedback(wire, planning.specs, link, device)
 
 
 def _all_coded(planning: Planning, memory: dict[str, Tensor], link: Link, wire: Wire) -> list[FusionBuffer]:

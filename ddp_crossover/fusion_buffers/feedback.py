@@ -12,13 +12,12 @@ from ddp_crossover.codecs.coding import BeforeAfter, Coding
 from ddp_crossover.codecs.top_k import TopKCodec
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.link import Link
-from ddp_crossover.collectives.stream_order import CudaStreams, StreamOrder
+from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.fusion import FusionGroup, FusionPlan, GradientSpec, arena_capacity
 from ddp_crossover.parameters.slots import GroupInFlight, Slot
 
 # A loss scale that has changed by more than this factor is another one: residuals are dropped.
 _MOST_RESCALED = 16.0
-_CPU = torch.device("cpu")
 
 
 class _ArenaState:
@@ -55,36 +54,26 @@ class Feedback:
     Args:
         wire: what gradients are on the wire.
         specs: all gradients.
-        world_size: number of ranks.
-        shard_align_bytes: multiple of bytes that shards are, as for plans.
-        device: where gradients are coded.
-        streams: the CUDA streams of the legs, if these code gradients there: the host then does not wait for results.
+        link: carries the gradients, and codes them on the host or on its streams, where the host waits for no results.
+        device: where the parameters are.
 
     Attributes:
         steps: training steps whose gradients were coded.
         scale: loss scale of the gradients of which these are residuals.
     """
 
-    def __init__(
-        self,
-        wire: Wire,
-        specs: Sequence[GradientSpec],
-        world_size: int,
-        *,
-        shard_align_bytes: int = 1,
-        device: torch.device = _CPU,
-        streams: CudaStreams | None = None,
-    ) -> None:
+    def __init__(self, wire: Wire, specs: Sequence[GradientSpec], link: Link, device: torch.device) -> None:
         assert wire.scatter is not None
+        coded_on, streams = (torch.device("cpu"), None) if link.codes_on_host else (device, link.streams)
         self.steps = 0
         self.scale: float | Tensor = 1.0
         self._host_knows = streams is None
         self._wire = wire
         self._scatter = wire.scatter
         coded = [spec for spec in specs if spec.is_coded]
-        sizes = arena_capacity(coded, world_size, shard_align_bytes)
+        sizes = arena_capacity(coded, link.world_size, link.shard_align_bytes)
         self._residuals = (
-            {arena: _ArenaState(numel, device) for arena, numel in sizes.items()} if wire.has_feedback else {}
+            {arena: _ArenaState(numel, coded_on) for arena, numel in sizes.items()} if wire.has_feedback else {}
         )
         self._specs = specs
         self._plan: FusionPlan | None = None

@@ -60,14 +60,7 @@ class MeanExchange:
         }
         self.feedback: Feedback | None = None
         if self._plan.is_coded:
-            self.feedback = Feedback(
-                wire,
-                specs,
-                link.world_size,
-                shard_align_bytes=link.shard_align_bytes,
-                device=torch.device("cpu") if link.codes_on_host else device,
-                streams=None if link.codes_on_host else link.streams,
-            )
+            self.feedback = Feedback(wire, specs, link, device)
             self.feedback.use(self._plan)
         link.connect(self._arenas.values())
         self._views = [

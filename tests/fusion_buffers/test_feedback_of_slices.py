@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from ddp_crossover.top_k import TopK
 
 pytestmark = pytest.mark.quick
 
-WORLD_SIZE = 4
+LINK: Any = SimpleNamespace(world_size=4, shard_align_bytes=1, codes_on_host=True)
 SIZES_MB = (1e-4, 3e-4, 1e-3, 8.0)
 NAMED = [
     (name, p) for name, p in nn.Sequential(nn.Linear(13, 17), nn.Linear(17, 11), nn.Linear(11, 5)).named_parameters()
@@ -27,7 +29,7 @@ SPECS = gradient_specs(NAMED, WIRE)
 
 def _plan(fusion_mb: float) -> FusionPlan:
     order = list(reversed(range(len(NAMED))))
-    return plan_fusion(SPECS, order, list(range(len(NAMED))), world_size=WORLD_SIZE, fusion_mb=fusion_mb)
+    return plan_fusion(SPECS, order, list(range(len(NAMED))), world_size=LINK.world_size, fusion_mb=fusion_mb)
 
 
 def _step(feedback: Feedback, plan: FusionPlan, codings: list, scale: float = 1.0) -> set[tuple[str, int]]:
@@ -63,7 +65,7 @@ def _untouched(state: dict, touched: set[tuple[str, int]]) -> dict[tuple[str, in
 def test_what_this_rank_does_not_code_stays_when_plans_change(seed) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    feedback = Feedback(WIRE, SPECS, WORLD_SIZE)
+    feedback = Feedback(WIRE, SPECS, LINK, torch.device("cpu"))
     scale, kept = 1.0, 0
     for _ in range(6):
         before = feedback.state_dict()["residual"]
@@ -86,7 +88,7 @@ def test_what_this_rank_does_not_code_stays_when_plans_change(seed) -> None:
 def test_loaded_residuals_stay_where_this_rank_codes_nothing() -> None:
     residual = {spec.name: torch.randn(spec.numel) for spec in SPECS if spec.is_coded}
     saved = {"steps": 3, "scale": 1.0, "residual": residual}
-    feedback = Feedback(WIRE, SPECS, WORLD_SIZE)
+    feedback = Feedback(WIRE, SPECS, LINK, torch.device("cpu"))
     plan = _plan(1e-3)
     codings = _codings(feedback, plan)
     feedback.load_state_dict(saved)
