@@ -86,7 +86,10 @@ class Feedback:
 
     def use(self, plan: FusionPlan) -> None:
         """Move all to the places that gradients have in this plan."""
-        if self._plan is not None and self._plan.is_coded and plan.is_coded:
+        self._codings.clear()
+        if not plan.is_coded:
+            return
+        if self._plan is not None:
             for arena, pair in self._residuals.items():
                 pair.after.zero_()
                 for index, spec in enumerate(plan.gradients):
@@ -95,10 +98,8 @@ class Feedback:
                         pair.after[there : there + spec.numel] = pair.before[here : here + spec.numel]
                 pair.swap()
                 pair.after.copy_(pair.before)
-        self._codings.clear()
-        if plan.is_coded:
-            self._plan = plan
-            self._place_loaded()
+        self._plan = plan
+        self._place_loaded()
 
     def coding(self, group: FusionGroup) -> Coding:
         """The coding of a group's fusion buffer in all steps under the plan in use."""
