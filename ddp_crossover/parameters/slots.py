@@ -221,9 +221,7 @@ class GroupInFlight:
         """Begin the next iteration."""
         self.state = GroupState.FILLING
         self.missing = len(self.spec.pieces)
-        self.scatter: ScatterLeg | None = None
-        self.gather: Leg | None = None
-        self.put_aside: list[Tensor] = []
+        self.forget_legs()
 
     # Where it travels from.
 
@@ -238,8 +236,9 @@ class GroupInFlight:
 
     def forget_legs(self) -> None:
         """Drop the legs, which hold DDP's buckets."""
-        self.scatter = self.gather = None
-        self.put_aside = []
+        self.scatter: ScatterLeg | None = None
+        self.gather: Leg | None = None
+        self.put_aside: list[Tensor] = []
 
     # Transitions, see `GroupState`.
 
