@@ -163,10 +163,8 @@ class ReducedGradients:
                 grad is None
                 or slot in skipped
                 or (some_unused and all(group.state is GroupState.UNUSED for group in slot.groups))
+                or (self._may_leave_out and not self._is_written(slot, grad))
             ):
-                self.unassigned.append(slot)
-                continue
-            if self._may_leave_out and not self._is_written(slot, grad):
                 self.unassigned.append(slot)
                 continue
             slot.forget_scales()
@@ -367,9 +365,9 @@ class ReducedGradients:
 
     def unwrap(self) -> bool:
         """Replace every PendingGrad in ``.grad`` by its reduced gradient; returns whether any was pending."""
-        pending = [slot for slot in self._slots if self.is_pending(slot)]
+        is_any_pending = any(map(self.is_pending, self._slots))
         unwrap_gradients(slot.parameter for slot in self._slots)
-        return bool(pending)
+        return is_any_pending
 
     def gather_spread(self) -> None:
         """Gather what is spread over the ranks and still in ``.grad``, before backward adds to it.
