@@ -138,6 +138,7 @@ class Pipeline:
         self.iteration = 0
         self.lock = lock
         self._weights = weights
+        self._kept = kept
         self.awaits_backward = False
 
         self.device = params[0].parameter.device
@@ -191,7 +192,7 @@ class Pipeline:
         for group in self.groups:
             group.reset()
         self._buckets.begin_backward()
-        self.gradients.begin_backward()
+        self._kept.forget_buckets()
         self.iteration += 1
         self.link.begin_iteration()
         self.phase = Phase.BACKWARD
@@ -213,7 +214,9 @@ class Pipeline:
         staging = self._buckets.arrive(bucket, buffer, parameters)
         if staging.copies:
             self.link.stage(functools.partial(self._copy, staging.buffer, staging.copies))
-        self.gradients.bucket_arrives(buffer, staging.slots)
+        gradients = len(staging.slots)
+        # We hold each slot's view, if gradients travel in place. The result of the hook counts as DDP's.
+        self._kept.note_bucket(buffer, gradients, own=gradients if staging.slots[0].is_in_place else 0)
         for group, pieces in staging.arrivals:
             if group.arrive(pieces):
                 self._launch(group)

@@ -120,15 +120,6 @@ class ReducedGradients:
 
     # Backward.
 
-    def begin_backward(self) -> None:
-        """Forget the buckets of the last backward."""
-        self._kept.forget_buckets()
-
-    def bucket_arrives(self, buffer: Tensor, slots: Sequence[Slot]) -> None:
-        """Note a bucket of DDP, which has views on the gradients of these parameters."""
-        # We hold each slot's view, if gradients travel in place. The result of the hook counts as DDP's.
-        self._kept.note_bucket(buffer, len(slots), own=len(slots) if slots[0].is_in_place else 0)
-
     def expect_unreduced(self) -> None:
         """Note that a backward may add this rank's own gradients to what is in ``.grad``."""
         self.are_reduced = False
