@@ -13,7 +13,7 @@ For the terms see [Note: DeAR's terms] in ``dear.py``.
 from __future__ import annotations
 
 import threading
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -75,14 +75,9 @@ def _use_everything() -> None:
             owner.use_all()
 
 
-class _RaiseFailure:
+def _raise_failure(*args: object, **kwargs: object) -> NoReturn:
     """Called by torch in place of an operator when a parameter's update has failed."""
-
-    def __call__(self, *args: object, **kwargs: object) -> None:
-        raise _failures.pop(threading.get_ident())
-
-
-_raise_failure = _RaiseFailure()
+    raise _failures.pop(threading.get_ident())
 
 
 class _UseBeforeAnswering:
