@@ -22,43 +22,13 @@ from ddp_crossover.torch_internals.memory import use_count
 
 # Attributes and methods that need no value. All others wait for it.
 _METADATA_NAMES = (
-    "shape",
-    "dtype",
-    "device",
-    "layout",
-    "ndim",
-    "names",
-    "is_sparse",
-    "is_sparse_csr",
-    "is_cuda",
-    "is_cpu",
-    "is_quantized",
-    "is_meta",
-    "is_mkldnn",
-    "is_nested",
-    "is_leaf",
-    "itemsize",
-    "nbytes",
-    "requires_grad",
-    "grad_fn",
-    "grad",
+    *("shape", "dtype", "device", "layout", "ndim", "names", "itemsize", "nbytes"),
+    *("is_sparse", "is_sparse_csr", "is_cuda", "is_cpu", "is_quantized", "is_meta", "is_mkldnn", "is_nested"),
+    *("is_leaf", "requires_grad", "grad_fn", "grad"),
 )
 _METADATA_METHODS = (
-    "size",
-    "dim",
-    "numel",
-    "nelement",
-    "stride",
-    "is_contiguous",
-    "is_floating_point",
-    "is_complex",
-    "element_size",
-    "get_device",
-    "type",
-    "requires_grad_",
-    "detach_",
-    "__len__",
-    "__hash__",
+    *("size", "dim", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex"),
+    *("element_size", "get_device", "type", "requires_grad_", "detach_", "__len__", "__hash__"),
 )
 _METADATA: frozenset[Any] = frozenset(
     [getattr(Tensor, name).__get__ for name in _METADATA_NAMES if hasattr(Tensor, name)]
