@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,6 @@ from ddp_crossover.hooks import Hook
 from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters
 from ddp_crossover.parameters.pending_parameter import arm, disarm, is_armed, is_armed_by, touch
 from ddp_crossover.torch_internals.ddp import comm_hooks_of
-
-MultiAvgFn: TypeAlias = Callable[[Any, Any, Any], None]
 
 
 class Ema(AveragedModel):
@@ -126,8 +124,7 @@ class _Averaging(Hook):
         self._has_average = False
         self._owners: dict[int, _AverageOwner] = {}
         self._elsewhere: set[int] = set()
-        assert ema.multi_avg_fn is not None
-        self._multi_avg_fn: MultiAvgFn = ema.multi_avg_fn
+        self._multi_avg_fn: Any = ema.multi_avg_fn
         self._pair()
         self._handles = [state.after_update(self._updated), state.after_step(self._stepped)]
         # Weak: a model that has this average as an attribute could never be collected.
