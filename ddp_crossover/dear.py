@@ -376,18 +376,18 @@ class Pipeline:
                 group.scatter_by(self.link.reduce_scatter(index, FusionBuffer(parts, coding=coding)))
 
     def release(self) -> dict[str, Tensor]:
-        """Return the arenas by name, for the next plan's pipeline. This pipeline must not be used again."""
+        """Return the arenas by name, for the next plan's pipeline, and end this one."""
         assert self.phase is Phase.IDLE
-        self._forget_buckets()
-        return self.layout.release() | self.gathers.release()
-
-    def _forget_buckets(self) -> None:
-        self._buckets.forget()
-        self.layout.forget_buckets()
+        arenas = self.layout.release() | self.gathers.release()
+        self.drop_references()
+        return arenas
 
     def drop_references(self) -> None:
-        """Drop all parameters and fusion buffers now, not at the next garbage collection. Ends the pipeline."""
-        self._forget_buckets()
+        """Drop parameters, buckets and fusion buffers. Ends the pipeline.
+
+        Not at the next garbage collection: until then what it has of gradients would count as a script's references.
+        """
+        self._buckets.forget()
         self.gathers.release()
         self.layout.drop_references()
         self.gradients.drop_references()

@@ -189,8 +189,6 @@ class PlanInForce:
         if self.pipeline is not None:
             # A plan without codes leaves arenas of codes alone.
             self._memory = {**self._memory, **self.pipeline.release()}
-            # Now: until it is collected, what it has of gradients would count as a script's references to them.
-            self.pipeline.drop_references()
         if plan.schedule is Schedule.ALLREDUCE:
             self._link.use_arenas(self._memory.values())
             self.pipeline = None

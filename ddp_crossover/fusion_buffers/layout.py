@@ -108,25 +108,18 @@ class Layout:
         assert group.buffer is not None
         return group.buffer
 
-    def forget_buckets(self) -> None:
-        """Drop all references to DDP's buckets, which would count as a script's."""
-        for slot in self.slots:
-            slot.forget_bucket()
-        for group in self.groups:
-            group.forget_legs()
-            if not self.is_copied(group):
-                group.forget_buffer()
-
     def release(self) -> dict[str, Tensor]:
         """All memory of the arenas by name, for the next plan."""
         return {name: whole_of(arena) for name, arena in self.arenas.items()}
 
     def drop_references(self) -> None:
-        """Drop all parameters and fusion buffers now, not at the next garbage collection."""
+        """Drop parameters, DDP's buckets and fusion buffers, which would count as a script's references."""
         for slot in self.slots:
+            slot.forget_bucket()
             slot.pending.current.leave()
             del slot.parameter, slot.pending
         for group in self.groups:
-            del group.buffer, group.scatter, group.gather
+            group.forget_legs()
+            group.forget_buffer()
         for held in (self.slots, self.groups, self.arenas):
             held.clear()
