@@ -80,13 +80,7 @@ class Ema(AveragedModel):
 
 
 class _AverageOwner:
-    """Brings one average up to date when it is read: applies the update of its parameter, which averages it.
-
-    Args:
-        source: the parameter that is trained.
-        average: its average.
-        averaging: knows the others.
-    """
+    """Brings one average up to date when it is read: applies the update of its parameter, which averages it."""
 
     __slots__ = ("_averaging", "average", "has_average", "source")
 
@@ -110,12 +104,7 @@ class _AverageOwner:
 
 
 class _Averaging(Hook):
-    """Follows one model; a copy of the :class:`Ema` that has it does not.
-
-    Args:
-        ema: the average.
-        state: the state of the attached model.
-    """
+    """Follows one model; a copy of the :class:`Ema` that has it does not."""
 
     def __init__(self, ema: Ema, state: DearState) -> None:
         self._ema = weakref.ref(ema)

@@ -61,13 +61,7 @@ class ArrivedBuckets:
         self._arrived.clear()
 
     def arrive(self, bucket: GradBucket, buffer: Tensor, parameters: list[Tensor]) -> Staging:
-        """Note a bucket; returns how its gradients get into fusion buffers.
-
-        Args:
-            bucket: the bucket.
-            buffer: its flat gradients.
-            parameters: its parameters.
-        """
+        """Note a bucket, with its flat gradients; returns how these get into fusion buffers."""
         index = bucket.index()
         staging = self._stagings.get(index)
         if staging is None or not staging.fits(buffer, parameters):
