@@ -156,7 +156,7 @@ class Pipeline:
             weights=weights,
             feedback=feedback,
             owners=owners,
-            same_buckets=every_group_arrives,
+            every_group_arrives=every_group_arrives,
         )
         self.slots, self.groups = self.layout.slots, self.layout.groups
         arenas = self.layout.arenas

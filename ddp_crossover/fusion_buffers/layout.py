@@ -32,7 +32,7 @@ class Layout:
         weights: what each rank's gradients are multiplied by.
         feedback: memory for what codes leave out, in use for this plan; needed if the plan has coded gradients.
         owners: the ranks that reduce whole gradients, by index of the parameter; ranks share all others.
-        same_buckets: False if DDP may leave out buckets: which they were last time says nothing about this time.
+        every_group_arrives: False if DDP may leave out buckets: which came last time says nothing about this time.
 
     Attributes:
         arenas: memory for gradients that are copied, by name.
@@ -53,7 +53,7 @@ class Layout:
         weights: RankWeights,
         feedback: Feedback | None,
         owners: Mapping[int, int],
-        same_buckets: bool,
+        every_group_arrives: bool,
     ) -> None:
         self._plan = plan
         self._lock = lock
@@ -61,7 +61,7 @@ class Layout:
         self._weights = weights
         self._feedback = feedback
         self._owners = owners
-        self._same_buckets = same_buckets
+        self._every_group_arrives = every_group_arrives
         parameters = [lazy.parameter for lazy in params]
         self.arenas = {
             arena: zeros(plan.arena_numel[arena], dtype, parameters[0].device, memory.get(arena))
@@ -102,7 +102,7 @@ class Layout:
 
     def buffer_of(self, group: GroupInFlight) -> FusionBuffer:
         """The group's fusion buffer, made anew if DDP has put its gradients in another place."""
-        if group.buffer is None or not (self._same_buckets or self.is_copied(group)):
+        if group.buffer is None or not (self._every_group_arrives or self.is_copied(group)):
             lay_out(group, self._weights, self._owners)
             self.changes += 1
         assert group.buffer is not None
