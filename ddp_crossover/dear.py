@@ -356,7 +356,7 @@ class Pipeline:
     def _end_legs(self) -> None:
         if not self.link.is_closed:
             self.gathers.end_legs()
-        with self.waits.of("end of iteration") as host_wait:
+        with self.turns.gap("end of iteration") as host_wait:
             for group in self.groups:
                 if group.gather is not None:
                     # Protects peers that still receive from this buffer.

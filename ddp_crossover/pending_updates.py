@@ -15,7 +15,6 @@ from typing import final
 import torch
 
 from ddp_crossover import device as gpu
-from ddp_crossover.collectives.leg import HostWait
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.gathers import GatherOrder
@@ -57,13 +56,9 @@ class GatherWaits:
         # No profiler range if the leg is done, where it only costs time, or if `torch.jit.trace` would record it.
         unnamed = group.gather.is_done() or is_traced()
         named = contextlib.nullcontext() if unnamed else named_range(f"ddp_crossover::wait[{index}]")
-        with named, self.of(index) as host_wait:
+        with named, self._turns.gap(index) as host_wait:
             # Protects the optimizer and readers of `.grad` or of parameters from partly gathered values.
             group.gather.wait(host_wait)
-
-    def of(self, what: int | str) -> contextlib.AbstractContextManager[HostWait | None]:
-        """Context of a wait for communication; ``what`` identifies the same wait in each step, see :class:`Turns`."""
-        return self._turns.gap(what)
 
     def _refuse_capture(self) -> None:
         if gpu.is_capturing(self._device):
