@@ -14,7 +14,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .broker.server import Broker, BrokerSettings
@@ -22,7 +22,6 @@ from .client.connection import RefusedError, ask_status
 from .directory import BrokerDirectory, DirectoryError
 from .peer_process import require_linux
 from .protocol import ProtocolError
-from .shares import with_shares
 
 _STATUS_S = 2.0
 
@@ -119,3 +118,40 @@ def _intervals(directory: BrokerDirectory, interval_s: float) -> Iterator[dict[s
         now = with_shares(_ask(directory), before)
         yield now
         before = now
+
+
+def with_shares(now: dict[str, Any], before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Add to each job in the broker's status ``now`` its shares of time and its hand-offs per second.
+
+    They cover the time since ``before``, an earlier status. Without ``before``, or if the job or the broker was
+    restarted since, they cover the time since the job joined. Modifies and returns ``now``.
+    """
+    earlier = {}
+    if before is not None and before["pid"] == now["pid"]:
+        earlier = {(r["resource"], j["uid"], j["job"]): j for r in before["resources"] for j in r["jobs"]}
+    for resource in now["resources"]:
+        for job in resource["jobs"]:
+            job.update(_shares(job, earlier.get((resource["resource"], job["uid"], job["job"]))))
+    return now
+
+
+def _shares(job: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, float]:
+    if before is None or _present_s(before) > _present_s(job):
+        before = dict.fromkeys(job, 0)
+    passed = {name: job[name] - before[name] for name in ("held_s", "waited_s", "gap_s", "filled_s", "handoffs")}
+    present_s = _present_s(passed)
+    return {
+        "held": _share(passed["held_s"], present_s),
+        "waited": _share(passed["waited_s"], present_s),
+        "gap": _share(passed["gap_s"], present_s),
+        "gap_filled": _share(passed["filled_s"], passed["gap_s"]),
+        "handoffs_per_s": _share(passed["handoffs"], present_s),
+    }
+
+
+def _present_s(job: Mapping[str, float]) -> float:
+    return job["held_s"] + job["waited_s"] + job["gap_s"]
+
+
+def _share(part: float, whole: float) -> float:
+    return round(part / whole, 4) if whole > 0 else 0.0

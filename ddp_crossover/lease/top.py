@@ -17,7 +17,7 @@ _LEGEND = (
 
 
 def as_table(status: dict[str, Any]) -> RenderableType:
-    """Render ``status``, which has shares (:func:`.shares.with_shares`), as one table per resource."""
+    """Render ``status``, which has shares (:func:`.command.with_shares`), as one table per resource."""
     parts: list[RenderableType] = []
     for resource in sorted(status["resources"], key=lambda r: r["resource"]):
         parts += [_headline(resource), _jobs(resource), Text()]

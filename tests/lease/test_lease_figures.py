@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from ddp_crossover.lease.broker.figures import ResourceFigures
 from ddp_crossover.lease.broker.jobs import JobKey
-from ddp_crossover.lease.shares import with_shares
+from ddp_crossover.lease.command import with_shares
 from lease_processes import TIMEOUT_S, LeaseProcesses, eventually
 from sigint import default_sigint
 
