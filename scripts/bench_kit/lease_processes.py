@@ -19,7 +19,7 @@ sys.path.append(str(LEASE_PARENT))
 
 from lease.client import GpuLease  # noqa: E402
 from lease.client.connection import ask_status  # noqa: E402
-from lease.client.spawn import spawn_broker  # noqa: E402
+from lease.client.reconnect import spawn_broker  # noqa: E402
 from lease.directory import BrokerDirectory  # noqa: E402
 
 __all__ = ["BrokerDirectory", "GpuLease", "Program", "broker_pid", "start_broker"]

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 from ..directory import BrokerDirectory
 from ..protocol import Hello
 from .connection import BrokerConnection, open_connection
-from .spawn import spawn_broker
 
 _HANDSHAKE_S = 0.5
 _FIRST_DELAY_S = 0.02
 _LAST_DELAY_S = 2.0
 _SLOW_DELAY_S = 1.0  # by default, each try at a slow broker stalls training for up to 0.1 s
+
+# Run without site-packages and with the standard library first on the path. `lease` is then a top-level package, whose
+# import does not load torch. See the docstring of the package.
+_PROGRAM = "import sys; sys.path.append(sys.argv[1]); from lease.broker.process import main; main(sys.argv[2])"
+_START_S = 10.0
 
 
 class Reconnector:
@@ -102,3 +109,27 @@ class Reconnector:
         self._directory.make()
         spawn_broker(self._directory)
         return open_connection(self._directory, self._hello, _HANDSHAKE_S, self._receive_timeout_s)
+
+
+def spawn_broker(directory: BrokerDirectory) -> None:
+    """Start a broker unless one is running, and return once it listens, after about 0.1 s.
+
+    It outlives the job that starts it. What its process does is in :mod:`..broker.process`.
+
+    Raises ``OSError``, ``subprocess.SubprocessError``.
+    """
+    parent_of_lease = Path(__file__).resolve().parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _PROGRAM, str(parent_of_lease), str(directory.path)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        start_new_session=True,
+    )
+    try:
+        process.wait(_START_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise
