@@ -9,8 +9,9 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from ..directory import BrokerDirectory
@@ -19,7 +20,6 @@ from ..protocol import Hello, Kind, Role, require_valid
 from .draining import POLL_S, Draining
 from .reconnect import Reconnector
 from .resource import default_resource, is_gpu, queued_work
-from .stats import LeaseStats
 from .turn import Turn
 
 if TYPE_CHECKING:
@@ -33,6 +33,23 @@ logger = logging.getLogger("ddp_crossover")
 
 _ROLES = {"peer": Role.PEER, "filler": Role.FILLER}
 _PEER_MAX_WAIT_S = 15.0  # longer than the 10 s after which the broker evicts a holder
+
+
+@dataclass(frozen=True)
+class LeaseStats:
+    """Counters of one process since it created its lease.
+
+    Attributes:
+        grants: how often the resource was granted.
+        unleased: for each reason, how often the job continued without the lease.
+        lost: how often a hold ended without a release, because it was too long or the broker went away.
+        waited_s: seconds spent waiting for grants, including waits that ended without a grant.
+    """
+
+    grants: int
+    unleased: Mapping[str, int]
+    lost: int
+    waited_s: float
 
 
 class GpuLease:
