@@ -6,12 +6,17 @@ To drain before a release instead would keep the lease while the stream stands a
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from .turn import Turn
+
+if TYPE_CHECKING:
+    from ddp_crossover.device import Stream
 
 # How often a thread looks at the device: while another job waits, its next turn is late by half of this; else the look
 # costs about 10 us of an idle core.
@@ -115,3 +120,26 @@ def _while_alive(method: weakref.WeakMethod[Callable[[], bool]]) -> Callable[[],
             del bound
 
     return serve
+
+
+def queued_work(stream: Stream | None) -> Callable[[], bool] | None:
+    """A function that tells whether the device has done all that is queued on ``stream`` now.
+
+    None if that is certain: in a process that has not used the GPU. An error of an earlier kernel is not raised, and
+    ends the work: CUDA raises it again in the job's own next call.
+
+    Args:
+        stream: None for the calling thread's current stream.
+    """
+    # A process that has not imported torch cannot have queued work.
+    if "torch" not in sys.modules:
+        return None
+    from ddp_crossover import device as gpu  # import here: it loads torch
+
+    if not gpu.is_in_use():
+        return None
+    try:
+        event = gpu.record(stream if stream is not None else gpu.current_stream())
+    except RuntimeError:
+        return None
+    return lambda: gpu.has_happened(event, if_broken=True)

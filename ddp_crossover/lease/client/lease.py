@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 from ..directory import BrokerDirectory
 from ..peer_process import require_linux
 from ..protocol import Hello, Kind, Role, require_valid
-from .draining import POLL_S, Draining
+from .draining import POLL_S, Draining, queued_work
 from .reconnect import Reconnector
-from .resource import default_resource, is_gpu, queued_work
 from .turn import Turn
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ddp_crossover")
 
+_GPU = "GPU-"
 _ROLES = {"peer": Role.PEER, "filler": Role.FILLER}
 _PEER_MAX_WAIT_S = 15.0  # longer than the 10 s after which the broker evicts a holder
 
@@ -106,11 +106,12 @@ class GpuLease:
             raise ValueError(f"max_wait_s must be 0 or more, got {max_wait_s}")
         if not 0.1 <= max_stall_s < math.inf:
             raise ValueError(f"max_stall_s must be at least 0.1, got {max_stall_s}")
-        self.resource = resource if resource is not None else default_resource()
+        self.resource = resource if resource is not None else _default_resource()
         self.job = job
         self.role = role
         hello = Hello(job, self.resource, _ROLES[role], float(weight))
         require_valid(hello)
+        self._is_gpu = self.resource.startswith(_GPU)  # where work is queued and runs later
         if max_wait_s is None:
             max_wait_s = _PEER_MAX_WAIT_S if role == "peer" else math.inf
         self._pid = os.getpid()
@@ -160,7 +161,7 @@ class GpuLease:
         requested.
         """
         if os.getpid() == self._pid and self._turn.must_be_ended:
-            self.release_when(queued_work(self.resource, stream))
+            self.release_when(self._queued_work(stream))
 
     def release_when(self, is_drained: Callable[[], bool] | None) -> None:
         """Like :meth:`release`, as soon as ``is_drained()``; None means now.
@@ -189,7 +190,7 @@ class GpuLease:
         if self.holding:
             if not self.contended:
                 return True
-            is_drained = queued_work(self.resource, stream)
+            is_drained = self._queued_work(stream)
             while is_drained is not None and self._turn.is_held and not is_drained():
                 time.sleep(POLL_S)
         elif self._draining.is_under_way:
@@ -252,7 +253,7 @@ class GpuLease:
         # Import here: instrument.py needs torch, and the rest of the lease must load without it.
         from .instrument import Instrument, gpu_run_ahead
 
-        queues = self.role == "filler" and is_gpu(self.resource)
+        queues = self.role == "filler" and self._is_gpu
         run_ahead = gpu_run_ahead(run_ahead_ms / 1e3) if queues else None
         return Instrument(self, model, optimizer, quantum_ms / 1e3, run_ahead)
 
@@ -335,6 +336,9 @@ class GpuLease:
 
     # ---- internals
 
+    def _queued_work(self, stream: Stream | None) -> Callable[[], bool] | None:
+        return queued_work(stream) if self._is_gpu else None
+
     def _request(self, kind: Kind) -> bool:
         """Request the resource and wait. Returns whether it is held; if not, counts and logs the reason."""
         why_not = self._turn.request(kind)
@@ -351,3 +355,10 @@ class GpuLease:
 def _forget_in_child(lease: weakref.ref[GpuLease]) -> None:
     if (itself := lease()) is not None:
         itself._forget_in_child()
+
+
+def _default_resource() -> str:
+    """The current CUDA device as ``GPU-<uuid>``, or the first core that this process may run on as ``cpu:<n>``."""
+    from ddp_crossover import device as gpu  # import here: it loads torch
+
+    return f"{_GPU}{uuid}" if (uuid := gpu.uuid()) else f"cpu:{min(os.sched_getaffinity(0))}"
