@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_crossover.lease.client import GpuLease
-from ddp_crossover.lease.client.instrument import Instrument
-from ddp_crossover.lease.client.run_ahead import RunAhead
+from ddp_crossover.lease.client.instrument import Instrument, RunAhead
 
 LIMIT_S = 0.004
 KERNEL_S = 0.001

@@ -13,10 +13,11 @@ it wraps a module in an identity, and the resulting views cannot be modified in 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections import deque
+from collections.abc import Callable, Hashable
 from enum import Enum, auto
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,6 @@ from ...torch_internals.autograd import call_after_backward, is_in_backward
 from ...torch_internals.compiled import is_compiled_in_place
 from ...torch_internals.dispatch import tensors_in
 from ...torch_internals.optimizers import has_hooks
-from .run_ahead import RunAhead
 
 
 class TurnTaker(Protocol):
@@ -237,8 +237,63 @@ class _EventPredictor:
             self._usual, self._count = self._count, 0
 
 
+_BETWEEN_TURNS = object()
+
+
+class _Segment(NamedTuple):
+    """The device work queued between two hooks."""
+
+    point: Hashable
+    end: gpu.Event
+    expected_s: float
+
+
+class RunAhead:
+    """Bounds the device time that is queued when a hook returns, so that a filler can give the GPU back soon.
+
+    The work between two hooks (a segment) is expected to take as long as last time. An unmeasured segment counts as the
+    limit, so the first pass runs one segment at a time. If a segment takes longer than the limit, the host waits for
+    it. Queued work cannot be withdrawn, so the bound is the limit or the longest segment, whichever is longer.
+
+    Args:
+        limit_s: seconds of device time that may be queued when :meth:`mark` returns.
+        record: a new event at the end of what is queued now. It must measure time, and release the GIL while the host
+            waits for it.
+    """
+
+    def __init__(self, limit_s: float, record: Callable[[], gpu.Event]) -> None:
+        self._limit_s = limit_s
+        self._record = record
+        self._took_s: dict[Hashable, float] = {}
+        self._queued: deque[_Segment] = deque()
+        self._queued_s = 0.0
+        self._start: gpu.Event | None = None  # start of the oldest queued segment
+
+    def restart(self) -> None:
+        """Start measuring here: earlier device time belonged to another job or was idle."""
+        self._queue(_BETWEEN_TURNS, 0.0)
+
+    def mark(self, point: Hashable) -> None:
+        """End a segment at the hook ``point``, and wait until the expected queued time fits the limit."""
+        self._queue(point, self._took_s.get(point, self._limit_s))
+
+    def _queue(self, point: Hashable, expected_s: float) -> None:
+        event = self._record()
+        self._queued.append(_Segment(point, event, expected_s))
+        self._queued_s += expected_s
+        while self._queued and (self._queued_s > self._limit_s or self._queued[0].end.query()):
+            self._retire(self._queued.popleft())
+
+    def _retire(self, segment: _Segment) -> None:
+        segment.end.synchronize()
+        if self._start is not None:
+            self._took_s[segment.point] = self._start.elapsed_time(segment.end) / 1e3
+        self._start = segment.end
+        self._queued_s -= segment.expected_s
+
+
 def gpu_run_ahead(limit_s: float) -> RunAhead:
-    """A :class:`.run_ahead.RunAhead` on the current CUDA stream. Its events block: spinning would occupy a core."""
+    """A :class:`RunAhead` on the current CUDA stream. Its events block: spinning would occupy a core."""
     return RunAhead(limit_s, lambda: gpu.record(gpu.current_stream(), timed=True, awaited=True))
 
 
