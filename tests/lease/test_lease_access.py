@@ -181,7 +181,7 @@ def test_a_full_dev_shm_changes_nothing(processes: LeaseProcesses) -> None:
 
 def test_the_broker_loads_only_the_standard_library() -> None:
     """With torch it would be a process of hundreds of megabytes, seconds after it is needed; rich may be missing."""
-    program = f"import sys; sys.path.append({PACKAGE!r}); import lease.broker.process, lease.client, lease.command; "
+    program = f"import sys; sys.path.append({PACKAGE!r}); import lease.broker.server, lease.client, lease.command; "
     program += "print([name for name in ('torch', 'numpy', 'rich', 'ddp_crossover') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, cwd=HERE)
     assert done.stdout == "[]\n", done.stderr

@@ -8,8 +8,7 @@ import sys
 sys.path.append(sys.argv[1])
 
 from lease.broker.limits import Limits
-from lease.broker.process import log_to_file
-from lease.broker.server import Broker, BrokerSettings
+from lease.broker.server import Broker, BrokerSettings, log_to_file
 from lease.directory import BrokerDirectory
 
 directory = BrokerDirectory(sys.argv[2])

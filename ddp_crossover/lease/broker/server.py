@@ -11,9 +11,12 @@ import gc
 import json
 import logging
 import os
+import signal
 import socket
+import sys
 import time
 from dataclasses import dataclass, field
+from logging.handlers import RotatingFileHandler
 
 from ..directory import BrokerDirectory
 from ..peer_process import is_stopped
@@ -284,3 +287,33 @@ class Broker:
             return self._directory.socket.stat().st_ino == self._inode
         except OSError:
             return False
+
+
+def main(path: str) -> None:
+    """The process that a client starts, and that outlives it.
+
+    It listens in the directory ``path``, then serves in a forked child. The parent exits, which shows that it listens.
+    """
+    directory = BrokerDirectory(path)
+    broker = Broker(directory, BrokerSettings())
+    if not broker.serving or os.fork():
+        os._exit(0)
+    # Undo the starter's CPU affinity: it may be pinned to one core, which its training needs.
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    os.umask(0o077)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    log_to_file(directory)
+    try:
+        broker.serve_forever()
+    except Exception:
+        logger.exception("the broker ends because of an error")  # stderr goes to /dev/null
+        raise
+
+
+def log_to_file(directory: BrokerDirectory) -> None:
+    """Send the broker's log to its directory, in two files of at most 64 KiB."""
+    logging.raiseExceptions = False  # ignore logging errors, such as a full disk
+    handler = RotatingFileHandler(directory.log, maxBytes=1 << 16, backupCount=1)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)

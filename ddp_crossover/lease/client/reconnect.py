@@ -19,7 +19,7 @@ _SLOW_DELAY_S = 1.0  # by default, each try at a slow broker stalls training for
 
 # Run without site-packages and with the standard library first on the path. `lease` is then a top-level package, whose
 # import does not load torch. See the docstring of the package.
-_PROGRAM = "import sys; sys.path.append(sys.argv[1]); from lease.broker.process import main; main(sys.argv[2])"
+_PROGRAM = "import sys; sys.path.append(sys.argv[1]); from lease.broker.server import main; main(sys.argv[2])"
 _START_S = 10.0
 
 
@@ -114,7 +114,7 @@ class Reconnector:
 def spawn_broker(directory: BrokerDirectory) -> None:
     """Start a broker unless one is running, and return once it listens, after about 0.1 s.
 
-    It outlives the job that starts it. What its process does is in :mod:`..broker.process`.
+    It outlives the job that starts it. What its process does is in :func:`..broker.server.main`.
 
     Raises ``OSError``, ``subprocess.SubprocessError``.
     """
