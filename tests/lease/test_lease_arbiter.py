@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ddp_crossover.lease.broker.arbiter import Arbiter, Grant, MismatchError
 from ddp_crossover.lease.broker.fairness import AHEAD_S, EQUAL_S
+from ddp_crossover.lease.broker.holds import Limits
 from ddp_crossover.lease.broker.jobs import JobKey
-from ddp_crossover.lease.broker.limits import Limits
 from ddp_crossover.lease.protocol import Role
 
 GPU = "GPU-0"

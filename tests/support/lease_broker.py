@@ -7,7 +7,7 @@ import sys
 
 sys.path.append(sys.argv[1])
 
-from lease.broker.limits import Limits
+from lease.broker.holds import Limits
 from lease.broker.server import Broker, BrokerSettings, log_to_file
 from lease.directory import BrokerDirectory
 

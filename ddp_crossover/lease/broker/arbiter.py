@@ -13,9 +13,8 @@ from typing import NamedTuple
 from ..protocol import Role
 from ..state_page import ResourceState, tag_of
 from . import fairness, succession
-from .holds import Hold, Member, Resource, Waiting, Wish
+from .holds import Hold, Limits, Member, Resource, Waiting, Wish
 from .jobs import Job, JobKey
-from .limits import Limits
 
 
 class Grant(NamedTuple):

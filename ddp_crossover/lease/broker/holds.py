@@ -1,4 +1,4 @@
-"""The arbiter's records of members, holds and resources."""
+"""The arbiter's records of members, holds and resources, and how long a hold may last."""
 
 from __future__ import annotations
 
@@ -56,6 +56,20 @@ class Promise(NamedTuple):
     def stands_for(self, member: Member) -> bool:
         """Whether this is the promise for what ``member`` waits for."""
         return self.member is member and member.wish is Wish.WAITING and member.last_request == self.request
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a hold may last, in seconds, once another job waits for its resource.
+
+    Attributes:
+        hold_s: limit for any hold, after which the resource goes to the next job and the fence is stale. A filler that
+            waits for a peer does not start this limit.
+        filler_s: limit for a filler's hold once a peer waits.
+    """
+
+    hold_s: float = 10.0
+    filler_s: float = 0.1
 
 
 @dataclass(slots=True, eq=False)

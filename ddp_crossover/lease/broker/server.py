@@ -23,8 +23,8 @@ from ..peer_process import is_stopped
 from ..protocol import TAKES_OVER, Hello, Kind, Message, ProtocolError, Refusal, decode, decode_hello
 from .arbiter import Arbiter, MismatchError
 from .connections import Connection, Connections, Joined
+from .holds import Limits
 from .jobs import JobKey
-from .limits import Limits
 from .publisher import Publisher
 
 logger = logging.getLogger("ddp_crossover.lease")
