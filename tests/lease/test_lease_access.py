@@ -17,7 +17,7 @@ import pytest
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.lease.directory import DIRECTORY_VARIABLE, BrokerDirectory, DirectoryError
 from ddp_crossover.lease.protocol import HELLO_BYTES, Hello, Role
-from ddp_crossover.lease.state_page import PageReader
+from ddp_crossover.lease.shared_memory import PageReader
 from lease_processes import HERE, PACKAGE, TIMEOUT_S, LeaseProcesses, eventually
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")

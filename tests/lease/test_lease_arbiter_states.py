@@ -11,7 +11,7 @@ from ddp_crossover.lease.broker.fairness import AHEAD_S, EQUAL_S
 from ddp_crossover.lease.broker.jobs import JobKey
 from ddp_crossover.lease.broker.ties import LONGEST_S
 from ddp_crossover.lease.protocol import Role
-from ddp_crossover.lease.state_page import Successor
+from ddp_crossover.lease.shared_memory import Successor
 
 RESOURCES = ["GPU-0", "GPU-1"]
 JOBS = {

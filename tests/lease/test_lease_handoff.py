@@ -12,7 +12,7 @@ from ddp_crossover.lease.broker.arbiter import Arbiter, Grant
 from ddp_crossover.lease.broker.fairness import AHEAD_S, EQUAL_S
 from ddp_crossover.lease.broker.jobs import JobKey
 from ddp_crossover.lease.protocol import Kind, Role
-from ddp_crossover.lease.state_page import NOBODY, PageReader, PageWriter, ResourceState, Successor
+from ddp_crossover.lease.shared_memory import NOBODY, PageReader, PageWriter, ResourceState, Successor
 from lease_processes import Actor, LeaseProcesses, eventually
 
 GPU = "GPU-0"

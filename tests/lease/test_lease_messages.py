@@ -30,7 +30,7 @@ from ddp_crossover.lease.protocol import (
     decode,
     decode_hello,
 )
-from ddp_crossover.lease.state_page import PageWriter, ResourceState
+from ddp_crossover.lease.shared_memory import PageWriter, ResourceState
 from lease_processes import LeaseProcesses, RawClient, eventually
 
 HELLO = Hello("job", "cpu:0", Role.PEER, 1.0).encode()

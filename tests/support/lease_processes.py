@@ -19,7 +19,7 @@ import ddp_crossover
 from ddp_crossover.lease.client.connection import ask, ask_status
 from ddp_crossover.lease.directory import BrokerDirectory
 from ddp_crossover.lease.protocol import HELLO_BYTES, Hello, Kind, Message, Role, decode
-from ddp_crossover.lease.state_page import PageReader
+from ddp_crossover.lease.shared_memory import PageReader
 
 TIMEOUT_S = 60.0
 HERE = Path(__file__).parent

@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from ..protocol import Role
-from ..state_page import ResourceState, tag_of
+from ..shared_memory import ResourceState, tag_of
 from . import fairness, succession
 from .holds import Hold, Limits, Member, Resource, Waiting, Wish
 from .jobs import Job, JobKey

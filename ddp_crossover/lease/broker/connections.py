@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..note import NoteReader
 from ..peer_process import Peer, open_pidfd, peer_of
 from ..protocol import HELLO_BYTES, Kind, Message
+from ..shared_memory import NoteReader
 from .jobs import JobKey
 
 _CONNECTIONS = 480

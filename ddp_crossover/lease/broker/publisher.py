@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..protocol import Kind, Message, Role
-from ..state_page import RESOURCE_SLOTS, PageWriter
+from ..shared_memory import RESOURCE_SLOTS, PageWriter
 from .arbiter import Arbiter, Grant
 from .connections import Connection
 from .figures import ResourceFigures

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..state_page import NOBODY, Successor
+from ..shared_memory import NOBODY, Successor
 from . import fairness
 from .holds import Hold, Promise, Resource, Waiting, Wish
 from .jobs import Job

@@ -12,7 +12,6 @@ import time
 from typing import NamedTuple
 
 from ..directory import BrokerDirectory, DirectoryError
-from ..note import NoteWriter
 from ..peer_process import peer_of
 from ..protocol import (
     MESSAGE_BYTES,
@@ -26,7 +25,7 @@ from ..protocol import (
     Refusal,
     decode,
 )
-from ..state_page import NOBODY, PageReader, Successor
+from ..shared_memory import NOBODY, NoteWriter, PageReader, Successor
 
 
 class RefusedError(Exception):

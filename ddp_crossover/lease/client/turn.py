@@ -6,7 +6,7 @@ import time
 from typing import NamedTuple
 
 from ..protocol import Hello, Kind, ProtocolError, Role
-from ..state_page import tag_of
+from ..shared_memory import tag_of
 from .connection import EARLY, BrokerConnection
 from .reconnect import Reconnector
 
