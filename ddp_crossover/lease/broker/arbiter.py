@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from ..protocol import Role
-from ..shared_memory import ResourceState, tag_of
+from ..shared_memory import NOBODY, ResourceState, tag_of
 from . import fairness, succession
 from .holds import Hold, Limits, Member, Resource, Waiting, Wish
 from .jobs import Job, JobKey
@@ -33,7 +33,7 @@ class Arbiter:
     """The state of all resources of a host. Methods that change it return the resulting grants."""
 
     def __init__(self, first_fence: int, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
+        self._limits = limits or Limits()
         self._next_fence = first_fence
         self._jobs: dict[JobKey, Job] = {}
         self._members: dict[int, Member] = {}
@@ -165,7 +165,8 @@ class Arbiter:
             return ResourceState(waiters=len(res.queue), tied=tied)
         waiters = len(res.queue) - (hold.job.key in res.queue)
         yielding = hold.fence if hold.job.role is Role.FILLER and res.peer_waits else 0
-        tag, successor = tag_of(hold.job.key.name), succession.successor(hold)
+        tag = tag_of(hold.job.key.name)
+        successor = hold.promise.as_successor() if hold.promise is not None else NOBODY
         return ResourceState(hold.fence, yielding, waiters, int(hold.contested), tied, tag, successor)
 
     def may_be_handed_over(self) -> list[tuple[str, int, int]]:
@@ -173,9 +174,11 @@ class Arbiter:
         held = [(name, res, res.hold) for name, res in self._resources.items() if res.hold is not None]
         return [(name, each.holder.number, hold.fence) for name, res, hold in held for each in res.promises.values()]
 
-    def succession(self, resource: str) -> succession.Handover | None:
+    def handover(self, resource: str) -> tuple[int, int] | None:
+        """The member that holds the resource, and the one that it may hand it to."""
         res = self._resources.get(resource)
-        return succession.handover(res.hold) if res is not None and res.hold is not None else None
+        promise = res.hold.promise if res is not None and res.hold is not None else None
+        return (promise.holder.number, promise.member.number) if promise is not None else None
 
     def holders(self, resource: str) -> frozenset[int]:
         """Members that currently hold the resource."""
@@ -297,5 +300,5 @@ class Arbiter:
         limit_s = math.inf
         if hold.contested:
             yields = hold.job.role is Role.FILLER and res.peer_waits
-            limit_s = self.limits.filler_s if yields else self.limits.hold_s
+            limit_s = self._limits.filler_s if yields else self._limits.hold_s
         hold.end_within(limit_s, now_s)

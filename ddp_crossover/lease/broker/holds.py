@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from ..protocol import Role
+from ..shared_memory import Successor
 from .jobs import Job, JobKey
 from .ties import Ties
 
@@ -56,6 +57,10 @@ class Promise(NamedTuple):
     def stands_for(self, member: Member) -> bool:
         """Whether this is the promise for what ``member`` waits for."""
         return self.member is member and member.wish is Wish.WAITING and member.last_request == self.request
+
+    def as_successor(self) -> Successor:
+        """What clients see of it on the state page."""
+        return Successor(self.fence, self.member.number, self.request, self.even_if_again)
 
 
 @dataclass(frozen=True)

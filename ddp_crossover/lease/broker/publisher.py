@@ -76,7 +76,7 @@ class Publisher:
             self._send(member, Message(Kind.GRANT, 0, request, fence))
 
         # The rest is off the grants' path. If a grant could not be sent, the resource may be gone.
-        if (pair := self._arbiter.succession(resource)) is not None:
+        if (pair := self._arbiter.handover(resource)) is not None:
             self._introduce(*pair)
         if (known := self._resources.get(resource)) is not None:
             known.figures.change(now_s, self._arbiter.holding_job(resource), self._arbiter.queue(resource))

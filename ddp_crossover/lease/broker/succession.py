@@ -8,21 +8,12 @@ holder that has handed the resource over just before is believed, since the othe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
-from ..shared_memory import NOBODY, Successor
 from . import fairness
 from .holds import Hold, Promise, Resource, Waiting, Wish
 from .jobs import Job
 
 _LAST_S = float("inf")
-
-
-class Handover(NamedTuple):
-    """The member that holds a resource, and the one that it may hand it to."""
-
-    holder: int
-    successor: int
 
 
 def promise_next(res: Resource, hold: Hold, new_fence: Callable[[], int]) -> None:
@@ -60,17 +51,3 @@ def handed_to(res: Resource, fence: int) -> Job | None:
         if promise.fence == fence and promise.stands_for(promise.member):
             return promise.member.job
     return None
-
-
-def successor(hold: Hold) -> Successor:
-    """The promise as clients see it."""
-    promise = hold.promise
-    if promise is None:
-        return NOBODY
-    return Successor(promise.fence, promise.member.number, promise.request, promise.even_if_again)
-
-
-def handover(hold: Hold) -> Handover | None:
-    """Who may hand over to whom."""
-    promise = hold.promise
-    return Handover(promise.holder.number, promise.member.number) if promise is not None else None
