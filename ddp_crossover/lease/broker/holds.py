@@ -54,9 +54,10 @@ class Promise(NamedTuple):
     holder: Member
     even_if_again: bool  # also if the holder's job requests the resource again at once
 
-    def stands_for(self, member: Member) -> bool:
-        """Whether this is the promise for what ``member`` waits for."""
-        return self.member is member and member.wish is Wish.WAITING and member.last_request == self.request
+    @property
+    def stands(self) -> bool:
+        """Whether ``member`` still waits with this request."""
+        return self.member.wish is Wish.WAITING and self.member.last_request == self.request
 
     def as_successor(self) -> Successor:
         """What clients see of it on the state page."""

@@ -32,7 +32,7 @@ def promise_next(res: Resource, hold: Hold, new_fence: Callable[[], int]) -> Non
         return
     [member], [holder] = waiting, holding
     known = res.promises.get(job.key)
-    fence = known.fence if known is not None and known.stands_for(member) else new_fence()
+    fence = known.fence if known is not None and known.member is member and known.stands else new_fence()
     # While the job holds, its virtual time grows: if it comes last now, it will at the end of its hold.
     last = hold.job.key not in res.queue and fairness.next_job([*queue, Waiting(hold.job, _LAST_S)]) is job
     res.promises[job.key] = Promise(member, member.last_request, fence, holder, last)
@@ -42,12 +42,12 @@ def promise_next(res: Resource, hold: Hold, new_fence: Callable[[], int]) -> Non
 def promised_fence(res: Resource, job: Job) -> int:
     """The fence under which ``job`` was promised ``res``, 0 if it was not or has cancelled that request."""
     promise = res.promises.get(job.key)
-    return promise.fence if promise is not None and promise.stands_for(promise.member) else 0
+    return promise.fence if promise is not None and promise.stands else 0
 
 
 def handed_to(res: Resource, fence: int) -> Job | None:
     """The job to which ``res`` was handed over under the promised ``fence``; None if that promise does not stand."""
     for promise in res.promises.values():
-        if promise.fence == fence and promise.stands_for(promise.member):
+        if promise.fence == fence and promise.stands:
             return promise.member.job
     return None
