@@ -30,9 +30,8 @@ BUDGET_RATE = 0.002
 
 
 class Reservation(NamedTuple):
-    """``job`` waits although the resource is free, which is kept for ``other`` from ``since_s`` to ``until_s``."""
+    """A job waits although the resource is free, which is kept for ``other`` from ``since_s`` to ``until_s``."""
 
-    job: JobKey
     other: JobKey
     since_s: float
     until_s: float
@@ -108,7 +107,7 @@ class Ties:
         self._budget_s = min(BUDGET_S, self._budget_s + BUDGET_RATE * (now_s - self._budget_at_s))
         self._budget_at_s = now_s
         if self._budget_s >= tie.window_s:
-            self.reservation = Reservation(job, tie.other, now_s, now_s + tie.window_s)
+            self.reservation = Reservation(tie.other, now_s, now_s + tie.window_s)
 
 
 def _order(job: JobKey) -> tuple[str, int]:
