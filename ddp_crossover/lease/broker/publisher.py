@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ..protocol import Kind, Message, Role
 from ..shared_memory import RESOURCE_SLOTS, PageWriter
 from .arbiter import Arbiter, Grant
-from .connections import Connection
+from .connections import Connections
 from .figures import ResourceFigures
 from .jobs import JobKey
 
@@ -27,23 +27,21 @@ class Publisher:
 
     Args:
         arbiter: decides who holds what.
+        connections: the members.
         send: sends a message to a member. If that fails, it removes the member, also from the arbiter.
-        introduce: gives a member the means to wake another one.
     """
 
-    def __init__(
-        self, arbiter: Arbiter, send: Callable[[int, Message], None], introduce: Callable[[int, int], None]
-    ) -> None:
+    def __init__(self, arbiter: Arbiter, connections: Connections, send: Callable[[int, Message], None]) -> None:
         self.page = PageWriter()
-        self.evictions = 0
+        self._evictions = 0
         self._grants = 0
         self._arbiter = arbiter
+        self._connections = connections
         self._send = send
-        self._introduce = introduce
         self._resources: dict[str, _PublishedResource] = {}
 
     def count_eviction(self) -> None:
-        self.evictions += 1
+        self._evictions += 1
 
     def has_room(self, resource: str) -> bool:
         """Whether ``resource`` has a slot on the page or can be given one."""
@@ -77,7 +75,7 @@ class Publisher:
 
         # The rest is off the grants' path. If a grant could not be sent, the resource may be gone.
         if (pair := self._arbiter.handover(resource)) is not None:
-            self._introduce(*pair)
+            self._connections.introduce(*pair)
         if (known := self._resources.get(resource)) is not None:
             known.figures.change(now_s, self._arbiter.holding_job(resource), self._arbiter.queue(resource))
 
@@ -87,16 +85,16 @@ class Publisher:
             if self._arbiter.renew_promise(resource):
                 self.publish(resource, [], time.monotonic())
 
-    def status(self, connections: Iterable[Connection]) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Return the state that ``lease status`` shows, ready for JSON."""
         members: dict[str, list[dict[str, Any]]] = {name: [] for name in self._resources}
-        for each in connections:
+        for each in self._connections:
             if each.joined is not None:
                 key, name = each.joined
                 holds = each.member in self._arbiter.holders(name)
                 members[name].append({"job": key.name, "pid": each.peer.pid, "uid": key.uid, "holds": holds})
         resources = [self._status_of(name, members[name]) for name in self._arbiter.resources()]
-        return {"pid": os.getpid(), "grants": self._grants, "evictions": self.evictions, "resources": resources}
+        return {"pid": os.getpid(), "grants": self._grants, "evictions": self._evictions, "resources": resources}
 
     def _status_of(self, resource: str, members: list[dict[str, Any]]) -> dict[str, Any]:
         holder, queue = self._arbiter.holding_job(resource), self._arbiter.queue(resource)

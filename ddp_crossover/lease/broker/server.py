@@ -64,19 +64,19 @@ class Broker:
         OSError, DirectoryError: the directory, its group or its socket cannot be used.
     """
 
-    def __init__(self, directory: BrokerDirectory, settings: BrokerSettings | None = None) -> None:
+    def __init__(self, directory: BrokerDirectory, settings: BrokerSettings) -> None:
         self._directory = directory
-        self._settings = settings or BrokerSettings()
-        directory.make(self._settings.group)
+        self._settings = settings
+        directory.make(settings.group)
         self._lock = directory.try_lock()
         self.serving = self._lock is not None
         if not self.serving:
             return
-        listener, self._inode = directory.listen(self._settings.group)
+        listener, self._inode = directory.listen(settings.group)
         self._connections = Connections(listener)
         # Start fences at the nanoseconds since boot, which is above every fence of an earlier broker.
-        self._arbiter = Arbiter(time.monotonic_ns(), self._settings.limits)
-        self._publisher = Publisher(self._arbiter, self._send_to_member, self._connections.introduce)
+        self._arbiter = Arbiter(time.monotonic_ns(), settings.limits)
+        self._publisher = Publisher(self._arbiter, self._connections, self._send_to_member)
         self._last_client_s = self._housekeeping_at_s = self._stopped_check_at_s = time.monotonic()
 
     def serve_forever(self) -> None:
@@ -167,8 +167,7 @@ class Broker:
         if message.kind is Kind.HELLO:
             self._welcome(connection, decode_hello(data), takes_over=message.value == TAKES_OVER != 0)
         elif message.kind is Kind.STATUS:
-            status = self._publisher.status(self._connections)
-            self._send(connection, json.dumps(status, separators=(",", ":")).encode())
+            self._send(connection, json.dumps(self._publisher.status(), separators=(",", ":")).encode())
         else:
             raise ProtocolError(Refusal.MALFORMED, f"a client must send HELLO before {message.kind.name}")
 
