@@ -6,10 +6,7 @@ import time
 from collections.abc import Hashable
 
 from ddp_crossover.device import Event
-from ddp_crossover.gpu_sharing.gap_policy import ExpectedWaits
-from ddp_crossover.gpu_sharing.lease_holder import LeaseHolder, Ledger
-from ddp_crossover.lease.client import GpuLease
-from ddp_crossover.tracing.clock import CommClock
+from ddp_crossover.gpu_sharing.lease_holder import LeaseHolder
 
 # Polling interval during a wait, which is also the longest delay of a job that asks for the lease in that time. Each
 # poll costs about 10 us of an idle core.
@@ -23,28 +20,12 @@ class Gap:
 
     Args:
         what: key of the wait; waits with the same key take about the same time in each step.
-        lease: the lease.
         holder: holds the lease.
-        expected: predicts how long the wait will be.
-        ledger: notes the gap.
-        clock: records the gap while a trace is taken.
     """
 
-    def __init__(
-        self,
-        what: Hashable,
-        lease: GpuLease,
-        holder: LeaseHolder,
-        expected: ExpectedWaits,
-        ledger: Ledger,
-        clock: CommClock,
-    ) -> None:
+    def __init__(self, what: Hashable, holder: LeaseHolder) -> None:
         self._what = what
-        self._lease = lease
         self._holder = holder
-        self._expected = expected
-        self._ledger = ledger
-        self._clock = clock
         self._began_s: float | None = None
         self._free_since_s: float | None = None
         self._polled_s = 0.0
@@ -75,37 +56,37 @@ class Gap:
         if not self._holder.has_seen_others():
             return False
         # Without a turn, the next one should begin only when the leg is done.
-        return not self._holder.is_holding or self._expected.is_worth_trying(self._what)
+        return not self._holder.is_holding or self._holder.expected.is_worth_trying(self._what)
 
     def poll(self) -> float:
         """Give the lease away if that pays now; returns the seconds until the next poll."""
-        now_s = time.perf_counter()
+        holder, now_s = self._holder, time.perf_counter()
         if self._began_s is None:
             self._began_s = now_s
-            if not self._holder.is_holding:  # the turn has not begun
+            if not holder.is_holding:  # the turn has not begun
                 self._free_since_s = self._polled_s = now_s
         if self._free_since_s is not None:
             self._sample(now_s)
-        elif self._lease.contended and self._expected.is_worth_giving(self._what, now_s - self._began_s):
-            self._holder.release()
+        elif holder.lease.contended and holder.expected.is_worth_giving(self._what, now_s - self._began_s):
+            holder.release()
             self._was_given = True
             self._free_since_s = self._polled_s = time.perf_counter()
         return _POLL_S
 
     def end(self) -> None:
         """Account for the wait, which is over."""
-        now_s = time.perf_counter()
+        holder, now_s = self._holder, time.perf_counter()
         if not self._is_unmeasured:
-            self._expected.note(self._what, 0.0 if self._began_s is None else now_s - self._began_s)
+            holder.expected.note(self._what, 0.0 if self._began_s is None else now_s - self._began_s)
         if self._free_since_s is None:
             return
         self._sample(now_s)
         if self._was_given or self._filled_s:
-            self._ledger.gap_ended(now_s - self._free_since_s, self._filled_s)
-            if self._clock.trace is not None:
-                self._clock.trace.add("gap", self._free_since_s, now_s, detail=self._lease.job)
+            holder.ledger.gap_ended(now_s - self._free_since_s, self._filled_s)
+            if holder.clock.trace is not None:
+                holder.clock.trace.add("gap", self._free_since_s, now_s, detail=holder.lease.job)
 
     def _sample(self, now_s: float) -> None:
-        if self._lease.taken:
+        if self._holder.lease.taken:
             self._filled_s += now_s - self._polled_s
         self._polled_s = now_s

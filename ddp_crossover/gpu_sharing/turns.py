@@ -17,7 +17,7 @@ from ddp_crossover.collectives.stream_order import CudaStreams
 from ddp_crossover.device import Stream
 from ddp_crossover.figures.stats import LeaseUse
 from ddp_crossover.gpu_sharing.gap import Gap
-from ddp_crossover.gpu_sharing.gap_policy import MIN_GAIN, ExpectedWaits, Gain
+from ddp_crossover.gpu_sharing.gap_policy import MIN_GAIN, Gain
 from ddp_crossover.gpu_sharing.lease_holder import Backlog, LeaseHolder, Ledger
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.tracing.clock import CommClock
@@ -60,15 +60,12 @@ class Turns:
         self.profiler: ComputeTimes | None = None
         self.batch_times: ComputeTimes | None = None
         self.ledger = Ledger()
-        self._lease = lease
-        self._clock = clock
         self._note_fallback = note_fallback
-        self._expected = ExpectedWaits()
         self._gain = Gain()
         self._holder: LeaseHolder | None = None
         if lease is not None:
             backlog = None if streams is None else Backlog(streams)
-            self._holder = LeaseHolder(lease, clock, self.ledger, self._expected, backlog)
+            self._holder = LeaseHolder(lease, clock, self.ledger, backlog)
             # Otherwise the first turns would run unleased, before the client has connected.
             lease.wait_until_connected(_CONNECT_S)
 
@@ -132,11 +129,11 @@ class Turns:
     def _gap(self, what: Hashable) -> Iterator[HostWait | None]:
         with self._outside_of_compute():
             holder = self._holder
-            if holder is None or self._lease is None or not holder.is_wanted:
+            if holder is None or not holder.is_wanted:
                 backlog = None if holder is None else holder.backlog
                 yield None if backlog is None else backlog.outside_of_turn()
                 return
-            gap = Gap(what, self._lease, holder, self._expected, self.ledger, self._clock)
+            gap = Gap(what, holder)
             try:
                 yield gap
             except BaseException:
@@ -152,14 +149,14 @@ class Turns:
 
     def step_ended(self) -> None:
         """Account for the iteration that has ended, and start or end a break from sharing."""
-        if self._lease is None:
+        if self._holder is None:
             return
         step = self.ledger.step_ended(time.perf_counter())
         if step is None:
             return
         was_sharing = self._gain.sharing
         # A filler takes no breaks: without the lease it would slow down the peer.
-        contended = step.was_disturbed and self._lease.role == "peer"
+        contended = step.was_disturbed and self._holder.lease.role == "peer"
         self._gain.step(step.elapsed_s, step.filled_s, step.slowed_s, contended=contended)
         if was_sharing and not self._gain.sharing:
             self._note_fallback(
@@ -169,9 +166,9 @@ class Turns:
 
     def stats(self) -> LeaseUse | None:
         """Use of the lease so far, times in seconds; None without a lease."""
-        if self._lease is None:
+        if self._holder is None:
             return None
-        seen, ledger = self._lease.stats(), self.ledger
+        seen, ledger = self._holder.lease.stats(), self.ledger
         return LeaseUse(
             held_s=ledger.held_s,
             gaps=ledger.gaps,
