@@ -1,4 +1,4 @@
-"""One wait of compute for communication, in which the lease may be given away."""
+"""One wait of compute for communication: in a turn, the lease may be given away meanwhile."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import time
 from collections.abc import Hashable
 
 from ddp_crossover.device import Event
-from ddp_crossover.gpu_sharing.lease_holder import LeaseHolder
+from ddp_crossover.gpu_sharing.lease_holder import Backlog, LeaseHolder
 
 # Polling interval during a wait, which is also the longest delay of a job that asks for the lease in that time. Each
 # poll costs about 10 us of an idle core.
 _POLL_S = 1e-3
 # The same where the device waits and the host looks when it ends: what is queued next is late by half of this.
 _DEVICE_POLL_S = 1e-4
+# Nothing is done between two polls of a wait outside of turns.
+_IDLE_POLL_S = 1.0
 
 
 class Gap:
@@ -90,3 +92,16 @@ class Gap:
         if self._holder.lease.taken:
             self._filled_s += now_s - self._polled_s
         self._polled_s = now_s
+
+
+class WaitOutsideOfTurn:
+    """A ``HostWait`` that only notes what the stream waits for: the next turn is queued behind it."""
+
+    def __init__(self, backlog: Backlog) -> None:
+        self._backlog = backlog
+
+    def poll(self) -> float:
+        return _IDLE_POLL_S
+
+    def before_stream_waits(self, done: Event) -> None:
+        self._backlog.wait_begins(done)

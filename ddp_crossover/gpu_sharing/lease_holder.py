@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddp_crossover import device as gpu
-from ddp_crossover.collectives.leg import HostWait
 from ddp_crossover.collectives.stream_order import CudaStreams
 from ddp_crossover.gpu_sharing.gap_policy import ExpectedWaits
 from ddp_crossover.lease.client import GpuLease
@@ -99,8 +98,6 @@ class Ledger:
 # A stream that stands at a leg for longer may do so until another job has had its turn: the leg may need a peer that
 # waits for one. Before that, what is queued behind the leg goes on by itself at any moment.
 _STANDS_S = 2e-3
-# Nothing is done between two polls of a wait outside of turns.
-_POLL_S = 1.0
 
 
 class _OpenWait(NamedTuple):
@@ -167,27 +164,10 @@ class Backlog:
 
         return is_drained
 
-    def outside_of_turn(self) -> HostWait:
-        """For waits between turns: they are noted, and nothing is given away."""
-        return _WaitOutsideOfTurn(self)
-
     def _drop_ended(self) -> None:
         while self._waits and (oldest := self._waits[0]).done.query():
             if self._waits and self._waits[0] is oldest:  # else a signal handler has dropped it meanwhile
                 self._waits.popleft()
-
-
-class _WaitOutsideOfTurn:
-    """A ``HostWait`` that only notes what the stream waits for: the next turn is queued behind it."""
-
-    def __init__(self, backlog: Backlog) -> None:
-        self._backlog = backlog
-
-    def poll(self) -> float:
-        return _POLL_S
-
-    def before_stream_waits(self, done: gpu.Event) -> None:
-        self._backlog.wait_begins(done)
 
 
 _DEFAULT_DIRECTORY = "/tmp/nvidia-mps"

@@ -16,7 +16,7 @@ from ddp_crossover.collectives.leg import HostWait
 from ddp_crossover.collectives.stream_order import CudaStreams
 from ddp_crossover.device import Stream
 from ddp_crossover.figures.stats import LeaseUse
-from ddp_crossover.gpu_sharing.gap import Gap
+from ddp_crossover.gpu_sharing.gap import Gap, WaitOutsideOfTurn
 from ddp_crossover.gpu_sharing.gap_policy import MIN_GAIN, Gain
 from ddp_crossover.gpu_sharing.lease_holder import Backlog, LeaseHolder, Ledger
 from ddp_crossover.lease.client import GpuLease
@@ -131,7 +131,7 @@ class Turns:
             holder = self._holder
             if holder is None or not holder.is_wanted:
                 backlog = None if holder is None else holder.backlog
-                yield None if backlog is None else backlog.outside_of_turn()
+                yield None if backlog is None else WaitOutsideOfTurn(backlog)
                 return
             gap = Gap(what, holder)
             try:
