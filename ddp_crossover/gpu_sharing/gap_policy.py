@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable
+from typing import NamedTuple
 
 # Shortest gap to give away, in hand-offs: a shorter one would be spent mostly on handing over.
 _PAYS_HAND_OFFS = 10
@@ -67,6 +68,22 @@ class ExpectedWaits:
         return self._untried[key] % _TRY_EVERY == 0
 
 
+class StepFigures(NamedTuple):
+    """What the ledger of a job has added up in one step.
+
+    Attributes:
+        elapsed_s: duration of the step.
+        filled_s: time inside gaps in which another job held the lease.
+        slowed_s: time by which sharing has slowed this job down.
+        was_disturbed: whether another job has wanted or held the device.
+    """
+
+    elapsed_s: float
+    filled_s: float
+    slowed_s: float
+    was_disturbed: bool
+
+
 class Gain:
     """Decides whether sharing the device pays, and takes breaks from sharing where it does not.
 
@@ -87,24 +104,17 @@ class Gain:
         self._break_steps = _FIRST_BREAK_STEPS
         self._elapsed_s = self._gained_s = 0.0
 
-    def step(self, elapsed_s: float, filled_s: float, slowed_s: float, *, contended: bool) -> None:
-        """Account for a step. Steps in which no other job wanted the device are not counted, except in a break.
-
-        Args:
-            elapsed_s: duration of the step, in seconds.
-            filled_s: seconds of its waits in which another job held the device.
-            slowed_s: seconds by which this job was slowed down.
-            contended: whether another job wanted the device during the step.
-        """
+    def step(self, step: StepFigures) -> None:
+        """Account for a step. Steps in which no other job wanted the device are not counted, except in a break."""
         if not self.sharing:
             self._steps += 1
             if self._steps >= self._break_steps:
                 self._break_steps = min(2 * self._break_steps, _LONGEST_BREAK_STEPS)
                 self._start(sharing=True)
-        elif contended:
+        elif step.was_disturbed:
             self._steps += 1
-            self._elapsed_s += elapsed_s
-            self._gained_s += filled_s - slowed_s
+            self._elapsed_s += step.elapsed_s
+            self._gained_s += step.filled_s - step.slowed_s
             if self._steps >= _WINDOW_STEPS or self._gained_s < -_MOST_LOST_S:
                 self._decide()
 

@@ -18,25 +18,9 @@ from typing import NamedTuple
 
 from ddp_crossover import device as gpu
 from ddp_crossover.collectives.stream_order import CudaStreams
-from ddp_crossover.gpu_sharing.gap_policy import ExpectedWaits
+from ddp_crossover.gpu_sharing.gap_policy import ExpectedWaits, StepFigures
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.tracing.clock import CommClock
-
-
-class StepFigures(NamedTuple):
-    """What one step has added to a :class:`Ledger`.
-
-    Attributes:
-        elapsed_s: duration of the step.
-        filled_s: time inside gaps in which another job held the lease.
-        slowed_s: time by which sharing has slowed this job down.
-        was_disturbed: whether another job has wanted or held the device.
-    """
-
-    elapsed_s: float
-    filled_s: float
-    slowed_s: float
-    was_disturbed: bool
 
 
 class Ledger:

@@ -152,12 +152,11 @@ class Turns:
         if self._holder is None:
             return
         step = self.ledger.step_ended(time.perf_counter())
-        if step is None:
+        # A filler takes no breaks: without the lease it would slow down the peer.
+        if step is None or self._holder.lease.role == "filler":
             return
         was_sharing = self._gain.sharing
-        # A filler takes no breaks: without the lease it would slow down the peer.
-        contended = step.was_disturbed and self._holder.lease.role == "peer"
-        self._gain.step(step.elapsed_s, step.filled_s, step.slowed_s, contended=contended)
+        self._gain.step(step)
         if was_sharing and not self._gain.sharing:
             self._note_fallback(
                 f"gaps filled by other jobs gained less than {MIN_GAIN:.0%} of a step: the lease takes a break"

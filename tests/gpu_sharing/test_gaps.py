@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_crossover.gpu_sharing.gap_policy import MIN_GAIN, ExpectedWaits, Gain
+from ddp_crossover.gpu_sharing.gap_policy import MIN_GAIN, ExpectedWaits, Gain, StepFigures
 
 HAND_OFF_S = 2e-4
 
@@ -70,7 +70,7 @@ def test_no_wait_is_kept_for_ever(known: list[float], hand_off_s: float) -> None
 
 def run(gain: Gain, steps: int, filled_s: float, slowed_s: float = 0.0, *, contended: bool = True) -> None:
     for _ in range(steps):
-        gain.step(1.0, filled_s, slowed_s, contended=contended)
+        gain.step(StepFigures(1.0, filled_s, slowed_s, was_disturbed=contended))
 
 
 def test_below_the_least_gain_sharing_ends() -> None:
