@@ -46,11 +46,9 @@ class Ledger:
         self.disturbances += 1
 
     def wait_for_grant(self, waited_s: float) -> None:
-        """Note for how long compute has waited for the lease."""
         self.regrant_s += waited_s
 
     def slow_down(self, late_s: float) -> None:
-        """Note by how much sharing has slowed this job down."""
         self.slowed_s += late_s
 
     def turn_ended(self, held_s: float, late_s: float) -> None:
@@ -209,7 +207,6 @@ class LeaseHolder:
         self._left_s: float | None = None
 
     def want(self, is_wanted: bool) -> None:
-        """Want a turn, now or after the present wait, or want none."""
         self.is_wanted = is_wanted
 
     @property

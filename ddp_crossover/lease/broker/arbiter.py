@@ -181,7 +181,6 @@ class Arbiter:
         return (promise.holder.number, promise.member.number) if promise is not None else None
 
     def holders(self, resource: str) -> frozenset[int]:
-        """Members that currently hold the resource."""
         return frozenset(m.number for m in self._resources[resource].members if m.wish is Wish.HOLDING)
 
     def contended(self) -> list[str]:

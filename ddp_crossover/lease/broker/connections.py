@@ -49,7 +49,6 @@ class Connection:
             return None
 
     def join(self, joined: Joined) -> None:
-        """Note what it has joined."""
         self.joined = joined
 
     def open_note(self) -> NoteReader:

@@ -48,12 +48,10 @@ class ResourceFigures:
         self._jobs: dict[JobKey, _JobFigures] = {}
 
     def join(self, key: JobKey, role: str, now_s: float) -> None:
-        """Start accounting for a job, unless it is already known."""
         self.change(now_s, self.holder, self._waiting)
         self._jobs.setdefault(key, _JobFigures(role))
 
     def leave(self, key: JobKey) -> None:
-        """Stop accounting for a job, if it is known."""
         self._jobs.pop(key, None)
 
     def change(self, now_s: float, holder: JobKey | None, waiting: Collection[JobKey]) -> None:

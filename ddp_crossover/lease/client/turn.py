@@ -97,7 +97,7 @@ class Turn:
         """Whether another job waits for the resource."""
         connection = self._reconnector.connection
         waiters = connection.page.waiters if connection is not None else 0
-        return waiters > 0 and (waiters > 1 or not self.is_handed)
+        return waiters > 0 and (waiters > 1 or not self._is_handed)
 
     @property
     def is_taken(self) -> bool:
@@ -106,12 +106,12 @@ class Turn:
         if connection is None:
             return False
         if connection.page.holder not in (0, self._tag):
-            return not self.is_handed
+            return not self._is_handed
         given = self._given  # the broker may not have found the note yet
         return given is not None and given.connection is connection and 0 < given.fence == connection.page.promised
 
     @property
-    def is_handed(self) -> bool:
+    def _is_handed(self) -> bool:
         """Whether the hold was handed over by another client, and the page shows this job as waiting still."""
         hold = self._hold
         return hold is not None and hold.fence > 0 and not hold.is_granted and self.is_held
