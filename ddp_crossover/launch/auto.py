@@ -22,7 +22,6 @@ from ddp_crossover.comm_hook import DearState
 from ddp_crossover.ddp.refusals import JOIN_ADVICE, copy_as_plain, refuse_model, refuse_optimizers
 from ddp_crossover.ddp.unwrapping import live_objects
 from ddp_crossover.figures.stats import DearStats
-from ddp_crossover.launch.optimizers_of import optimizers_of
 from ddp_crossover.launch.watch import watch_model, watch_new_models
 from ddp_crossover.log import say, short
 from ddp_crossover.options import Options, switched_off
@@ -105,7 +104,7 @@ class Auto:
         if is_joining(ddp):  # a rank without batches makes no forward, so there is nobody to ask
             _say_plain(ddp, JOIN_ADVICE)
             return False
-        optimizers = optimizers_of(ddp)
+        optimizers = _optimizers_of(ddp)
         self._forwards[ddp] = self._forwards.get(ddp, 0) + 1
         waits = not optimizers and self._forwards[ddp] < _FORWARDS_WITHOUT_OPTIMIZER
         # All ranks do the same: attaching is collective, and one rank may refuse what the others would take.
@@ -203,6 +202,33 @@ def _why_not(ddp: DistributedDataParallel, optimizers: list[Optimizer]) -> str |
     except (TypeError, ValueError) as error:
         return str(error)
     return None
+
+
+def _optimizers_of(ddp: DistributedDataParallel) -> list[Optimizer]:
+    """Return all optimizers that update parameters of ``ddp``, in the same order on all ranks.
+
+    Of an optimizer and one that wraps it (a look-ahead, a framework's), the one inside: its ``step()`` updates.
+    """
+    index_of = {id(parameter): index for index, (_, parameter) in enumerate(managed_parameters(ddp))}
+    found = [
+        (indices, thing)
+        for thing in live_objects(Optimizer)
+        if (indices := [index_of[key] for key in _keys_of(thing) if key in index_of])
+    ]
+    ids = {id(optimizer) for _, optimizer in found}
+    inside = [
+        (indices, optimizer)
+        for indices, optimizer in found
+        if not any(id(value) in ids and value is not optimizer for value in vars(optimizer).values())
+    ]
+    return [optimizer for _, optimizer in sorted(inside, key=lambda one: (one[0], type(one[1]).__name__))]
+
+
+def _keys_of(optimizer: Optimizer) -> list[int]:
+    try:
+        return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    except Exception:  # a wrapper may raise when it is asked before it is ready
+        return []
 
 
 def _device_of(ddp: DistributedDataParallel) -> torch.device:
