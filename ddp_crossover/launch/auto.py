@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -58,6 +58,11 @@ class AttachedModel:
             assert self._last_stats is not None
             return self._last_stats
         return self.state.stats()
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures as JSON values, with the name."""
+        stats = self.stats()
+        return {"model": self.name, "by_script": self.by_script, **asdict(stats), "obstacles": stats.obstacles}
 
     def forget_if_detached(self) -> None:
         """Let go of a state that does nothing any more, and of its parameters."""

@@ -1,16 +1,18 @@
-"""Compares records of one training script: two runs of plain DDP and an attached one."""
+"""Compares records of one training script: two runs of plain DDP and an attached one, and one run on all ranks."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from ddp_crossover.log import first_of
 
 # Sums and norms in another order differ by this much at most after some steps, relative to the largest value of a
 # parameter.
@@ -40,9 +42,6 @@ class Verdict:
     steps: int
     overlapped_steps: int
     finished_steps: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def compare(
@@ -173,3 +172,24 @@ def _largest_distance(left: Path, right: Path) -> float:
     if one.keys() != two.keys():
         return math.inf
     return max((distance(one[name].double(), two[name].double()) for name in one if one[name].numel()), default=0.0)
+
+
+def why_different(ranks: Iterable[Mapping[str, str]], why_apart: str | None = None) -> str | None:
+    """Return one sentence about parameters that ranks have differently; None if all are the same.
+
+    DDP that is trained as it should be has the same ones everywhere.
+
+    Args:
+        ranks: the digests of each rank.
+        why_apart: what was said while they trained; None if nothing was.
+    """
+    first, *others = ranks
+    names = [name for name in first if any(other.get(name) != first[name] for other in others)]
+    if not names:
+        return None
+    if why_apart is not None:
+        return f"The ranks have different parameters ({first_of(names)}): {why_apart}."
+    return (
+        f"The ranks have different parameters: gradients of {first_of(names)} were never reduced, or something else "
+        "has changed these on some ranks only."
+    )

@@ -18,7 +18,6 @@ import os
 import sys
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -45,8 +44,7 @@ from ddp_crossover.launch.examination import FEWEST_STEPS
 from ddp_crossover.launch.meeting import Meeting
 from ddp_crossover.launch.pairs import MeasuredPair, measure_pairs
 from ddp_crossover.launch.run import add_norms_argument, add_script_arguments, script_of
-from ddp_crossover.launch.script_run import Run, add_run_arguments, three_runs
-from ddp_crossover.launch.synchronized import why_different
+from ddp_crossover.launch.script_run import ThreeRuns, add_run_arguments, three_runs
 from ddp_crossover.log import short
 from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.planning.ddp_buckets import DEFAULT_BUCKET_MB
@@ -88,16 +86,10 @@ def run(args: argparse.Namespace) -> int:
         report = _known_models(link, int(os.environ["WORLD_SIZE"]))
     else:
         options = {"tune": False, **({"norms": args.norms} if args.norms else {})}
-        steps = max(args.steps, FEWEST_STEPS)
-
-        def errand_in(folder: Path) -> Errand:
-            return Errand(options=options, examine=str(folder), steps=steps)
-
-        with three_runs("doctor", command, errand_in, meeting, args) as runs:
-            unsynchronized = why_different(runs[0].parameters(meeting), runs[1].why_apart(meeting))
-            why_not_attached = runs[1].why_not_attached(meeting)
-            report = _report_on(runs, why_not_attached, args) if meeting.rank == 0 else {}
-        report["unsynchronized"] = unsynchronized
+        errand = Errand(options=options, recorded_for="doctor", steps=max(args.steps, FEWEST_STEPS))
+        with three_runs(command, errand, meeting, args) as runs:
+            report = _report_on(runs, args) if meeting.rank == 0 else {}
+        report["unsynchronized"] = runs.unsynchronized
     if meeting.rank == 0:
         of_script = LinkModel.from_json(report["attached_link"]) if report.get("attached_by_script") else None
         report["connections"] = None if several is None else about_connections(link, several, _SEVERAL, of_script)
@@ -134,12 +126,12 @@ def _probed(group: dist.ProcessGroup, device: torch.device, connections: int) ->
         link.close()
 
 
-def _report_on(runs: list[Run], why_not_attached: str, args: argparse.Namespace) -> dict[str, Any]:
-    files = [run.files()[0] for run in runs]
+def _report_on(runs: ThreeRuns, args: argparse.Namespace) -> dict[str, Any]:
+    files = [of_run[0] for of_run in runs.records]  # of rank 0
     plain, attached, again = (json.loads(file.read_text()) for file in files)
     models = attached["models"]
     if not models:
-        return {"verdict": f"Not possible as the script is: {why_not_attached.rstrip('.')}."}
+        return {"verdict": f"Not possible as the script is: {runs.why_not_attached.rstrip('.')}."}
     if not models[0]["has_profile"]:
         return {"verdict": f"Nothing to gain: {models[0]['why']}"}
     profile = ModelProfile.load(files[1].with_suffix(".profile"))

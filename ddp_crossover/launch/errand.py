@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "DDP_CROSSOVER_ERRAND"
+STEPS_MADE = "steps_made"  # file in an errand's folder
 # The folder whose ``sitecustomize`` Python imports at the start of every interpreter that has it on its path.
 _SITE = Path(__file__).parent / "site"
 SEED = 0
@@ -29,17 +30,21 @@ class Errand:
     Attributes:
         options: keyword arguments of ``attach``, as JSON values; None to attach to nothing.
         stats_file: where rank 0 writes the figures of each model when the process ends.
-        record: where each rank records its training for a comparison, see ``recording``; a folder. Random numbers
-            are seeded then.
-        examine: where each rank writes what the doctor needs, see ``examination``; a folder.
-        steps: with ``record`` or ``examine``, the number of optimizer steps after which the script is ended.
+        recorded_for: the command that records the script, ``"verify"`` or ``"doctor"``; None under ``run``.
+        folder: where each rank writes the record for that command, and rank 0 in ``STEPS_MADE`` how far it is.
+        steps: number of optimizer steps after which that command ends the script.
     """
 
     options: dict[str, Any] | None = field(default_factory=dict)
     stats_file: str | None = None
-    record: str | None = None
-    examine: str | None = None
+    recorded_for: str | None = None
+    folder: str = ""
     steps: int = 0
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether random numbers are seeded, so that runs can be compared."""
+        return self.recorded_for == "verify"
 
 
 def errand_of_process() -> Errand | None:
@@ -50,7 +55,7 @@ def errand_of_process() -> Errand | None:
 
 def seed(errand: Errand) -> None:
     """Seed what differs from run to run; for torch itself see ``watch.run_errand``."""
-    if errand.record:
+    if errand.is_seeded:
         random.seed(SEED)
         with contextlib.suppress(ImportError):
             import_module("numpy").random.seed(SEED)
@@ -58,7 +63,7 @@ def seed(errand: Errand) -> None:
 
 def environment_with(errand: Errand) -> dict[str, str]:
     """Return the environment in which Python runs scripts with this errand; the scripts' children inherit it."""
-    seeds = {"PYTHONHASHSEED": str(SEED)} if errand.record else {}
+    seeds = {"PYTHONHASHSEED": str(SEED)} if errand.is_seeded else {}
     before = os.environ.get("PYTHONPATH")
     path = [str(_SITE), *(before.split(os.pathsep) if before else ())]  # an empty entry is the working directory
     return {

@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
-from ddp_crossover.launch.ending import steps_made
-from ddp_crossover.launch.errand import Errand, environment_with
+from ddp_crossover.launch.compare import why_different
+from ddp_crossover.launch.errand import STEPS_MADE, Errand, environment_with
 from ddp_crossover.launch.meeting import Meeting
 from ddp_crossover.launch.throw_away import OFFLINE, inside, throw_away_copy
 from ddp_crossover.log import without_speaker
@@ -33,39 +34,19 @@ _APART = ("so ranks train apart", "trains on its own", "so it reduces nothing", 
 _NOT_IN_COPY = ("Read-only file system", "Value too large for defined data type")
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run of the script on this rank.
+class ThreeRuns(NamedTuple):
+    """What the runs have left.
 
     Attributes:
-        folder: where its errand has left what was found, in a file for each rank.
-        output: what the script has printed.
+        records: of each run, the record of each rank that this process has started, several if the script starts them
+            itself.
+        why_not_attached: why nothing was attached to in the attached run, if nothing was.
+        unsynchronized: one sentence about parameters that ranks have differently; None if all are the same.
     """
 
-    folder: Path
-    output: str
-
-    def files(self) -> dict[int, Path]:
-        """Return the files of the ranks that this process has started, several if the script starts them itself."""
-        rank = os.environ.get("RANK") or "*"
-        return {int(file.stem): file for file in sorted(self.folder.glob(f"{rank}.json"))}
-
-    def why_not_attached(self, meeting: Meeting) -> str:
-        """Return why nothing was attached to in the run, as rank 0 has printed it."""
-        why = [line for line in self.output.splitlines() if "trains as plain DDP" in line]
-        unsaid = "the script never calls the DDP model that it has built, or the model has a communication hook"
-        return str(meeting.gather((*why, unsaid)[0])[0])
-
-    def why_apart(self, meeting: Meeting) -> str | None:
-        """Return why ranks train apart, as rank 0 has printed it in the run; None if it has not."""
-        why = [line for line in self.output.splitlines() if any(text in line for text in _APART)]
-        said: str | None = meeting.gather(without_speaker(why[0]) if why else None)[0]
-        return said
-
-    def parameters(self, meeting: Meeting) -> list[dict[str, str]]:
-        """Return the digests of parameters of all ranks of the job at the end of the run."""
-        mine = [json.loads(file.read_text())["parameters"] for file in self.files().values()]
-        return [one for of_process in meeting.gather(mine) for one in of_process]
+    records: list[dict[int, Path]]
+    why_not_attached: str
+    unsynchronized: str | None
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,21 +57,19 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def three_runs(
-    name: str, command: list[str], errand_in: Callable[[Path], Errand], meeting: Meeting, args: argparse.Namespace
-) -> Iterator[list[Run]]:
-    """Run the script plain, attached, and plain again; yields the runs, whose files are gone afterwards.
+def three_runs(command: list[str], errand: Errand, meeting: Meeting, args: argparse.Namespace) -> Iterator[ThreeRuns]:
+    """Run the script plain, attached, and plain again; yields what they have left, whose files are gone afterwards.
 
     Args:
-        name: of the command that the user has started.
         command: the script and its arguments, with the interpreter.
-        errand_in: returns the errand of the attached run, given the folder to write to.
+        errand: of the attached run, without a folder.
         meeting: of all ranks.
         args: see ``add_run_arguments``.
 
     Raises:
         ValueError: if the script fails, or leaves nothing.
     """
+    name = errand.recorded_for
     with ExitStack() as stack:
         stack.enter_context(_sigterm_raises())
 
@@ -98,23 +77,52 @@ def three_runs(
             return stack.enter_context(tempfile.TemporaryDirectory(prefix=f"ddp_crossover-{name}-"))
 
         folder = Path(meeting.of_this_machine(make))
-        runs = []
+        records, outputs = [], {}
         for number, arm in enumerate(ARMS, 1):
             (folder / arm).mkdir(exist_ok=True)
-            errand = errand_in(folder / arm)
-            environment = environment_with(errand if arm == "attached" else replace(errand, options=None))
+            options = errand.options if arm == "attached" else None
+            environment = environment_with(replace(errand, options=options, folder=str(folder / arm)))
             environment |= {**OFFLINE, SWITCH: "on" if arm == "attached" else "off"} | meeting.environment()
             with _copy_for(folder, meeting, args, say_why_not=number == 1) as command_in_copy:
                 what = f"{name}: run {number} of {len(ARMS)}, {arm}"
                 with _progress(what, folder / arm, errand.steps) if meeting.rank == 0 else nullcontext():
-                    output = _run(command_in_copy(command), environment, arm, shows=args.show_output)
-                runs.append(Run(folder / arm, output))
-                if not runs[-1].files():
+                    outputs[arm] = _run(command_in_copy(command), environment, arm, shows=args.show_output)
+                records.append(_records_in(folder / arm))
+                if not records[-1]:
                     why = "has trained no DDP model, or for too few steps"
-                    raise ValueError(f"the script {why} ({arm}){_last(output)}")
+                    raise ValueError(f"the script {why} ({arm}){_last(outputs[arm])}")
                 meeting.gather(None)  # or the copy would be dropped while others use it
-        yield runs
+        attached = outputs["attached"]
+        parameters = _parameters(records[0], meeting)
+        yield ThreeRuns(
+            records, _why_not_attached(attached, meeting), why_different(parameters, _why_apart(attached, meeting))
+        )
         meeting.part()
+
+
+def _records_in(folder: Path) -> dict[int, Path]:
+    rank = os.environ.get("RANK") or "*"
+    return {int(file.stem): file for file in sorted(folder.glob(f"{rank}.json"))}
+
+
+def _why_not_attached(output: str, meeting: Meeting) -> str:
+    """Why nothing was attached to, as rank 0 has printed it."""
+    why = [line for line in output.splitlines() if "trains as plain DDP" in line]
+    unsaid = "the script never calls the DDP model that it has built, or the model has a communication hook"
+    return str(meeting.gather((*why, unsaid)[0])[0])
+
+
+def _why_apart(output: str, meeting: Meeting) -> str | None:
+    """Why ranks train apart, as rank 0 has printed it; None if it has not."""
+    why = [line for line in output.splitlines() if any(text in line for text in _APART)]
+    said: str | None = meeting.gather(without_speaker(why[0]) if why else None)[0]
+    return said
+
+
+def _parameters(records: Mapping[int, Path], meeting: Meeting) -> list[dict[str, str]]:
+    """The digests of parameters of all ranks of the job at the end of a run."""
+    mine = [json.loads(file.read_text())["parameters"] for file in records.values()]
+    return [one for of_process in meeting.gather(mine) for one in of_process]
 
 
 @contextmanager
@@ -184,7 +192,7 @@ def _progress(what: str, folder: Path, steps: int) -> Iterator[None]:
 
     def show() -> None:
         while not is_over.wait(_BETWEEN_LOOKS_S):
-            _write(f"\r{what} ... {steps_made(folder)} of {steps} steps, {time.monotonic() - start_s:.0f} s ")
+            _write(f"\r{what} ... {_steps_made(folder)} of {steps} steps, {time.monotonic() - start_s:.0f} s ")
 
     _write(f"{what} ... ")
     shower = threading.Thread(target=show) if sys.stderr.isatty() else None
@@ -200,6 +208,15 @@ def _progress(what: str, folder: Path, steps: int) -> Iterator[None]:
             shower.join()
             _write(f"\r{what} ... \x1b[K")
         _write(f"{how}{time.monotonic() - start_s:.1f} s\n")
+
+
+def _steps_made(folder: Path) -> int:
+    """How many steps rank 0 has made so far."""
+    try:
+        text = (folder / STEPS_MADE).read_text()
+    except FileNotFoundError:
+        return 0
+    return int(text) if text.endswith("\n") else 0  # caught in the middle of a write
 
 
 def _write(text: str) -> None:

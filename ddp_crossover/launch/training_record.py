@@ -1,61 +1,49 @@
-"""Records a script's training, to compare it with another run of the same script.
+"""What ``verify`` records of a script's training, to compare it with another run of the same script.
 
 Takes what costs no overlap: each loss when it is differentiated, and before each optimizer step the parameters, which
 forward has brought up to date by then. After the last step it reads everything.
-"""
 
-from __future__ import annotations
+From three ranks on, plain DDP is made to add in rank order, where that is what we do. Up to two summands there is only
+one order.
+"""
+# No `from __future__ import annotations` here: DDP checks the annotations of hooks, and expects types.
 
 import functools
-import json
-from collections.abc import Callable
-from pathlib import Path
+from collections import Counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ddp_crossover.ddp.unwrapping import live_objects
-from ddp_crossover.launch.ending import Ending
-from ddp_crossover.launch.synchronized import digest, named, parameter_digests
+from ddp_crossover.collectives.all_reduce import family_of
+from ddp_crossover.launch.auto import Auto
+from ddp_crossover.launch.errand import Errand
+from ddp_crossover.launch.recording import Models, Recording, digest, digests, named
 from ddp_crossover.parameters.pending_parameter import PendingParameter
+from ddp_crossover.torch_internals.ddp import GradBucket, has_comm_hook
+
+_FIRST_AMBIGUOUS_WORLD_SIZE = 3
 
 
 class TrainingRecord:
-    """Records the training of this rank until some optimizer has made so many steps, then ends the script.
-
-    Attributes:
-        sums_are_in_rank_order: whether plain DDP was made to add in rank order.
-        sums_may_round: whether it adds in an order that cannot be had otherwise.
+    """Records the training of this rank until some optimizer has made so many steps.
 
     Args:
-        folder: where the record is written.
-        rank: this rank.
-        steps: number of steps of an optimizer.
-        summary: called at the end for what else belongs into the record.
+        errand: of the process.
+        auto: what has been attached to; None in a run of plain DDP.
     """
 
-    def __init__(self, folder: Path, rank: int, steps: int, summary: Callable[[], dict[str, Any]]) -> None:
-        self._folder, self._rank = folder, rank
-        self._ending = Ending(folder, steps, self.write)
-        self._summary = summary
-        self._models: list[DistributedDataParallel] = []
-        self._optimizers: list[Optimizer] = []
-        self._made: list[int] = []
+    def __init__(self, errand: Errand, auto: Auto | None) -> None:
+        self._recording = Recording(errand, self._content)
+        self._auto = auto
+        self._steps_of: Counter[Optimizer] = Counter()
         self._losses: list[float] = []
         self._before_steps: list[dict[str, str]] = []
-        self._has_ended = False
-        self.sums_are_in_rank_order = self.sums_may_round = False
-
-    def note_order(self, *, may_round: bool = False, in_rank_order: bool = False) -> None:
-        """Note in which order plain DDP adds up the gradients of a model, see the attributes."""
-        self.sums_may_round |= may_round
-        self.sums_are_in_rank_order |= in_rank_order
-
-    def begin(self) -> None:
+        self._sums_are_in_rank_order = self._sums_may_round = False
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         backward = torch.autograd.backward
@@ -68,52 +56,61 @@ class TrainingRecord:
         torch.autograd.backward = record_and_go_back
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
-        """Take note of a model that is trained."""
-        if not any(ddp is model for model in self._models):
-            self._models.append(ddp)
-
-    def write(self) -> None:
-        """Write the record; the first call counts."""
-        if self._has_ended:
+        """Take note of a model that is trained, and of the order in which plain DDP adds up its gradients."""
+        self._recording.note_model(ddp)
+        if dist.get_world_size(ddp.process_group) < _FIRST_AMBIGUOUS_WORLD_SIZE:
             return
-        self._has_ended = True
-        models = self._models or live_objects(DistributedDataParallel)  # that have made no forward
+        if family_of(ddp.process_group, next(ddp.parameters()).device) != "gloo":
+            self._sums_may_round = True  # an order that cannot be had otherwise
+        elif self._auto is None and not has_comm_hook(ddp):
+            ddp.register_comm_hook(ddp.process_group, rank_order_hook)
+            self._sums_are_in_rank_order = True
+
+    def _content(self, models: Models) -> dict[str, Any]:
+        figures = [] if self._auto is None else [model.figures() for model in self._auto.models]
         names = {id(p): name for name, p in named("named_parameters", models)}
-        record = {
-            **self._summary(),
+        content = {
+            "models": figures,
             "losses": self._losses,
             "before_steps": self._before_steps,
-            "parameters": parameter_digests(models),
-            "buffers": {name: digest(b) for name, b in named("named_buffers", models)},
-            "optimizers": [_state_of(optimizer, names) for optimizer in self._optimizers],
-            "sums_are_in_rank_order": self.sums_are_in_rank_order,
-            "sums_may_round": self.sums_may_round,
+            "parameters": digests("named_parameters", models),
+            "buffers": digests("named_buffers", models),
+            "optimizers": [_state_of(optimizer, names) for optimizer in self._steps_of],
+            "sums_are_in_rank_order": self._sums_are_in_rank_order,
+            "sums_may_round": self._sums_may_round,
         }
-        (self._folder / f"{self._rank}.json").write_text(json.dumps(record))
-        torch.save(
-            {name: p.detach().cpu().clone() for name, p in named("named_parameters", models)},
-            self._folder / f"{self._rank}.pt",
-        )
+        values = {name: p.detach().cpu().clone() for name, p in named("named_parameters", models)}
+        torch.save(values, self._recording.path.with_suffix(".pt"))
+        return content
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._has_ended:
-            self._before_steps.append(
-                {
-                    name: digest(p)
-                    for name, p in named("named_parameters", self._models)
-                    if not isinstance(p, PendingParameter)  # not used in forward: reading it would disturb
-                }
-            )
+        self._before_steps.append(
+            {
+                name: digest(p)
+                for name, p in named("named_parameters", self._recording.models)
+                if not isinstance(p, PendingParameter)  # not used in forward: reading it would disturb
+            }
+        )
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        place = next((i for i, known in enumerate(self._optimizers) if known is optimizer), None)
-        if place is None:
-            place = len(self._optimizers)
-            self._optimizers.append(optimizer)
-            self._made.append(0)
-        self._made[place] += 1
-        if not self._has_ended:
-            self._ending.note(max(self._made))
+        self._steps_of[optimizer] += 1
+        self._recording.note_steps(max(self._steps_of.values()))
+
+
+def rank_order_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook: the mean as ((g0 + g1) + g2) + ..., each rank having divided its own gradient first.
+
+    That is our order; gloo itself adds in the order of its ring, which differs from element to element.
+    """
+    scaled = torch.mul(bucket.buffer(), 1.0 / dist.get_world_size(group))
+    gathered = [torch.empty_like(scaled) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, scaled, group=group)
+    mean = gathered[0]
+    for gradient in gathered[1:]:
+        mean.add_(gradient)
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(mean)
+    return future
 
 
 def _tensors(tensors: Any) -> list[Tensor]:
@@ -122,9 +119,9 @@ def _tensors(tensors: Any) -> list[Tensor]:
 
 def _state_of(optimizer: Optimizer, names: dict[int, str]) -> dict[str, str]:
     """Digests of an optimizer's state by the name of the parameter and the key."""
-    digests = {}
+    state = {}
     for place, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         for key, value in optimizer.state.get(parameter, {}).items():
             name = f"{type(optimizer).__name__}: {key} of {names.get(id(parameter), f'parameter {place}')}"
-            digests[name] = digest(value) if isinstance(value, Tensor) else repr(value)
-    return digests
+            state[name] = digest(value) if isinstance(value, Tensor) else repr(value)
+    return state

@@ -16,14 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
+from dataclasses import asdict
 
 from ddp_crossover.launch.compare import Verdict, compare
 from ddp_crossover.launch.errand import Errand
 from ddp_crossover.launch.meeting import Meeting
 from ddp_crossover.launch.run import add_attach_arguments, add_script_arguments, attach_options, script_of
 from ddp_crossover.launch.script_run import add_run_arguments, three_runs
-from ddp_crossover.launch.synchronized import why_different
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,17 +38,13 @@ def run(args: argparse.Namespace) -> int:
     if args.steps < 1:
         raise ValueError(f"--steps must be at least 1, got {args.steps}")
     options = attach_options(args)
-    command = script_of(args)
-    meeting = Meeting()
-
-    def errand_in(folder: Path) -> Errand:
-        return Errand(options=options, record=str(folder), steps=args.steps)
-
-    with three_runs("verify", command, errand_in, meeting, args) as runs:
-        plain, attached, again = (run.files() for run in runs)
-        why_not = runs[1].why_not_attached(meeting)
-        verdicts = {rank: compare(plain[rank], attached[rank], again[rank], options, why_not) for rank in plain}
-        unsynchronized = why_different(runs[0].parameters(meeting), runs[1].why_apart(meeting))
+    command, meeting = script_of(args), Meeting()
+    errand = Errand(options=options, recorded_for="verify", steps=args.steps)
+    with three_runs(command, errand, meeting, args) as (records, why_not_attached, unsynchronized):
+        plain, attached, again = records
+        verdicts = {
+            rank: compare(plain[rank], attached[rank], again[rank], options, why_not_attached) for rank in plain
+        }
     for rank, verdict in verdicts.items():
         _print(verdict, rank, unsynchronized, as_json=args.json)
     return max(verdict.exit_status for verdict in verdicts.values())
@@ -57,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(verdict: Verdict, rank: int, unsynchronized: str | None, *, as_json: bool) -> None:
     if rank == 0 and as_json:
-        print(json.dumps(verdict.as_dict() | {"unsynchronized": unsynchronized}))
+        print(json.dumps(asdict(verdict) | {"unsynchronized": unsynchronized}))
     elif rank == 0:
         print(f"verify: {verdict.text}")
         if unsynchronized is not None:

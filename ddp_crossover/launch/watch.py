@@ -28,12 +28,12 @@ def run_errand(ddp_class: type[DistributedDataParallel]) -> None:
     errand = errand_of_process()
     if errand is None:
         return
-    if errand.record:
+    if errand.is_seeded:
         from torch._C import default_generator  # torch.manual_seed() is not there yet
 
         default_generator.manual_seed(SEED)
     watch_new_models(ddp_class, _start)
-    atexit.register(_say_if_none_was_built, is_examined=bool(errand.record or errand.examine))
+    atexit.register(_say_if_none_was_built, is_recorded=errand.recorded_for is not None)
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def _start() -> BeforeForward:
     return start(errand)
 
 
-def _say_if_none_was_built(*, is_examined: bool) -> None:
+def _say_if_none_was_built(*, is_recorded: bool) -> None:
     started = os.environ.get("WORLD_SIZE", "1")
     if _start.cache_info().currsize or started == "1" or os.environ.get("RANK") != "0":
         return
@@ -56,7 +56,7 @@ def _say_if_none_was_built(*, is_examined: bool) -> None:
     from ddp_crossover.torch_internals.optimizers import was_any_built
 
     # A worker of a data loader builds none. In verify and doctor a plain run is one that is switched off.
-    if was_any_built() and (is_examined or not switched_off()):
+    if was_any_built() and (is_recorded or not switched_off()):
         say(
             f"nothing is attached to: {started} processes were started, and this one has built an optimizer and no "
             "DistributedDataParallel, so each trains on its own, unless the script averages gradients by itself. Wrap "

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_crossover.launch.compare import compare
-from ddp_crossover.launch.synchronized import why_different
+from ddp_crossover.launch.compare import compare, why_different
 
 MODEL = {
     "overlapped_steps": 1,
