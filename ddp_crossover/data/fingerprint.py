@@ -197,8 +197,10 @@ class _Writer:
         if _is_installed(module):
             return [*_name_and_version(module), code.co_qualname, settings]
         names = _names(code)
-        used = {name: function.__globals__[name] for name in sorted(_globals(code)) if name in function.__globals__}
-        used |= {name: imported for name in sorted(_imports(code)) if (imported := _module(name)) is not None}
+        globals_used = sorted(_loaded(code, "LOAD_GLOBAL", "LOAD_NAME"))
+        used = {name: function.__globals__[name] for name in globals_used if name in function.__globals__}
+        imports = sorted(_loaded(code, "IMPORT_NAME"))
+        used |= {name: imported for name in imports if (imported := _module(name)) is not None}
         for name, value in used.items():
             if isinstance(value, types.ModuleType) and not _is_installed(value.__name__):
                 used[name] = _used_of(value, names, set())
@@ -249,17 +251,8 @@ def _code(code: types.CodeType) -> list[Any]:
     return [sys.version_info[:2], code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants]
 
 
-def _globals(code: types.CodeType) -> set[str]:
-    """Names of the global functions, classes, modules and constants that code uses."""
-    return _loaded(code, "LOAD_GLOBAL", "LOAD_NAME")
-
-
-def _imports(code: types.CodeType) -> set[str]:
-    """Names of the modules that code imports when it runs."""
-    return _loaded(code, "IMPORT_NAME")
-
-
 def _loaded(code: types.CodeType, *instructions: str) -> set[str]:
+    """Names of what code loads with these instructions."""
     steps = (step for one in _codes(code) for step in dis.get_instructions(one))
     return {step.argval for step in steps if step.opname in instructions and step.argval}
 
