@@ -24,31 +24,6 @@ from ddp_crossover.data.sample_codec import NotStorable, decode, encode
 from ddp_crossover.data.sample_store import Notice, SampleStore, StoreRefused
 from ddp_crossover.log import say
 
-
-class RandomNumbers:
-    """The state of Python's, NumPy's and torch's global generators at one moment."""
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy = _numpy_state()
-        self._torch = torch.get_rng_state()
-
-    def have_been_drawn(self) -> bool:
-        """Whether any of the generators has moved on since."""
-        return not (
-            random.getstate() == self._python
-            and _numpy_state() == self._numpy
-            and torch.equal(torch.get_rng_state(), self._torch)
-        )
-
-
-def _numpy_state() -> Any:
-    """In values that can be compared; the user may have set another bit generator."""
-    state: Any = np.random.get_state(legacy=False)
-    of_generator = state["state"].items()
-    return state | {"state": {n: one.tobytes() if isinstance(one, np.ndarray) else one for n, one in of_generator}}
-
-
 Transform = Callable[[Any], Any]
 
 
@@ -149,9 +124,9 @@ class CachedDataset(Dataset[Any]):
 
     def _storable(self, number: int) -> tuple[Any, bytes | str]:
         """A new sample, as it will be read again, and its bytes; or the reason why it cannot be stored."""
-        before = RandomNumbers()
+        before = _random_states()
         sample = _transformed(self._cached, self.dataset[number])
-        if before.have_been_drawn():
+        if _random_states() != before:
             return sample, "dataset or cached= draws random numbers. Random transforms belong in live="
         try:
             data = encode(sample)
@@ -165,6 +140,14 @@ class CachedDataset(Dataset[Any]):
         self._store = None
         if os.environ.get("LOCAL_RANK", "0") == "0":
             say(f"no data cache, so samples are made each time: {error}", logging.WARNING)
+
+
+def _random_states() -> tuple[Any, ...]:
+    """The states of Python's, NumPy's and torch's global generators, in values that can be compared."""
+    numpy: Any = np.random.get_state(legacy=False)
+    of_generator = numpy["state"].items()  # the user may have set another bit generator
+    numpy |= {"state": {n: one.tobytes() if isinstance(one, np.ndarray) else one for n, one in of_generator}}
+    return random.getstate(), numpy, torch.get_rng_state().numpy().tobytes()
 
 
 def _transformed(transform: Transform | None, sample: Any) -> Any:
