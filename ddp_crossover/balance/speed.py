@@ -113,7 +113,7 @@ class BetterShares(NamedTuple):
 
 
 def better_shares(
-    measured: Sequence[Measured], sizes: Sequence[int], most: Sequence[int], *, dead_band: float = DEAD_BAND
+    measured: Sequence[Measured], sizes: Sequence[int], most: Sequence[int], *, dead_band: float
 ) -> BetterShares | None:
     """Shares of the same batch with which the slowest rank is done clearly earlier; None if there are none.
 

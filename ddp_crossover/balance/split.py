@@ -18,8 +18,8 @@ class Speed(NamedTuple):
         return self.base_s + self.per_sample_s * samples if samples else 0.0
 
 
-def split(total: int, speeds: Sequence[Speed], most: Sequence[int], least: int = 1) -> list[int]:
-    """Share ``total`` samples so that the longest time of a rank is least.
+def split(total: int, speeds: Sequence[Speed], most: Sequence[int]) -> list[int]:
+    """Share ``total`` samples so that the longest time of a rank is least. Each gets one, if there are so many.
 
     One sample after another goes to the rank that is then done first, which is best because no rank gets faster with
     more samples.
@@ -28,7 +28,6 @@ def split(total: int, speeds: Sequence[Speed], most: Sequence[int], least: int =
         total: samples of all ranks.
         speeds: of each rank.
         most: the most samples that each rank may get.
-        least: what every rank gets, if there are so many.
 
     Returns:
         Whole numbers that add up to ``total``. Ranks that are equally fast get numbers that differ by at most one.
@@ -38,8 +37,7 @@ def split(total: int, speeds: Sequence[Speed], most: Sequence[int], least: int =
     """
     if total > sum(most):
         raise ValueError(f"a batch of {total} samples does not fit: the ranks take at most {list(most)}")
-    if total < least * len(speeds):
-        least = 0
+    least = 1 if total >= len(speeds) else 0
     sizes = [min(least, limit) for limit in most]
     heap = [
         (speed.seconds(size + 1), rank)
