@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,7 +17,9 @@ class Batches:
         state: the state of the training under way, or of the last one; None before, and without DDP.
     """
 
-    state: DearState | None = None
+    def __init__(self, **options: Any) -> None:
+        self.state: DearState | None = None
+        self._options = options
 
     def batch(self, samples: int) -> contextlib.AbstractContextManager[None]:
         """With ``weighted=True``, return ``state.batch(samples)``; in a single process a context that does nothing.
@@ -35,3 +38,7 @@ class Batches:
                 "DistributedDataParallel: call it while the Trainer trains, and let the Trainer use DDP"
             )
         return contextlib.nullcontext()
+
+    def _detach(self) -> None:
+        if self.state is not None:
+            self.state.detach()

@@ -15,7 +15,6 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.attaching import attach
-from ddp_crossover.comm_hook import DearState
 from ddp_crossover.ddp.unwrapping import unwrapped_model
 from ddp_crossover.integrations.batches import Batches
 
@@ -45,10 +44,6 @@ class DearCallback(Batches, Callback):  # type: ignore[misc]  # frameworks are n
         Trainer(strategy="ddp", callbacks=[DearCallback()])
     """
 
-    def __init__(self, **options: Any) -> None:
-        self.state: DearState | None = None
-        self._options = options
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach: DDP, the optimizers and what a checkpoint holds are in place."""
         self.state = None
@@ -66,5 +61,4 @@ class DearCallback(Batches, Callback):  # type: ignore[misc]  # frameworks are n
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Detach: Lightning takes its module out of DDP next, and the next ``fit`` wraps it anew."""
-        if self.state is not None:
-            self.state.detach()
+        self._detach()

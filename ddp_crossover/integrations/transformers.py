@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_crossover.attaching import attach
-from ddp_crossover.comm_hook import DearState
 from ddp_crossover.ddp.unwrapping import live_objects
 from ddp_crossover.integrations.batches import Batches
 
@@ -37,10 +36,6 @@ class DearCallback(Batches, TrainerCallback):  # type: ignore[misc]  # framework
         Trainer(model, args, train_dataset=data, callbacks=[DearCallback()])
     """
 
-    def __init__(self, **options: Any) -> None:
-        self.state: DearState | None = None
-        self._options = options
-
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Optimizer, **kwargs: Any
     ) -> None:
@@ -59,10 +54,6 @@ class DearCallback(Batches, TrainerCallback):  # type: ignore[misc]  # framework
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Detach: the next ``train()`` may wrap the model anew."""
         self._detach()
-
-    def _detach(self) -> None:
-        if self.state is not None:
-            self.state.detach()
 
 
 def _ddp_around(model: nn.Module) -> DistributedDataParallel | None:
