@@ -19,7 +19,7 @@ from ddp_crossover.fusion import FusionGroup, plan_fusion
 from ddp_crossover.fusion_buffers.feedback import Feedback
 from ddp_crossover.planning.gradient_specs import gradient_specs
 
-FUSION_MB = 4.0
+_FUSION_MB = 4.0
 
 
 class MeanExchange:
@@ -29,15 +29,12 @@ class MeanExchange:
         named: names and parameters, in the same order on all ranks.
         link: runs the legs.
         wire: what tensors are on the wire.
-        fusion_mb: size of a fusion group in MiB.
 
     Attributes:
         feedback: memory for what codes leave out; None without codes.
     """
 
-    def __init__(
-        self, named: Sequence[tuple[str, Parameter]], link: Link, wire: Wire, fusion_mb: float = FUSION_MB
-    ) -> None:
+    def __init__(self, named: Sequence[tuple[str, Parameter]], link: Link, wire: Wire) -> None:
         self._link = link
         specs = gradient_specs(named, wire)
         order = range(len(specs))
@@ -46,7 +43,7 @@ class MeanExchange:
             order,
             order,
             world_size=link.world_size,
-            fusion_mb=fusion_mb,
+            fusion_mb=_FUSION_MB,
             shard_align_bytes=link.shard_align_bytes,
         )
         dtypes = {

@@ -35,7 +35,11 @@ def refuse_talk_in_local_steps(ddp: DistributedDataParallel, optimizers: Sequenc
             "sync= trains ranks alone for some steps, and DDP broadcasts buffers, such as running statistics, in each "
             "forward: build DistributedDataParallel(..., broadcast_buffers=False)"
         )
-    refuse_unused(ddp)
+    if ddp.find_unused_parameters:
+        raise ValueError(
+            "sync= trains ranks alone for some steps, and with find_unused_parameters=True DDP asks all ranks in each "
+            "backward which parameters were used: build DistributedDataParallel without it"
+        )
     if any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.module.modules()):
         raise ValueError(
             "sync= trains ranks alone for some steps, and SyncBatchNorm talks to all ranks in each forward: use "
@@ -45,13 +49,4 @@ def refuse_talk_in_local_steps(ddp: DistributedDataParallel, optimizers: Sequenc
         raise ValueError(
             "sync= trains ranks alone for some steps, and ZeroRedundancyOptimizer has each rank update a part of the "
             "parameters for all: use the optimizer that it wraps"
-        )
-
-
-def refuse_unused(ddp: DistributedDataParallel) -> None:
-    """Raise ValueError if DDP asks in each backward which parameters were used."""
-    if ddp.find_unused_parameters:
-        raise ValueError(
-            "sync= trains ranks alone for some steps, and with find_unused_parameters=True DDP asks all ranks in each "
-            "backward which parameters were used: build DistributedDataParallel without it"
         )

@@ -71,8 +71,8 @@ class RelaxedState:
         self.policy = policy
         self._optimizers = optimizers
         self._ddp = weakref.ref(ddp)  # DDP's reducer, which the garbage collector does not see into, holds this object
-        self._named = managed_parameters(ddp)
-        self._parameters = [parameter for _, parameter in self._named]
+        named = managed_parameters(ddp)
+        self._parameters = [parameter for _, parameter in named]
         self._about = about(ddp, dist.get_rank(ddp.process_group))
         self._is_switched_off = self._detached = switched_off()
         # Exact steps at first, then local ones; both are counted.
@@ -81,7 +81,7 @@ class RelaxedState:
         self._loaded_steps = self._warmup_steps = self._steps = self._seen = 0
         self._due = 0
         self._loss_scale = LossScale(is_watched=True)
-        self._partners = Partners(ddp, self._named, policy)
+        self._partners = Partners(ddp, named, policy)
         self._when_dropped = weakref.finalize(self, self._partners.shut_down)
         self._merge = DeltaMerge(self._parameters, policy, self._partners.exchanges, self._partners.replicas)
         if self._detached:
