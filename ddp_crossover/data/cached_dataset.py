@@ -144,10 +144,15 @@ class CachedDataset(Dataset[Any]):
 
 def _random_states() -> tuple[Any, ...]:
     """The states of Python's, NumPy's and torch's global generators, in values that can be compared."""
-    numpy: Any = np.random.get_state(legacy=False)
-    of_generator = numpy["state"].items()  # the user may have set another bit generator
-    numpy |= {"state": {n: one.tobytes() if isinstance(one, np.ndarray) else one for n, one in of_generator}}
+    numpy = _without_arrays(np.random.get_state(legacy=False))
     return random.getstate(), numpy, torch.get_rng_state().numpy().tobytes()
+
+
+def _without_arrays(state: Any) -> Any:
+    """The state of any bit generator that the user may have set."""
+    if isinstance(state, dict):
+        return {name: _without_arrays(one) for name, one in state.items()}
+    return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
 def _transformed(transform: Transform | None, sample: Any) -> Any:

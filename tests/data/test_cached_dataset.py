@@ -152,6 +152,21 @@ def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
     assert not same(before[0], after[0]) and same(before[1:], after[1:])
 
 
+@pytest.mark.parametrize("kind", ["PCG64", "Philox", "SFC64"])
+def test_numpy_may_draw_from_any_bit_generator(folder: Path, tmp_path: Path, kind: str) -> None:
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(getattr(np.random, kind)())
+    try:
+        data = dx.data.CachedDataset(Counting(ImageFolder(folder)), dir=tmp_path / "still", version="1")
+        assert same(data[0], data[0]) and pictures.made == 1
+        drawing = dx.data.CachedDataset(
+            Counting(ImageFolder(folder)), cached=lambda _: np.random.rand(), dir=tmp_path / "draws", version="1"
+        )
+        assert not same(drawing[0], drawing[0]) and pictures.made == 2
+    finally:
+        np.random.set_bit_generator(before)
+
+
 def test_random_transforms_in_the_wrong_place_are_not_stored(folder, tmp_path, caplog) -> None:
     data = dx.data.CachedDataset(ImageFolder(folder), cached=v2.RandomCrop(16), dir=tmp_path)
     torch.manual_seed(0)
