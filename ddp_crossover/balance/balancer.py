@@ -121,19 +121,20 @@ class Balancer:
         ]
         sampler = self._sampler
         dead_band = _REFINED if 0 < self._changes < _MOST_CHANGES else DEAD_BAND
-        change = better_shares(measured, sizes := sampler.sizes(), sampler.most, dead_band=dead_band)
-        if change is None:
+        better = better_shares(measured, sizes := sampler.sizes(), sampler.most, dead_band=dead_band)
+        if better is None:
             if sampler.rank == 0 and not (self.is_settled or self._was_right):
                 self._say_that_shares_are_right(sizes, [one.speed for one in measured])
             self._was_right = True
             return
+        others, gain = better
         self._changes += 1
         epoch, batches = divmod(max(drawn), _EPOCH)
         sampler.use([one.speed for one in measured], BatchNumber(epoch, batches + _AHEAD))
         if sampler.rank == 0:
             say(
-                f"ranks get {', '.join(map(str, change.sizes))} samples of a batch instead of "
-                f"{', '.join(map(str, sizes))}: the slowest rank should compute {change.gain:.2f} times as fast"
+                f"ranks get {', '.join(map(str, others))} samples of a batch instead of "
+                f"{', '.join(map(str, sizes))}: the slowest rank should compute {gain:.2f} times as fast"
             )
 
     def _say_that_sizes_differ(self, samples: int) -> None:

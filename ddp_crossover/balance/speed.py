@@ -100,22 +100,12 @@ class BatchTimes:
         return min(max(slope, _LEAST_SLOPE * of_all), of_all)
 
 
-class BetterShares(NamedTuple):
-    """Other shares.
-
-    Attributes:
-        sizes: how many samples each rank gets.
-        gain: the longest time before over that after.
-    """
-
-    sizes: list[int]
-    gain: float
-
-
 def better_shares(
     measured: Sequence[Measured], sizes: Sequence[int], most: Sequence[int], *, dead_band: float
-) -> BetterShares | None:
-    """Shares of the same batch with which the slowest rank is done clearly earlier; None if there are none.
+) -> tuple[list[int], float] | None:
+    """Shares of the same batch with which the slowest rank is done clearly earlier, and how many times as fast it is.
+
+    None if there are none.
 
     Args:
         measured: of each rank.
@@ -127,4 +117,4 @@ def better_shares(
     others = split(sum(sizes), speeds, most)
     now_s, then_s = longest_s(sizes, speeds), longest_s(others, speeds)
     least_gain = max(dead_band, _CERTAINTY * max(one.error for one in measured))
-    return BetterShares(others, now_s / then_s) if then_s < now_s * (1.0 - least_gain) else None
+    return (others, now_s / then_s) if then_s < now_s * (1.0 - least_gain) else None
