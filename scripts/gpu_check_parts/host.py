@@ -19,6 +19,7 @@ from bench_kit.device_time import synchronize
 from bench_kit.rounds import spread
 from ddp_crossover.ddp.reducer import Reducer
 from ddp_crossover.dear import Pipeline
+from ddp_crossover.pending_updates import GatherWaits, PendingUpdates
 from gpu_bench_parts.settings import CaseSettings
 from gpu_bench_parts.workloads import SMALL, make_workload
 from gpu_check_parts.case import Case, one_rank
@@ -138,8 +139,8 @@ def _timed_functions(state: Any) -> dict[str, tuple[Any, str]]:
         "bucket": (Reducer, "reduce"),
         "scatter leg": (link, "reduce_scatter"),
         "gather leg": (link, "all_gather"),
-        "wait for a group": (Pipeline, "complete"),
-        "group update": (Pipeline, "_apply"),
+        "wait for a group": (GatherWaits, "complete"),
+        "group update": (PendingUpdates, "_run"),
         "end of backward": (Pipeline, "end_backward"),
         "begin of backward": (Pipeline, "begin_backward"),
     }

@@ -14,6 +14,8 @@ import torch
 import gpu_check
 import launched
 from bench_kit.ranks import Launch, run_check
+from gpu_bench_parts.workloads import SMALL
+from gpu_check_parts.host import host_and_memory
 from gpu_check_parts.parts import PARTS
 
 LONGEST_PART_S = 480
@@ -107,3 +109,14 @@ def test_what_a_check_has_handed_over_is_kept_when_it_fails() -> None:
     outcome = run_check(count_then_fail, (), Launch("gloo", ("cpu",), GLOO), 120.0, lambda all: seen.append([*all]))
     assert outcome.result == "FAIL" and "out of paper" in outcome.detail
     assert outcome.figures == [{"rounds": 2}] and seen == [[{"rounds": 1}], [{"rounds": 2}]]
+
+
+def costs_of_the_host() -> dict[str, Any]:
+    *_, figures = host_and_memory(torch.device("cpu"), SMALL, "SGD")
+    return figures
+
+
+def test_the_host_is_timed_where_the_package_spends_its_time(on_ranks) -> None:
+    [figures] = on_ranks(costs_of_the_host, 1)
+    for found in figures["fusion_mb"].values():
+        assert {"bucket", "scatter leg", "gather leg", "wait for a group", "group update"} <= found["own_us"].keys()
