@@ -23,7 +23,7 @@ from torch import nn
 from bench_kit import record
 from bench_kit.options import add_results, make_parser, positive_int
 from bench_kit.rounds import spread, turns
-from bench_kit.tables import make_table, print_table
+from bench_kit.tables import print_table
 from bench_kit.training import Workload
 from bench_parts.arms import OPTIMIZERS, ArmName, make_arm
 
@@ -128,7 +128,7 @@ def main() -> None:
     dist.destroy_process_group()
     headings = ["model", "tensors", "DDP ms", "DeAR ms", "extra ms", "us/tensor", "attached/DDP"]
     console.print("\nExtra time per step at world size 1")
-    print_table(console, make_table(headings, [_cells(row) for row in models]))
+    print_table(console, headings, map(_cells, models))
     record.write({"configuration": config, "models": models}, args.json)
 
 

@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from rich import box
 from rich.console import Console
-from rich.table import Table
 
 if importlib.util.find_spec("ddp_crossover") is None:
     sys.path.append(str(Path(__file__).resolve().parent.parent))  # not installed: check this checkout
 
 from bench_kit.options import add_results, make_parser
+from bench_kit.tables import print_table
 from gpu_check_parts import report
 from gpu_check_parts.parts import PARTS
 from gpu_check_parts.runner import Runner
@@ -61,12 +61,8 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
 
 def print_parts(console: Console) -> None:
     """One line for each part."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for name, justify in (("part", "left"), ("at most s", "right"), ("tells", "left")):
-        table.add_column(name, justify=justify, no_wrap=name != "tells")  # type: ignore[arg-type]
-    for part in PARTS:
-        table.add_row(part.name, f"{part.limit_s:.0f}", part.learns)
-    console.print(table)
+    rows = [(part.name, f"{part.limit_s:.0f}", part.learns) for part in PARTS]
+    print_table(console, ("part", "at most s", "tells"), rows, wrapped=("tells",), box=box.SIMPLE_HEAD)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,10 +13,10 @@ import sys
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from bench_kit.options import add_results, make_parser
 from bench_kit.record import write
+from bench_kit.tables import print_table
 from pytorch_ddp_tests_parts import runner
 
 # Tests that may fail with us, and why.
@@ -53,18 +53,17 @@ def main() -> int:
         ours = runner.run(tests, name, args.ranks, attach=True, timeout_s=args.timeout)
         documented = DOCUMENTED.get(name, "")
         rows.append({"test": name, "plain": plain._asdict(), "attached": ours._asdict(), "documented": documented})
-    table = Table(title=f"torch {torch.__version__}, {args.ranks} ranks, gloo", title_justify="left")
-    for heading in ("test", "plain", "attached", "why"):
-        table.add_column(heading, overflow="fold")
-    failed = 0
+    title = f"torch {torch.__version__}, {args.ranks} ranks, gloo"
+    headings = ("test", "plain", "attached", "why")
+    cells, failed = [], 0
     for row in rows:
         plain, ours = row["plain"], row["attached"]
         is_new = plain["result"] == "passed" and ours["result"] != "passed"
         failed += is_new and not row["documented"]
         if is_new or plain["result"] != "passed":
             why = f"{row['documented']} {ours['reason']}".strip() if is_new else plain["reason"]
-            table.add_row(row["test"], plain["result"], ours["result"], why)
-    console.print(table)
+            cells.append([row["test"], plain["result"], ours["result"], why])
+    print_table(console, headings, cells, wrapped=headings, title=title, title_justify="left")
     passing = [row for row in rows if row["plain"]["result"] == "passed"]
     same = [row for row in passing if row["attached"]["result"] == "passed"]
     pipelined = sum(row["attached"]["attached"] > 0 for row in same)

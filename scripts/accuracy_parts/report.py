@@ -5,12 +5,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from accuracy_parts.summary import FIGURES, Spread, cases_of, first_with, held_out, spread, tasks_of
 from accuracy_parts.tasks import FINAL_SHARE, TASKS
 from accuracy_parts.wires import REFERENCE
-from bench_kit.tables import make_table, print_table
+from bench_kit.tables import print_table
 
 LOSS_FACTORS = (1.2, 1.05)
 _PERCENT = {"test_accuracy"}
@@ -23,7 +22,7 @@ def print_tables(console: Console, record: dict[str, Any]) -> None:
         cases = cases_of(record, task)
         title = f"{TASKS[task].title}: {cases[0]['steps']} steps; ranks: {config['ranks']}, seeds: {config['seeds']}"
         console.print(f"\n[bold]{escape(title)}[/]", highlight=False, soft_wrap=True)
-        print_table(console, _table(cases))
+        _print_figures(console, cases)
         if any(map(held_out, cases)):
             _print_held_out(console, cases)
     for case in record["cases"]:
@@ -51,7 +50,7 @@ def _print_held_out(console: Console, cases: list[dict[str, Any]]) -> None:
         step_ms = 1e3 * points[-1].train_s / case["steps"]
         rows.append([case["wire"], f"{step_ms:.0f}", f"{points[-1].test_loss:.3f}", *cells])
     of_losses = [heading for loss in losses for heading in (f"s to {loss:.3f}", "samples")]
-    print_table(console, make_table(["wire", "ms a step", "loss at the end", *of_losses], rows))
+    print_table(console, ["wire", "ms a step", "loss at the end", *of_losses], rows)
     console.print(
         f"  Held-out loss of the mean over ranks. Losses are {' and '.join(f'{f:g}' for f in LOSS_FACTORS)} times that "
         f"with which {REFERENCE if REFERENCE in curves else cases[0]['wire']} ends\n",
@@ -60,7 +59,7 @@ def _print_held_out(console: Console, cases: list[dict[str, Any]]) -> None:
     )
 
 
-def _table(cases: list[dict[str, Any]]) -> Table:
+def _print_figures(console: Console, cases: list[dict[str, Any]]) -> None:
     to_reference = f"to {REFERENCE}"
     headings = ["train loss", to_reference, "test loss", to_reference, "accuracy %", to_reference]
     rows = [
@@ -71,7 +70,7 @@ def _table(cases: list[dict[str, Any]]) -> Table:
         ]
         for case in cases
     ]
-    return make_table(["wire", *headings, "MB sent"], rows)
+    print_table(console, ["wire", *headings, "MB sent"], rows)
 
 
 def _cells(figure: Spread, is_percent: bool) -> tuple[str, str]:

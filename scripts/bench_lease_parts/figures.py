@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from bench_kit.rounds import jain_index, spread
-from bench_kit.tables import make_table, print_table
+from bench_kit.tables import print_table
 from bench_lease_parts.cases import MEANING, CaseSettings
 
 
@@ -153,7 +153,7 @@ def print_case(console: Console, case: dict[str, Any], network: str) -> None:
     rows = [["serial", "1.00", f"{1 / case['bound']:.2f}"]]
     rows += ([name, *_cells(arm)] for name, arm in case["arms"].items())
     console.print(f"\n{case['case']}: {MEANING[case['case']]}; {network}\n  c, n, T in ms: {of_jobs}", markup=False)
-    print_table(console, make_table(_HEADINGS, rows, padding=(0, 1, 0, 0)))
+    print_table(console, _HEADINGS, rows, padding=(0, 1, 0, 0))
     leased = case["arms"]["lease"]
     shares = ", ".join(f"{share['median']:.1%}" for share in leased["device_share"])
     notes = [

@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from bench_kit.tables import make_table, print_table, say
+from bench_kit.tables import print_table, say
 
 _HEADINGS = ("arm", "ms", "quartiles", "sim", "T/T*", "at best", "over best DDP", "95%", "25 MB", "cpu ms")
 
@@ -22,7 +22,7 @@ def print_case(console: Console, case: dict[str, Any], network: str) -> None:
         f"T* = max(C, A) = {case['bound_s'] * 1e3:.0f} ms",
     )
     rows = [_cells(arm, case["least_over_bound"]) for arm in case["arms"] if not arm["refused"]]
-    print_table(console, make_table(_HEADINGS, rows))
+    print_table(console, _HEADINGS, rows)
     for note in _notes(case):
         say(console, f"  {note}")
 

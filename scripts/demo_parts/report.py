@@ -7,7 +7,7 @@ from rich import box
 from rich.console import Console
 
 from bench_kit.rounds import speedup, spread
-from bench_kit.tables import make_table
+from bench_kit.tables import print_table
 from demo_parts.arms import DemoArm
 from demo_parts.measure import Comparison, Learned, Traced
 
@@ -117,7 +117,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
     headings = ("", "ms/step", "quartiles", "speedup", "exposed", "loss", "accuracy")
     frame: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "show_edge": False}
     console.print()
-    console.print(make_table(headings, map(_cells, result["arms"]), caption=CAPTION, caption_justify="left", **frame))
+    print_table(console, headings, map(_cells, result["arms"]), caption=CAPTION, caption_justify="left", **frame)
     console.print()
     for line in _lines(result):
         console.print(line, highlight=False, soft_wrap=True)

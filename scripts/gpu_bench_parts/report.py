@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from bench_kit.tables import make_table, print_table, say
+from bench_kit.tables import print_table, say
 
 _SPEEDUPS = ("over best DDP", "95%", "25 MB")
 _HEADINGS = ("arm", "ms", "quartiles", "T/T*", "over noop", *_SPEEDUPS, "host ms", "MiB", "of DDP's")
@@ -25,7 +25,7 @@ def print_case(console: Console, case: dict[str, Any], wire: str) -> None:
         f"A = {case['wire_s'] * 1e3:.1f} ms on the wire, C = {case['compute_s'] * 1e3:.1f} ms of compute, "
         f"A/C = {case['wire_s'] / case['compute_s']:.2f}, T* = max(C, A); {case['rounds']} rounds",
     )
-    print_table(console, make_table(_HEADINGS, [_cells(arm) for arm in case["arms"]]))
+    print_table(console, _HEADINGS, map(_cells, case["arms"]))
     for note in _notes(case):
         say(console, f"  {note}")
 

@@ -11,9 +11,9 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from bench_kit.ranks import Outcome
+from bench_kit.tables import print_table
 from gpu_check_parts.case import Case
 
 STYLES = {"ok": "green", "FAIL": "bold red", "skip": "yellow", "not run": "bold red"}
@@ -110,33 +110,9 @@ def print_header(console: Console, about: dict[str, str]) -> None:
 
 def print_results(console: Console, rows: Sequence[Row], elapsed_s: float) -> None:
     """The table, the details of what failed, and a line with the count."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for name, options in {
-        "part": {"no_wrap": True},
-        "check": {},
-        "case": {},
-        "ranks": {"justify": "right"},
-        "result": {"no_wrap": True},
-        "max diff": {"justify": "right"},
-        "pipelined": {"justify": "right"},
-        "s": {"justify": "right"},
-        "note": {},
-    }.items():
-        table.add_column(name, **options)  # type: ignore[arg-type]
-    for row in rows:
-        case, outcome, gap = row.case, row.outcome, row.largest_difference
-        table.add_row(
-            row.part,
-            escape(case.group),
-            escape(case.name),
-            str(len(case.launch.devices)),
-            f"[{STYLES[outcome.result]}]{outcome.result}[/]",
-            "" if gap is None else ("0" if gap == 0 else f"{gap:.1e}"),
-            row.pipelined,
-            f"{outcome.seconds:.1f}",
-            escape(row.note[:400]),
-        )
-    console.print(table)
+    headings = ("part", "check", "case", "ranks", "result", "max diff", "pipelined", "s", "note")
+    texts = ("check", "case", "note")
+    print_table(console, headings, map(_cells, rows), left=("result",), wrapped=texts, box=box.SIMPLE_HEAD)
     for row in rows:
         if row.outcome.result == "FAIL":
             console.rule(escape(f"{row.case.group}: {row.case.name}"), style="red")
@@ -144,6 +120,21 @@ def print_results(console: Console, rows: Sequence[Row], elapsed_s: float) -> No
     counts = {result: sum(row.outcome.result == result for row in rows) for result in STYLES}
     summary = ", ".join(f"{count} {result}" for result, count in counts.items() if count)
     console.print(f"{len(rows)} cases in {elapsed_s:.0f} s: {summary or 'nothing to do'}", highlight=False)
+
+
+def _cells(row: Row) -> list[str]:
+    case, outcome, gap = row.case, row.outcome, row.largest_difference
+    return [
+        row.part,
+        escape(case.group),
+        escape(case.name),
+        str(len(case.launch.devices)),
+        f"[{STYLES[outcome.result]}]{outcome.result}[/]",
+        "" if gap is None else ("0" if gap == 0 else f"{gap:.1e}"),
+        row.pipelined,
+        f"{outcome.seconds:.1f}",
+        escape(row.note[:400]),
+    ]
 
 
 def _driver() -> str:

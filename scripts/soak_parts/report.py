@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench_kit.tables import make_table, print_table, say
+from bench_kit.tables import print_table, say
 from soak_parts.verdict import Course
 
 UNITS = {"rss_bytes": ("memory, MiB", 2**-20, ".1f"), "step_s": ("median step, ms", 1e3, ".2f")}
@@ -13,7 +13,7 @@ UNITS = {"rss_bytes": ("memory, MiB", 2**-20, ".1f"), "step_s": ("median step, m
 def print_report(console: Console, courses: list[Course], record: dict[str, Any]) -> None:
     """Print how each figure went, what ran, and the verdict."""
     headings = ("process", "figure", "first quarter", "last quarter", "its lowest", "")
-    print_table(console, make_table(headings, [_cells(course) for course in courses], left=2))
+    print_table(console, headings, map(_cells, courses), left=("figure",))
     for line in (*_what_ran(record), *record["differences"]):
         say(console, line)
     growing = ", ".join(f"{course.figure} of {course.process}" for course in courses if course.grows)

@@ -17,7 +17,7 @@ from rich.console import Console
 import launched
 from bench_kit import record
 from bench_kit.rounds import jain_index, median_at_least, quantile, spread, turns
-from bench_kit.tables import make_table, print_table
+from bench_kit.tables import print_table
 from launched import SCRIPTS
 
 TIMEOUT_S = 300
@@ -87,5 +87,5 @@ def test_a_narrow_console_cuts_no_figure() -> None:
     output = io.StringIO()
     console = Console(width=40, file=output)
     cells = [f"figure{place}" for place in range(12)]
-    print_table(console, make_table([f"heading{place}" for place in range(12)], [cells]))
+    print_table(console, [f"heading{place}" for place in range(12)], [cells])
     assert all(cell in output.getvalue() for cell in cells) and console.width == 40
