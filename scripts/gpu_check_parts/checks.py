@@ -59,7 +59,6 @@ def equivalence_while_tuning(device: torch.device, recipe: Recipe) -> dict[str, 
 
 def equivalence_on_side_stream(device: torch.device, recipe: Recipe) -> dict[str, Any]:
     """The same, where the user trains on a stream that is not the default one."""
-    _need_cuda(device)
     with torch.cuda.stream(torch.cuda.Stream(device)):
         return equivalence(device, recipe)
 
@@ -75,7 +74,6 @@ def equivalence_with_late_legs(device: torch.device, recipe: Recipe) -> dict[str
 
 def missing_wait_is_noticed(device: torch.device, recipe: Recipe, missing: str) -> dict[str, Any]:
     """Take one wait out of the package: the check above must fail then, or it would prove nothing."""
-    _need_cuda(device)
     _deterministic()
     without: AbstractContextManager[None] = getattr(disturbances, missing)(device)
     expected, _ = _train(recipe, device, with_dear=False)
@@ -153,7 +151,6 @@ def no_host_sync(device: torch.device, recipe: Recipe) -> dict[str, Any]:
 
     The second only where the device is this rank's own.
     """
-    _need_cuda(device)
     if blocked := _what_blocks_the_host(recipe, device, with_dear=False):
         raise Skipped(f"plain DDP itself synchronizes here, so this recipe tells nothing: {blocked}")
     if blocked := _what_blocks_the_host(recipe, device, with_dear=True):
@@ -266,11 +263,6 @@ def _some(paths: list[str]) -> str:
 def _deterministic() -> None:
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-
-
-def _need_cuda(device: torch.device) -> None:
-    if device.type != "cuda":
-        raise Skipped("needs a GPU")
 
 
 def on(recipe: Recipe, device_type: str) -> Recipe:
