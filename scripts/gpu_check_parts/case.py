@@ -46,6 +46,6 @@ def one_rank(device: str, **options: Any) -> Launch:
     return Launch("gloo" if device == "cpu" else "nccl", (device,), ENVIRONMENT, **options)
 
 
-def two_ranks_over_gloo(device: str, **options: Any) -> Launch:
+def two_ranks_over_gloo(device: str) -> Launch:
     """Two ranks on one device, over gloo."""
-    return Launch("gloo", (device, device), ENVIRONMENT, **options)
+    return Launch("gloo", (device, device), ENVIRONMENT)

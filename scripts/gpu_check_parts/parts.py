@@ -1,29 +1,10 @@
 """The parts of the check, in the order in which their answers matter where a GPU is first at hand."""
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 from gpu_check_parts import exact, host, killed_rank, lease, rest, smoke, spin, tuner, wire
-from gpu_check_parts.runner import Runner
+from gpu_check_parts.runner import Part
 
 # What most parts may take. A caller with a limit of 600 s for a command has time left for starting and for the report.
 USUAL_S = 450.0
-
-
-class Part(NamedTuple):
-    """A part, which can be run alone.
-
-    Attributes:
-        name: as on the command line.
-        learns: what is known afterwards, in one line.
-        limit_s: time limit; cases that do not fit in are not run.
-        run: runs its cases.
-    """
-
-    name: str
-    learns: str
-    limit_s: float
-    run: Callable[[Runner], None]
 
 
 PARTS = (

@@ -3,9 +3,9 @@
 import argparse
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -15,12 +15,24 @@ from gpu_check_parts import report
 from gpu_check_parts.case import Case
 from gpu_check_parts.report import Row
 
-if TYPE_CHECKING:
-    from gpu_check_parts.parts import Part
-    from gpu_check_parts.two_ranks import NcclPair
-
 # No case begins with less time than this.
 LEAST_S = 8.0
+
+
+class Part(NamedTuple):
+    """A part, which can be run alone.
+
+    Attributes:
+        name: as on the command line.
+        learns: what is known afterwards, in one line.
+        limit_s: time limit; cases that do not fit in are not run.
+        run: runs its cases.
+    """
+
+    name: str
+    learns: str
+    limit_s: float
+    run: Callable[["Runner"], None]
 
 
 class Runner:
@@ -34,13 +46,11 @@ class Runner:
     Attributes:
         device: of the ranks, such as `cuda:0`.
         rows: all cases so far.
-        nccl_pair: how two ranks can communicate over NCCL here, once that has been tried.
     """
 
     def __init__(self, args: argparse.Namespace, console: Console, about: dict[str, str]) -> None:
         self.device = "cpu" if args.device == "cpu" else "cuda:0"
         self.rows: list[Row] = []
-        self.nccl_pair: NcclPair | None = None
         self.console = console
         self._args = args
         self._about = about
@@ -55,7 +65,7 @@ class Runner:
         """Since the first case."""
         return time.monotonic() - self._start_s
 
-    def run_part(self, part: "Part") -> None:
+    def run_part(self, part: Part) -> None:
         """Run one part; a case that fails stops nothing."""
         limit_s = min(part.limit_s, self._args.budget_s or part.limit_s)
         self._part, self._part_ends_s = part.name, time.monotonic() + limit_s
@@ -77,10 +87,10 @@ class Runner:
         chosen = [case for case in cases if self.wants(case)]
         together = [case for case in chosen if not case.alone]
         with ThreadPoolExecutor(self._args.jobs) as pool:
-            list(pool.map(self.run, together))
+            list(pool.map(self._run, together))
         for case in chosen:
             if case.alone:
-                self.run(case)
+                self._run(case)
 
     def skip_all(self, cases: Iterable[Case], reason: str) -> None:
         """Note that these cases cannot be done here."""
@@ -88,7 +98,7 @@ class Runner:
             if self.wants(case):
                 self._finish(Row(self._part, case, _skipped(reason)))
 
-    def run(self, case: Case) -> Row:
+    def _run(self, case: Case) -> None:
         """Run one case and say at once how it went."""
         row = Row(self._part, case, self.outcome(case))
         self._finish(row)
@@ -97,7 +107,6 @@ class Runner:
         self.console.print(line, highlight=False)
         if row.outcome.result == "ok" and row.note:
             self.console.print(f"        {row.note}", markup=False, highlight=False, soft_wrap=True)
-        return row
 
     def outcome(self, case: Case) -> Outcome:
         """Run a case if that is possible, and judge its outcome."""

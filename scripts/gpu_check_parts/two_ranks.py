@@ -1,7 +1,7 @@
 """Finds a way in which two ranks can communicate over NCCL here: two GPUs, or one that both share."""
 
+import functools
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import torch
 
@@ -26,36 +26,25 @@ AS_TWO_HOSTS = {
 NOWHERE = Launch("nccl", ("cuda:0", "cuda:0"), ENVIRONMENT)
 
 
-class NcclPair(NamedTuple):
-    """A launch of two ranks over NCCL and what it is called; without one, why others are not taken."""
-
-    launch: Launch | None
-    name: str
-    reason: str
-
-
-def find(runner: Runner) -> NcclPair:
-    """Try the ways, once in a run."""
-    if runner.nccl_pair is None:
-        runner.nccl_pair = _try_ways(runner)
-    return runner.nccl_pair
-
-
 def run_over_nccl(runner: Runner, make_cases: Callable[[Launch], Iterable[Case]]) -> None:
     """Run these cases on two ranks over NCCL; where they cannot be had, say why not."""
     wanted = [case for case in make_cases(NOWHERE) if runner.wants(case)]
     if not wanted:
         return
-    pair = find(runner) if runner.device != "cpu" else NcclPair(None, "", "needs a GPU")
-    if pair.launch is None:
-        runner.skip_all(wanted, pair.reason)
+    launch, why_not = _find(runner)
+    if launch is None:
+        runner.skip_all(wanted, why_not)
     else:
-        runner.run_all(make_cases(pair.launch))
+        runner.run_all(make_cases(launch))
 
 
-def _try_ways(runner: Runner) -> NcclPair:
+@functools.cache  # the ways are tried once in a run
+def _find(runner: Runner) -> tuple[Launch | None, str]:
+    """A launch of two ranks over NCCL; without one, why there is none."""
+    if runner.device == "cpu":
+        return None, "needs a GPU"
     if torch.cuda.device_count() >= 2:
-        return NcclPair(Launch("nccl", ("cuda:0", "cuda:1"), ENVIRONMENT), "two GPUs", "")
+        return Launch("nccl", ("cuda:0", "cuda:1"), ENVIRONMENT), ""
     reasons = ["there is one GPU"]
     for name, variables in (("one GPU", SHARED_GPU), ("one GPU as two hosts", AS_TWO_HOSTS)):
         if variables is SHARED_GPU and report.nccl_version() < SHARED_GPU_SINCE:
@@ -66,6 +55,6 @@ def _try_ways(runner: Runner) -> NcclPair:
         outcome = runner.outcome(trial)
         runner.console.print(f"{trial.name}: {'works' if outcome.result == 'ok' else 'does not work'}", highlight=False)
         if outcome.result == "ok":
-            return NcclPair(launch, name, "; ".join(reasons))
+            return launch, ""
         reasons.append(f"NCCL on {name} was tried and failed: {report.reason_of(outcome)}")
-    return NcclPair(None, "", "; ".join(reasons))
+    return None, "; ".join(reasons)
