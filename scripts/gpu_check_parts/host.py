@@ -5,9 +5,13 @@ At world size 1 over NCCL, with small batches, so that a step takes as long as t
 
 import gc
 import statistics
+import threading
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
@@ -23,7 +27,6 @@ from ddp_crossover.pending_updates import GatherWaits, PendingUpdates
 from gpu_bench_parts.settings import CaseSettings
 from gpu_bench_parts.workloads import SMALL, make_workload
 from gpu_check_parts.case import Case, one_rank
-from gpu_check_parts.host_clock import HostClock
 from gpu_check_parts.runner import Runner
 
 FUSION_MB = (1.0, 8.0, 25.0)
@@ -144,6 +147,46 @@ def _timed_functions(state: Any) -> dict[str, tuple[Any, str]]:
         "end of backward": (Pipeline, "end_backward"),
         "begin of backward": (Pipeline, "begin_backward"),
     }
+
+
+class HostClock:
+    """Adds up host time of functions, without what other timed functions inside of them take.
+
+    Attributes:
+        own_s: for each name, seconds of each call, without calls of other timed functions inside.
+    """
+
+    def __init__(self) -> None:
+        self.own_s: dict[str, list[float]] = defaultdict(list)
+        self._inside = threading.local()  # backward runs on a thread of autograd's
+
+    @contextmanager
+    def timing(self, functions: dict[str, tuple[Any, str]]) -> Iterator[None]:
+        """Time methods inside of the block.
+
+        Args:
+            functions: for each name, a class and the name of its method.
+        """
+        with ExitStack() as stack:
+            for name, (owner, method) in functions.items():
+                stack.enter_context(mock.patch.object(owner, method, self._timed(name, getattr(owner, method))))
+            yield
+
+    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        own_s, inside = self.own_s[name], self._inside
+
+        def timed(*args: Any, **options: Any) -> Any:
+            outer_s = getattr(inside, "others_s", 0.0)
+            inside.others_s = 0.0
+            start_s = time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                elapsed_s = time.perf_counter() - start_s
+                own_s.append(elapsed_s - inside.others_s)
+                inside.others_s = outer_s + elapsed_s
+
+        return timed
 
 
 def _microseconds(times_s: list[float]) -> dict[str, float]:
