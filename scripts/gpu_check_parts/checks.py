@@ -33,7 +33,7 @@ def can_communicate(device: torch.device) -> dict[str, Any]:
 
 def equivalence(device: torch.device, recipe: Recipe) -> dict[str, Any]:
     """Train with plain DDP and with DeAR from the same seed: nothing may differ."""
-    _deterministic()
+    deterministic()
     expected, _ = _train(recipe, device, with_dear=False)
     seen, stats = _train(recipe, device, with_dear=True)
     return _judge(recipe, seen, expected, stats)
@@ -41,12 +41,12 @@ def equivalence(device: torch.device, recipe: Recipe) -> dict[str, Any]:
 
 def equivalence_while_tuning(device: torch.device, recipe: Recipe) -> dict[str, Any]:
     """The same, where DeAR may end with plain all-reduces, or leave DDP alone."""
-    _deterministic()
+    deterministic()
     expected, _ = _train(recipe, device, with_dear=False)
     job = Job(recipe, device, dist.get_rank(), with_dear=True)
     try:
         seen = job.train()
-        largest, stats = _judge_bits(recipe, seen, expected), job.state.stats()
+        largest, stats = judge_bits(recipe, seen, expected), job.state.stats()
         return {
             "largest_difference": largest,
             "pipelined": f"{stats.pipelined_iterations}/{stats.iterations}",
@@ -65,7 +65,7 @@ def equivalence_on_side_stream(device: torch.device, recipe: Recipe) -> dict[str
 
 def equivalence_with_late_legs(device: torch.device, recipe: Recipe) -> dict[str, Any]:
     """The same, where gradients come late, legs take long, and the buffer holds other values meanwhile."""
-    _deterministic()
+    deterministic()
     expected, _ = _train(recipe, device, with_dear=False)
     with disturbances.late_legs(device, own_shard_is_read="own" in (recipe.clip, recipe.scaler)):
         seen, stats = _train(recipe, device, with_dear=True)
@@ -74,7 +74,7 @@ def equivalence_with_late_legs(device: torch.device, recipe: Recipe) -> dict[str
 
 def missing_wait_is_noticed(device: torch.device, recipe: Recipe, missing: str) -> dict[str, Any]:
     """Take one wait out of the package: the check above must fail then, or it would prove nothing."""
-    _deterministic()
+    deterministic()
     without: AbstractContextManager[None] = getattr(disturbances, missing)(device)
     expected, _ = _train(recipe, device, with_dear=False)
     with disturbances.late_legs(device, own_shard_is_read=False), without:
@@ -87,7 +87,7 @@ def missing_wait_is_noticed(device: torch.device, recipe: Recipe, missing: str) 
 
 def codes_train_alike(device: torch.device, recipe: Recipe) -> dict[str, Any]:
     """Codes leave something out, so nothing is that of plain DDP; but it is finite, and the same on all ranks."""
-    _deterministic()
+    deterministic()
     expected, _ = _train(recipe, device, with_dear=False)
     seen, stats = _train(recipe, device, with_dear=True)
     largest, paths = difference(seen, expected)
@@ -107,7 +107,7 @@ def relaxed_ranks_meet(device: torch.device, recipe: Recipe, every: int) -> dict
     """Ranks that train alone between means have the same finite parameters after one, and wait for none between two."""
     import ddp_crossover as dx  # here, so that plain DDP runs without it
 
-    _deterministic()
+    deterministic()
     job = Job(recipe, device, dist.get_rank(), with_dear=False)
     state = dx.attach(job.ddp, job.optimizer, sync=dx.relaxed.LocalSGD(every=every))
     for index in range(3 * every + 1):
@@ -133,7 +133,7 @@ def relaxed_ranks_meet(device: torch.device, recipe: Recipe, every: int) -> dict
 
 def dropped_model(device: torch.device, recipe: Recipe) -> dict[str, Any]:
     """Models that are dropped, by each rank at another time, keep no rank from training the next one."""
-    _deterministic()
+    deterministic()
     first: Job | None = Job(recipe, device, dist.get_rank(), with_dear=True)
     assert first is not None
     first.train()
@@ -217,8 +217,8 @@ def _train(recipe: Recipe, device: torch.device, *, with_dear: bool) -> tuple[di
         job.close()
 
 
-def _judge_bits(recipe: Recipe, seen: dict[str, Any], expected: dict[str, Any]) -> float:
-    """Returns the largest difference, which the recipe must allow."""
+def judge_bits(recipe: Recipe, seen: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Raise if anything differs more than the recipe allows; returns the largest difference."""
     largest, paths = difference(seen, expected)
     if not recipe.exact:
         far = [path for path in paths if not _close(seen.get(path), expected.get(path))]
@@ -230,7 +230,7 @@ def _judge_bits(recipe: Recipe, seen: dict[str, Any], expected: dict[str, Any]) 
 
 
 def _judge(recipe: Recipe, seen: dict[str, Any], expected: dict[str, Any], stats: Any) -> dict[str, Any]:
-    largest = _judge_bits(recipe, seen, expected)
+    largest = judge_bits(recipe, seen, expected)
     unexpected = {
         reason: count
         for reason, count in stats.fallbacks.items()
@@ -260,7 +260,8 @@ def _some(paths: list[str]) -> str:
     return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
 
-def _deterministic() -> None:
+def deterministic() -> None:
+    """The same kernels in each run."""
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ddp_crossover as dx
-from gpu_check_parts.training import Job, Recipe, difference, digest, model_values
+from gpu_check_parts import checks
+from gpu_check_parts.training import Job, Recipe, digest, model_values
 
 WARM_UP = 3
 CAPTURED_AT = 10
@@ -57,7 +58,7 @@ def graph_captured(device: torch.device, recipe: Recipe, late: bool) -> dict[str
 
     A late one is exact after ``state.synchronize()`` before each replay.
     """
-    torch.use_deterministic_algorithms(True)
+    checks.deterministic()
     captured_at = CAPTURED_AT if late else 0
     expected, _ = _train(device, recipe, captured_at, with_dear=False, synchronizes=False)
     if late:
@@ -68,8 +69,7 @@ def graph_captured(device: torch.device, recipe: Recipe, late: bool) -> dict[str
         else:
             raise AssertionError("a replay that read parameters before their update was not noticed")
     seen, pipelined = _train(device, recipe, captured_at, with_dear=True, synchronizes=late)
-    largest, paths = difference(seen, expected)
-    assert not paths, f"not the bits of plain DDP: {paths[:4]}; largest difference {largest:g}"
+    largest = checks.judge_bits(recipe, seen, expected)
     return {"largest_difference": largest, "pipelined": pipelined, "digest": digest(seen)}
 
 
