@@ -20,7 +20,7 @@ from gpu_bench_parts.workloads import SMALL
 from gpu_check_parts import mps
 from gpu_check_parts.case import Case, two_ranks_over_gloo
 from gpu_check_parts.runner import Runner
-from gpu_check_parts.sharing import LEASE_START_S, Filler, Sharing, share
+from gpu_check_parts.sharing import Filler, Sharing, connected_lease, share
 
 GROUP = "lease"
 LIMIT_S = 80.0
@@ -63,7 +63,7 @@ def _cases(which: str, launch: Launch, training: CaseSettings) -> Iterator[Case]
 
 def drain(device: torch.device) -> dict[str, Any]:
     """Rank 0 releases while its GPU is busy. It must not wait, and the next job must get an idle GPU."""
-    lease = _lease("peer")
+    lease = connected_lease(dist.get_rank(), "peer")
     sleeper = Sleeper(device)
     found: dict[str, Any] = {}
     for name in ("contended", "uncontended"):
@@ -123,7 +123,7 @@ def _take_over(lease: dx.GpuLease, *, is_contended: bool) -> float:
 def run_ahead(device: torch.device) -> dict[str, Any]:
     """Rank 1 fills the GPU under its lease; rank 0 asks again and again, and looks how soon the GPU is really free."""
     is_peer = dist.get_rank() == 0
-    lease = _lease("peer" if is_peer else "filler")
+    lease = connected_lease(dist.get_rank(), "peer" if is_peer else "filler")
     value = torch.zeros(1, device=device)
     over = torch.zeros(1)
     filler = None if is_peer else Filler(device, lease)
@@ -165,10 +165,3 @@ def _ask_again_and_again(device: torch.device, lease: dx.GpuLease, value: torch.
         "noticed": f"granted after {grant['median'] * 1e3:.2f} ms (at most {max(granted_s) * 1e3:.2f}), then the first "
         f"kernel took {free['median'] * 1e3:.2f} ms (at most {max(free_s) * 1e3:.2f})",
     }
-
-
-def _lease(role: Any) -> dx.GpuLease:
-    lease = dx.GpuLease(job=f"job-{dist.get_rank()}", role=role)
-    if not lease.wait_until_connected(LEASE_START_S):
-        raise RuntimeError(f"no lease within {LEASE_START_S} s: {lease.stats().unleased}")
-    return lease

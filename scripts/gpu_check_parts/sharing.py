@@ -1,5 +1,6 @@
 """Two jobs on one GPU: each alone, both at once, and both at once with a lease, in rounds."""
 
+import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -83,9 +84,8 @@ def _figures(job: "_Job", rates: dict[str, list[float]]) -> dict[str, Any]:
 
 def _share(steps_per_s: dict[str, list[float]], phase: str) -> float:
     """Speed in a phase over speed alone, the median of the rounds (with two rounds, their mean)."""
-    ratios = sorted(beside / alone for beside, alone in zip(steps_per_s[phase], steps_per_s["alone"], strict=True))
-    middle = len(ratios) // 2
-    return ratios[middle] if len(ratios) % 2 else (ratios[middle - 1] + ratios[middle]) / 2
+    rounds = zip(steps_per_s[phase], steps_per_s["alone"], strict=True)
+    return statistics.median(beside / alone for beside, alone in rounds)
 
 
 class _Job:
@@ -99,10 +99,7 @@ class _Job:
         # All ranks make all groups.
         members = [range(first, first + per_job) for first in range(0, ranks, per_job)]
         self._control = [dist.new_group(list(group), backend="gloo") for group in members][self.number]
-        lease = dx.GpuLease(job=f"job-{self.number}", role="filler" if is_filler else "peer")
-        if not lease.wait_until_connected(LEASE_START_S):
-            raise RuntimeError(f"no lease within {LEASE_START_S} s: {lease.stats().unleased}")
-        self.lease = lease
+        self.lease = lease = connected_lease(self.number, "filler" if is_filler else "peer")
         self.plain: GpuArm | Filler
         self.leased: GpuArm | Filler
         if is_filler:
@@ -164,6 +161,14 @@ class _Job:
         for arm in (self.plain, self.leased):
             arm.close()
         self.lease.close()
+
+
+def connected_lease(job: int, role: Any) -> dx.GpuLease:
+    """A lease of a job by this number. Raises RuntimeError if there is no broker."""
+    lease = dx.GpuLease(job=f"job-{job}", role=role)
+    if not lease.wait_until_connected(LEASE_START_S):
+        raise RuntimeError(f"no lease within {LEASE_START_S} s: {lease.stats().unleased}")
+    return lease
 
 
 def _group_of_one(device: torch.device) -> dist.ProcessGroup:
