@@ -20,8 +20,7 @@ def run(runner: Runner) -> None:
     """One case each, alignment last."""
     device = runner.device
     runner.run_all(_setups(device))
-    _run_without_set_device(runner)
-    _run_on_copy_engines(runner)
+    _run_on_two_gpus(runner)
     runner.run_all(
         [Case(GROUP, "alignment: copies and updates", alignment.copies_and_updates, (), one_rank(device), alone=True)]
     )
@@ -45,22 +44,17 @@ def _setups(device: str) -> Iterator[Case]:
     yield Case(GROUP, "torch.compile", checks.equivalence, (compiled,), launch, alone=True, limit_s=COMPILE_LIMIT_S)
 
 
-def _run_without_set_device(runner: Runner) -> None:
-    """On a GPU that is not the current one."""
-    launch = Launch("nccl", ("cuda:1",), ENVIRONMENT, bind_device=True, set_device=False)
-    case = Case(GROUP, "no set_device", checks.equivalence, (Recipe(options=SGD),), launch, alone=True, needs_cuda=True)
-    if runner.device != "cpu" and torch.cuda.device_count() < 2:
-        runner.skip_all([case], "needs two GPUs: with one, it is the current device anyway")
-    else:
-        runner.run_all([case])
-
-
-def _run_on_copy_engines(runner: Runner) -> None:
-    launch = Launch("nccl", ("cuda:0", "cuda:1"), ENVIRONMENT)
-    recipe = replace(Recipe("AdamW", ADAMW), schedule="dear", copy_engines=True)
+def _run_on_two_gpus(runner: Runner) -> None:
+    """On a GPU that is not the current one, and between two."""
+    other = Launch("nccl", ("cuda:1",), ENVIRONMENT, bind_device=True, set_device=False)
+    sgd = Recipe(options=SGD)
+    no_set_device = Case(GROUP, "no set_device", checks.equivalence, (sgd,), other, alone=True, needs_cuda=True)
+    both = Launch("nccl", ("cuda:0", "cuda:1"), ENVIRONMENT)
+    adamw = Recipe("AdamW", ADAMW, schedule="dear", copy_engines=True)
     check = odd_setups.gathers_on_copy_engines
-    case = Case(GROUP, "gather legs on copy engines", check, (recipe,), launch, alone=True, needs_cuda=True)
-    if runner.device != "cpu" and torch.cuda.device_count() < 2:
-        runner.skip_all([case], "needs two GPUs")
-    else:
-        runner.run_all([case])
+    copies = Case(GROUP, "gather legs on copy engines", check, (adamw,), both, alone=True, needs_cuda=True)
+    for case, why in ((no_set_device, ": with one, it is the current device anyway"), (copies, "")):
+        if runner.device != "cpu" and torch.cuda.device_count() < 2:
+            runner.skip_all([case], f"needs two GPUs{why}")
+        else:
+            runner.run_all([case])
