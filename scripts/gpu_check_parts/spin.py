@@ -7,7 +7,7 @@ slices in turn, so the question is what a neighbour can compute meanwhile.
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -91,23 +91,16 @@ def _sleep_until(device: torch.device, ends_s: float, sleeper: Sleeper) -> list[
     """Always some sleeps on a side stream, as legs are, each on its way before the last one ends."""
     marks: deque[tuple[Any, Any]] = deque()
     ratios = []
-
-    def one() -> None:
-        begin = now(device)
-        sleeper.sleep(SLEEP_S)
-        marks.append((begin, now(device)))
-
-    with _side_stream(device):
+    side = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+    with side:
         while time.monotonic() < ends_s:
-            one()
+            begin = now(device)
+            sleeper.sleep(SLEEP_S)
+            marks.append((begin, now(device)))
             if len(marks) > UNDER_WAY:
                 ratios.append(between_s(*marks.popleft()) / SLEEP_S)
     synchronize(device)
     return ratios
-
-
-def _side_stream(device: torch.device) -> Any:
-    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class Products:
@@ -132,20 +125,14 @@ class Products:
         for _ in range(self._per_batch):
             torch.mm(self._left, self._right)
 
-    def run_until(self, is_over: Callable[[], bool]) -> int:
-        """Multiply until it is over; returns how many products the device has done. The host is two batches ahead."""
-        batches, marks = 0, deque[Any]()
-        while not is_over():
+    def time_each_s(self, seconds: float) -> float:
+        """Multiply for so long; returns the seconds that each product took. The host is two batches ahead."""
+        batches, marks, start_s = 0, deque[Any](), time.monotonic()
+        while time.monotonic() - start_s < seconds:
             self.batch()
             batches += 1
             marks.append(now(self._device))
             if len(marks) > 2:
                 wait_for(marks.popleft())
         synchronize(self._device)
-        return batches * self._per_batch
-
-    def time_each_s(self, seconds: float) -> float:
-        """Multiply for so long; returns the seconds that each product took."""
-        start_s = time.monotonic()
-        count = self.run_until(lambda: time.monotonic() - start_s >= seconds)
-        return (time.monotonic() - start_s) / count
+        return (time.monotonic() - start_s) / (batches * self._per_batch)
