@@ -23,10 +23,11 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from bench_kit import record
 from bench_kit.lease_processes import GpuLease, start_broker
 from bench_kit.options import add_results, make_parser, positive, positive_int
-from bench_kit.rounds import quantile
 
 HAND_OFF, RELAY = "hand-off, us", "bare relay, us"
 FREE_TURN, CONTENDED = "free acquire + release, us", "a look at contended, us"
@@ -171,7 +172,7 @@ def measure_round(turns: int, hold_s: float) -> dict[str, list[float]]:
 
 def summary(samples: list[float]) -> dict[str, float]:
     """The figures of one measurement in one round."""
-    return {"samples": len(samples), "p50": statistics.median(samples), "p99": quantile(samples, 0.99)}
+    return {"samples": len(samples), "p50": statistics.median(samples), "p99": float(np.quantile(samples, 0.99))}
 
 
 def print_results(rounds: list[dict[str, list[float]]]) -> None:

@@ -5,9 +5,12 @@ alike, and ratios taken within a round are free of it.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
+
+import numpy as np
 
 
 class Turn(NamedTuple):
@@ -26,23 +29,15 @@ def turns(candidates: int, rounds: int) -> Iterator[Turn]:
             yield Turn(number, (number + place) % candidates, behind)
 
 
-def quantile(values: Iterable[float], part: float) -> float:
-    """The value that this part of all values stays below, interpolated between neighbours."""
-    ordered = sorted(float(value) for value in values)
-    place = part * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median and quartiles."""
-    return {"median": quantile(values, 0.5), "low": quantile(values, 0.25), "high": quantile(values, 0.75)}
+    median, low, high = np.quantile(values, (0.5, 0.25, 0.75)).tolist()
+    return {"median": median, "low": low, "high": high}
 
 
 def best_ddp(rounds_s: Mapping[str, Sequence[float]]) -> str | None:
     """The arm of plain DDP with the bucket size that has the shortest median step; None without such arms."""
-    sweep = {name: quantile(times, 0.5) for name, times in rounds_s.items() if name.startswith("ddp@")}
+    sweep = {name: statistics.median(times) for name, times in rounds_s.items() if name.startswith("ddp@")}
     return min(sweep, key=lambda name: sweep[name], default=None)
 
 

@@ -8,7 +8,6 @@ import random
 from argparse import Namespace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +15,7 @@ from rich.console import Console
 
 import launched
 from bench_kit import record
-from bench_kit.rounds import jain_index, median_at_least, quantile, spread, turns
+from bench_kit.rounds import jain_index, median_at_least, spread, turns
 from bench_kit.tables import print_table
 from launched import SCRIPTS
 
@@ -27,11 +26,6 @@ def test_every_candidate_takes_a_turn_in_each_round_and_another_one_begins() -> 
     order = [(turn.round, turn.index) for turn in turns(candidates=3, rounds=2)]
     assert order == [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (1, 0)]
     assert [turn.behind for turn in turns(3, 2)] == pytest.approx([0, 1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6])
-
-
-@given(st.lists(st.floats(-100, 100), min_size=1, max_size=20), st.floats(0, 1))
-def test_quantiles_are_those_of_numpy(values: list[float], part: float) -> None:
-    assert quantile(values, part) == pytest.approx(float(np.quantile(values, part)), abs=1e-9)
 
 
 def test_a_median_is_at_least_what_few_samples_of_it_allow() -> None:
