@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bench_kit.device_time import between_s, now, synchronize
-from bench_kit.rounds import turns
+from bench_kit.rounds import best_ddp, turns
 from bench_kit.training import ArmRefused
 from ddp_crossover.tracing.trace import Trace
 from gpu_bench_parts.arms import GpuArm
@@ -144,11 +144,9 @@ class GpuBench:
 
     def _trace(self) -> None:
         """Trace DDP at its best, and our arm; draw both if a picture is wanted."""
-        rounds_s = self._measured["rounds_s"]
-        plain = [name for name in rounds_s if name.startswith("ddp@") and rounds_s[name]]
-        if not plain or AUTO not in self._arms:
+        best = best_ddp({name: times for name, times in self._measured["rounds_s"].items() if times})
+        if best is None or AUTO not in self._arms:
             return
-        best = min(plain, key=lambda name: statistics.median(rounds_s[name]))
         traces = [trace for name in (best, AUTO) if (trace := self._arms[name].trace()) is not None]
         for trace in traces:
             # Not of plain DDP on a GPU: it waits inside of what counts as its backward, so nothing seems exposed.

@@ -1,7 +1,7 @@
 """The settings of one case, and the arms that take part in it."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 DEFAULT_BUCKET_MB = 25.0
 # Of the arm that shows what the pipeline costs where nothing is to be sent, if the arm `auto` has found no size.
@@ -87,7 +87,3 @@ class CaseSettings:
             ArmSettings(DDP_NO_WIRE, has_wire=False),
             ArmSettings(DEAR_NO_WIRE, is_ours=True, has_wire=False),
         ]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return dataclasses.asdict(self)

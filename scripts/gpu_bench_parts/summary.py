@@ -1,5 +1,6 @@
 """Turns the figures of one case into its part of the record: medians, quartiles, ratios within rounds. Pure."""
 
+import dataclasses
 import statistics
 from typing import Any
 
@@ -16,7 +17,7 @@ def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any
     """
     case: dict[str, Any] = {
         "case": settings.name,
-        "settings": settings.as_dict(),
+        "settings": dataclasses.asdict(settings),
         "not_measured": {"fsdp2": WHY_NOT_FSDP2},
         "measured": measured,
         "rounds": len(measured["flat_s"]),

@@ -1,7 +1,6 @@
 """What the arms train: the models of `bench.py` in sizes for a GPU, and a small one for a rehearsal."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -54,13 +53,7 @@ def make_workload(settings: CaseSettings, device: torch.device) -> Workload:
         return workload.build()
 
     def loss(network: nn.Module) -> Tensor:
-        with _autocast(settings.precision, device):
+        with torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
             return workload.loss(network)
 
     return workload._replace(build=build, loss=loss)
-
-
-@contextmanager
-def _autocast(precision: str, device: torch.device) -> Iterator[None]:
-    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-        yield
