@@ -1,23 +1,40 @@
-"""The bar chart: T/T* of every arm, in a group for each case. Needs matplotlib."""
+"""The bar chart: T/T* of every arm, in a group for each case, with quartiles. Needs matplotlib."""
 
 from pathlib import Path
 from typing import Any
 
-from bench_kit.bars import draw_bars
 from bench_parts.arms import KINDS, ArmName
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Write a PNG of what `bench.py` writes as JSON, with at least one case."""
+    """Write a PNG of what `bench.py` writes as JSON, with at least one case, and with a line at 1."""
+    # Imported here because it is optional. The object interface leaves the user's backend alone.
+    from matplotlib.figure import Figure
+
     cases = record["cases"]
     arms: dict[str, dict[int, dict[str, float]]] = {}
     for number, case in enumerate(cases):
         for arm in case["arms"]:
             if not arm["refused"]:
                 arms.setdefault(arm["arm"], {})[number] = arm["over_bound"]
+    figure = Figure(figsize=(3 + max(4.0, 0.16 * len(arms) * len(cases)), 4.8), layout="constrained")
+    axes = figure.add_subplot()
+    width, colors = 0.85 / len(arms), _colors(list(arms))
+    for place, (name, spreads) in enumerate(arms.items()):
+        at = [case + (place - (len(arms) - 1) / 2) * width for case in spreads]
+        medians = [spread["median"] for spread in spreads.values()]
+        errors = [
+            [spread["median"] - spread["low"] for spread in spreads.values()],
+            [spread["high"] - spread["median"] for spread in spreads.values()],
+        ]
+        axes.bar(at, medians, width, yerr=errors, color=colors[name], label=name, error_kw={"elinewidth": 0.8})
+    axes.axhline(1.0, color="black", linewidth=1, linestyle="--")
+    axes.set_xticks(range(len(cases)), [_label(case) for case in cases])
+    axes.set_ylabel("T/T*, median and quartiles")
     bound = "T* is the longer of compute alone and all-reduce alone"
-    title = f"Time of a step over T*\n{bound}\n{record['configuration']['network']}"
-    draw_bars(path, title, "T/T*", [_label(case) for case in cases], arms, _colors(list(arms)))
+    axes.set_title(f"Time of a step over T*\n{bound}\n{record['configuration']['network']}", fontsize="medium")
+    figure.legend(loc="outside right upper", fontsize="small")
+    figure.savefig(path, dpi=150)
 
 
 def _label(case: dict[str, Any]) -> str:
