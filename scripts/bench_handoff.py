@@ -23,8 +23,6 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from bench_kit import record
 from bench_kit.lease_processes import GpuLease, start_broker
 from bench_kit.options import add_results, make_parser, positive, positive_int
@@ -172,6 +170,8 @@ def measure_round(turns: int, hold_s: float) -> dict[str, list[float]]:
 
 def summary(samples: list[float]) -> dict[str, float]:
     """The figures of one measurement in one round."""
+    import numpy as np  # here, because clients read this file as well, and need none
+
     return {"samples": len(samples), "p50": statistics.median(samples), "p99": float(np.quantile(samples, 0.99))}
 
 
