@@ -1,6 +1,8 @@
 """Runs a soak: the run with the package, beside a broker and other jobs, and then the run without."""
 
 import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_kit.launch import OnProgress, RunRanks, news_to, rank_environment
-from bench_kit.lease_processes import Program, broker_pid, start_broker
+from bench_kit.lease_processes import start_broker
 from soak_parts.settings import WORLD_SIZE, SoakSettings
 
 ARMS = ("attached", "plain")
@@ -42,22 +44,33 @@ def conduct(steps: int, run_ranks: RunRanks, on_run: Callable[[str], None], on_p
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         with _neighbours(directory) as (neighbours, watched):
             attached = run("attached", watched)
-            for neighbour in neighbours:
-                neighbour.tell("stop")
-            answers = [neighbour.answer() for neighbour in neighbours]
+            answers = [json.loads(neighbour.communicate("stop\n")[0]) for neighbour in neighbours]
         return {"attached": attached, "plain": run("plain", {}), "neighbours": answers}
 
 
 @contextmanager
-def _neighbours(directory: str) -> Iterator[tuple[list[Program], dict[str, int]]]:
+def _neighbours(directory: str) -> Iterator[tuple[list[subprocess.Popen[str]], dict[str, int]]]:
     """A broker and a job on each core that want turns as well, and the process ids of all of them by name."""
     with ExitStack() as stack:
         broker = start_broker(Path(directory), stack)
-        neighbours = [Program(stack, NEIGHBOUR, [directory, f"cpu:{core}"]) for core in range(WORLD_SIZE)]
+        neighbours = [_neighbour(stack, directory, core) for core in range(WORLD_SIZE)]
         for neighbour in neighbours:
-            neighbour.wait_until_ready()
-        pids = {f"neighbour {core}": neighbour.process.pid for core, neighbour in enumerate(neighbours)}
-        yield neighbours, {"broker": broker_pid(broker)} | pids
+            assert neighbour.stdout is not None
+            if (line := neighbour.stdout.readline()) != "ready\n":
+                raise RuntimeError(f"{neighbour.args} did not start: it wrote {line!r}")
+        pids = {f"neighbour {core}": neighbour.pid for core, neighbour in enumerate(neighbours)}
+        yield neighbours, {"broker": broker} | pids
+
+
+def _neighbour(stack: ExitStack, directory: str, core: int) -> subprocess.Popen[str]:
+    """A job on one core; it is killed when the stack ends. Without site-packages it starts in a tenth of a second."""
+    command = [sys.executable, "-I", "-S", str(NEIGHBOUR), directory, f"cpu:{core}"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    stack.enter_context(process)
+    stack.callback(process.kill)
+    return process
 
 
 def _read(settings: SoakSettings, arm: str, rank: int) -> dict[str, Any]:

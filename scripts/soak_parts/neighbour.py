@@ -1,4 +1,4 @@
-"""Another job on one core: `python neighbour.py ARGUMENTS`, started by `soak.py`. Needs no torch.
+"""Another job on one core: `python neighbour.py DIRECTORY RESOURCE`, started by `soak.py`. Needs no torch.
 
 Takes turns with whoever else holds the lease, until it is told to stop, and then says how many it had.
 """
@@ -20,7 +20,7 @@ CONNECT_S = 10.0
 
 def main() -> None:
     """Hold the lease and pause by turns; the hold sleeps, as a host does while its GPU computes."""
-    directory, resource = json.loads(sys.argv[1])
+    directory, resource = sys.argv[1:]
     lease = GpuLease(resource, job="neighbour", directory=directory, spawn_broker=False)
     assert lease.wait_until_connected(CONNECT_S)
     print("ready", flush=True)
