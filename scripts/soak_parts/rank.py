@@ -4,7 +4,9 @@ Trains with the package (ARM is `attached`) or without (`plain`), adds a line to
 digest of its parameters and its optimizer state at the end.
 """
 
+import gc
 import json
+import os
 import statistics
 import sys
 import time
@@ -16,12 +18,12 @@ import torch.distributed as dist
 
 from bench_kit.digest import digests
 from bench_kit.launch import tell
-from soak_parts import figures
 from soak_parts.attached import Attached
 from soak_parts.settings import SoakSettings
 from soak_parts.training import Training
 
 TIMEOUT = timedelta(seconds=120)
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 NEWS_EVERY_S = 0.5
 
 
@@ -63,13 +65,13 @@ class Run:
 
     def _sample(self, step: int, loss: float) -> None:
         """Add a line to the file, rather than to a list: what this process keeps is what it measures."""
-        own = figures.of_this_process() | {"step_s": statistics.median(self._times_s)}
+        own = _figures_of_this_process() | {"step_s": statistics.median(self._times_s)}
         self._times_s.clear()
         watched = self._settings.watched if self._rank == 0 else {}
         line = {
             "step": step,
             "loss": loss.hex(),
-            "figures": {f"rank {self._rank}": own} | {name: figures.of_process(pid) for name, pid in watched.items()},
+            "figures": {f"rank {self._rank}": own} | {name: _figures_of(pid) for name, pid in watched.items()},
         }
         with self._settings.samples(self._arm, self._rank).open("a") as file:
             print(json.dumps(line), file=file)
@@ -78,6 +80,27 @@ class Run:
         if time.monotonic() >= self._next_news_s:
             self._next_news_s = time.monotonic() + NEWS_EVERY_S
             tell(f"step {step} of {self._settings.steps}", step / self._settings.steps)
+
+
+def _figures_of(pid: int) -> dict[str, float]:
+    """What can grow in a process, as the kernel knows it: memory, threads, descriptors."""
+    process = Path("/proc", str(pid))
+    return {
+        "rss_bytes": PAGE_BYTES * int((process / "statm").read_text().split()[1]),
+        "threads": len(os.listdir(process / "task")),
+        "descriptors": len(os.listdir(process / "fd")),
+    }
+
+
+def _figures_of_this_process() -> dict[str, float]:
+    """The same of this process, and how many objects are alive once the garbage is gone."""
+    gc.collect()
+    objects = gc.get_objects()
+    # type(), because isinstance asks an object for its class, and an object may do anything then.
+    tensors = sum(issubclass(type(one), torch.Tensor) for one in objects)
+    counts: dict[str, float] = {"objects": len(objects), "tensors": tensors}
+    del objects
+    return _figures_of(os.getpid()) | counts
 
 
 def main() -> None:
