@@ -17,7 +17,7 @@ from accuracy_parts.samples import WINDOW_BYTES, topics_text
 from accuracy_parts.tasks import TASKS
 from bench_kit import record
 from bench_kit.display import Display
-from bench_kit.launch import CaseFailed, OnProgress, RunRanks, on_lab, over_loopback
+from bench_kit.launch import CaseFailed, RunRanks, on_lab, over_loopback
 from bench_kit.on_ranks import measure_on_ranks
 from lab import LabError
 
@@ -89,7 +89,7 @@ def run_all(args: argparse.Namespace, console: Console, on_result: Callable[[dic
             }  # fmt: skip
             try:
                 with _network_of(args) as run_ranks:
-                    case["runs"] = train(settings, run_ranks, display.update)
+                    case["runs"] = measure_on_ranks(rank.measure, settings, run_ranks, display.update)
             except (CaseFailed, LabError) as error:
                 case["failed"] = str(error)
                 print(f"accuracy: {settings.name}: {error}", file=sys.stderr)
@@ -100,13 +100,3 @@ def run_all(args: argparse.Namespace, console: Console, on_result: Callable[[dic
 
 def _network_of(args: argparse.Namespace) -> AbstractContextManager[RunRanks]:
     return on_lab(args.ranks, args.rate, delay_ms=args.delay_ms) if args.rate else over_loopback(args.ranks)
-
-
-def train(settings: CaseSettings, run_ranks: RunRanks, on_progress: OnProgress) -> list[dict[str, Any]]:
-    """Train one case on fresh ranks; returns the runs, one for each seed.
-
-    Raises:
-        CaseFailed: when a rank ended with an error.
-    """
-    runs: list[dict[str, Any]] = measure_on_ranks(rank.measure, settings, run_ranks, on_progress)
-    return runs

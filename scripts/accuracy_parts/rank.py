@@ -29,6 +29,7 @@ from bench_kit.launch import tell
 from ddp_crossover.balance.split import Speed, split
 from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.torch_internals.private import replaced
+from train import learning_rate_factor
 
 TEST_BATCH_SIZE = 128
 WARM_UP_SHARE = 0.05
@@ -82,7 +83,8 @@ def train(settings: CaseSettings, data: Data, seed: int) -> dict[str, Any]:
     is_relaxed = WIRES[settings.wire].is_relaxed
     ddp = DistributedDataParallel(network, gradient_as_bucket_view=True, broadcast_buffers=not is_relaxed)
     optimizer = task.make_optimizer(ddp.parameters())
-    schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
+    warm_up = max(1, round(WARM_UP_SHARE * settings.steps))
+    schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, warmup=warm_up, total=settings.steps))
     held_out = HeldOut(network, data.test, settings.ranks * task.batch_size)
     state, options = _attach(ddp, optimizer, settings)
     losses = []
@@ -236,14 +238,6 @@ def _tell_progress(settings: CaseSettings, seed: int, step: int) -> None:
     if step % TELL_EVERY_STEPS == 0:
         behind = (seed + step / settings.steps) / settings.seeds
         tell(f"seed {seed + 1} of {settings.seeds}, step {step} of {settings.steps}", behind)
-
-
-def learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up, then half a cosine to zero."""
-    warm_up = max(1, round(WARM_UP_SHARE * steps))
-    if step < warm_up:
-        return (step + 1) / warm_up
-    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
 
 
 def same_parameters_everywhere(network: nn.Module) -> str:

@@ -86,12 +86,12 @@ def test_a_curve_has_a_loss_between_its_points() -> None:
 def test_a_wire_that_fails_is_named_and_the_others_train(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def train(settings: CaseSettings, *_: object) -> list[dict[str, Any]]:
+    def train(_: object, settings: CaseSettings, *__: object) -> list[dict[str, Any]]:
         if settings.wire == "int8":
             raise CaseFailed("parameters differ between ranks")
         return FP32["runs"]
 
-    monkeypatch.setattr(measure, "train", train)
+    monkeypatch.setattr(measure, "measure_on_ranks", train)
     json_file = tmp_path / "accuracy.json"
     given = ["--wires", "int8,fp32", "--tasks", "digits", "--steps", "2", "--seeds", "2", "--json", str(json_file)]
     assert accuracy.main(given) == 1
