@@ -140,13 +140,12 @@ class Lab:
             if self._relay is not None:
                 self._relay.wait()
 
-    def reshape(self, rate: str | None, *, burst: str | None = None, latency: str | None = None) -> None:
+    def reshape(self, rate: str | None) -> None:
         """Change the rate of every host, also while they run (from `on_line` or another thread); None: no limit.
 
-        An argument that is not given keeps its value. Raises LabError when `tc` refuses the values.
+        Raises LabError when `tc` refuses the value.
         """
-        burst, latency = burst or self._shaping.burst, latency or self._shaping.latency
-        self._shaping = Shaping(rate, burst, latency, self._shaping.per_connection)
+        self._shaping = self._shaping._replace(rate=rate)
         self._shape()
 
     def _shape(self) -> None:
