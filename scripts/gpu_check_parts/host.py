@@ -10,17 +10,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 import ddp_crossover as dx
 from bench_kit.device_time import synchronize
 from bench_kit.rounds import spread
+from bench_kit.training import Arm
 from ddp_crossover.ddp.reducer import Reducer
 from ddp_crossover.dear import Pipeline
 from ddp_crossover.pending_updates import GatherWaits, PendingUpdates
@@ -65,11 +65,6 @@ def run(runner: Runner) -> None:
             return
 
 
-class _Job(NamedTuple):
-    step: Any
-    state: Any
-
-
 def host_and_memory(device: torch.device, model: str, optimizer: str) -> Iterator[dict[str, Any]]:
     """Plain DDP first, then DeAR in groups of several sizes; the same model and steps each time."""
     settings = CaseSettings(model, 1.0, precision="fp32", batch=2)
@@ -102,32 +97,24 @@ def _measure(device: torch.device, settings: CaseSettings, optimizer: str, fusio
         "memory_bytes": {name: value - before[name] for name, value in _memory(device, peak=True).items()},
         "groups": len(job.state.plan.groups) if job.state is not None and job.state.plan is not None else None,
     }
-    if job.state is not None:
-        job.state.detach()
+    job.close()
     del job
     _free(device)
     return found
 
 
-def _start(device: torch.device, settings: CaseSettings, optimizer: str, fusion_mb: float | None) -> _Job:
+def _start(device: torch.device, settings: CaseSettings, optimizer: str, fusion_mb: float | None) -> Arm:
     workload = make_workload(settings, device)
-    network: nn.Module = workload.build()
     ddp = DistributedDataParallel(
-        network, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
+        workload.build(), device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
     )
     make, options = OPTIMIZERS[optimizer]
     updater = make(ddp.parameters(), **options)
     state = None if fusion_mb is None else dx.attach(ddp, updater, fusion_mb=fusion_mb)
-
-    def step() -> None:
-        updater.zero_grad()
-        workload.loss(ddp).backward()
-        updater.step()
-
-    return _Job(step, state)
+    return Arm(workload, ddp, updater, state)
 
 
-def _time_step(device: torch.device, job: _Job) -> tuple[float, float]:
+def _time_step(device: torch.device, job: Arm) -> tuple[float, float]:
     """Seconds until the host has enqueued a step, and until the device is done with it."""
     start_s = time.perf_counter()
     job.step()
