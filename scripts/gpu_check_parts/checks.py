@@ -1,6 +1,8 @@
 """The checks themselves. Each runs on every rank, raises at the first thing that is wrong, and returns figures."""
 
 import gc
+import os
+import traceback
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -201,12 +203,9 @@ def _waiting_for_busy_device(job: Job, batches: list[Any]) -> str:
 
 def _where(error: BaseException) -> str:
     """The message, and the innermost places in Python."""
-    places, trace = [], error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        places.append(f"{code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno} {code.co_name}")
-        trace = trace.tb_next
-    return f"{error} ({' > '.join(places[-4:])})"
+    frames = traceback.extract_tb(error.__traceback__)[-4:]
+    places = [f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}" for frame in frames]
+    return f"{error} ({' > '.join(places)})"
 
 
 def _train(recipe: Recipe, device: torch.device, *, with_dear: bool) -> tuple[dict[str, Any], Any]:

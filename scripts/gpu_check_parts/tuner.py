@@ -21,9 +21,6 @@ GROUP = "tuner"
 SETTLED_AFTER = 200
 STEPS_AFTER = 8
 LIMIT_S = 90.0
-# Enough steps for all trials.
-UNTUNED = {"fusion_mb": None, "steps": 90}
-PLAIN = {"fusion_mb": None, "schedule": "allreduce"}
 
 
 def run(runner: Runner) -> None:
@@ -42,8 +39,8 @@ def run(runner: Runner) -> None:
 def _two_rank_cases(launch: Launch, backend: str) -> Iterator[Case]:
     check = checks.equivalence_while_tuning
     recipes = {
-        "nothing set, AdamW": Recipe("AdamW", ADAMW, **UNTUNED),  # type: ignore[arg-type]
-        "plain all-reduces, SGD": Recipe(options=SGD, **PLAIN),  # type: ignore[arg-type]
+        "nothing set, AdamW": Recipe("AdamW", ADAMW, fusion_mb=None, steps=90),  # enough for all trials
+        "plain all-reduces, SGD": Recipe(options=SGD, fusion_mb=None, schedule="allreduce"),
     }
     for name, recipe in recipes.items():
         yield Case(GROUP, f"two ranks over {backend}: {name}", check, (recipe,), launch, alone=True, limit_s=LIMIT_S)
