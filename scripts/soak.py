@@ -12,8 +12,6 @@ anything grew or differs, or a rank failed.
 
 import argparse
 import sys
-import time
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -39,24 +37,12 @@ def main(arguments: list[str] | None = None) -> int:
     configuration = record.configuration(args, torch=torch.__version__, backend="gloo", world_size=WORLD_SIZE)
     record.show_configuration(configuration)
     console = Console()
-    began_s: dict[str, float] = {}
     try:
         with over_loopback(WORLD_SIZE) as run_ranks, Display(console, len(ARMS)) as display:
-
-            def on_run(arm: str) -> None:
-                began_s[arm] = time.monotonic()
-                display.begin(arm)
-
-            runs = conduct(args.steps, run_ranks, on_run, display.update)
+            runs, seconds = conduct(args.steps, run_ranks, display.begin, display.update)
     except CaseFailed as error:
         print(f"soak: {error}", file=sys.stderr)
         return 1
-    return _conclude(console, args, configuration, runs, _seconds(began_s))
-
-
-def _conclude(
-    console: Console, args: argparse.Namespace, configuration: dict[str, Any], runs: dict[str, Any], seconds: Any
-) -> int:
     found = courses(runs["attached"])
     result = {
         "configuration": configuration,
@@ -68,12 +54,6 @@ def _conclude(
     print_report(console, found, result)
     record.write(result, args.json)
     return 1 if result["growing"] or result["differences"] else 0
-
-
-def _seconds(began_s: dict[str, float]) -> dict[str, float]:
-    """How long each run took."""
-    ends_s = [*list(began_s.values())[1:], time.monotonic()]
-    return {arm: end_s - start_s for (arm, start_s), end_s in zip(began_s.items(), ends_s, strict=True)}
 
 
 def _steps(text: str) -> int:

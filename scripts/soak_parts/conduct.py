@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,8 +19,10 @@ RANK = ["-m", "soak_parts.rank"]
 NEIGHBOUR = Path(__file__).with_name("neighbour.py")
 
 
-def conduct(steps: int, run_ranks: RunRanks, on_run: Callable[[str], None], on_progress: OnProgress) -> dict[str, Any]:
-    """Run both; returns the samples and the result of every rank by arm, and what the neighbours did.
+def conduct(
+    steps: int, run_ranks: RunRanks, on_run: Callable[[str], None], on_progress: OnProgress
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Run both; returns samples and results of ranks by arm, with what the neighbours did; and seconds by arm.
 
     Args:
         steps: training steps of each run.
@@ -36,16 +39,19 @@ def conduct(steps: int, run_ranks: RunRanks, on_run: Callable[[str], None], on_p
         settings_file = Path(directory, "settings.json")
         settings.write(settings_file)
         on_run(arm)
+        began_s = time.monotonic()
         environment = rank_environment() | {"TMPDIR": directory}
         run_ranks([*RANK, str(settings_file), arm], environment, news_to(on_progress))
+        seconds[arm] = time.monotonic() - began_s
         return [_read(settings, arm, rank) for rank in range(WORLD_SIZE)]
 
+    seconds: dict[str, float] = {}
     # Only this user may enter it, and all sockets and files are in it, torchrun's as well.
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         with _neighbours(directory) as (neighbours, watched):
             attached = run("attached", watched)
             answers = [json.loads(neighbour.communicate("stop\n")[0]) for neighbour in neighbours]
-        return {"attached": attached, "plain": run("plain", {}), "neighbours": answers}
+        return {"attached": attached, "plain": run("plain", {}), "neighbours": answers}, seconds
 
 
 @contextmanager
