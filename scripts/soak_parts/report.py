@@ -16,7 +16,7 @@ def print_report(console: Console, courses: list[Course], record: dict[str, Any]
     print_table(console, headings, map(_cells, courses), left=("figure",))
     for line in (*_what_ran(record), *record["differences"]):
         say(console, line)
-    growing = ", ".join(f"{course.figure} of {course.process}" for course in courses if course.grows)
+    growing = ", ".join(record["growing"])
     say(
         console,
         f"{f'GROWING: {growing}' if growing else 'flat'}; parameters and optimizer state are "
