@@ -7,7 +7,6 @@ Does what the conductor tells it. The job lives through all rounds, and trains t
 import statistics
 import sys
 import time
-from datetime import timedelta
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import ddp_crossover as dx
+from bench_kit.on_ranks import TIMEOUT
 from bench_kit.paced import COLUMNS, layer_sizes, sleep_accurately
 from bench_kit.training import LEARNING_RATE, WARM_UP_STEPS, Arm, Workload, all_reduces_s, paced_workload, set_pace
 from bench_lease_parts.cases import CaseSettings, JobSettings
@@ -27,7 +27,6 @@ from bench_lease_parts.device import DevicePace
 from ddp_crossover.lease.client import GpuLease
 
 CALIBRATION_NUMEL = 2_000_000
-TIMEOUT = timedelta(seconds=120)
 WARM_UP_LIMIT = 60
 LEASE_START_S = 10.0
 

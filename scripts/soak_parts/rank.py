@@ -10,7 +10,6 @@ import os
 import statistics
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -18,11 +17,11 @@ import torch.distributed as dist
 
 from bench_kit.digest import digests
 from bench_kit.launch import tell
+from bench_kit.on_ranks import TIMEOUT
 from soak_parts.attached import Attached
 from soak_parts.settings import SoakSettings
 from soak_parts.training import Training
 
-TIMEOUT = timedelta(seconds=120)
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 NEWS_EVERY_S = 0.5
 
