@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 
 import ddp_crossover as dx
 from bench_kit.device_time import between_s, now, synchronize
@@ -57,7 +57,8 @@ class GpuArm(Arm):
             bucket_cap_mb=arm.bucket_mb,
             gradient_as_bucket_view=True,
         )
-        optimizer = _optimizer(case.optimizer, self.ddp)
+        make_optimizer = AdamW if case.optimizer == "adamw" else SGD
+        optimizer = make_optimizer(self.ddp.parameters(), lr=LEARNING_RATE)
         self.timer: dx.DdpTimer | None = None
         state = dx.attach(self.ddp, optimizer, fusion_mb=fusion_mb, lease=lease) if arm.is_ours else None
         super().__init__(workload, self.ddp, optimizer, state)
@@ -139,8 +140,3 @@ class GpuArm(Arm):
     def _time_plain_ddp(self) -> None:
         self.timer = dx.DdpTimer(self.ddp, self.optimizer)
         self._plug_in()
-
-
-def _optimizer(name: str, ddp: DistributedDataParallel) -> Optimizer:
-    make = AdamW if name == "adamw" else SGD
-    return make(ddp.parameters(), lr=LEARNING_RATE)
