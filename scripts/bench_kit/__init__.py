@@ -1,1 +1,1 @@
-"""What the benches share: launching ranks and lease clients, rounds, progress, the record, the command line."""
+"""What the benches share: launching ranks and lease brokers, rounds, progress, the record, the command line."""
