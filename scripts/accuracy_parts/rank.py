@@ -60,7 +60,6 @@ class CaseSettings:
 
     @property
     def name(self) -> str:
-        """The case in one short phrase."""
         return f"{self.task}, {self.wire}"
 
 

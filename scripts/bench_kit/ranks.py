@@ -77,8 +77,6 @@ class Outcome(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """The arguments of one rank."""
-
     check: Callable[..., Figures | Iterator[Figures]]
     arguments: tuple[Any, ...]
     launch: Launch
@@ -134,7 +132,6 @@ class _Ranks:
         self._heard_s: list[float] = []
 
     def add(self, pipe: Connection, process: Any) -> None:
-        """The next rank."""
         self._pipes.append(pipe)
         self._processes.append(process)
         self._figures.append({})

@@ -140,7 +140,6 @@ class Arm:
         }
 
     def close(self) -> None:
-        """Leave the process group."""
         if self.state is not None:
             self.state.detach()
 

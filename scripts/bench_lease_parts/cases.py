@@ -65,12 +65,10 @@ class CaseSettings:
         return self.stagger_s * (job if host % 2 == 0 else len(self.jobs) - 1 - job)
 
     def write(self, directory: Path) -> None:
-        """Write the settings to a file in a directory."""
         (directory / _FILE).write_bytes(pickle.dumps(self))
 
     @staticmethod
     def read(directory: Path) -> "CaseSettings":
-        """Read what `write` wrote."""
         settings: CaseSettings = pickle.loads((directory / _FILE).read_bytes())
         return settings
 

@@ -134,7 +134,6 @@ def _of_window(
 
 
 def _over_rounds(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Median and quartiles of each figure."""
     return {
         key: [spread(values) for values in zip(*(a_round[key] for a_round in rounds), strict=True)]
         if isinstance(first, list)

@@ -92,7 +92,6 @@ class Job:
         return {"ends_s": ends_s, **{key: now - before[key] for key, now in self._turns().items()}}
 
     def close(self) -> None:
-        """Leave."""
         for arm in self._arms.values():
             arm.close()
         self._lease.close()

@@ -45,7 +45,6 @@ class CaseSettings:
 
     @property
     def name(self) -> str:
-        """The case in one short phrase."""
         if self.workload != "paced":
             return f"transformer, {self.tokens} tokens" if self.workload == "transformer" else self.workload
         slow = f", {self.straggler}" if self.straggler else ""

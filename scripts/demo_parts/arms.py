@@ -95,7 +95,6 @@ class DemoArm:
 
     @property
     def steps(self) -> int:
-        """How many steps it has trained."""
         return len(self.course.losses)
 
     @property

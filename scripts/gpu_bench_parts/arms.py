@@ -68,7 +68,6 @@ class GpuArm(Arm):
             self._time_plain_ddp()
 
     def step(self) -> None:
-        """One training step."""
         super().step()
         if self.state is not None and self.state.detached and self.timer is None:
             self._time_plain_ddp()  # the tuner has left DDP alone, whose own all-reduces know no wire
@@ -131,7 +130,6 @@ class GpuArm(Arm):
         return self.state.plan.fusion_mb if self.state is not None and self.state.plan is not None else None
 
     def _plug_in(self) -> None:
-        """Make the wire this arm's."""
         has_wire = self.settings.has_wire
         self._wire.bytes_per_s = self._case.gbit_per_s * GBIT if has_wire else float("inf")
         self._wire.latency_s = self._case.latency_s if has_wire else 0.0

@@ -68,7 +68,6 @@ class GpuBench:
         }
 
     def run(self) -> Iterator[dict[str, Any]]:
-        """Yields all figures so far."""
         for arm in self._settings.arms():
             self._start(arm)
             yield self._measured
@@ -80,7 +79,6 @@ class GpuBench:
         yield self._measured
 
     def close(self) -> None:
-        """Detach what is attached."""
         gc.unfreeze()
         for arm in self._arms.values():
             arm.close()

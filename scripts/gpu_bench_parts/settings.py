@@ -75,7 +75,6 @@ class CaseSettings:
 
     @property
     def name(self) -> str:
-        """The case in one short phrase."""
         return f"{self.model}, {self.gbit_per_s:g} Gb/s"
 
     def arms(self) -> list[ArmSettings]:

@@ -51,7 +51,6 @@ class Row(NamedTuple):
         return self.outcome.detail if self.outcome.result == "skip" else reason_of(self.outcome)
 
     def as_json(self) -> dict[str, Any]:
-        """The case and its outcome, for JSON."""
         launch = self.case.launch
         return {
             "part": self.part,

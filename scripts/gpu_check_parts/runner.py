@@ -83,7 +83,6 @@ class Runner:
         return self._part_ends_s - time.monotonic()
 
     def run_all(self, cases: Iterable[Case]) -> None:
-        """Run these cases of the present part."""
         chosen = [case for case in cases if self.wants(case)]
         together = [case for case in chosen if not case.alone]
         with ThreadPoolExecutor(self._args.jobs) as pool:

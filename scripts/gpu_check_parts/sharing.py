@@ -157,7 +157,6 @@ class _Job:
         return found
 
     def close(self) -> None:
-        """Leave."""
         for arm in (self.plain, self.leased):
             arm.close()
         self.lease.close()
@@ -203,6 +202,5 @@ class Filler:
         """Nothing is deferred."""
 
     def close(self) -> None:
-        """Leave the lease."""
         if self._hooks is not None:
             self._hooks.remove()

@@ -213,7 +213,6 @@ class Job:
         return _leaves(seen)
 
     def close(self) -> None:
-        """Detach DeAR."""
         if self.state is not None:
             self.state.detach()
 

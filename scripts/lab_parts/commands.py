@@ -84,7 +84,6 @@ class Run:
 
     @uninterrupted  # a command that has started must be in the list of those to end
     def start(self, rank: int, command: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start one host's command."""
         host = HostCommand(rank, command, env)
         self.hosts.append(host)
         for source, what in ((host.process.stdout, "stdout"), (host.process.stderr, "stderr"), (host.pidfd, "end")):

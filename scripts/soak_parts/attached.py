@@ -32,7 +32,6 @@ class Attached:
         self._attach()
 
     def attach_anew(self) -> None:
-        """Detach, and attach with the next options."""
         self._detach()
         self._attach()
 

@@ -41,7 +41,6 @@ class SoakSettings:
 
     @property
     def checkpoint(self) -> Path:
-        """The file of the last checkpoint."""
         return Path(self.directory, "checkpoint.pt")
 
     def samples(self, arm: str, rank: int) -> Path:
@@ -53,10 +52,8 @@ class SoakSettings:
         return Path(self.directory, f"{arm}-{rank}.json")
 
     def write(self, path: Path) -> None:
-        """Write the settings to a file."""
         path.write_text(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> "SoakSettings":
-        """Read what `write` wrote."""
         return cls(**json.loads(path.read_text()))

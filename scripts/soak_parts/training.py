@@ -35,7 +35,6 @@ class Training:
         self._labels = torch.randint(CLASSES, (BATCHES, BATCH))
 
     def step(self, number: int) -> None:
-        """One step, as in any script."""
         self.optimizer.zero_grad()
         self._loss(number).backward()
         self.optimizer.step()

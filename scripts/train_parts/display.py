@@ -54,7 +54,6 @@ class Display:
             self.line(f"epoch {epoch}/{self._epochs}  update {done}/{self._updates_per_epoch}")
 
     def epoch(self, result: dict[str, Any]) -> None:
-        """Print the figures of an epoch that is over."""
         exposed = result["exposed_s_per_step"]
         self.line(
             f"epoch {result['epoch']}/{self._epochs}  loss {result['loss']:.4f}  "
