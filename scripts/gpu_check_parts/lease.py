@@ -35,21 +35,16 @@ MOST_APART_S = 0.04
 def run(runner: Runner) -> None:
     """With a broker of their own, so that no job of somebody else's takes part."""
     is_rehearsal = runner.device == "cpu"
-    training = CaseSettings(SMALL if is_rehearsal else "resnet50", 2.0 if is_rehearsal else 25.0, precision="fp32")
-    if not is_rehearsal:
-        training = replace(training, precision="bf16")
+    training = CaseSettings(SMALL, 2.0, precision="fp32") if is_rehearsal else CaseSettings("resnet50", 25.0)
     with tempfile.TemporaryDirectory(prefix="gpu-check-lease-") as directory:
-        two = _with_lease(two_ranks_over_gloo(runner.device), directory)
+        two = two_ranks_over_gloo(runner.device)
+        two = replace(two, environment={**two.environment, DIRECTORY_VARIABLE: directory})
         runner.run_all([Case(GROUP, "drain: what a release leaves on the GPU", drain, (), two, True)])
         mps.run_with_and_without(runner, lambda which: _cases(which, two, training))
         four = replace(two, devices=two.devices * 2)
         staged = Sharing(training, "training", ranks_per_job=2)
         name = "two jobs of two ranks each, gloo through host memory"
         runner.run_all([Case(GROUP, name, share, (staged,), four, True, limit_s=LIMIT_S)])
-
-
-def _with_lease(launch: Launch, directory: str) -> Launch:
-    return replace(launch, environment={**launch.environment, DIRECTORY_VARIABLE: directory})
 
 
 def _cases(which: str, launch: Launch, training: CaseSettings) -> Iterator[Case]:
@@ -122,29 +117,26 @@ def _take_over(lease: dx.GpuLease, *, is_contended: bool) -> float:
 
 def run_ahead(device: torch.device) -> dict[str, Any]:
     """Rank 1 fills the GPU under its lease; rank 0 asks again and again, and looks how soon the GPU is really free."""
-    is_peer = dist.get_rank() == 0
-    lease = connected_lease(dist.get_rank(), "peer" if is_peer else "filler")
-    value = torch.zeros(1, device=device)
+    lease = connected_lease(dist.get_rank(), "peer" if dist.get_rank() == 0 else "filler")
     over = torch.zeros(1)
-    filler = None if is_peer else Filler(device, lease)
-    handle = dist.broadcast(over, src=0, async_op=True) if not is_peer else None  # arrives when rank 0 has finished
-    figures: dict[str, Any] = {}
-    if filler is not None and handle is not None:
-        forwards = 0
+    if dist.get_rank() == 0:
+        figures = _ask_again_and_again(device, lease)
+        dist.broadcast(over, src=0)
+    else:
+        filler, forwards = Filler(device, lease), 0
+        handle = dist.broadcast(over, src=0, async_op=True)  # arrives when rank 0 has finished
+        assert handle is not None
         while not handle.is_completed():
             filler.step()
             forwards += 1
         filler.close()
         figures = {"forwards": forwards, "grants": lease.stats().grants}
-    else:
-        figures = _ask_again_and_again(device, lease, value)
-        dist.broadcast(over, src=0)
     lease.close()
     return figures
 
 
-def _ask_again_and_again(device: torch.device, lease: dx.GpuLease, value: torch.Tensor) -> dict[str, Any]:
-    apart = random.Random(0)
+def _ask_again_and_again(device: torch.device, lease: dx.GpuLease) -> dict[str, Any]:
+    apart, value = random.Random(0), torch.zeros(1, device=device)
     value.add_(1.0)
     synchronize(device)
     granted_s, free_s = [], []
