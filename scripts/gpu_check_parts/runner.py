@@ -11,6 +11,7 @@ from rich.console import Console
 
 from bench_kit import record
 from bench_kit.ranks import Figures, Outcome, run_check
+from bench_kit.tables import say
 from gpu_check_parts import report
 from gpu_check_parts.case import Case
 from gpu_check_parts.report import Row
@@ -105,7 +106,7 @@ class Runner:
         line = f"[{style}]{row.outcome.result:>7}[/] {case.group}: {case.name} ({row.outcome.seconds:.1f} s)"
         self.console.print(line, highlight=False)
         if row.outcome.result == "ok" and row.note:
-            self.console.print(f"        {row.note}", markup=False, highlight=False, soft_wrap=True)
+            say(self.console, f"        {row.note}")
 
     def outcome(self, case: Case) -> Outcome:
         """Run a case if that is possible, and judge its outcome."""
