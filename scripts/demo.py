@@ -125,13 +125,12 @@ class Demo:
 
     def _arms(self, bytes_per_s: float | None) -> tuple[DemoArm, DemoArm, DemoArm]:
         """DDP as it comes, DDP at its best and DeAR, all after equally many steps."""
-        found = measure.try_bucket_sizes(
+        default, best = measure.try_bucket_sizes(
             self._factory,
             bytes_per_s,
             self._lengths,
             lambda doing, behind: self._display.update(doing, 0.06 + behind / 10),
         )
-        default, best = found[0].arm, min(found, key=lambda candidate: candidate.step_s).arm
         best.label += " (best)"
         self._display.update("DeAR tunes itself while it trains", 0.16)
         dear = self._factory.dear(bytes_per_s, tune=self._lengths.tune)

@@ -66,23 +66,19 @@ def communication_s(arm: DemoArm, gradient_bytes: int) -> float:
     return min(all_reduces_s(torch.zeros(gradient_bytes // 4), warm_up=1, times=2, process_group=arm.group))
 
 
-class Candidate(NamedTuple):
-    """Plain DDP with one bucket size, and its seconds per step in the search."""
-
-    arm: DemoArm
-    step_s: float
-
-
-def try_bucket_sizes(factory: Factory, bytes_per_s: float | None, lengths: Lengths, report: Report) -> list[Candidate]:
-    """Plain DDP with each bucket size, timed over a few steps. Collective."""
-    found = []
+def try_bucket_sizes(
+    factory: Factory, bytes_per_s: float | None, lengths: Lengths, report: Report
+) -> tuple[DemoArm, DemoArm]:
+    """Plain DDP as it comes, and with the bucket size that is the fastest over a few steps. Collective."""
+    arms, steps_s = [], []
     for number, bucket_mb in enumerate(lengths.buckets_mb):
         arm = factory.ddp(bucket_mb, bytes_per_s)
         report(f"trying bucket sizes: {arm.label}", number / len(lengths.buckets_mb))
         arm.catch_up(WARM_UP_STEPS)
         times_s = [arm.arm.turn_s(lengths.search_steps) for _ in range(lengths.search_rounds)]
-        found.append(Candidate(arm, statistics.median(mean_over_ranks(times_s))))
-    return found
+        arms.append(arm)
+        steps_s.append(statistics.median(mean_over_ranks(times_s)))
+    return arms[0], arms[steps_s.index(min(steps_s))]
 
 
 def time_rounds(arms: list[DemoArm], rounds: int, steps: int, report: Report) -> list[list[float]]:
