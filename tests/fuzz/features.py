@@ -115,6 +115,8 @@ SCRIPT = (
                                                      model=(*BRANCHES, "checkpointed", "attending", "recurrent"))),
     Feature("scheduler", ("", "step", "cycle", "one_cycle")),
     Feature("sizes", ("equal", "unequal", "zeros"), has("find_unused", "static_graph", model=BRANCHES, zero="between")),
+    # In each micro-batch, most of whose gradients are a rank's own, and not weighted yet; or when the step is done.
+    Feature("clip_when", ("", "each", "late"), lambda choices: not choices.get("clip") or "sizes" in choices),
     Feature("past_ddp", ("", "always", "sometimes"),  # forwards through the module inside of DDP, which reduces nothing
             either(has("static_graph", "by_name", clip="own", sizes="zeros"), _is_refused_by_some_ranks)),
     Feature("batch_around", ("each", "all"), lambda choices: choices.get("micro_batches", 1) == 1),
@@ -139,7 +141,7 @@ ARM = (
     Feature("norms", ("exact", "sharded"), has("past_ddp"), often=1.5),  # takes what is not reduced for shared
     Feature("shard_optimizer", (False, True), has(schedule="allreduce"), often=2),
     Feature("weighted", (False, True)),
-    Feature("wire", ("", "bfloat16", "float16", "int8"), has("shard_optimizer")),
+    Feature("wire", ("", "bfloat16", "float16", "int8")),  # codes and shards: see `laws.fit`
     Feature("top_k", (0, 0.3, 1.0), has("shard_optimizer", schedule="allreduce")),
     Feature("groups", ("", "node"), has("shard_optimizer", schedule="allreduce")),
     Feature("plans", ("", "random"), has("top_k", "groups", wire="int8")),

@@ -36,7 +36,9 @@ _NORMS_FROM_SHARDS = ("norm", "loop", "one_norm", "one_layer")
 
 def law_of(script: Choices, arm: Choices) -> Law:
     """The law of an arm."""
-    if arm.get("wire") == "int8" or arm.get("top_k"):
+    # The limit of a sparse wire, which leaves nothing out, computes what plain DDP does. Values travel as fp32.
+    is_limit = arm.get("top_k") == 1.0 and not arm.get("wire") and script.get("dtype") != "float64"
+    if arm.get("wire") == "int8" or (arm.get("top_k") and not is_limit):
         return Law.RANKS
     takes_other_norms = script.get("clip") == "own" or (
         arm.get("norms") == "sharded" and script.get("clip") in _NORMS_FROM_SHARDS
@@ -63,7 +65,7 @@ def fit(program: Program) -> Program:
     """The program with what its laws need: fp64 where sums are compared within rounding."""
     script, arms = dict(program.script), [dict(arm) for arm in program.arms]
     for arm in arms:
-        if arm.get("schedule") == "allreduce" and arm.get("wire") == "int8":
+        if arm.get("wire") == "int8" and (arm.get("schedule") == "allreduce" or arm.get("shard_optimizer")):
             arm.pop("wire")  # refused
     if script.get("sizes") == "zeros":
         for arm in arms:

@@ -24,6 +24,7 @@ _NEEDS: dict[str, Choices] = {
     "reduce_each": {"micro_batches": 2},
     "batch_around": {"micro_batches": 2},
     "overflow": {"scaler": "stock"},
+    "clip_when": {"clip": "norm"},
     "frozen": {"find_unused": True},
 }
 

@@ -374,6 +374,7 @@ class Run:
                 for optimizer in self.main.optimizers:
                     self.scaler.step(optimizer)
             self.scaler.update()
+            self._clip("late")
             if zero.endswith("after"):
                 self._zero(zero)
         if self.is_scaled:
@@ -430,6 +431,7 @@ class Run:
         if self.script.get("zero") == "between" and not index % self.script.get("micro_batches", 1):
             self._zero("between")
         self.scaler.scale(loss).backward()
+        self._clip("each")
         return shown.detach().float()
 
     @property
@@ -457,7 +459,9 @@ class Run:
             stack.enter_context(part.ddp.no_sync())
         return stack
 
-    def _clip(self) -> None:
+    def _clip(self, when: str = "") -> None:
+        if self.script.get("clip_when", "") != when:
+            return
         how, parameters = self.script.get("clip", ""), self.main.parameters
         if how == "own" and self.main.state is not None:
             self.see(self.main.state.clip_grad_norm_(MAX_NORM))
