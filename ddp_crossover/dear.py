@@ -1,9 +1,9 @@
 """The DeAR pipeline: scatter legs during backward, gather legs during the next forward.
 
 A pipeline owns the fusion buffers of one plan and follows each gradient from DDP's bucket to the optimizer update:
-staged, scattered, gathered, delivered to readers of ``.grad``, applied. It decides when each leg is launched;
-``pending_updates`` knows which code waits for one. It does not know DDP's hook contract (``ddp.reducer``) or how
-updates are computed (``optim``).
+staged, scattered, gathered, delivered to readers of ``.grad``, applied. It decides when each scatter leg is launched,
+``gathers`` when each gather leg is; ``pending_updates`` knows which code waits for one. It does not know DDP's hook
+contract (``ddp.reducer``) or how updates are computed (``optim``).
 
 Source: DeAR, arXiv 2302.12445, section III. Unlike in the paper, gather legs carry gradients, not parameters, so they
 need no optimizer and may start before ``step()``. What else they may carry, and when they leave, ``gathers`` says.

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_crossover.options import GivenOptions, Options
+from ddp_crossover.codecs.wire import CODES
+from ddp_crossover.options import CODED_DTYPES, WIRE_DTYPES, GivenOptions, Options
 
 GUIDE = Path(__file__).parent.parent / "docs" / "guide.md"
 NAMES = [field.name for field in fields(Options)]
@@ -26,6 +27,10 @@ def test_each_option_is_documented_in_the_class_and_in_the_guide() -> None:
     assert sorted(documented) == sorted(NAMES)
     in_guide = {name for row in re.findall(r"^\| (.+?) \|", GUIDE.read_text(), re.MULTILINE) for name in row.split("`")}
     assert set(NAMES) <= in_guide
+
+
+def test_each_coded_dtype_has_a_code() -> None:
+    assert {str(dtype) for dtype in CODES} == {*CODED_DTYPES} < {*WIRE_DTYPES}  # which load no torch
 
 
 def test_ranks_agree_on_all_options_but_those_of_a_rank() -> None:

@@ -9,7 +9,7 @@ from ddp_crossover.codecs.codec import Codec, add_residual, all_finite, chunk_nu
 
 
 class Cast(Codec):
-    """Sends each element as ``dtype``.
+    """Sends each element as ``dtype``: a code, with error feedback, unlike the cast of ``Wire.cast_to``.
 
     Args:
         dtype: ``torch.bfloat16`` or ``torch.float16``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,6 +16,8 @@ from ddp_crossover.codecs.top_k import Selector, TopKCodec
 from ddp_crossover.top_k import TopK
 
 _CODED_DTYPE = torch.float32
+# By wire dtype: what does not stand here is a cast.
+CODES: Mapping[torch.dtype, type[Codec]] = {torch.int8: BlockInt8}
 # Sizes of codes per element are taken from a slice of this size.
 _TYPICAL_NUMEL = 2**18
 
@@ -46,7 +49,7 @@ class Wire:
         device_type: str = "cpu",
     ) -> Wire:
         """What a user's options ask for; ``device_type`` is where gradients are encoded."""
-        code = BlockInt8() if wire_dtype is torch.int8 else None
+        code = CODES[wire_dtype]() if wire_dtype is not None and wire_dtype in CODES else None
         cast_to = wire_dtype if code is None else None
         if compress is not None:
             gather = code if cast_to is None else Cast(cast_to)

@@ -267,14 +267,14 @@ class AnnouncedLegs:
 
 
 class GlooGatherLeg(GlooLeg):
-    """An all-gather that starts when its scatter leg is done, and ends when our sends from the buffer are done, too.
+    """An all-gather, posted when its scatter leg is done, or later. It ends when our sends from the buffer have ended.
 
     Args:
         context: what all legs of the link share.
         scatter: the scatter leg of the same group.
         urgency: of the legs that are ready, the one with the smallest urgency is posted first; None keeps the order
             of the calls.
-        paced: whether to post it only when the link has almost nothing left to send.
+        paced: whether to post it only when the link has almost nothing left to send; only for legs with an urgency.
         on_done: called when the leg has ended, with its error if it has failed.
     """
 

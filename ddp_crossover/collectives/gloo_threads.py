@@ -6,9 +6,9 @@ and a few that wait of their own. They know nothing about legs, only jobs.
 
 [Note: what is posted next]
 Work that cannot wait comes first: exchanges of norms, then staging and scatter legs in the order of the calls. Gather
-legs use the remaining time of the link. With the planned schedule they are posted when they are ready, the most urgent
+legs use the remaining time of the link. With `schedule="auto"` they have an urgency: posted when ready, the most urgent
 first, and only when the link has almost nothing left to send: a gather leg in the socket buffer delays every later
-scatter leg. With the paper's schedule they are posted in the order of the calls.
+scatter leg. With `"dear"` they have none, and are posted in the order of the calls.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Link(ABC):
 
     @abstractmethod
     def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> Leg:
-        """Start to send every rank's slice to every rank, as soon as ``scatter`` is done. Never blocks.
+        """Send every rank's slice to every rank once ``scatter`` is done, or later where this link paces. Never blocks.
 
         On CUDA it first waits for the work that the current stream has got, if ``scatter`` has a landing.
 

@@ -24,7 +24,7 @@ from ddp_crossover.torch_internals.groups import new_group
 from equivalence import Case, Run
 from harness import run_faulty_ranks, run_ranks
 from models import WideNet
-from wire import tcp_bytes_by_socket
+from tcp_bytes import tcp_bytes_by_socket
 
 CONNECTIONS = 3
 # Headers, acknowledgements of receives, and parts that are not cut as evenly as whole slices.

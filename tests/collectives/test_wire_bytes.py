@@ -17,7 +17,7 @@ from torch import nn
 from equivalence import Case, Run, train_step
 from harness import run_ranks
 from models import INPUTS, OUTPUTS
-from wire import tcp_bytes_sent
+from tcp_bytes import tcp_bytes_sent
 
 # In fresh processes: connections of an earlier test could close between two readings.
 pytestmark = [
