@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,12 +64,17 @@ class Recording:
             self._progress.write_text(f"{steps}\n")
         if steps < self._steps:
             return
-        self._write()
+        status = 0
+        try:
+            self._write()
+        except Exception:  # a full disk: the other ranks end here as well
+            traceback.print_exc()
+            status = 1
         if dist.is_initialized():
             dist.barrier()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(status)
 
     def _write(self) -> None:
         if self._has_ended:

@@ -110,6 +110,9 @@ class TrialLog:
         tried = dict.fromkeys(trial.candidate for trial in self.trials)
         return [candidate for candidate in tried if candidate.schedule is schedule]
 
+    def steps(self, candidate: Candidate) -> int:
+        return sum(len(trial.steps_s) for trial in self.trials if trial.candidate == candidate)
+
     def time_s(self, candidate: Candidate) -> float:
         """The candidate's median step time in seconds, corrected to the current state of the machine."""
         drift, last = self._drift(), len(self.trials) - 1
@@ -124,6 +127,14 @@ class TrialLog:
         """Whether ``one`` is faster than ``other`` by more than the noise, and by more than 1%."""
         margin = max(MIN_GAIN, math.hypot(self._noise(one), self._noise(other)))
         return math.log(self.time_s(other) / self.time_s(one)) > margin
+
+    def seems_faster(self, one: Candidate, other: Candidate) -> bool:
+        """Whether ``one`` was faster than ``other`` by more than 1%, which may be noise."""
+        return math.log(self.time_s(other) / self.time_s(one)) > MIN_GAIN
+
+    def seemingly_fastest(self) -> Candidate:
+        """The candidate with the shortest steps, which may be noise."""
+        return min(dict.fromkeys(trial.candidate for trial in self.trials), key=self.time_s)
 
     def fastest(self) -> Candidate:
         """The fastest ``AUTO`` candidate; an earlier one is kept unless a later one is clearly faster, or thriftier.
@@ -167,8 +178,7 @@ class TrialLog:
 
     def _noise(self, candidate: Candidate) -> float:
         """Relative standard deviation of :meth:`time_s`, from the spread of all trials."""
-        steps = sum(len(trial.steps_s) for trial in self.trials if trial.candidate == candidate)
-        return self._step_noise() * STD_OF_MEDIAN / math.sqrt(steps)
+        return self._step_noise() * STD_OF_MEDIAN / math.sqrt(self.steps(candidate))
 
     def _step_noise(self) -> float:
         """Relative standard deviation of one step time in a trial."""

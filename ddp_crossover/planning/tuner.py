@@ -15,6 +15,7 @@ replaced. Candidates are tried in this order:
 4. The winner, the best plain one and with codes the best without (or with) again, if they were measured only once: the
    lowest of several noisy times is too low on average, and the choice between these should not depend on the state of
    the machine at the start. When trials run out, this comes before 2 and 3.
+5. A run-off: as long as another one seems faster than the winner, but not clearly, both again in turns, a few times.
 
 A trial whose step times are spread goes on, a few times in all: where ranks are slow by moments, the median of five
 steps may be that of slow ones.
@@ -43,6 +44,8 @@ TRIAL_STEPS = WARMUP_STEPS + MEASURED_STEPS
 # How often trials may go on in all, each time by as many steps as a trial has, and how often one of them.
 MAX_EXTENSIONS = 6
 MAX_EXTENSIONS_OF_TRIAL = 2
+# Trials of a run-off, beyond the others.
+MAX_RUN_OFFS = 4
 
 GOLDEN = (3 - math.sqrt(5)) / 2
 # The largest group size to try, in MiB.
@@ -160,6 +163,7 @@ class Tuner:
         self._steps_s: list[float] = []
         self._steps = 0
         self._extensions_left = MAX_EXTENSIONS
+        self._run_offs = 0
         self.candidate = self._first[0]
         self.result: TuningResult | None = None
 
@@ -197,7 +201,7 @@ class Tuner:
             return self.result.describe()
         measured = self._steps_s[WARMUP_STEPS:]
         now = f"{_ms(median(measured))} ms" if measured else "warming up"
-        line = f"tuning {len(self._log.trials) + 1}/{self._max_trials}: {self.candidate}: {now}"
+        line = f"tuning {len(self._log.trials) + 1}/{self._max_trials + self._run_offs}: {self.candidate}: {now}"
         if len(self._log.trials) < len(self._first):
             return line
         best = self._log.winner()
@@ -223,9 +227,9 @@ class Tuner:
 
     def _next(self) -> Candidate | str:
         """The next candidate to try, or the reason to stop."""
-        trials = len(self._log.trials)
+        trials = len(self._log.trials) - self._run_offs
         if trials == self._max_trials:
-            return f"the budget of {self._max_trials} trials is spent"
+            return self._run_off() or f"the budget of {self._max_trials} trials is spent"
         for candidate in self._first:
             if not self._log.count(candidate):
                 return candidate
@@ -237,7 +241,20 @@ class Tuner:
         if unconfirmed and self._max_trials - trials <= len(unconfirmed):
             return unconfirmed[0]
         probe = self._neighbour(fastest) or self._between(fastest)
-        return probe or (unconfirmed[0] if unconfirmed else f"no neighbour of {fastest} was faster")
+        if probe is not None or unconfirmed:
+            return probe or unconfirmed[0]
+        return self._run_off() or f"no neighbour of {fastest} was faster"
+
+    def _run_off(self) -> Candidate | None:
+        """Of the winner and the one that seems faster, who was tried for fewer steps; None if there is nothing to tell.
+
+        What is not clearly faster does not win, so noise favours what was there, and costs what it hides.
+        """
+        winner, rival = self._log.winner(), self._log.seemingly_fastest()
+        if self._run_offs == MAX_RUN_OFFS or not self._log.seems_faster(rival, winner):
+            return None
+        self._run_offs += 1
+        return min(rival, winner, key=self._log.steps)
 
     def _neighbour(self, best: Candidate) -> Candidate | None:
         """A candidate one octave away, on a side where nothing has been tried; None if there is none."""

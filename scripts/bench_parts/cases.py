@@ -41,7 +41,7 @@ class CaseSettings:
     fusion_mb: float | None = None
     optimizer: str = "sgd"
     straggler: str | None = None
-    warm_up_limit: int = 150
+    warm_up_limit: int = 180
 
     @property
     def name(self) -> str:

@@ -152,7 +152,7 @@ ARM = (
 
 STEPS = 9
 """So many steps has a program; the pipeline begins in the third or fourth."""
-TUNED_STEPS = 110
+TUNED_STEPS = 140
 """So many steps has a program whose arms find their plans by themselves."""
 
 

@@ -37,7 +37,7 @@ from plans import judged_plans, random_plans
 
 SETTLING = 4  # steps until DDP's buckets have settled
 PROFILING = 6
-TUNING = 104  # ten trials, six extensions of noisy ones, and two steps for each change of DDP's buckets
+TUNING = 136  # ten trials, six extensions of noisy ones, a run-off of four, two steps for each change of DDP's buckets
 
 
 class Job:
