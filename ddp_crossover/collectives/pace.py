@@ -72,6 +72,8 @@ _LEAD_BYTES = 2**18
 # The kernel does not notify about sent bytes, so the backlog must be polled. It shrinks by less than the link sends,
 # because more is written meanwhile: to ask when the lead should be reached would mean to ask ever more often.
 _SHORTEST_NAP_S = 5e-4
+# A link that was measured while the machine stood still seems so slow that its backlog would take seconds to shrink.
+_LONGEST_NAP_S = 2e-2
 
 
 class Pace:
@@ -113,4 +115,6 @@ class Pace:
         lead_s = _RELAXED_LEAD_S if self.is_relaxed and is_most_urgent else _LEAD_S
         lead_bytes = lead_s / self.s_per_byte if self.s_per_byte else _LEAD_BYTES
         too_much_bytes = self._backlog.unacknowledged_bytes() - lead_bytes
-        return max(too_much_bytes * self.s_per_byte, _SHORTEST_NAP_S) if too_much_bytes > 0 else 0.0
+        if too_much_bytes <= 0:
+            return 0.0
+        return min(max(too_much_bytes * self.s_per_byte, _SHORTEST_NAP_S), _LONGEST_NAP_S)

@@ -150,6 +150,16 @@ def test_a_paced_leg_waits_for_the_link_and_an_unpaced_one_does_not(posting, s_p
     assert posting.next_taken() == paced.post
 
 
+def test_a_link_that_was_measured_as_far_too_slow_holds_nothing_back_for_seconds(posting) -> None:
+    posting.queue.pace.s_per_byte = 1.0  # the machine stood still while it was probed
+    written = fill(posting.writer)
+    leg = gather(0, paced=True)
+    posting.start(leg)
+    assert posting.nothing_taken()
+    drain(posting.reader, written)
+    assert posting.next_taken() == leg.post
+
+
 @pytest.fixture
 def almost_dry(posting) -> Posting:
     """The link has 5 ms left to send, for ever."""
