@@ -9,6 +9,7 @@ one order.
 # No `from __future__ import annotations` here: DDP checks the annotations of hooks, and expects types.
 
 import functools
+from collections import Counter
 from typing import Any
 
 import torch
@@ -39,8 +40,9 @@ class TrainingRecord:
     def __init__(self, errand: Errand, auto: Auto | None) -> None:
         self._recording = Recording(errand, self._content)
         self._auto = auto
-        self._optimizers: list[Optimizer] = []  # compared by identity, as they may define equality
-        self._steps: list[int] = []
+        # By id, as they may define equality; the reference keeps the id from being used again.
+        self._optimizers: dict[int, Optimizer] = {}
+        self._steps_of: Counter[int] = Counter()
         self._losses: list[float] = []
         self._before_steps: list[dict[str, str]] = []
         self._sums_are_in_rank_order = self._sums_may_round = False
@@ -75,7 +77,7 @@ class TrainingRecord:
             "before_steps": self._before_steps,
             "parameters": digests("named_parameters", models),
             "buffers": digests("named_buffers", models),
-            "optimizers": [_state_of(optimizer, names) for optimizer in self._optimizers],
+            "optimizers": [_state_of(optimizer, names) for optimizer in self._optimizers.values()],
             "sums_are_in_rank_order": self._sums_are_in_rank_order,
             "sums_may_round": self._sums_may_round,
         }
@@ -93,13 +95,9 @@ class TrainingRecord:
         )
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        number = next((i for i, known in enumerate(self._optimizers) if known is optimizer), None)
-        if number is None:
-            number = len(self._optimizers)
-            self._optimizers.append(optimizer)
-            self._steps.append(0)
-        self._steps[number] += 1
-        self._recording.note_steps(max(self._steps))
+        self._optimizers[id(optimizer)] = optimizer
+        self._steps_of[id(optimizer)] += 1
+        self._recording.note_steps(max(self._steps_of.values()))
 
 
 def rank_order_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

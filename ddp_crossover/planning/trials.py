@@ -126,11 +126,11 @@ class TrialLog:
     def faster(self, one: Candidate, other: Candidate) -> bool:
         """Whether ``one`` is faster than ``other`` by more than the noise, and by more than 1%."""
         margin = max(MIN_GAIN, math.hypot(self._noise(one), self._noise(other)))
-        return math.log(self.time_s(other) / self.time_s(one)) > margin
+        return self._gain(one, other) > margin
 
     def seems_faster(self, one: Candidate, other: Candidate) -> bool:
         """Whether ``one`` was faster than ``other`` by more than 1%, which may be noise."""
-        return math.log(self.time_s(other) / self.time_s(one)) > MIN_GAIN
+        return self._gain(one, other) > MIN_GAIN
 
     def seemingly_fastest(self) -> Candidate:
         """The candidate with the shortest steps, which may be noise."""
@@ -173,8 +173,12 @@ class TrialLog:
     def _thriftier(self, one: Candidate, other: Candidate) -> bool:
         """Whether ``one`` has larger groups, of a size that is worth having, and is hardly slower."""
         octaves = math.log2(one.fusion_mb / other.fusion_mb)
-        slower = math.log(self.time_s(one) / self.time_s(other))
+        slower = self._gain(other, one)
         return octaves > 0 and one.fusion_mb <= self._thrifty_mb and slower < THRIFT * octaves
+
+    def _gain(self, one: Candidate, other: Candidate) -> float:
+        """Natural logarithm of how many times as fast ``one`` is."""
+        return math.log(self.time_s(other) / self.time_s(one))
 
     def _noise(self, candidate: Candidate) -> float:
         """Relative standard deviation of :meth:`time_s`, from the spread of all trials."""

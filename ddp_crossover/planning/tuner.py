@@ -250,8 +250,10 @@ class Tuner:
 
         What is not clearly faster does not win, so noise favours what was there, and costs what it hides.
         """
+        if self._run_offs == MAX_RUN_OFFS:
+            return None
         winner, rival = self._log.winner(), self._log.seemingly_fastest()
-        if self._run_offs == MAX_RUN_OFFS or not self._log.seems_faster(rival, winner):
+        if not self._log.seems_faster(rival, winner):
             return None
         self._run_offs += 1
         return min(rival, winner, key=self._log.steps)

@@ -96,11 +96,13 @@ def test_a_feature_by_itself_is_exact_and_costs_what_is_said(label: str, pool_of
     assert not outcome.failure, outcome.failure
     assert set(outcome.counts) == {"exact"}, f"plain DDP cannot do it, or it is refused: {outcome.counts}"
     for verdict, arm in zip(of_ranks[0], program.arms, strict=True):
-        shards = bool(arm.get("shard_optimizer"))
-        reason = REASONS_WITH_SHARDS.get(label) if shards and label not in REASONS else REASONS.get(label)
+        shards = arm.get("shard_optimizer")
+        if shards and label in REASONS:
+            continue
+        reason = (REASONS_WITH_SHARDS if shards else REASONS).get(label)
         if reason is None:
             assert not verdict.fallbacks
-        elif not shards or label in REASONS_WITH_SHARDS:
+        else:
             assert any(re.search(reason, each) for each in verdict.fallbacks), verdict.fallbacks
     if label not in REASONS.keys() | DEFERS_FEWER:
         assert of_ranks[0][0].deferred >= ALONE_STEPS // 2
