@@ -14,6 +14,7 @@ NOT_OURS = {
     "cta_policy": "of options for a process group that is about to be made",
     "_timeout": "of the same",
     "grad": "of a parameter",
+    "requires_grad": "of a frozen parameter, as long as DDP puts its hooks on all",
     "state": "of an optimizer",
     "param_groups": "of an optimizer",
     "__class__": "of a parameter whose value is pending",

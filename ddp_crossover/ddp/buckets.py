@@ -65,15 +65,14 @@ class LayoutRecorder:
         """Note the parameters of one bucket, given its index.
 
         Raises:
-            RuntimeError: if a parameter is unknown, because it was frozen at attach or belongs to another model.
+            RuntimeError: if a parameter is unknown, because it belongs to another model.
         """
         self._arrived += len(parameters)
         indices = tuple([self._index_of.get(id(parameter), -1) for parameter in parameters])
         if -1 in indices:
             raise RuntimeError(
-                "DDP reduces a parameter that this DearState does not know. Either it did not require a gradient when "
-                "dear_hook was attached: freeze and unfreeze parameters before building DistributedDataParallel, then "
-                "attach. Or the state was made for another model: each model needs its own"
+                "DDP reduces a parameter that this DearState does not know, so the state was made for another model, "
+                "or other code has given DDP a new reducer: each model needs a state of its own, made after that"
             )
         self._now[bucket] = indices
 
@@ -247,6 +246,7 @@ def _refuse_backward_of_earlier_forward(
                 handle.remove()
 
     # Not hooks on the parameters: `torch.autograd.grad()` runs these, too, and it adds nothing to gradients.
-    handles = [get_gradient_edge(parameter).node.register_prehook(refuse) for parameter in parameters]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    handles = [get_gradient_edge(parameter).node.register_prehook(refuse) for parameter in trained]
     handles.append(ddp.register_forward_pre_hook(torch.compiler.disable(allow)))  # also works after detach()
     return allow

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.log import first_of, say
-from ddp_crossover.torch_internals.ddp import managed_parameters, parameters_as_built
+from ddp_crossover.torch_internals.ddp import unmanaged_parameters
 
 _ALONE = "DDP's process group has one rank, so nothing is reduced and each process trains on its own, "
 
@@ -48,13 +48,12 @@ def _number_of_processes() -> int:
 
 
 def _why_late(ddp: DistributedDataParallel) -> str | None:
-    """What is wrong with parameters that are not those that DDP has broadcast and reduces; None if all are."""
-    known = {id(parameter) for parameter in parameters_as_built(ddp)}
-    late = [name for name, parameter in managed_parameters(ddp) if id(parameter) not in known]
+    """What is wrong with trained parameters that DDP does not reduce; None if it reduces all."""
+    late = [name for name, parameter in unmanaged_parameters(ddp) if parameter.requires_grad]
     if not late:
         return None
     return (
-        f"{first_of(late)} came into the model (moved, cast or replaced) after DistributedDataParallel was built, so "
-        "plain DDP does not reduce their gradients, and has not given all ranks the same values. Build "
-        "DistributedDataParallel after such changes"
+        f"{first_of(late)} came into the model (moved, cast, replaced or thawed) after DistributedDataParallel was "
+        "built, so DDP does not reduce their gradients, with this package as without. Build DistributedDataParallel "
+        "after such changes; what is frozen later and thawed again it goes on reducing"
     )

@@ -209,8 +209,8 @@ class Reducer:
         elif bucket.is_last() and not may_skip_buckets(self.model):
             names = ", ".join(self._params.all[index].name for index in self._layouts.missing())
             raise RuntimeError(
-                f"DDP does not reduce {names}, which did not require a gradient when it was built: freeze and unfreeze "
-                "parameters before building DistributedDataParallel, then attach"
+                f"DDP has stopped reducing {names} since dear_hook was attached, because other code has given it a new "
+                "reducer: call state.detach() before that, and attach after it"
             )
         return future
 

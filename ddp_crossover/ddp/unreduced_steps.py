@@ -21,11 +21,13 @@ from torch.optim import Optimizer
 
 from ddp_crossover.ddp.weighted_batches import WeightedBatches
 from ddp_crossover.figures.stats import FallbackLog
+from ddp_crossover.log import first_of
 from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters
 from ddp_crossover.parameters.early_reads import SOMEWHERE, caller
 from ddp_crossover.parameters.gradient_marks import version_of
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.reduced_gradients import ReducedGradients
+from ddp_crossover.torch_internals.ddp import unmanaged_parameters
 from ddp_crossover.torch_internals.dispatch import outside_of_modes
 
 _SAMPLED = 4096  # elements
@@ -86,6 +88,8 @@ class UnreducedSteps:
         self._first = weakref.ref(named[0][1])
         self._first_as_reduced: _Writes | None = None
         self._watched: _WatchedGradient | None = None
+        # Those that are trained already are said at attach.
+        self._frozen = [(name, weakref.ref(p)) for name, p in unmanaged_parameters(ddp) if not p.requires_grad]
         if batches is not None and not self._is_over:
             self._watch(parameter for optimizer in optimizers for parameter in self._parameters_of(optimizer))
 
@@ -118,6 +122,8 @@ class UnreducedSteps:
             self._batches.refuse_unreduced(optimizer, were_added_to=were_added_to)
         if self._is_over:
             return
+        if self._frozen:
+            self._say_what_thawed()
         was_reduced = self._reductions != self._reductions_at_step.get(optimizer, 0)
         self._reductions_at_step[optimizer] = self._reductions
         if self._is_asked_for or not self._synchronizes:
@@ -186,6 +192,24 @@ class UnreducedSteps:
             self._say(f"{step}: the gradient of {self._names[id(parameter)]}", watched.written_at, cause)
         if self._batches is None:
             self.remove()  # it is said, or the script averages gradients by itself
+
+    def _say_what_thawed(self) -> None:
+        refs = ((name, ref()) for name, ref in self._frozen)
+        thawed = [name for name, p in refs if p is not None and p.requires_grad and p.grad is not None]
+        if not thawed:
+            return
+        self._frozen.clear()
+        what = (
+            f"{first_of(thawed)} required no gradient when DistributedDataParallel was built, so DDP does not reduce "
+            "what they get now, and ranks train apart, with this package as without"
+        )
+        way_out = (
+            "Freeze parameters after DistributedDataParallel(find_unused_parameters=True) is built: what it was built "
+            "with it goes on reducing when it thaws"
+        )
+        if self._batches is not None:
+            raise RuntimeError(f"{what}; gradients that are not reduced are not weighted (weighted=True). {way_out}")
+        self._fallbacks.note(what, way_out)
 
     def _say(self, gradient: str, written_at: str, cause: _Cause) -> None:
         backward = "its backward" if written_at == SOMEWHERE else f"the backward at {written_at}"

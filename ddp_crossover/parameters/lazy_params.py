@@ -95,7 +95,8 @@ class LazyParam:
 
     def follow_memory(self) -> None:
         """Use the parameter's new memory, after ``parameter.data = ...`` for instance."""
-        self.memory = Parameter(self.parameter.detach(), self.parameter.requires_grad)
+        # As no update of a frozen parameter is deferred, the optimizer meets only those that require a gradient.
+        self.memory = Parameter(self.parameter.detach())
         # Optimizers look at attributes that users have set on a parameter.
         self.memory.__dict__ = self.parameter.__dict__
         self.storage = self.parameter.untyped_storage()

@@ -140,8 +140,8 @@ def why_attributes_matter(optimizer: Optimizer) -> str | None:
 
 
 def _trained(optimizer: Optimizer, index_of: Mapping[int, int]) -> list[Tensor]:
-    """The optimizer's parameters that can get a gradient."""
-    trained = [p for p in optimizer_parameters(optimizer) if p.requires_grad]
+    """The optimizer's parameters that can get a gradient, now or once they are thawed."""
+    trained = [p for p in optimizer_parameters(optimizer) if p.requires_grad or id(p) in index_of]
     for parameter in trained:
         if id(parameter) not in index_of:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -65,19 +65,41 @@ def runs_instead_of_model(ddp: DistributedDataParallel, run: Callable[..., Any])
 
 
 def managed_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the named parameters that DDP reduces, in DDP's order, each once."""
-    ignored: set[str] = private(ddp, "parameters_to_ignore")
+    """Return the named parameters that DDP reduces, in the model's order, each once.
+
+    These are the parameters that required a gradient when DDP was built. What is frozen, thawed or replaced afterwards
+    changes nothing: DDP goes on reducing what it was built with.
+    """
+    names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     return [
-        (name, parameter)
-        for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ignored
+        (names.get(id(parameter), f"parameter {number} of DDP, which has left the model,"), parameter)
+        for number, parameter in enumerate(_in_reducer(ddp))
     ]
 
 
-def parameters_as_built(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """Return the parameters that the module had when DDP was built around it, those that DDP ignores left out."""
-    parameters: list[torch.nn.Parameter] = private(ddp, "_module_parameters")
-    return parameters
+def unmanaged_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the named parameters, frozen ones too, that DDP neither reduces nor was told to ignore."""
+    ignored: set[str] = private(ddp, "parameters_to_ignore")
+    reduced = set(map(id, _in_reducer(ddp)))
+    return [
+        (name, parameter)
+        for name, parameter in ddp.module.named_parameters()
+        if name not in ignored and id(parameter) not in reduced
+    ]
+
+
+def _in_reducer(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    """The parameters of DDP's reducer, of which nothing in Python keeps a list."""
+    as_built: list[torch.nn.Parameter] = private(ddp, "_module_parameters")  # frozen ones, too
+    number = private(ddp, "_get_ddp_logging_data")()["num_parameter_tensors"]
+    if number == len(as_built) and not private(ddp, "parameters_to_ignore"):
+        return as_built
+    # These buckets are as large as the gradients; they are freed at once.
+    buckets: list[GradBucket] = private(ddp.reducer, "_get_zeros_like_grad_buckets")()
+    reduced: dict[int, Any] = {id(parameter): parameter for bucket in buckets for parameter in bucket.parameters()}
+    # DDP may reduce more than it says: a parameter of the outermost module is reduced although it is to be ignored.
+    in_order = (reduced.pop(id(parameter), None) for parameter in [*as_built, *ddp.module.parameters()])
+    return [parameter for parameter in in_order if parameter is not None] + list(reduced.values())
 
 
 def bucket_cap_bytes(ddp: DistributedDataParallel) -> int:
@@ -86,9 +108,10 @@ def bucket_cap_bytes(ddp: DistributedDataParallel) -> int:
 
 
 def rebuild_buckets(ddp: DistributedDataParallel, cap_bytes: int | None = None) -> None:
-    """Give DDP a new reducer without a hook, as its own ``__setstate__`` does.
+    """Give DDP a new reducer without a hook, for the same parameters as the one that it has.
 
-    DDP's attributes keep the user's bucket size, because dynamo's DDPOptimizer splits graphs by it.
+    DDP's own ``__setstate__`` does so for those that require a gradient now. DDP's attributes keep the user's bucket
+    size, because dynamo's DDPOptimizer splits graphs by it.
 
     Args:
         ddp: the model.
@@ -107,12 +130,15 @@ def rebuild_buckets(ddp: DistributedDataParallel, cap_bytes: int | None = None) 
     else:
         settings |= {"bucket_bytes_cap_default": False, "bucket_bytes_cap_list": []}
     before = {name: private(ddp, name) for name in settings}
+    managed = managed_parameters(ddp)
+    parameters = [parameter for _, parameter in managed]
+    names = {number: name for number, (name, _) in enumerate(managed)}
+    is_sparse = [False] * len(managed)  # models with sparse gradients are refused
     private(ddp, "_remove_autograd_hooks")()
-    parameters, is_sparse = private(ddp, "_build_params_for_reducer")()
-    names = private(ddp, "_build_debug_param_to_name_mapping")(parameters)
     vars(ddp).update(settings)
     try:
-        private(ddp, "_ddp_init_helper")(parameters, is_sparse, names, ddp.static_graph)
+        with _thawed(parameters):
+            private(ddp, "_ddp_init_helper")(parameters, is_sparse, names, ddp.static_graph)
     finally:
         vars(ddp).update(before)
     if ddp.static_graph:
@@ -120,6 +146,19 @@ def rebuild_buckets(ddp: DistributedDataParallel, cap_bytes: int | None = None) 
         ddp.logger._set_static_graph()  # type: ignore[union-attr]
         if private(ddp, "_static_graph_delay_allreduce_enqueued"):  # DDP has learned the graph before
             vars(ddp)["_pre_forward"] = _LearnsGraphAnew(ddp, cap_bytes)
+
+
+@contextlib.contextmanager
+def _thawed(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Context in which all parameters require a gradient: only then autograd has a node on which DDP puts its hook."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad = True
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad = False
 
 
 def rebuild_under_hook(ddp: DistributedDataParallel, cap_bytes: int | None) -> None:

@@ -10,7 +10,6 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -211,27 +210,6 @@ def test_join_is_an_error_and_not_a_hang(on_ranks) -> None:
     for message in on_ranks(_refusal, 2, _join_with_uneven_inputs):
         assert message is not None, "not refused"
         assert re.search("join", message), message
-
-
-def _frozen_late(thaws: bool) -> None:
-    model = OddNet()
-    last = list(model.parameters())[-1]
-    last.requires_grad_(not thaws)
-    # Buckets so small that attach leaves DDP's reducer alone: a new one would see what attach sees.
-    ddp = _ddp(model, find_unused_parameters=True, bucket_cap_mb=0.5)
-    last.requires_grad_(thaws)
-    state = _attach(ddp, fusion_mb=1.0)
-    try:
-        for _ in range(4):
-            _backward(ddp)
-    finally:
-        state.detach()
-
-
-@pytest.mark.parametrize("thaws", [True, False])
-def test_what_ddp_and_attach_saw_differently_is_named(on_ranks, thaws) -> None:
-    (message,) = on_ranks(_refusal, 1, partial(_frozen_late, thaws))
-    assert message is not None and "before building DistributedDataParallel" in message
 
 
 def _train_a_step_after_refusal() -> bool:

@@ -11,8 +11,6 @@ REFUSALS = {
     # After a change of dtype torch has another place to accumulate, and DDP's own hooks never run again.
     "sharded: gradients that DDP no longer reduces": r"or has had another dtype or device, since DDP was built",
     "a gradient where another parameter's belongs": r"a script has given .* the gradient of another parameter",
-    # `managed_parameters` are those that require gradients at attach; DDP has had more since it was built.
-    "a parameter that was frozen at attach": r"DDP reduces a parameter that this DearState does not know",
     "weighted: unequal batches after detach": r"the model is not attached, so DDP would weight ranks equally",
     "weighted: gradients that DDP has not reduced": r"not reduced( by DDP in this step,)? and so not weighted",
     "weighted: a forward outside of batch()": r"attached with weighted=True: put its forward and its backward into",

@@ -117,6 +117,22 @@ def _copied_and_saved_on_the_way(auto: Callable[[], Any]) -> Any:
     return ddp, average.module, loaded, found
 
 
+def _halves_take_turns(auto: Callable[[], Any]) -> Any:
+    """Attached to in a forward in which one half is frozen."""
+    found, ddp = auto(), DistributedDataParallel(DeepNet(), find_unused_parameters=True)
+    layers = list(ddp.module)
+    halves = [nn.ModuleList(layers[:6]), nn.ModuleList(layers[6:])]
+    optimizers = [AdamW(half.parameters(), lr=0.01) for half in halves]
+    for x in _batches():
+        for trained, optimizer in zip(halves, optimizers, strict=True):
+            for half in halves:
+                half.requires_grad_(half is trained)
+            optimizer.zero_grad()
+            ddp(x).square().mean().backward()
+            optimizer.step()
+    return ddp, found
+
+
 SCRIPTS = [
     _one,
     _evaluated_before,
@@ -126,6 +142,7 @@ SCRIPTS = [
     _a_copy_is_trained,
     _compiled,
     _copied_and_saved_on_the_way,
+    _halves_take_turns,
 ]
 
 

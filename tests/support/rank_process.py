@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_crossover.parameters.other_readers import others_may_read
+from reduced_as_built import watch_every_backward
 
 # Every stack of a rank that hangs is written at this signal, so that a timeout says where it hung.
 DUMP_SIGNAL = signal.SIGUSR1
@@ -26,6 +27,7 @@ def rank_main(pipe: Connection, rank: int, world_size: int, directory: str, grou
     """Run one task after another, each on a process group of its own, until told to leave."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    watch_every_backward()
     gc.freeze()  # else each collection looks at all that torch has imported, for 0.2 s
     store = dist.FileStore(os.path.join(directory, "store"), world_size)
     timeout = timedelta(seconds=group_timeout_s)
