@@ -315,6 +315,60 @@ def parameters_read(run: Run) -> Any:
     return [p.detach().abs().sum() for p in run.main.parameters]
 
 
+@torch.jit.script
+def _scripted(x: Tensor) -> Tensor:
+    return x * 1.0
+
+
+def _as_data(p: Tensor) -> Tensor:
+    x = torch.empty(0, dtype=p.dtype, device="cpu")
+    x.data = p
+    return x.clone()
+
+
+def _without_torch_function(p: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return p * 1.0
+
+
+PAST_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
+    "tensor": lambda p: torch.tensor(p, device="cpu"),
+    "list": lambda p: torch.tensor([p, p], device="cpu") if not p.dim() else torch.tensor(p, device="cpu"),
+    "new_tensor": lambda p: torch.ones(1, device="cpu").new_tensor(p),
+    "as_tensor": lambda p: torch.as_tensor(p, dtype=torch.float64, device="cpu"),
+    "asarray": lambda p: torch.asarray(p, dtype=torch.float64, device="cpu"),
+    "script": _scripted,
+    "as_data": _as_data,
+    "nested": lambda p: torch.nested.nested_tensor([p]).unbind()[0],
+    "operator": lambda p: torch.ops.aten.mul.Tensor(p, 1.0),
+    "disabled": _without_torch_function,
+}
+"""Reads a tensor in code that does not ask for its `__torch_function__`."""
+
+
+def _read_past_torch(run: Run, values: list[Tensor]) -> Any:
+    """What such code reads, or what the script then does as the error says."""
+    draw = _draw(run)
+    name, value = draw.choice(sorted(PAST_TORCH)), draw.choice([v for v in values if v.numel()])
+    with torch.no_grad():
+        try:
+            return PAST_TORCH[name](value).detach()
+        except RuntimeError as error:
+            if ".detach() instead of" not in str(error):
+                raise
+            return PAST_TORCH[name](value.detach()).detach()
+
+
+@event
+def parameters_read_past_torch(run: Run) -> Any:
+    return _read_past_torch(run, list(run.main.parameters))
+
+
+@event
+def gradients_read_past_torch(run: Run) -> Any:
+    return _read_past_torch(run, [p.grad for p in _with_gradients(run)]) if _with_gradients(run) else None
+
+
 @event
 @torch.no_grad()
 def parameters_clamped(run: Run) -> None:
@@ -367,6 +421,12 @@ def to_double_and_back(run: Run) -> None:
 @event
 def frozen(run: Run) -> None:
     _one(run).requires_grad_(False)
+
+
+@event
+def thawed(run: Run) -> None:
+    for p in run.trainable:
+        p.requires_grad_(True)
 
 
 # The optimizer.

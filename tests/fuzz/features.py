@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch.nn.parallel import DistributedDataParallel
 
+from .habits import HABITS, WRAPPERS
 from .program import Choices
 
 Without = Callable[[Choices], bool]
@@ -71,6 +72,8 @@ def _is_refused_by_some_ranks(choices: Choices) -> bool:
 BATCHES_COPIES = "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters
 # Parameters that take part in some forwards only. DDP must look for them, and no graph is static.
 BRANCHES = ("branched", "by_rank")
+# What has DDP look for parameters without a gradient: `trained` changes which ones require one.
+LOOKS = ("find_unused", "trained")
 # What reads gradients. With a sharded optimizer a rank may do that alone before `step()` only.
 READS_GRADIENTS = ("gradients_read", "gradient_norm", "gradients_kept", "thread_reads_gradients")
 # Forwards with gradients that are no batch, which a state that weights batches refuses.
@@ -84,17 +87,22 @@ SCRIPT = (
         often=3,
     ),
     Feature("dtype", ("float32", "float64", "bfloat16"), has(model=("recurrent", "mixed"))),
+    Feature("habit", ("", *HABITS), often=1.5),  # of an optimizer, which then is none of the next line
     Feature(
         "optimizer",
         ("sgd", "sgd_fused", "momentum", "nesterov", "adam", "adamw", "amsgrad", "adamw_foreach", "adamw_loop",
          "adamw_fused", "rmsprop", "adagrad", "adagrad_fused", "rprop", "adadelta", "adamax", "nadam", "radam", "asgd",
          "grouped", "two", "interleaved", "partial", "lars", "lamb"),
+        has("habit"),
         often=3,
     ),
     Feature("bucket_view", (False, True)),
     Feature("batched_grad_copy", (False, True), lambda choices: not BATCHES_COPIES),
     Feature("find_unused", (False, True)),  # always, with branches
     Feature("static_graph", (False, True), has("find_unused", model=(*BRANCHES, "frozen", "wired"))),
+    # With a static graph one set for good: see `laws.fit`.
+    Feature("trained", ("", "frozen_for_good", "frozen_before_attach", "frozen_after_attach", "each_step", "layers",
+                        "each_micro_batch", "by_optimizer")),
     Feature("broadcast_buffers", (True, False)),
     Feature("small_buckets", (False, True)),
     Feature("micro_batches", (1, 2, 3), often=2),
@@ -106,15 +114,16 @@ SCRIPT = (
     ),
     Feature("clip", ("", "norm", "own", "value", "log", "loop", "one_norm", "one_layer"), often=1.5),
     Feature("scaler", ("", "stock", "own"), has(dtype="bfloat16")),
-    Feature("overflow", (False, True), lambda choices: not choices.get("scaler")),
+    Feature("overflow", (False, True),
+            lambda choices: not choices.get("scaler") and choices.get("habit") != "skips_non_finite"),
     Feature("autocast", (False, True), has(dtype=("float64", "bfloat16"), model="recurrent")),
-    Feature("closure", (False, True), has("scaler", optimizer=("two", "interleaved"))),
+    Feature("closure", (False, True), has("scaler", optimizer=("two", "interleaved"), habit="takes_no_closure")),
     Feature("by_name", (False, True)),
     Feature("forwards", (1, 2), has("static_graph", model=BRANCHES)),
-    Feature("penalty", ("", "input", "weights"), has("static_graph", "autocast", "scaler", "find_unused",
+    Feature("penalty", ("", "input", "weights"), has("static_graph", "autocast", "scaler", *LOOKS,
                                                      model=(*BRANCHES, "checkpointed", "attending", "recurrent"))),
     Feature("scheduler", ("", "step", "cycle", "one_cycle")),
-    Feature("sizes", ("equal", "unequal", "zeros"), has("find_unused", "static_graph", model=BRANCHES, zero="between")),
+    Feature("sizes", ("equal", "unequal", "zeros"), has(*LOOKS, "static_graph", model=BRANCHES, zero="between")),
     # In each micro-batch, most of whose gradients are a rank's own, and not weighted yet; or when the step is done.
     Feature("clip_when", ("", "each", "late"), lambda choices: not choices.get("clip") or "sizes" in choices),
     Feature("past_ddp", ("", "always", "sometimes"),  # forwards through the module inside of DDP, which reduces nothing
@@ -132,6 +141,11 @@ SCRIPT = (
     Feature("attach_at", (0, 3), has("weighted", "past_ddp", sizes="zeros")),
     Feature("dropped", (False, True)),
     Feature("collects_garbage", (False, True)),
+    # A rank's own, of some parameters, which ranks average after the step.
+    Feature("local_edits", ("", "before_forward", "before_step", "as_data")),
+    Feature("one_rank_evaluates", (False, True)),
+    # What others have in the process: half of all programs.
+    Feature("beside", ("", "thread", "handler", "both"), often=3),
 )  # fmt: skip
 
 ARM = (
@@ -147,6 +161,8 @@ ARM = (
     Feature("plans", ("", "random"), has("top_k", "groups", wire="int8")),
     Feature("connections", (1, 3)),
     Feature("own_group", (False, True)),
+    # As `run` does: a script that has no state in its hands.
+    Feature("by_auto", (False, True), has("weighted", "own_group", "after_update", average="own"), often=2),
     Feature("trace", (False, True)),
 )
 
@@ -181,7 +197,7 @@ EVENTS = (
     EventFeature("evaluate_inference", by_one=True),
     EventFeature("layer_called", by_one=True),
     EventFeature("forward_without_grad", by_one=True, without=has(model="batch_norm")),
-    EventFeature("forward_unused", OUTSIDE, either(CHANGES_GRAPH, has("find_unused", model=(*BRANCHES, "batch_norm")))),
+    EventFeature("forward_unused", OUTSIDE, either(CHANGES_GRAPH, has(*LOOKS, model=(*BRANCHES, "batch_norm")))),
     EventFeature("state_dict", by_one=True),
     EventFeature("state_dict_of_layer", by_one=True),
     EventFeature("load_state_dict", OUTSIDE),
@@ -189,8 +205,8 @@ EVENTS = (
     EventFeature("optimizer_resumes", OUTSIDE),
     EventFeature("optimizer_state_read"),
     EventFeature("optimizer_state_edited", OUTSIDE),
-    EventFeature("optimizer_copied"),
-    EventFeature("optimizer_pickled"),
+    EventFeature("optimizer_copied", without=has(habit=WRAPPERS)),  # torch copies no wrapper
+    EventFeature("optimizer_pickled", without=has(habit=(*WRAPPERS, "averages_in_hook"))),
     EventFeature("gradients_read", by_one=True),
     EventFeature("gradient_norm", by_one=True),
     EventFeature("gradients_halved"),
@@ -200,6 +216,8 @@ EVENTS = (
     EventFeature("gradients_kept", by_one=True),
     EventFeature("gradients_taken", without=_adds_to_views),
     EventFeature("parameters_read", by_one=True),
+    EventFeature("parameters_read_past_torch", by_one=True),
+    EventFeature("gradients_read_past_torch"),
     EventFeature("parameters_clamped", OUTSIDE),
     EventFeature("parameters_copied_into", OUTSIDE),
     EventFeature("parameters_scaled_as_data", OUTSIDE),
@@ -210,6 +228,7 @@ EVENTS = (
     EventFeature("weight_decay"),
     EventFeature("group_added", OUTSIDE, has("scheduler")),  # schedulers of torch refuse a group that comes later
     EventFeature("frozen", OUTSIDE, either(CHANGES_GRAPH, lambda choices: not choices.get("find_unused"))),
+    EventFeature("thawed", OUTSIDE, either(CHANGES_GRAPH, lambda choices: not choices.get("find_unused"))),
     EventFeature("attached_again", OUTSIDE, has("past_ddp")),
     EventFeature("detached", OUTSIDE, has(sizes="zeros")),
     EventFeature("synchronized"),

@@ -82,6 +82,8 @@ def fit(program: Program) -> Program:
     if any(law_of(script, arm) is Law.CLOSE for arm in arms):
         if script.get("model") in ("recurrent", "mixed"):
             script.pop("model")
+        if script.get("habit") == "votes":  # a sign may be any
+            script.pop("habit")
         # The bias of attention's keys has no gradient but rounding, which an optimizer that divides by it makes large.
         if script.get("model") == "attending" and script.get("optimizer", "sgd") not in _NOT_DIVIDING:
             script["optimizer"] = "momentum"
@@ -97,6 +99,13 @@ def fit(program: Program) -> Program:
     for arm in arms:
         if "detached" in names and arm.get("wire") in ("bfloat16", "float16"):
             arm.pop("wire")  # plain DDP keeps the hook that stands for it
+    _fit_trained(script)
+    names_all = {event.name for event in program.events}
+    for arm in arms:
+        if arm.get("shard_optimizer") and script.get("local_edits") == "as_data":
+            arm["strict"] = True  # else nobody sees them, as the documentation says
+        if names_all & {"parameters_read_past_torch", "gradients_read_past_torch"}:
+            arm.pop("strict", None)  # which shows NaN
     if script.get("model") in BRANCHES:
         script["find_unused"] = True
     events = tuple(event for event in program.events if not any(_is_refused(event, script, arm) for arm in arms))
@@ -109,6 +118,23 @@ def fit(program: Program) -> Program:
         events = tuple(event for event in events if event.name != "to_double_and_back")
     unique = [dict(items) for items in dict.fromkeys(tuple(sorted(arm.items())) for arm in arms)]
     return replace(program, script=script, arms=tuple(unique), events=events)
+
+
+def _fit_trained(script: dict[str, Any]) -> None:
+    """What plain DDP needs for parameters that are not always trained."""
+    if not script.get("trained"):
+        return
+    if script.get("static_graph"):
+        script["trained"] = "frozen_for_good"
+        return
+    script["find_unused"] = True
+    if script["trained"] == "by_optimizer":
+        if script.get("optimizer") not in ("two", "interleaved"):
+            script["optimizer"] = "interleaved"
+        for name in ("habit", "closure", "second"):
+            script.pop(name, None)
+    if script["trained"] == "each_micro_batch":
+        script.setdefault("micro_batches", 2)
 
 
 def _is_refused(event: Event, script: Choices, arm: Choices) -> bool:

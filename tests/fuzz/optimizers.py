@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn, optim
 from torch.optim import Optimizer
 
+from .habits import HABITS
+
 _ONE: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda p: optim.SGD(p, lr=0.1),
     "sgd_fused": lambda p: optim.SGD(p, lr=0.05, weight_decay=0.01, fused=True),  # with momentum torch's own may raise
@@ -35,6 +37,8 @@ def make(name: str, parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
     """The optimizers of a model."""
     every: list[Any] = list(parameters)
     trained = [p for p in every if p.requires_grad]
+    if name in HABITS:
+        return [HABITS[name](every)]
     if name in ("lars", "lamb"):
         import ddp_crossover as dx
 

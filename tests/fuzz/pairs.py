@@ -26,6 +26,7 @@ _NEEDS: dict[str, Choices] = {
     "overflow": {"scaler": "stock"},
     "clip_when": {"clip": "norm"},
     "frozen": {"find_unused": True},
+    "thawed": {"find_unused": True},
 }
 
 

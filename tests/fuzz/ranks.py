@@ -89,6 +89,8 @@ def _train(program: Program, arm: Choices | None, reference: Choices) -> _Arm:
         return _Arm([], {}, traceback.format_exc())
     finally:
         torch.set_grad_enabled(True)
+        if run is not None:
+            run.close()
         del run
         if program.script.get("dropped"):
             gc.collect()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 REFUSALS = {
+    "sharded: an optimizer that cannot be": r"shard_optimizer=True cannot shard|step\(\) cannot update shards, b",
+    "sharded: ranks whose parameters differ": r"is not the same on all ranks before optimizer\.step\(\)",
     "sharded: a parameter of another model": r"trains a parameter of shape .* that this DDP model does not reduce",
     "sharded: a parameter given after attach": r"after attach, and shard_optimizer=True shares only those that it had",
     "sharded: a gradient kept over a backward": r"was not read before the next backward, and is spread over the ranks",

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import signal
+import threading
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -28,6 +31,8 @@ from .program import Choices, Event, Program
 MAX_NORM = 0.2
 LOSS_SCALE = 2.0**8
 DECAY = 0.9
+# What is frozen at the beginning is trained from this step on.
+THAWED_AT = 5
 # A rank whose script has no data this time still has so many samples in memory.
 SAMPLES = 4
 
@@ -69,6 +74,35 @@ class Part:
         return list(self.net.parameters())
 
 
+def begin_beside(what: str, stack: contextlib.ExitStack) -> None:
+    """Start what others may have in the process: a thread that waits, signal handlers that do nothing."""
+    if what in ("thread", "both"):
+        ends = threading.Event()
+        threading.Thread(target=ends.wait, daemon=True).start()
+        stack.callback(ends.set)
+    if what in ("handler", "both"):
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            stack.callback(signal.signal, number, signal.signal(number, lambda *_: None))
+
+
+def attach_in_first_forward(
+    part: Part, options: dict[str, Any], planned: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> None:
+    """Have the package attach by itself, as under `run`."""
+    from ddp_crossover.launch.auto import Auto
+    from ddp_crossover.launch.watch import watch_model
+
+    auto = Auto(**options)
+
+    def before_forward(ddp: DistributedDataParallel) -> bool:
+        with planned():
+            waits = auto.before_forward(ddp)
+        part.state = auto.states[0] if auto.states else None
+        return waits
+
+    watch_model(part.ddp, before_forward)
+
+
 class Run:
     """One arm of a program on this rank.
 
@@ -89,10 +123,14 @@ class Run:
         self.skips = False
         self.kept: list[Any] = []
         self.batches = 0
+        self.was_attached = False
         torch.manual_seed(program.seed)
         script = self.script
-        self.main = Part(self, script.get("model", "odd"), script.get("optimizer", "sgd"))
+        self.main = Part(self, script.get("model", "odd"), script.get("habit") or script.get("optimizer", "sgd"))
         self.parts = [self.main]
+        self.trainable = [p for p in self.main.parameters if p.requires_grad]  # DDP reduces these
+        self._beside = contextlib.ExitStack()
+        begin_beside(script.get("beside", ""), self._beside)
         self.events: dict[tuple[int, str], list[Event]] = {}
         for event in program.events:
             self.events.setdefault((event.step, event.place), []).append(event)
@@ -111,12 +149,18 @@ class Run:
             self.parts[1].optimizers = self.main.optimizers
         with self._mode(), self._small_exchanges():
             self._prepare()
+            self._choose_trained("prepared")
             for step in range(self.program.steps):
                 if step == script.get("attach_at", 0):
                     self.attach()
+                    self._choose_trained("attached")
                 with self._traced(step):
                     self._step(step)
         return self.seen
+
+    def close(self) -> None:
+        """End what the script has beside its training."""
+        self._beside.close()
 
     def _prepare(self) -> None:
         script, optimizer = self.script, self.main.optimizers[0]
@@ -172,9 +216,13 @@ class Run:
                 continue
             import ddp_crossover as dx
 
+            if self.arm.get("by_auto") and not self.was_attached:
+                attach_in_first_forward(part, self._options(), self._planned)
+                continue
             only = part.optimizers[0] if len(part.optimizers) == 1 else part.optimizers
             with self._planned():
                 part.state = dx.attach(part.ddp, only, **self._options())
+        self.was_attached = True
         if self.arm is None:
             if self.script.get("after_update"):
                 for optimizer in self.main.optimizers:
@@ -218,8 +266,8 @@ class Run:
             options["compress"] = dx.TopK(density=top_k)
         if arm.pop("own_group", False):
             options["process_group"] = dist.new_group()
-        arm.pop("trace", None)
-        arm.pop("plans", None)
+        for name in ("trace", "plans", "by_auto"):
+            arm.pop(name, None)
         return options | arm
 
     def _small_exchanges(self) -> contextlib.AbstractContextManager[Any]:
@@ -329,17 +377,74 @@ class Run:
         if self.script.get("collects_garbage") and (step + self.rank) % 3 == 0:
             gc.collect()
         self.step_number = step
+        self._choose_trained("step", step)
+        if step == self.program.seed % self.program.steps:
+            for optimizer in self.main.optimizers:
+                if change := getattr(optimizer, "change", None):
+                    change()
         try:
             self._optimize(step)
         except Boom:
             self.see("raised")
+        self._average_edits()
+        if self.script.get("one_rank_evaluates") and not self.rank:
+            self.see(EVENTS["evaluate"](self))
         self._happen(step, "stepped")
         if len(self.parts) > 1 and self.script["second"] == "alternate":
             self._train_second(step)
         if self.scheduler is not None:
             self.scheduler.step()
 
+    def _choose_trained(self, when: str, number: int = 0) -> None:
+        """Freeze and thaw; one parameter is always trained, so that every loss has a gradient."""
+        how, every = self.script.get("trained", ""), self.trainable
+        draw = random.Random(97 * number + self.program.seed)
+        kept: list[nn.Parameter] = every
+        if (when, how) in (("prepared", "frozen_for_good"), ("prepared", "frozen_before_attach"),
+                           ("attached", "frozen_after_attach")):  # fmt: skip
+            kept = every[1::2]
+        elif (when, how) in (("step", "each_step"), ("micro_batch", "each_micro_batch")):
+            kept = [p for p in every if draw.random() < 0.5]
+        elif (when, how) == ("step", "layers"):
+            if number % 3:
+                return
+            kept = list(draw.choice(list(self.main.net.children())).parameters())
+        elif (when, how) == ("step", "by_optimizer"):
+            kept = [p for group in self._stepping[0].param_groups for p in group["params"]]
+        elif when != "step" or not how.startswith(("frozen_before", "frozen_after")) or number != THAWED_AT:
+            return
+        for p in every:
+            p.requires_grad_(any(p is one for one in (*kept, every[-1])))
+
+    def _thaw_for_last(self) -> None:
+        if self.script.get("trained") == "each_micro_batch":
+            for p in self.trainable:
+                p.requires_grad_(True)
+
+    @property
+    def _stepping(self) -> list[Optimizer]:
+        """The optimizers that make a step now: all, or one after the other."""
+        optimizers = self.main.optimizers
+        in_turn = self.script.get("trained") == "by_optimizer"
+        return [optimizers[self.step_number % len(optimizers)]] if in_turn else optimizers
+
+    @torch.no_grad()
+    def _edit(self, when: str) -> None:
+        """A rank's own edit of parameters, by a local rule."""
+        how = self.script.get("local_edits", "")
+        if how == when or (how == "as_data" and when == "before_step"):
+            for p in self.main.parameters[::2]:
+                (p.data if how == "as_data" else p).add_(0.01 * (self.rank + 1))
+
+    @torch.no_grad()
+    def _average_edits(self) -> None:
+        if self.script.get("local_edits"):
+            for p in self.main.parameters[::2]:
+                dist.all_reduce(p)
+                p /= self.ranks
+
     def _optimize(self, step: int) -> None:
+        self._edit("before_forward")
         zero = self.script.get("zero", "before")
         if self.script.get("closure"):
 
@@ -350,6 +455,7 @@ class Run:
                 self._happen(step, "gradients")
                 self._clip()
                 self._happen(step, "clipped")
+                self._edit("before_step")
                 return loss
 
             self.main.optimizers[0].step(closure)
@@ -365,13 +471,14 @@ class Run:
                     self.scaler.unscale_(optimizer)
             self._clip()
             self._happen(step, "clipped")
+            self._edit("before_step")
             if self.skips:
                 self.skips = False
                 for optimizer in self.main.optimizers:
                     if self.is_scaled:
                         self.scaler.unscale_(optimizer)
             else:
-                for optimizer in self.main.optimizers:
+                for optimizer in self._stepping:
                     self.scaler.step(optimizer)
             self.scaler.update()
             self._clip("late")
@@ -420,6 +527,12 @@ class Run:
             return self._train_on(index, count, mine, total, step)
 
     def _train_on(self, index: int, count: int, mine: int, total: int, step: int) -> Tensor:
+        is_last = index % self.script.get("micro_batches", 1) == self.script.get("micro_batches", 1) - 1
+        # What the last one does not reduce, DDP leaves to each rank.
+        if is_last and not self.script.get("reduce_each"):
+            self._thaw_for_last()
+        else:
+            self._choose_trained("micro_batch", index)
         x, y = self.batch(index, max(count, 1))
         if self.script.get("penalty") == "input":
             x.requires_grad_()
@@ -427,12 +540,17 @@ class Run:
         if self.is_weighted_reference:
             loss = loss * (mine * self.ranks / total)
         if self.script.get("overflow") and step == self.program.steps // 2:
-            loss = loss * float("inf")
+            loss = self._overflowing(loss)
         if self.script.get("zero") == "between" and not index % self.script.get("micro_batches", 1):
             self._zero("between")
         self.scaler.scale(loss).backward()
         self._clip("each")
         return shown.detach().float()
+
+    def _overflowing(self, loss: Tensor) -> Tensor:
+        if self.script.get("habit") != "skips_non_finite":
+            return loss * float("inf")
+        return loss + self.trainable[-1].sum() * float("inf")  # of one parameter only
 
     @property
     def weights(self) -> bool:
