@@ -100,11 +100,13 @@ class Options:
             takes 1/world_size of the memory; gather legs carry updated parameters instead of gradients. For optimizers
             whose updates can be deferred; one that works on whole matrices or tensors (Muon) updates each on one rank.
             ``optimizer.state_dict()`` needs :meth:`DearState.consolidate` first, and a read of ``.grad`` becomes a
-            collective, which every rank must make: clip with ``norms="sharded"``. See ``docs/sharded.md``.
+            collective, which every rank must make: clip with ``norms="sharded"``. Ranks must not change parameters
+            differently, which is an error in ``step()``, except through ``p.data``. See ``docs/sharded.md``.
         weighted: ranks may have batches of different sizes, which :meth:`DearState.batch` tells; gradients are those of
             the mean over all samples of all ranks. With equal sizes they have the bits of plain DDP.
         strict: debugging aid. Parameters hold NaN while their update is pending, so that a read which was not
-            intercepted shows in the results. Costs a copy of the parameters.
+            intercepted shows in the results, and ranks with shards compare all of them in each step. Costs a copy of
+            the parameters.
 
     Raises:
         ValueError: for options that are out of range or contradict each other.

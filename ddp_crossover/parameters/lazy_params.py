@@ -57,7 +57,8 @@ class LazyParam:
         parameter: the parameter.
         memory: an ``nn.Parameter`` over the same memory, for the optimizer to update.
         is_waiting: whether the parameter is pending.
-        version: autograd's version counter of the memory after ``step()``; a change means an unobserved write.
+        version: autograd's version counter of the memory after ``step()``, or after its update: a change means that
+            somebody else has written.
         shadow: a copy of the value while ``strict`` fills the memory with NaN, else None.
         is_covered: whether the parameter points to its cover, so that unobserved reads and writes raise.
         was_covered: whether it was covered from ``step()`` until its update was applied.
@@ -87,7 +88,6 @@ class LazyParam:
         self.name = name
         self.parameter = parameter
         self.is_waiting = self.is_covered = self.was_covered = False
-        self.version = 0
         self.shadow: Tensor | None = None
         kind = type(parameter)
         self.why_never_lazy = None if kind is Parameter else f"is a {kind.__name__}, a subclass of nn.Parameter"
@@ -101,6 +101,7 @@ class LazyParam:
         self.memory.__dict__ = self.parameter.__dict__
         self.storage = self.parameter.untyped_storage()
         self.neighbours = [self]
+        self.version = -1  # of what the script has put there
         self._cover = cover_of(
             self.memory.detach(),
             f"{self.name} is used while its deferred update is pending, by code that bypasses __torch_function__ "
@@ -153,8 +154,13 @@ class LazyParam:
         self.why_never_lazy = reason
 
     def expect_version(self) -> None:
-        """Take any write from now on for one that was not observed."""
+        """Take any write from now on for one of somebody else."""
         self.version = self.memory._version
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether others have written to the memory since its last update, or a neighbour's update has."""
+        return self.memory._version != self.version
 
     def show_value(self) -> None:
         """Restore the value hidden by ``strict``, and raise if the memory was written to while the update was pending.

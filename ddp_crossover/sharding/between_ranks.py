@@ -1,13 +1,21 @@
-"""What ranks with shards exchange: ranges of tensors, sums over whole layers, and whether their gradients are the same.
+"""What ranks with shards exchange: ranges of tensors, sums over whole layers, and whether they hold the same.
 
 [Note: gradients that no reduction has written]
 They are each rank's own: of a backward under ``no_sync()``, of a second backward that DDP does not reduce, of a
 parameter that DDP has lost sight of. Plain DDP's ranks go apart then; shards of it would make a model that nobody has
 asked for. A script may as well have averaged it by itself, so values are compared.
+
+[Note: parameters that a script has written]
+Under plain DDP a rank's update is added to what that rank holds, and a script may let ranks go apart and average them
+later. Ranks with shards make one update, to the values of one rank, so all must hold the same when ``step()`` is
+called. A write raises the version of a parameter's memory, which costs nothing to see; only what was written is summed
+up, and the sum travels with the number that ranks exchange in ``step()`` anyway. A write through ``p.data`` raises no
+version: with ``strict=True`` all parameters are summed up.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -17,7 +25,7 @@ from torch import Tensor
 
 from ddp_crossover.collectives.agreement import all_gather_json
 from ddp_crossover.collectives.link import Link
-from ddp_crossover.parameters.flat import table_of
+from ddp_crossover.parameters.flat import sum_of_bits, table_of
 from ddp_crossover.sharding.ownership import Ownership, ParameterRange, transfers
 
 # At most about this much is exchanged at a time, because what is sent and received takes memory of its own.
@@ -129,18 +137,43 @@ def sums_over_ranks(
 
 # Different devices may round what they compute of equal gradients, such as the factor of clipping, differently.
 _ROUNDING = 1e-3
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MODULUS = 2**61 - 1
+_MODULUS = 2**31 - 1  # a prime: numbers have 31 bits
+
+
+def number_of(tensors: Mapping[str, Tensor]) -> int:
+    """A number that is the same for the same tensors, by name; 0 if there are none."""
+    number = 0
+    for name, tensor in tensors.items():
+        number = (number * 1_000_003 + sum_of_bits(tensor) + zlib.crc32(name.encode()) + 1) % _MODULUS
+    return number
+
+
+def require_same_parameters(
+    link: Link, device: torch.device, written: Iterable[str], every: Mapping[str, Tensor]
+) -> None:
+    """Raise RuntimeError on all ranks unless they hold the same in what any of them has written. A collective.
+
+    Args:
+        link: link between the ranks.
+        device: device of the parameters.
+        written: names of the parameters that the script has written on this rank.
+        every: the memory of all parameters, by name.
+    """
+    names = sorted({name for of_rank in all_gather_json([*written], link.process_group, device) for name in of_rank})
+    sums = all_gather_json([sum_of_bits(every[name]) for name in names], link.process_group, device)
+    for name, *of_ranks in zip(names, *sums, strict=True):
+        if len(set(of_ranks)) > 1:
+            raise RuntimeError(
+                f"{name} is not the same on all ranks before optimizer.step(), because they have changed it "
+                "differently. With shard_optimizer=True the values of one rank would replace those of the others: "
+                "average it over ranks before step(), change it alike on all ranks, or leave out shard_optimizer, "
+                "where each rank goes its own way"
+            )
 
 
 @torch.no_grad()
 def require_same_gradients(link: Link, device: torch.device, gradients: Mapping[str, Tensor]) -> None:
-    """Raise RuntimeError on all ranks unless these gradients, given by name, are the same on all. A collective."""
-    number = 0
-    for name, gradient in gradients.items():
-        number = (number * 1_000_003 + _bits(gradient) + len(name)) % _MODULUS
-    if len(set(link.exchange_numbers(number)())) == 1:
-        return
+    """Raise RuntimeError on all ranks unless these gradients, given by name, are about the same. A collective."""
     sizes = {name: [float(gradient.sum()), float(gradient.abs().sum())] for name, gradient in gradients.items()}
     of_ranks = all_gather_json(sizes, link.process_group, device)
     for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
@@ -154,11 +187,6 @@ def require_same_gradients(link: Link, device: torch.device, gradients: Mapping[
                 "the gradients of all: add up losses before one backward, average .grad over ranks before step(), or "
                 "leave out shard_optimizer, where each rank goes its own way"
             )
-
-
-def _bits(gradient: Tensor) -> int:
-    """A sum of the bits of all elements, in any order."""
-    return int(gradient.detach().contiguous().view(_INTEGERS[gradient.element_size()]).sum(dtype=torch.int64))
 
 
 def _is_about(first: list[float] | None, other: list[float] | None) -> bool:

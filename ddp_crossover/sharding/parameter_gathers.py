@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -30,8 +31,10 @@ from ddp_crossover.fusion_buffers.arenas import landing_of, whole_of, zeros
 from ddp_crossover.optim.optimizer_snapshot import ToUpdate
 from ddp_crossover.parameters.flat import flat_of, shaped
 from ddp_crossover.parameters.slots import GroupInFlight, GroupState, ShardPiece, Slot
-from ddp_crossover.sharding.between_ranks import in_chunks, redistribute
+from ddp_crossover.sharding.between_ranks import in_chunks, number_of, redistribute, require_same_parameters
 from ddp_crossover.sharding.ownership import Ownership, ParameterRange, everything
+
+_ITERATION_BITS = 32  # of the numbers that ranks exchange; above them is what they have written
 
 _EVERY_RANK = (
     "With shard_optimizer=True a read of gradients after step() gathers them from all ranks, so every rank must read "
@@ -205,37 +208,47 @@ class ParameterGathers:
             self._require_same_place()
             self._gather_gradients()
 
-    def decide(self, *, wants_gradients: bool) -> None:
+    def decide(self, *, wants_gradients: bool, written: Mapping[str, Tensor] = MappingProxyType({})) -> None:
         """Agree with the other ranks on what gather legs of this iteration carry.
 
         Args:
             wants_gradients: whether this rank reads gradients before ``step()``; then all ranks gather them.
+            written: parameters that the script has written since their last update, by name.
+
+        Raises:
+            RuntimeError: on all ranks, if they would carry parameters that ranks have changed differently.
         """
-        if not self._is_decided:
+        if not self.is_decided:
             self._decided_in = self._pipeline.iteration
-            self._ask(wants_gradients=wants_gradients)
+            self._ask(wants_gradients=wants_gradients, written=written)
 
     def before_exchange(self) -> None:
         """Meet a rank that reads gradients first, and so waits for the others before it gets to the exchange.
 
         It may also read some afterwards, so ``step()`` asks again.
         """
-        if not self._is_decided:
+        if not self.is_decided:
             self._ask(wants_gradients=False)
 
     @property
-    def _is_decided(self) -> bool:
+    def is_decided(self) -> bool:
+        """Whether ranks have agreed in this iteration."""
         return self._decided_in == self._pipeline.iteration
 
-    def _ask(self, *, wants_gradients: bool) -> None:
-        """Gather all gradients if any rank reads some."""
+    def _ask(self, *, wants_gradients: bool, written: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+        """Gather all gradients if any rank reads some; else no rank may have changed parameters by itself."""
+        mine = 2 * self._pipeline.iteration + wants_gradients
         with self._waiting_for_ranks():
-            numbers = self._link.exchange_numbers(2 * self._pipeline.iteration + wants_gradients)()
-        if {number // 2 for number in numbers} != {self._pipeline.iteration}:
+            numbers = self._link.exchange_numbers(number_of(written) << _ITERATION_BITS | mine)()
+        answers = {number % 2**_ITERATION_BITS for number in numbers}
+        if {answer // 2 for answer in answers} != {self._pipeline.iteration}:
             raise RuntimeError(f"ranks are in different iterations. {_EVERY_RANK}")
-        if any(number & 1 for number in numbers):
+        if any(answer & 1 for answer in answers):
             self._decided_in = self._pipeline.iteration
             self._gather_gradients()
+        elif len(set(numbers)) > 1:
+            every = {slot.name: slot.lazy.memory for slot in self._pipeline.slots}
+            require_same_parameters(self._link, self._pipeline.slots[0].lazy.memory.device, written, every)
 
     def _require_same_place(self) -> None:
         """Raise RuntimeError unless all ranks read gradients at this place."""

@@ -36,7 +36,14 @@ from ddp_crossover.parameters.flat import flat_of, shaped
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
 from ddp_crossover.parameters.pending_gradient import PendingGrad
 from ddp_crossover.parameters.slots import Slot
-from ddp_crossover.sharding.between_ranks import in_chunks, redistribute, require_same_gradients, sums_over_ranks
+from ddp_crossover.sharding.between_ranks import (
+    in_chunks,
+    number_of,
+    redistribute,
+    require_same_gradients,
+    require_same_parameters,
+    sums_over_ranks,
+)
 from ddp_crossover.sharding.by_element import why_not_by_element
 from ddp_crossover.sharding.ownership import Ownership, ParameterRange, everything, only
 from ddp_crossover.sharding.parameter_gathers import ParameterGathers, shard_to_update
@@ -139,6 +146,8 @@ class ShardedUpdates(DeferredUpdates):
         if claimed:
             with as_if_called_by_the_user():
                 torch._foreach_copy_([slot.lazy.memory for slot in claimed], list(map(self._gathers.landed, claimed)))
+            for slot in claimed:
+                slot.lazy.expect_version()
 
     def consolidate(self, ranks: Iterable[int]) -> None:
         """Give the optimizers of these ranks their whole state. A collective."""
@@ -235,27 +244,49 @@ class ShardedUpdates(DeferredUpdates):
         self._runner.note_written()  # of the state
         later: list[LazyParam] = []
         call.stand_in.give_back()
-        if self._are_legs_ready(call):
-            later = [self._params.all[index] for index in call.group_of]
+        lazies = [self._params.all[index] for index in call.group_of]
+        self._params.follow_moved(lazies)
+        written = self._written(lazies)
+        if self._are_legs_ready(call, written):
+            later = lazies
             self._step_between_legs(call, later)
         else:
-            self._step_at_once(call)
+            self._step_at_once(call, lazies, written)
         self._tell_of_step(optimizer, later)
 
-    def _are_legs_ready(self, call: _Call) -> bool:
+    def _written(self, lazies: Sequence[LazyParam]) -> dict[str, Tensor]:
+        """What the script may have written, by name. See [Note: parameters that a script has written]."""
+        written: dict[str, Tensor] = {lazy.name: lazy.memory for lazy in lazies if self._strict or lazy.is_edited}
+        if written and self.pipeline is not None:
+            self.pipeline.order.join()  # protects sums from updates that another stream is still writing
+        return written
+
+    def _require_same(self, written: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+        """Raise RuntimeError on all ranks unless they hold the same. A collective."""
+        numbers = self._link.exchange_numbers(number_of(written) << 32 | number_of(gradients))()
+        if len(set(numbers)) > 1:
+            every = {lazy.name: lazy.memory for lazy in self._params.all}
+            require_same_parameters(self._link, self._device, written, every)
+            require_same_gradients(self._link, self._device, gradients)
+
+    def _are_legs_ready(self, call: _Call, written: Mapping[str, Tensor]) -> bool:
         """Whether gather legs can carry this step's parameters."""
         pipeline, gathers = self.pipeline, self._gathers
         if pipeline is None or gathers is None or pipeline.phase is not Phase.REDUCED:
             return False
         slots = [pipeline.slots[index] for index in call.group_of]
         # A gradient that no reduction has written may differ between ranks, which a step at once finds out.
-        gathers.decide(wants_gradients=not all(map(pipeline.gradients.is_reduced, slots)))
+        wants_gradients = not all(map(pipeline.gradients.is_reduced, slots))
+        was_decided = gathers.is_decided  # in the step of another optimizer, about its parameters only
+        gathers.decide(wants_gradients=wants_gradients, written=written)
         for slot in slots:
             if not pipeline.gradients.is_pending(slot):
                 unwrapped(slot.parameter.grad)  # it may wait for a gather leg of gradients
         if not gathers.can_update_between_legs(slots):
             self._fallbacks.note(*_AT_ONCE)
             return False
+        if was_decided:
+            self._require_same(written, {})
         if self._layouts_seen != pipeline.layout.changes:
             self.states.move_to(gathers.ownership())
             self._layouts_seen = pipeline.layout.changes
@@ -264,7 +295,6 @@ class ShardedUpdates(DeferredUpdates):
     def _step_between_legs(self, call: _Call, lazies: Sequence[LazyParam]) -> None:
         pipeline, gathers = self.pipeline, self._gathers
         assert pipeline is not None and gathers is not None
-        self._params.follow_moved(lazies)
         slots = [pipeline.slots[index] for index in call.group_of]
         gradients = {
             slot: None if pipeline.gradients.is_pending(slot) else unwrapped(slot.parameter.grad) for slot in slots
@@ -283,13 +313,10 @@ class ShardedUpdates(DeferredUpdates):
         self._unscale(call)
         self._make_pending(pipeline, [(lazies, DeferredUpdate(call.snapshot, 0, edits_gradient=False))])
 
-    def _step_at_once(self, call: _Call) -> None:
+    def _step_at_once(self, call: _Call, lazies: Sequence[LazyParam], written: Mapping[str, Tensor]) -> None:
         """Update this rank's shards from whole gradients, and exchange the updated parameters at once."""
-        lazies = [self._params.all[index] for index in call.group_of]
-        self._params.follow_moved(lazies)
         gradients = {lazy.index: unwrapped(lazy.parameter.grad) for lazy in lazies}
-        by_name = {lazy.name: gradients[lazy.index] for lazy in lazies}
-        require_same_gradients(self._link, self._device, by_name)
+        self._require_same(written, {lazy.name: gradients[lazy.index] for lazy in lazies})
         updates = [
             self._shard(each, gradients[each.parameter]) for each in self.states.mine if each.parameter in gradients
         ]
@@ -313,6 +340,7 @@ class ShardedUpdates(DeferredUpdates):
                 one = self._table.parameters[lazy.index]
                 # Also if that is the same memory, for the version.
                 lazy.memory.copy_(shaped(whole[lazy.index], one.parameter.shape, one.stride))
+                lazy.expect_version()
 
     def _without_elements(self, call: _Call) -> list[ToUpdate]:
         """The parameters without elements that this rank updates: no fusion group has a piece of them."""
