@@ -91,8 +91,12 @@ def watch_model(ddp: DistributedDataParallel, before_forward: BeforeForward) -> 
     def is_watched(ddp: DistributedDataParallel) -> bool:
         return getattr(vars(ddp).get("forward"), "__func__", None) is forward
 
+    def is_trained(ddp: DistributedDataParallel) -> bool:
+        # To evaluate, some scripts freeze all parameters, and do nothing else.
+        return ddp.training and torch.is_grad_enabled() and any(one.requires_grad for one in ddp.module.parameters())
+
     def prepare(ddp: DistributedDataParallel) -> bool:
-        if ddp in left_alone or not (ddp.training and torch.is_grad_enabled()):
+        if ddp in left_alone or not is_trained(ddp):
             return False
         if not is_watched(ddp):  # what is there now has called us, and may be taken away again, as by detach()
             left_alone.add(ddp)

@@ -57,8 +57,9 @@ def _evaluated_before(auto: Callable[[], Any]) -> Any:
     with torch.no_grad():
         ddp(torch.randn(2, INPUTS))
     ddp.eval()(torch.randn(2, INPUTS))
+    ddp.train().requires_grad_(False)(torch.randn(2, INPUTS))
     assert found is None or not found.states
-    _train(ddp.train(), optimizer)
+    _train(ddp.requires_grad_(True), optimizer)
     return ddp, found
 
 
