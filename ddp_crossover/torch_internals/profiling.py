@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from typing import Any
 
+import torch
 from torch.autograd import profiler
 
 from ddp_crossover.torch_internals.private import private
@@ -18,3 +21,27 @@ def named_range(name: str) -> contextlib.AbstractContextManager[object]:
     up for each leg.
     """
     return profiler.record_function(name) if private(profiler, "_is_profiler_enabled") else _NO_RANGE
+
+
+@functools.cache
+def let_handlers_look_up() -> None:
+    """Let signal handlers look up ``__torch_function__`` also while torch's ranges end, in this process from now on.
+
+    ``record_function.__exit__`` skips look-ups over several lines of Python, and a handler that runs there would read
+    parameters without them (torch 2.11 to 2.15). Each ``step()``, ``zero_grad()`` and batch of a loader ends a range.
+    """
+    original = profiler.record_function.__exit__
+    end_range = private(torch.ops.profiler._record_function_exit._RecordFunction, "_op")
+
+    @functools.wraps(original)  # TorchScript compiles the original
+    def __exit__(self: Any, *raised: Any) -> None:
+        if self.run_callbacks_on_exit:
+            # One call of C, in which no handler runs.
+            torch._C._disabled_torch_function_impl(end_range, (), (self.record,), {})
+            self.run_callbacks_on_exit = False
+        original(self, *raised)
+
+    # Dynamo leaves alone what this file of torch has, and would compile ours.
+    ours: Any = __exit__
+    ours.__code__ = ours.__code__.replace(co_filename=original.__code__.co_filename)
+    profiler.record_function.__exit__ = ours  # type: ignore[method-assign]
