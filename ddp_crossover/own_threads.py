@@ -32,9 +32,14 @@ def forget_threads() -> None:
     _idents.clear()
 
 
+def is_own(ident: int) -> bool:
+    """Whether the thread that Python gives this number is one of these."""
+    return ident in _idents
+
+
 def is_own_thread() -> bool:
     """Whether the caller runs in one of these threads."""
-    return threading.get_ident() in _idents
+    return is_own(threading.get_ident())
 
 
 def refuse_to_wait() -> None:

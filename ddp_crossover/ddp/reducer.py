@@ -31,7 +31,6 @@ from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
 from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError
-from ddp_crossover.parameters.other_readers import note_autograd_thread
 from ddp_crossover.parameters.reduced_gradients import unwrap_gradients
 from ddp_crossover.parameters.stale_reads import StaleReadGuard
 from ddp_crossover.planning.session import Planning
@@ -220,8 +219,6 @@ class Reducer:
             self._memory_formats.refuse_changes()
         if self.batches is not None:
             self.batches.weigh()
-        if gpu.has_streams(self._device):  # so autograd runs hooks in a thread of its own, and not in the script's
-            note_autograd_thread()
         self._in_backward = True
         self._awaits_backward = False
         self._layouts.begin_backward()

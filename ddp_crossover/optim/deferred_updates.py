@@ -331,6 +331,7 @@ class DeferredUpdates:
         with self._params.lock:
             # Checked after the step, which may itself have created references to a parameter's memory.
             why_not = self._params.why_not_lazy([lazy for lazies, _ in updates for lazy in lazies])
+            made: list[LazyParam] = []
             for lazies, update in updates:
 
                 def note_update(lazy: LazyParam, update: DeferredUpdate = update) -> None:
@@ -344,10 +345,16 @@ class DeferredUpdates:
                     else:
                         waiting.append(lazy)
                 self._params.make_lazy(waiting, note_update, by=self, hide_values=self._strict)
+                made += waiting
+            reason = None if self._strict else self._params.cover(made)
             # A signal handler may have read gradients since the step looked. From now on the script may change these.
             read = [slot for slot in list(pipeline.updates) if slot.is_shared and slot.pending.current.resolved]
-            pipeline.updates.apply([*read, *(pipeline.slots[lazy.index] for lazy in why_not)])
+            now = [*why_not, *(made if reason is not None else ())]
+            pipeline.updates.apply([*read, *(pipeline.slots[lazy.index] for lazy in now)])
             self._deferrable.note_not_deferred(why_not)
+            if reason is not None:
+                self._early_reads.explain()
+                self._fallbacks.note_here(reason)
 
 
 def pipeline_of(optimizer: Optimizer) -> Pipeline | None:

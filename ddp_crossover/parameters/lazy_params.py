@@ -28,10 +28,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_crossover.own_threads import refuse_to_wait
-from ddp_crossover.parameters.other_readers import others_may_read
+from ddp_crossover.parameters.other_threads import OtherThreads
 from ddp_crossover.parameters.pending_parameter import arm, disarm, is_armed, is_armed_by, touch
 from ddp_crossover.torch_internals.autograd import unrecorded
-from ddp_crossover.torch_internals.memory import cover_of, set_data, storage_use_count
+from ddp_crossover.torch_internals.memory import Covers, set_data, storage_use_count
+from ddp_crossover.torch_internals.profiling import let_handlers_look_up
 
 
 class StaleParameterError(RuntimeError):
@@ -60,8 +61,8 @@ class LazyParam:
         version: autograd's version counter of the memory after ``step()``, or after its update: a change means that
             somebody else has written.
         shadow: a copy of the value while ``strict`` fills the memory with NaN, else None.
-        is_covered: whether the parameter points to its cover, so that unobserved reads and writes raise.
-        was_covered: whether it was covered from ``step()`` until its update was applied.
+        is_covered: whether the parameter points to its cover, so that unobserved reads do not find the old value.
+        was_covered: whether they raised an error from ``step()`` until its update was applied.
         why_never_lazy: why its updates are never deferred, or None.
     """
 
@@ -102,11 +103,11 @@ class LazyParam:
         self.storage = self.parameter.untyped_storage()
         self.neighbours = [self]
         self.version = -1  # of what the script has put there
-        self._cover = cover_of(
+        self._cover = self._params.covers.make(
             self.memory.detach(),
-            f"{self.name} is used while its deferred update is pending, by code that bypasses __torch_function__ "
-            "(torch.tensor(p), TorchScript, a C++ extension): pass p.detach() instead of the parameter, or call "
-            "state.synchronize() first",
+            f"ddp_crossover: {self.name} is used while its deferred update is pending, by code that bypasses "
+            "__torch_function__ (torch.tensor(p), TorchScript, a C++ extension): pass p.detach() instead of the "
+            "parameter, or call state.synchronize() first",
         )
 
     def share_storage(self, neighbours: list[LazyParam]) -> None:
@@ -115,9 +116,13 @@ class LazyParam:
         neighbours.append(self)
 
     def cover(self) -> None:
-        """Make reads and writes that bypass the class raise while the update is pending. Call in :func:`unrecorded`."""
-        if self._cover is not None:
-            self.is_covered = self.was_covered = True
+        """Keep reads and writes that bypass the class from the old value, if the update is still pending.
+
+        Call in :func:`unrecorded`.
+        """
+        is_waiting = self.is_waiting
+        if self._cover is not None and is_waiting:
+            self.is_covered, self.was_covered = True, self._params.covers.raise_errors
             set_data(self.parameter, self._cover)
             if not self.is_waiting:  # a signal handler applied the update meanwhile
                 self.is_covered = True
@@ -233,6 +238,7 @@ class LazyParams:
 
     Attributes:
         updating: the parameters whose updates are being written.
+        covers: makes the memory that parameters point to while their updates are pending.
         lock: held while updates are deferred, applied or checked. Re-entrant, because signal handlers take it too.
         deferrer: who has made parameters pending; None before the first time.
         why_none_is_lazy: why no update may be deferred, or None.
@@ -241,6 +247,9 @@ class LazyParams:
 
     def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
         self.lock = threading.RLock()
+        self.covers = Covers()
+        self._other_threads = OtherThreads()
+        let_handlers_look_up()
         self.updating: frozenset[LazyParam] = frozenset()
         self.deferrer: Deferrer | None = None
         self.why_none_is_lazy: str | None = None
@@ -310,14 +319,11 @@ class LazyParams:
             lazies: the parameters.
             note_update: records the deferred update of one of them.
             by: applies the updates when they are needed.
-            hide_values: fill their memory with NaN until the update, instead of covering it.
+            hide_values: fill their memory with NaN until the update.
         """
         self.deferrer = by
         # The update would raise the version, too, so that a backward of an older graph fails.
         torch.autograd.graph.increment_version([lazy.memory for lazy in lazies])
-        # A cover would break two valid readers: another thread that has looked up `__torch_function__` and not yet
-        # run its kernel, and a signal handler at the end of a profiler range, where torch skips that look-up.
-        covers = not hide_values and not others_may_read()
         with unrecorded():
             for lazy in lazies:
                 if hide_values:
@@ -325,8 +331,26 @@ class LazyParams:
                 lazy.begin_wait()
                 note_update(lazy)  # a signal handler may apply the update from here on
                 arm(lazy.parameter, lazy)
-                if covers:
-                    lazy.cover()
+
+    def cover(self, lazies: Sequence[LazyParam]) -> str | None:
+        """Cover the parameters that :meth:`make_lazy` has made pending, before ``step()`` returns.
+
+        Returns:
+            Why they could not be covered, so that their updates must be applied now; None if they were.
+        """
+        # A cover would break a valid reader: a thread that has looked up `__torch_function__` and not yet run its
+        # kernel. Now that all are armed, who looks it up asks for the update first.
+        straggler = self._other_threads.find_straggler() if lazies else None
+        if straggler is not None:
+            return (
+                f"updates were applied in optimizer.step(), because the thread {straggler} may have been using "
+                "parameters at that moment. To have them deferred, let it wait while step() runs, or do its work in "
+                "another process"
+            )
+        with unrecorded():
+            for lazy in lazies:
+                lazy.cover()
+        return None
 
     def why_not_lazy(self, candidates: Sequence[LazyParam]) -> dict[LazyParam, str]:
         """The candidates whose updates must be applied at the end of ``step()``, each with the reason."""

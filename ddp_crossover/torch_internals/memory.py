@@ -26,26 +26,51 @@ def references_to_memory(tensor: torch.Tensor) -> int:
     return of_storage + _USE_COUNT(tensor) + sys.getrefcount(tensor)
 
 
-def cover_of(memory: torch.Tensor, message: str) -> torch.Tensor | None:
-    """Return a tensor that looks like ``memory``, but raises RuntimeError if C++ reads or writes its values.
+class Covers:
+    """Makes tensors that look like a parameter's memory, to point the parameter to while its value is not up to date.
 
-    None for a tensor without elements, and if torch was built for CPUs only, because that lacks the functions for it.
-    Checked on torch 2.11 to 2.15.
+    Where torch can, C++ that reads or writes their values gets a RuntimeError. It cannot if it was built for CPUs only:
+    then reads find NaN, and writes get torch's error for fake tensors. Checked on torch 2.11 to 2.15.
 
-    Args:
-        memory: tensor whose dtype, device, shape, strides and address the result has.
-        message: text of the RuntimeError.
+    Attributes:
+        raise_errors: whether torch can.
     """
-    set_message = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
-    if set_message is None or not memory.numel():
-        return None
-    own = memory.untyped_storage()
-    construct = private(torch._C, "_construct_storage_from_data_pointer")
-    storage = construct(own.data_ptr(), memory.device, own.nbytes())  # owns no memory, counts as no reference
-    cover = torch.empty(0, dtype=memory.dtype, device=memory.device)
-    cover.set_(storage, memory.storage_offset(), memory.shape, memory.stride())
-    set_message(storage._cdata, message)
-    return cover
+
+    def __init__(self) -> None:
+        self._set_message = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+        self.raise_errors = self._set_message is not None
+        self._nans: dict[torch.device, torch.UntypedStorage] = {}
+
+    def make(self, memory: torch.Tensor, message: str) -> torch.Tensor | None:
+        """Return the cover of ``memory``; None for a tensor without elements.
+
+        Args:
+            memory: tensor whose dtype, device, shape and strides the result has.
+            message: text of the RuntimeError.
+        """
+        if not memory.numel():
+            return None
+        cover = torch.empty(0, dtype=memory.dtype, device=memory.device)
+        if self._set_message is None:
+            cover.set_(self._nan_storage(memory), 0, memory.shape, memory.stride())
+            return cover
+        own = memory.untyped_storage()
+        construct = private(torch._C, "_construct_storage_from_data_pointer")
+        storage = construct(own.data_ptr(), memory.device, own.nbytes())  # owns no memory, counts as no reference
+        cover.set_(storage, memory.storage_offset(), memory.shape, memory.stride())
+        self._set_message(storage._cdata, message)
+        return cover
+
+    def _nan_storage(self, memory: torch.Tensor) -> torch.UntypedStorage:
+        """Memory of at least this size in which each number of any float type is NaN, the same for all."""
+        nbytes = memory.untyped_storage().nbytes()
+        found = self._nans.get(memory.device)
+        if found is None or found.nbytes() < nbytes:
+            # All bits set are NaN in fp64, fp32, fp16 and bf16.
+            nans = torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=memory.device)
+            private(torch._C, "_set_throw_on_mutable_data_ptr")(nans)
+            found = self._nans[memory.device] = nans.untyped_storage()
+        return found
 
 
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -58,5 +83,5 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 def use_count(tensor: torch.Tensor) -> int:
     """Number of C++ references to a tensor."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return _USE_COUNT(tensor)
+    # One call of C: a signal handler that runs in `with torch._C.DisableTorchFunctionSubclass()` would see old values.
+    return int(torch._C._disabled_torch_function_impl(_USE_COUNT, (), (tensor,), {}))

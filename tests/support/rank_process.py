@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import signal
+import threading
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -16,11 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_crossover.parameters.other_readers import others_may_read
 from reduced_as_built import watch_every_backward
 
 # Every stack of a rank that hangs is written at this signal, so that a timeout says where it hung.
 DUMP_SIGNAL = signal.SIGUSR1
+
+_AT_EASE = ("_signal", "torch", "torch.utils.data._utils.signal_handling")
 
 
 def rank_main(pipe: Connection, rank: int, world_size: int, directory: str, group_timeout_s: float) -> None:
@@ -75,13 +77,21 @@ def _answer(pipe: Connection, task: bytes) -> bool:
         return True
     try:
         result = fn(*args)
-        # Whoever comes next finds a thread or a signal handler that may read parameters, and so gets no covers.
-        answer = dump((result, None, others_may_read()))
+        answer = dump((result, None, _is_disturbed()))
     # SystemExit and KeyboardInterrupt are outcomes as well, and tests of faults ask for them.
     except BaseException:
         answer = dump((None, traceback.format_exc(), True))
     pipe.send_bytes(answer)
     return last
+
+
+def _is_disturbed() -> bool:
+    """Whether the task has left a thread or a signal handler, which would take part in the next one."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    return any(callable(handler) and handler.__module__ not in _AT_EASE for handler in handlers) or any(
+        thread is not threading.main_thread() and not thread.name.startswith("ddp_crossover-")
+        for thread in threading.enumerate()
+    )
 
 
 def stacks_file(directory: Path, rank: int) -> Path:
