@@ -221,13 +221,15 @@ def refuse_model(ddp: DistributedDataParallel) -> None:
 
 
 def _refuse_parameters(ddp: DistributedDataParallel) -> None:
+    managed = {id(parameter) for _, parameter in managed_parameters(ddp)}
     for name, module in ddp.module.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ValueError(
                 f"{name}.weight has sparse gradients, which cannot be copied into a flat fusion buffer: build {name} "
                 "with sparse=False"
             )
-        if isinstance(module, torch.jit.ScriptModule):
+        # One without trained parameters is a function, as those that e3nn compiles its layers to.
+        if isinstance(module, torch.jit.ScriptModule) and any(id(one) in managed for one in module.parameters()):
             raise ValueError(
                 f"{name or 'the model'} is a TorchScript module, whose forward runs no hooks: use the module that it "
                 "was scripted from, with torch.compile for speed"

@@ -30,6 +30,7 @@ from invisible_models import (
     PaddedEncoderNet,
     ScaledOutputNet,
     ScriptedBiasNet,
+    ScriptedModuleNet,
     ScriptedWeightNet,
     ScriptInFunctionNet,
     SubclassActivationNet,
@@ -44,6 +45,7 @@ from stale_loops import LIMIT
 INVISIBLE = {
     "bias_in_script": (ScriptedBiasNet, "bias"),
     "weight_in_script": (ScriptedWeightNet, "weight"),
+    "weight_in_scripted_module": (ScriptedModuleNet, "weight"),
     "weight_in_script_in_function": (ScriptInFunctionNet, "weight"),
     "activation_disables_overrides": (SubclassActivationNet, "weight"),
 }

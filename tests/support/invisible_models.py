@@ -65,6 +65,28 @@ class ScriptedWeightNet(nn.Module):
             return self.head(torch.tanh(scripted_matmul(x, self.weight)))
 
 
+class _Product(nn.Module):
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x @ weight.t()
+
+
+class ScriptedModuleNet(nn.Module):
+    """Layers as e3nn compiles them: a scripted module, to which the layer's own forward passes the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(HIDDEN, INPUTS) * 0.3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.product = torch.jit.script(_Product())
+            self.frozen = torch.jit.script(nn.Linear(HIDDEN, HIDDEN).requires_grad_(False))
+        self.head = nn.Linear(HIDDEN, OUTPUTS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with _UNOPTIMIZED():
+            return self.head(self.frozen(torch.tanh(self.product(x, self.weight))))
+
+
 class _ScriptedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
