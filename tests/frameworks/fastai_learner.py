@@ -1,19 +1,15 @@
-"""fastai: `Learner.distrib_ctx` with `fit_one_cycle`, mixup, checkpoints; `--own` takes fastai's own optimizers."""
+"""fastai: `Learner.distrib_ctx` with `fit_one_cycle`, an optimizer of torch and checkpoints."""
 
-import os
-import sys
 from pathlib import Path
 
 import digests
-import numpy as np
+import made_up
 import torch
 from fastai.basics import DataLoaders, Learner, OptimWrapper, set_seed
 from fastai.callback.schedule import fit_one_cycle  # noqa: F401
 from fastai.callback.tracker import SaveModelCallback
 from fastai.data.load import DataLoader
 from fastai.distributed import DistributedDL
-from fastai.optimizer import Adam
-from torch import nn
 
 
 class CpuDistributedDL(DistributedDL):
@@ -28,18 +24,19 @@ class CpuDistributedDL(DistributedDL):
 def main() -> None:
     torch.distributed.init_process_group("gloo")
     set_seed(5, reproducible=True)
-    data = [(torch.randn(12), torch.randint(0, 3, ())) for _ in range(96)]
+    data, cpu = list(made_up.points(96)), torch.device("cpu")
     loaders = DataLoaders(
-        *(CpuDistributedDL(DataLoader(data, bs=8, shuffle=shuffle, num_workers=0, device=torch.device("cpu"))) for shuffle in (True, False))
+        *(CpuDistributedDL(DataLoader(data, bs=8, shuffle=one, num_workers=0, device=cpu)) for one in (True, False))
     )
-    net = nn.Sequential(nn.Linear(12, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 3))
-    optimizer = Adam if "--own" in sys.argv else lambda groups, **options: OptimWrapper(groups, torch.optim.AdamW)
-    learner = Learner(loaders, net, loss_func=nn.CrossEntropyLoss(), opt_func=optimizer, lr=1e-2)
+
+    def optimizer(groups: list[list[torch.nn.Parameter]], **options: object) -> OptimWrapper:
+        return OptimWrapper(groups, torch.optim.AdamW)
+
+    learner = Learner(loaders, made_up.net(), loss_func=torch.nn.CrossEntropyLoss(), opt_func=optimizer, lr=1e-2)
     with learner.distrib_ctx(sync_bn=False, cpu=True), learner.no_bar(), learner.no_logging():
         learner.fit_one_cycle(5, 1e-2, cbs=SaveModelCallback(every_epoch=True))
     torch.distributed.barrier()
-    inner = [] if "--own" in sys.argv else learner.opt.opt
-    digests.say(learner.model, inner, Path("models/model_4.pth"), learner.opt.state_dict())
+    digests.say(learner.model, learner.opt.opt, Path("models/model_4.pth"))
 
 
 if __name__ == "__main__":

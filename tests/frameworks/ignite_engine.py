@@ -4,24 +4,26 @@ from pathlib import Path
 
 import digests
 import ignite.distributed as idist
+import made_up
 import torch
 from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
-from ignite.handlers import Checkpoint, DiskSaver, EMAHandler, ModelCheckpoint, create_lr_scheduler_with_warmup
+from ignite.handlers import Checkpoint, DiskSaver, EMAHandler, create_lr_scheduler_with_warmup
 from ignite.metrics import Accuracy
 from ignite.utils import manual_seed
 from torch import nn
-from torch.utils.data import TensorDataset
 
 
 def main(_: int) -> None:
     manual_seed(5)
-    data = TensorDataset(torch.randn(96, 12), torch.randint(0, 3, (96,)))
-    net = nn.Sequential(nn.Linear(12, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 3))
-    model = idist.auto_model(net)
+    model = idist.auto_model(made_up.net())
     optimizer = idist.auto_optim(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    loader = idist.auto_dataloader(data, batch_size=8, shuffle=True)
+    loader = idist.auto_dataloader(made_up.points(96), batch_size=8, shuffle=True)
     trainer = create_supervised_trainer(
-        model, optimizer, nn.CrossEntropyLoss(), gradient_accumulation_steps=2, output_transform=lambda *out: out[3].item()
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        gradient_accumulation_steps=2,
+        output_transform=lambda *output: output[3].item(),
     )
     evaluator = create_supervised_evaluator(model, metrics={"accuracy": Accuracy()})
     average = EMAHandler(model, momentum=0.1)

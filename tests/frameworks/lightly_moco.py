@@ -1,4 +1,4 @@
-"""lightly: MoCo as in its examples (momentum encoder, memory bank over all ranks), or DINO with `--dino`, in Lightning."""
+"""lightly: MoCo (momentum encoder, memory bank over all ranks), or DINO with `--dino`, in Lightning as in its examples."""
 
 import copy
 import sys

@@ -1,10 +1,11 @@
-"""mmengine: `Runner` with an `OptimWrapper` that accumulates and clips, an average of weights, validation, checkpoints."""
+"""mmengine: `Runner` with validation and checkpoints; `--options`: accumulation, clipping and an average of weights."""
 
-import os
+import sys
 from pathlib import Path
 
 import cpu_ddp  # noqa: F401
 import digests
+import made_up
 import torch
 from mmengine.evaluator import BaseMetric, Evaluator
 from mmengine.model import BaseModel
@@ -12,22 +13,6 @@ from mmengine.registry import MODELS
 from mmengine.runner import Runner
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset
-
-
-class Points(Dataset):
-    """Points of three classes."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.x = torch.randn(96, 12, generator=generator)
-        self.y = self.x[:, :3].argmax(1)
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.x[index], self.y[index]
 
 
 @MODELS.register_module()
@@ -36,10 +21,7 @@ class Net(BaseModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(12, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Dropout(0.1), nn.Linear(48, 48), nn.ReLU(),
-            nn.Linear(48, 3),
-        )  # fmt: skip
+        self.net = nn.Sequential(nn.Dropout(0.1), made_up.net())
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, mode: str) -> object:
         scores = self.net(x)
@@ -59,7 +41,8 @@ class Accuracy(BaseMetric):
 
 def main() -> None:
     torch.distributed.init_process_group("gloo")  # mmengine would choose a GPU
-    loader = {"dataset": Points(), "batch_size": 8, "num_workers": 0, "collate_fn": {"type": "default_collate"}}
+    has_options = "--options" in sys.argv
+    loader = {"dataset": made_up.points(96), "batch_size": 8, "collate_fn": {"type": "default_collate"}}
     runner = Runner(
         model={"type": "Net"},
         work_dir="work",
@@ -70,11 +53,11 @@ def main() -> None:
         train_cfg={"by_epoch": True, "max_epochs": 6, "val_interval": 2},
         optim_wrapper={
             "optimizer": {"type": "AdamW", "lr": 1e-2},
-            "accumulative_counts": int(os.environ.get("ACCUMULATE", "1")),
-            "clip_grad": {"max_norm": 0.5} if os.environ.get("CLIP") else None,
+            "accumulative_counts": 2 if has_options else 1,
+            "clip_grad": {"max_norm": 0.5} if has_options else None,
         },
         param_scheduler={"type": "ExponentialLR", "gamma": 0.9, "by_epoch": True},
-        custom_hooks=[{"type": "EMAHook", "momentum": 0.1}] if os.environ.get("EMA") else None,
+        custom_hooks=[{"type": "EMAHook", "momentum": 0.1}] if has_options else None,
         launcher="pytorch",
         randomness={"seed": 5},
         default_hooks={"checkpoint": {"type": "CheckpointHook", "interval": 2}},

@@ -1,5 +1,7 @@
-"""sentence-transformers: `SentenceTransformerTrainer` with a cached contrastive loss, clipping and checkpoints."""
+"""sentence-transformers: `SentenceTransformerTrainer`, clipping and checkpoints; with `--cached` its cached loss."""
 
+import os
+import sys
 from pathlib import Path
 
 import digests
@@ -10,7 +12,6 @@ from sentence_transformers.losses import CachedMultipleNegativesRankingLoss, Mul
 from sentence_transformers.models import Pooling, Transformer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, set_seed
-import sys
 
 
 def make_encoder(folder: Path) -> None:
@@ -25,7 +26,11 @@ def make_encoder(folder: Path) -> None:
     )
     tokenizer.save_pretrained(folder)
     config = BertConfig(
-        vocab_size=len(words), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        vocab_size=len(words),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
         max_position_embeddings=64,
     )
     BertModel(config).save_pretrained(folder)
@@ -33,8 +38,6 @@ def make_encoder(folder: Path) -> None:
 
 def main() -> None:
     set_seed(5)
-    import os
-
     folder = Path(f"encoder{os.environ['RANK']}")
     make_encoder(folder)
     encoder = Transformer(str(folder), max_seq_length=16)
@@ -47,12 +50,20 @@ def main() -> None:
     loss = (
         CachedMultipleNegativesRankingLoss(model, mini_batch_size=4)
         if "--cached" in sys.argv
-        else MultipleNegativesRankingLoss(model, gather_across_devices="--gather" in sys.argv)
+        else MultipleNegativesRankingLoss(model)
     )
     arguments = SentenceTransformerTrainingArguments(
-        "saved", num_train_epochs=5, per_device_train_batch_size=8, use_cpu=True, save_strategy="epoch",
-        report_to=[], disable_tqdm=True, learning_rate=1e-3, warmup_ratio=0.1, ddp_backend="gloo", seed=5,
-        max_grad_norm=0.0 if "--no-clip" in sys.argv else 1.0,
+        "saved",
+        num_train_epochs=5,
+        per_device_train_batch_size=8,
+        use_cpu=True,
+        save_strategy="epoch",
+        report_to=[],
+        disable_tqdm=True,
+        learning_rate=1e-3,
+        warmup_ratio=0.1,
+        ddp_backend="gloo",
+        seed=5,
     )
     trainer = SentenceTransformerTrainer(model, arguments, train_dataset=data, loss=loss)
     trainer.train()

@@ -1,14 +1,15 @@
 """skorch: `NeuralNetClassifier` with `AccelerateMixin`, gradient clipping, a learning rate schedule and checkpoints."""
 
+from pathlib import Path
+
 import digests
+import made_up
 import torch
 from accelerate import Accelerator
-from pathlib import Path
 from skorch import NeuralNetClassifier
 from skorch.callbacks import Checkpoint, GradientNormClipping, LRScheduler
 from skorch.dataset import ValidSplit
 from skorch.hf import AccelerateMixin
-from torch import nn
 from torch.nn.functional import cross_entropy
 
 
@@ -25,11 +26,10 @@ class CrossEntropy:
 
 def main() -> None:
     torch.manual_seed(5)
-    x, y = torch.randn(160, 12), torch.randint(0, 3, (160,))
+    x, y = made_up.points(160).tensors
     accelerator = Accelerator(cpu=True)
-    module = nn.Sequential(nn.Linear(12, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 3))
     net = Net(
-        module,
+        made_up.net(),
         criterion=CrossEntropy,
         optimizer=torch.optim.Adam,
         lr=1e-2,

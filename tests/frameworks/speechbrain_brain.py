@@ -64,7 +64,8 @@ def main() -> None:
     brain.fit(epochs, Points(), Points(), train_loader_kwargs={**loader, "shuffle": True}, valid_loader_kwargs=loader)
     torch.distributed.barrier()
     newest = sorted(Path("saved").iterdir(), key=lambda path: path.stat().st_mtime)[-1]
-    digests.say(brain.modules, brain.optimizer, *sorted(newest.glob("*.ckpt")))
+    saved_files = [newest / f"{name}.ckpt" for name in ("encoder", "classifier", "optimizer")]
+    digests.say(brain.modules, brain.optimizer, *saved_files)
 
 
 if __name__ == "__main__":

@@ -33,12 +33,8 @@ def main() -> None:
         "observation": torch.randn(256, 6), "reward": torch.randn(256, 1),
         "done": torch.zeros(256, 1, dtype=torch.bool), "terminated": torch.zeros(256, 1, dtype=torch.bool),
     }  # fmt: skip
-    buffer.extend(
-        TensorDict(
-            {"observation": torch.randn(256, 6), "action": torch.rand(256, 2) * 2 - 1, "next": TensorDict(following, [256])},
-            [256],
-        )
-    )
+    step = {"observation": torch.randn(256, 6), "action": torch.rand(256, 2) * 2 - 1}
+    buffer.extend(TensorDict({**step, "next": TensorDict(following, [256])}, [256]))
     group = _DDPProcessGroup(
         dist.get_rank(), dist.get_rank(), 2, torch.device("cpu"), dist.group.WORLD, store=None, generation=0,
         owns_process_group=False,

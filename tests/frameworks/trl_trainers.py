@@ -54,6 +54,7 @@ def main() -> None:
             model, args=GRPOConfig(**common, num_generations=4, max_completion_length=8, beta=0.1),
             train_dataset=Dataset.from_list(data), processing_class=tokenizer,
             reward_funcs=lambda completions, **_: [float(len(set(text.split()))) for text in completions],
+            peft_config=adapters,
         )  # fmt: skip
     else:
         data = [{"text": sentence()} for _ in range(64)]
@@ -65,7 +66,8 @@ def main() -> None:
     trainer.accelerator.wait_for_everyone()
     (weights,) = Path("saved/checkpoint-14").glob("*model.safetensors")
     optimizer = trainer.optimizer.optimizer
-    digests.say(trainer.accelerator.unwrap_model(trainer.model), optimizer, weights, Path("saved/checkpoint-14/optimizer.pt"))
+    trained = trainer.accelerator.unwrap_model(trainer.model)
+    digests.say(trained, optimizer, weights, Path("saved/checkpoint-14/optimizer.pt"))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,12 @@ def torchrun(ranks: int = 2) -> tuple[str, ...]:
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
 
 
-def start(*arguments: object, variables: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
+def start(
+    *arguments: object,
+    python: str | Path = sys.executable,
+    variables: Mapping[str, str] | None = None,
+    **options: Any,
+) -> subprocess.Popen[str]:
     """Start Python, for which the package is that of this checkout. What it prints to stderr goes to its stdout.
 
     `options` are of `subprocess.Popen`.
@@ -28,7 +33,7 @@ def start(*arguments: object, variables: Mapping[str, str] | None = None, **opti
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(variables or {})}
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    command = [sys.executable, *map(str, arguments)]
+    command = [str(python), *map(str, arguments)]
     return subprocess.Popen(command, env=os.environ | environment, text=True, **(streams | options))
 
 
