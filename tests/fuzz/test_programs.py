@@ -53,6 +53,7 @@ REASONS_WITH_SHARDS = {"step_twice": READS}
 REFUSED_WITH_SHARDS = {
     *("schedule=allreduce", "second=one_optimizer", "to_double_and_back"),
     *("second_backward", "past_ddp=always", "past_ddp=sometimes"),
+    *("local_edits=before_forward", "local_edits=before_step", "local_edits=as_data"),
 }
 # Whose state ends or begins in the middle, or may choose plain all-reduces.
 DEFERS_FEWER = {"attached_again", "detached", "plans=random", "to_double_and_back"}
@@ -80,10 +81,10 @@ def _assert_none_failed(report: Report) -> None:
 def test_a_program_that_has_failed_once_agrees(file: Path, pool_of: dict[int, FuzzPool]) -> None:
     """Or is refused, if its file says so: what was trained then was nothing that a script can have meant."""
     text = file.read_text()
-    program, ends = Program.from_json(text), json.loads(text).get("ends", "exact")
+    program, ends = Program.from_json(text), json.loads(text).get("ends", ["exact"])
     outcome = _pool(pool_of, program.ranks).judge(program)
     assert not outcome.failure, outcome.failure
-    assert set(outcome.counts) == {ends}, f"it has not ended as {ends}: {outcome.counts}"
+    assert set(outcome.counts) <= set(ends), f"it has not ended as {ends}: {outcome.counts}"
 
 
 @pytest.mark.launches
@@ -94,6 +95,9 @@ def test_a_feature_by_itself_is_exact_and_costs_what_is_said(label: str, pool_of
     of_ranks = _pool(pool_of, program.ranks).verdicts(program)
     outcome = sum_up(program, of_ranks)
     assert not outcome.failure, outcome.failure
+    if label.startswith("habit="):  # whose cost is no promise
+        assert outcome.counts["exact"], outcome.counts
+        return
     assert set(outcome.counts) == {"exact"}, f"plain DDP cannot do it, or it is refused: {outcome.counts}"
     for verdict, arm in zip(of_ranks[0], program.arms, strict=True):
         shards = arm.get("shard_optimizer")
