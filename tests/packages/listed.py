@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FILE = Path(__file__).with_name("optimizers.txt")
-LOOPS = ("plain", "closure", "create_graph", "sam", "train", "train_late")
+LOOPS = ("plain", "closure", "sam", "train", "train_late")
 
 
 class Configuration(NamedTuple):

@@ -184,7 +184,7 @@ def _step(ddp: DistributedDataParallel, optimizer: Any, loop: str, step: int) ->
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = torch.nn.functional.mse_loss(ddp(tokens, image), target)
-        loss.backward(create_graph=loop == "create_graph")
+        loss.backward()
         return loss
 
     if loop == "closure":
