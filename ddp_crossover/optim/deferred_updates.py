@@ -3,8 +3,8 @@
 ``optimizer.step()`` runs as always, with its hooks, its closure and its return value, but it leaves out the parameters
 whose gradients are still on the wire. For those it takes a snapshot of the optimizer and its hyperparameters, because
 schedulers change them right after ``step()``. The first touch of such a parameter runs the same ``step`` on just the
-parameters of its fusion group. This works for optimizers that update each parameter independently of the others;
-``separability`` tests that.
+parameters of its fusion group. This works for optimizers that update each parameter independently of the others, as
+``separability`` tries on a clone and ``watching`` sees in the first steps.
 
 For the terms see [Note: DeAR's terms] in ``dear.py``.
 """
@@ -26,19 +26,20 @@ from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.figures.stats import FallbackLog
 from ddp_crossover.gathers import Gathers, GradientGathers
 from ddp_crossover.optim.after_update import AfterUpdate
+from ddp_crossover.optim.known_optimizers import KnownOptimizers
 from ddp_crossover.optim.lazy_state import make_state_lazy, make_state_plain
 from ddp_crossover.optim.optimizer_snapshot import StandIn, optimizer_parameters
-from ddp_crossover.optim.separability import Separable
 from ddp_crossover.optim.step_call import Deferrable, StepCall, why_call_waits
 from ddp_crossover.optim.stock_calls import StockCalls
 from ddp_crossover.optim.update_runner import DeferredUpdate, UpdateRunner, run_updates
+from ddp_crossover.optim.watching import StepWatch
 from ddp_crossover.options import Norms
 from ddp_crossover.parameters.early_reads import EarlyReads, is_saving
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
 from ddp_crossover.parameters.reduced_gradients import ReducedGradients
 from ddp_crossover.parameters.slots import Slot
 from ddp_crossover.torch_internals.gradient_calls import require_gradient_calls
-from ddp_crossover.torch_internals.optimizers import has_hooks, move_to_front, step_pre_hooks
+from ddp_crossover.torch_internals.optimizers import has_hooks, move_to_back, move_to_front, step_pre_hooks
 
 _TOO_LATE = (
     "it is called between a forward and its backward, which will overwrite the gradients. To have updates deferred, "
@@ -94,9 +95,10 @@ class DeferredUpdates:
         if norms is Norms.SHARDED:
             require_gradient_calls()
         self._running: StepCall | None = None
+        self._watch: StepWatch | None = None
         self.after_update = AfterUpdate()
         self._runner = UpdateRunner(params, self.after_update, write, strict=strict)
-        self._separable = Separable(optimizers)
+        self._optimizers = KnownOptimizers(optimizers, self._name_of)
         self._deferrable = Deferrable(params, early_reads, fallbacks)
         self.deferred_steps = 0
         self._order: StreamOrder | None = None
@@ -106,9 +108,9 @@ class DeferredUpdates:
         self._handles: list[RemovableHandle] = [
             register_optimizer_step_post_hook(lambda other, *_: (call := after_any()) and call(other))
         ]
-        for optimizer in self._separable:  # each once, even if it was given twice
+        for optimizer in self._optimizers:  # each once, even if it was given twice
             if not has_hooks(optimizer):
-                self._note_waits(optimizer, self._separable.why_not(optimizer))
+                self._note_waits(optimizer, self._optimizers.why_not(optimizer))
                 continue
             after = optimizer.register_step_post_hook(self._after_step)
             move_to_front(optimizer, after)
@@ -120,14 +122,14 @@ class DeferredUpdates:
 
     def remove(self) -> None:
         """Give the optimizers back. What was given to ``after_update`` is called by plain hooks from now on."""
-        optimizers = list(filter(has_hooks, self._separable))
+        optimizers = list(filter(has_hooks, self._optimizers))
         for other in {other for optimizer in optimizers for other in _owners_of(optimizer)} - {self}:
             self.after_update.leave_out(lazy.parameter for lazy in other._params.all)
             other.after_update.leave_out(lazy.parameter for lazy in self._params.all)
         self.after_update.leave_alone(optimizers, _parameters_of_models)
-        for optimizer in self._separable:
+        for optimizer in self._optimizers:
             make_state_plain(optimizer, self)
-        self._separable.drop_references()
+        self._optimizers.drop_references()
         for handle in self._handles:
             handle.remove()
 
@@ -199,6 +201,10 @@ class DeferredUpdates:
         assert pipeline is not None
         return slot in pipeline.updates or slot.lazy in self._params.updating
 
+    def _name_of(self, parameter: Tensor) -> str:
+        lazy = self._params.of_id.get(id(parameter))
+        return f"a parameter of shape {list(parameter.shape)}" if lazy is None else lazy.name
+
     def _note_waits(self, optimizer: Optimizer, reason: str | None) -> None:
         self._early_reads.explain()
         self._fallbacks.note(
@@ -221,7 +227,7 @@ class DeferredUpdates:
         pipeline = self.pipeline
         if pipeline is None or pipeline.awaits_backward:
             return False
-        if self._separable.why_not(optimizer) is not None:
+        if self._optimizers.why_not(optimizer) is not None or self._is_to_be_watched(optimizer):
             return False
         slots = (pipeline.slot_of.get(parameter) for parameter in optimizer_parameters(optimizer))
         slot = next((slot for slot in slots if slot is not None and slot.parameter.grad is not None), None)
@@ -234,7 +240,7 @@ class DeferredUpdates:
         pipeline = self.pipeline
         if pipeline is None or pipeline.phase is not Phase.REDUCED or pipeline.iteration == self._stepped_in:
             return
-        if optimizer not in self._separable and any(p in pipeline.slot_of for p in optimizer_parameters(optimizer)):
+        if optimizer not in self._optimizers and any(p in pipeline.slot_of for p in optimizer_parameters(optimizer)):
             self._note_waits(
                 optimizer,
                 "this optimizer was not attached. Pass a list of all optimizers to attach(); after replacing one, call "
@@ -245,36 +251,73 @@ class DeferredUpdates:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._running = None  # left over if the last step raised
+        self._stop_watching()
         self._refuse_step(optimizer)
+        self._optimizers.look_again(optimizer)
         pipeline = self.pipeline
         if pipeline is None:
             # Here, not in use(): that may run in a closure of a step, which has the state.
             make_state_plain(optimizer, self)
-            return None
+            return self._step_as_it_is(optimizer, args, kwargs)
         self._finish_last_step(optimizer, pipeline)
-        reason = self._separable.why_not(optimizer, test_again=True) or why_call_waits(args, kwargs)
+        user_closure = closure_of(args, kwargs)
+        reason = self._optimizers.why_not(optimizer) or why_call_waits(args, kwargs)
         if reason is None and pipeline.awaits_backward:
             reason = _TOO_LATE
+        if reason is None and user_closure is not None and not self._optimizers.verdict(optimizer).calls_closure:
+            reason = "it was called with a closure, which its step() does not call exactly once"
         if reason is not None:
             self._note_waits(optimizer, reason)
+        if reason is not None or self._is_to_be_watched(optimizer) or not is_ours(step_pre_hooks(optimizer)[-1]):
             self._runner.note_written()
             if pipeline.phase is Phase.REDUCED:
                 pipeline.gradients.unwrap()  # step() may pass them to a compiled function
             make_state_plain(optimizer, self)
-            return None
+            return self._step_as_it_is(optimizer, args, kwargs)
         make_state_lazy(optimizer, self)
-        user_closure = closure_of(args, kwargs)
         step = self._running = StepCall(optimizer, StandIn(args[0], is_ours), self)
 
-        def closure() -> Any:
-            # This is the last moment before the optimizer reads the gradients: after all pre-hooks, and after a
-            # forward and backward in the user's closure, as in Lightning.
-            loss = user_closure() if user_closure is not None else None
+        def divide() -> None:
             if step.divide(self.pipeline, self._deferrable):
                 self._runner.note_written()
+
+        if user_closure is None:
+            # This is the last moment before the optimizer reads the gradients, after all other hooks.
+            divide()
+            return (step.stand_in.optimizer,), {}
+
+        def closure() -> Any:
+            loss = user_closure()  # may run a forward and backward, as in Lightning
+            divide()
             return loss
 
         return (step.stand_in.optimizer,), {"closure": closure}
+
+    def _is_to_be_watched(self, optimizer: Optimizer) -> bool:
+        """Whether to see first what a step does; then no model defers anything of this optimizer."""
+        return any(owner._optimizers.is_to_be_watched(optimizer) for owner in _owners_of(optimizer))
+
+    def _step_as_it_is(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Let a step update all parameters, and watch it if that is called for."""
+        # If an optimizer has several models, that of the last hook watches for all of them.
+        if (
+            not self._is_to_be_watched(optimizer)
+            or getattr(step_pre_hooks(optimizer)[-1], "__self__", None) is not self
+            or why_call_waits(args, kwargs) is not None
+        ):
+            return None
+        watch = self._watch = StepWatch(optimizer)
+        closure = closure_of(args, kwargs)
+        watch.start()
+        return watch.until_freed((args[0],)), {} if closure is None else {"closure": watch.around(closure)}
+
+    def _stop_watching(self) -> StepWatch | None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
+        return watch
 
     def _refuse_step(self, optimizer: Optimizer) -> None:
         self._runner.refuse_to_go_on()
@@ -300,6 +343,12 @@ class DeferredUpdates:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step, self._running = self._running, None
         later: list[LazyParam] = []
+        if (watch := self._stop_watching()) is not None:
+            for owner in _owners_of(optimizer):
+                owner._optimizers.learn(optimizer, watch.seen)
+            watch.forget()
+        if not is_ours(step_pre_hooks(optimizer)[-1]):
+            move_to_back(optimizer, self._before_step)
         if step is not None:
             step.stand_in.give_back()
             later = [lazy for lazies in step.later for lazy in lazies]
@@ -320,9 +369,12 @@ class DeferredUpdates:
         pipeline = step.pipeline
         assert pipeline is not None and step.snapshot is not None
         make_state_lazy(optimizer, self, self._flush_state)
+        verdict = self._optimizers.verdict(optimizer)
         # With `grad_scale` a fused optimizer unscales gradients in place.
-        edits_gradient = getattr(optimizer, "grad_scale", None) is not None
-        updates = [DeferredUpdate(step.snapshot, index, edits_gradient) for index, _ in enumerate(step.later)]
+        edits_gradient = verdict.edits_gradients or getattr(optimizer, "grad_scale", None) is not None
+        updates = [
+            DeferredUpdate(step.snapshot, index, edits_gradient, verdict.mentions) for index, _ in enumerate(step.later)
+        ]
         self._make_pending(pipeline, list(zip(step.later, updates, strict=True)))
 
     def _make_pending(self, pipeline: Pipeline, updates: Sequence[tuple[Sequence[LazyParam], DeferredUpdate]]) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import OrderedDict, defaultdict
+import enum
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType, NoneType
+from numbers import Number
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from ddp_crossover.torch_internals.optimizers import STEP_HOOKS, raw_step
 # Includes `step`, because a learning-rate scheduler wraps it on the instance, to count the calls.
 _NOT_TAKEN_OVER = frozenset(("param_groups", "state", "step", *STEP_HOOKS))
 _IMMUTABLE = frozenset((NoneType, bool, int, float, str))
+_PLAIN = (Number, str, enum.Enum, torch.dtype, torch.device, FunctionType, BuiltinFunctionType, type)
 
 
 class ToUpdate(NamedTuple):
@@ -99,6 +102,8 @@ class OptimizerSnapshot:
             name: _copied(value) for name, value in vars(optimizer).items() if name not in _NOT_TAKEN_OVER
         }
         self._groups = [hyperparameters(group) for group in optimizer.param_groups]
+        # A step may count in a tensor of a group, and each update begins with the same count.
+        self._have_tensors = any(isinstance(value, Tensor) for group in self._groups for value in group.values())
         self._of_parameters: dict[Tensor, dict[str, Any]] | None = None
         if state is None and reads_attributes(optimizer):
             self._of_parameters = {p: _copied(vars(p)) for p in optimizer_parameters(optimizer) if vars(p)}
@@ -122,7 +127,8 @@ class OptimizerSnapshot:
         for name in STEP_HOOKS:
             setattr(stand_in, name, OrderedDict())
         # Includes all groups, because some optimizers read settings of the first group for all groups.
-        stand_in.param_groups = [{**settings, "params": []} for settings in self._groups]
+        groups = map(hyperparameters, self._groups) if self._have_tensors else self._groups
+        stand_in.param_groups = [{**settings, "params": []} for settings in groups]
         for group, of_group in updates_of.items():
             stand_in.param_groups[group]["params"] = [memory for _, memory in of_group]
         # `dict.get`, because the methods of a LazyState would apply pending updates.
@@ -204,7 +210,7 @@ def _give_back(attributes: Mapping[str, Any], before: dict[str, Any], optimizer:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two values are equal bit for bit; NaN equals NaN."""
+    """Whether two values are equal bit for bit; NaN equals NaN, and objects are equal if their attributes are."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return (
             left.dtype == right.dtype
@@ -213,9 +219,20 @@ def same(left: Any, right: Any) -> bool:
         )
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
-    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+    if isinstance(left, (list, tuple, deque)) and isinstance(right, (list, tuple, deque)):
         return len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right)
+    if type(left) is type(right) and not copyable(left) and hasattr(left, "__dict__"):
+        return same(vars(left), vars(right))
+    return bool(left == right or (left != left and right != right))
+
+
+def copyable(value: Any, *also: type) -> bool:
+    """Whether a value consists of numbers, strings, enums, functions and the like, and instances of ``also`` only."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(copyable(each, *also) for each in value)
+    if isinstance(value, dict):
+        return all(copyable(each, *also) for each in value.values())
+    return value is None or isinstance(value, (*_PLAIN, *also))
 
 
 def _copied(value: Any) -> Any:

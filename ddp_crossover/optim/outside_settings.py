@@ -20,12 +20,13 @@ import enum
 import gc
 import logging
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
 from numbers import Number
 from types import (
+    BuiltinFunctionType,
     BuiltinMethodType,
     CellType,
     CodeType,
@@ -51,12 +52,20 @@ _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _AT_BIRTH = ("__init__", "__new__", "__init_subclass__")  # run when an optimizer or its class is made, not in `step()`
 _UNKNOWN = object()
+_MENTIONED = ("torch.distributed", "random", "numpy")
 _IS_MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE; other types are static, defined in C
 
 
 def changeable_setting(optimizer: Optimizer) -> str | None:
     """Describe a setting outside of the optimizer that its ``step()`` reads and that may change; None without any."""
     return _Search(optimizer).first()
+
+
+def mentions(optimizer: Optimizer) -> frozenset[str]:
+    """Which of ``torch.distributed``, ``random`` and ``numpy`` the code mentions that its ``step()`` may run."""
+    search = _Search(optimizer)
+    search.first()
+    return frozenset(search.mentions)
 
 
 class _Search:
@@ -68,9 +77,11 @@ class _Search:
         self._hidden = vars(optimizer).keys() - {"step"}
         # A queue instead of recursion: chains of calls may be longer than Python's recursion limit.
         self._todo: deque[tuple[Any, str, bool]] = deque([(type(optimizer), "", False)])
+        self._add("a function that it was given", *_functions_given_to(optimizer))
         self._names = {"step": None}  # a dict keeps its order, so that all ranks name the same reason
         self._holders: dict[int, Any] = {}
         self._functions: set[FunctionType] = set()
+        self.mentions: set[str] = set()
         self._private: list[tuple[str, dict[str, Any]]] = []
         self._modules: dict[int, _Module] = {}
 
@@ -78,6 +89,8 @@ class _Search:
         """The first changeable setting that is found, or None."""
         while self._todo:
             value, what, may_be_rebound = self._todo.popleft()
+            self._note_mentions(getattr(value, "__name__", ""), getattr(value, "__module__", ""))
+            self._note_mentions(type(value).__module__)
             if isinstance(value, logging.Logger):
                 continue  # frameworks put methods of their own into its class, but they log
             if isinstance(value, FunctionType):
@@ -95,6 +108,12 @@ class _Search:
                 self._add(what, type(value))
         return next(self._shared_private_variables(), None)
 
+    def _note_mentions(self, *names: Any) -> None:
+        for name in names:
+            self.mentions |= {
+                each for each in _MENTIONED if isinstance(name, str) and f"{name}.".startswith(f"{each}.")
+            }
+
     def _add(self, what: str, *values: Any, may_be_rebound: bool = False) -> None:
         self._todo += [(value, what, may_be_rebound) for value in values]
 
@@ -102,6 +121,8 @@ class _Search:
         """Note that the code reads an attribute of this name, and look it up in all that was met so far."""
         if name not in self._names:
             self._names[name] = None
+            if name == "distributed":
+                self.mentions.add("torch.distributed")
             for holder in self._holders.values():
                 self._look_up(holder, name)
 
@@ -152,8 +173,10 @@ class _Search:
                 self._global(name, variables)
             elif instruction.opname in _ATTRIBUTES:
                 self._read(name)
-            elif instruction.opname == "IMPORT_NAME" and not _is_trusted(name):
-                self._add(f"the module {name} (imported while it runs)", _UNKNOWN)
+            elif instruction.opname == "IMPORT_NAME":
+                self._note_mentions(name)
+                if not _is_trusted(name):
+                    self._add(f"the module {name} (imported while it runs)", _UNKNOWN)
         for text in _texts(code.co_consts):
             self._read(text)
 
@@ -188,6 +211,26 @@ class _Search:
         if id(variables) not in self._modules:
             self._modules[id(variables)] = _Module(variables)
         return self._modules[id(variables)]
+
+
+def _functions_given_to(optimizer: Optimizer) -> Iterator[Any]:
+    """Functions and classes in its attributes, its param groups and the attributes of its parameters."""
+    todo: list[Any] = [
+        value for name, value in vars(optimizer).items() if name not in ("param_groups", "state", "step")
+    ]
+    for group in optimizer.param_groups:
+        todo += [value for name, value in group.items() if name != "params"]
+        todo += [vars(parameter) for parameter in group["params"]]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, OrderedDict):
+            continue  # hooks, which an update does not run
+        if isinstance(value, dict):
+            todo += value.values()
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            todo += value
+        elif isinstance(value, (FunctionType, BuiltinFunctionType, type)):
+            yield value
 
 
 class _Module:

@@ -1,58 +1,60 @@
-"""Tests on a small clone whether an optimizer's step can be split over its parameters, and remembers the answers.
+"""Judges by its class, its settings and a trial on a small clone whether an optimizer's step may be split.
 
 Updates may be deferred per fusion group only if stepping some parameters now and others later gives the same bits as
-stepping all at once, and if a step without gradients changes nothing. Elementwise and per-parameter optimizers pass;
-optimizers that couple parameters (by a global norm, or a shared counter in ``param_groups``) do not.
+stepping all at once, and if a step without gradients changes nothing. What an optimizer does to real parameters is
+watched in real steps, see ``watching``. A trial finds what only a split step shows, as that a parameter's place in the
+list matters, before training begins, and what happens every few steps.
 
-An answer depends on the optimizer's class, the settings of its param groups, and the kinds of its parameters. A process
-that attaches many models, or one model again, asks the same questions each time; a trial takes some 20 ms. An optimizer
-whose settings change is tested again.
+A trial takes some 20 ms. Answers about torch's own optimizers depend on the class, the settings of param groups and the
+kinds of parameters, and are remembered, because a process may attach many models, or one model again.
 """
 
 from __future__ import annotations
 
 import copy
-import enum
 import random
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from numbers import Number
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ddp_crossover.optim.clone import Clone
+from ddp_crossover.optim.lamb import LAMB
+from ddp_crossover.optim.lars import LARS
+from ddp_crossover.optim.noted_numbers import Comparisons
 from ddp_crossover.optim.optimizer_snapshot import (
-    OptimizerSnapshot,
-    StandIn,
-    ToUpdate,
+    copyable,
     hyperparameters,
     is_of_torch,
     optimizer_parameters,
     reads_attributes,
     same,
 )
-from ddp_crossover.optim.outside_settings import changeable_setting
+from ddp_crossover.optim.outside_settings import changeable_setting, mentions
+from ddp_crossover.optim.watching import Communicates, StepWatch
 from ddp_crossover.torch_internals.optimizers import has_hooks, has_raw_step, raw_step
 
+T = TypeVar("T")
 _MOST_ANSWERS = 256
-_answers: dict[Hashable, str | None] = {}
+_answers: dict[Hashable, Any] = {}
 
-Question = Callable[[Optimizer, bool], str | None]
-"""A trial on an optimizer, with the state that it has if the second argument says so; returns a reason or None."""
+Question = Callable[[Optimizer, bool], T]
+"""A trial on an optimizer, with the state that it has if the second argument says so."""
 
 
-def ask(question: Question, optimizer: Optimizer, failed: Callable[[Exception], str | None]) -> str | None:
+def ask(question: Question[T], optimizer: Optimizer, failed: Callable[[Exception], T]) -> T:
     """Return the answer to ``question``, or ``failed`` of the error that the trial raised without state and with it.
 
     Leaves the global random states of torch, NumPy and Python as they were.
     """
     kind = (question, *_kind(optimizer)) if is_of_torch(optimizer) else None
     if kind in _answers:
-        return _answers[kind]
+        known: T = _answers[kind]
+        return known
     # Empty state first. Some optimizers (Adagrad up to torch 2.11) create state in `__init__`, and fail without it.
     try:
         with _random_states_kept(optimizer):
@@ -92,19 +94,62 @@ def _random_states_kept(optimizer: Optimizer) -> Iterator[None]:
         np.random.set_state(of_numpy)
 
 
-# Enough steps for counters that act every few steps, and magnitudes on both sides of a threshold on gradients.
+class Verdict(NamedTuple):
+    """What is known of an optimizer with the settings that it has.
+
+    Attributes:
+        why_not: why its updates must not be deferred; None if they may be.
+        edits_gradients: whether its step writes to gradients.
+        calls_closure: whether its step calls its closure exactly once.
+        counters: settings in its param groups that its step changes.
+        comparisons: how its step compares settings.
+        mentions: modules that its code mentions, see ``outside_settings.mentions``.
+    """
+
+    why_not: str | None
+    edits_gradients: bool = False
+    calls_closure: bool = True
+    counters: frozenset[str] = frozenset()
+    comparisons: Comparisons | None = None
+    mentions: frozenset[str] = frozenset()
+
+
+# Enough steps for counters that act every few steps.
 _STEPS = 12
-_MAGNITUDES = (1.0, 1e-4, 1e4)
-_SAMPLES_PER_KIND = 2
-_SAMPLE_EDGE = 3
+_STEP_OF_ZEROS = 5
 
 
 def why_not_separable(optimizer: Optimizer) -> str | None:
-    """Why this optimizer's updates must not be deferred; None if they may be.
+    """Why this optimizer's updates must not be deferred; None if they may be. See :func:`judge`."""
+    return judge(optimizer).why_not
+
+
+def judge(optimizer: Optimizer) -> Verdict:
+    """Judge an optimizer.
 
     Steps a clone with a few tiny parameters. Does not change the optimizer, its parameters, or the global random states
-    of torch, NumPy and Python.
+    of torch, NumPy and Python. Never talks to other ranks.
     """
+    reason = _why_not_at_sight(optimizer)
+    if reason is not None:
+        return Verdict(reason)
+    return ask(
+        _try,
+        optimizer,
+        lambda error: Verdict(
+            str(error)
+            if isinstance(error, Communicates)
+            else f"a trial step on a small clone of it failed ({type(error).__name__}: {error})"
+        ),
+    )
+
+
+def is_tested(optimizer: Optimizer) -> bool:
+    """Whether it is one of this package, whose tests show that it updates each parameter by itself."""
+    return type(optimizer) in (LARS, LAMB)
+
+
+def _why_not_at_sight(optimizer: Optimizer) -> str | None:
     name = _unknown_attribute(optimizer)
     if name is not None and isinstance(inner := getattr(optimizer, name), Optimizer):
         return f"it wraps another optimizer. Attach that one, its .{name} ({type(inner).__name__}), instead"
@@ -129,154 +174,98 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
         for key, value in group.items():
             if key not in ("params", "param_names") and isinstance(value, list) and len(value) == len(group["params"]):
                 return f"the list {key!r} in a param group may have an entry for each parameter"
-    return ask(
-        _differs_one_by_one,
-        optimizer,
-        lambda error: f"a trial step on a small clone of it failed ({type(error).__name__}: {error})",
-    )
-
-
-def _differs_one_by_one(optimizer: Optimizer, with_state: bool) -> str | None:
-    whole, split = Clone(optimizer, with_state), Clone(optimizer, with_state)
-    for step in range(_STEPS):
-        gradients = whole.set_gradients(step)
-        attributes = copy.deepcopy([vars(parameter) for parameter in whole.parameters])
-        result = raw_step(whole.optimizer)(whole.optimizer)
-        if not same([vars(parameter) for parameter in whole.parameters], attributes):
-            return "its step() sets attributes of the parameters, which may be read before a deferred update sets them"
-        if not same([parameter.grad for parameter in whole.parameters], gradients):
-            return "its step() changes gradients, which may be read before a deferred update changes them"
-        split.set_gradients(step)
-        returned = split.step_one_by_one()
-        if split.closure_calls != step + 1:
-            return "its step() does not call the closure exactly once"
-        if not same(returned, result):
-            return "its step() returns something that depends on the parameters"
-    if not same(whole.everything(), split.everything()):
-        return (
-            "it does not update each parameter independently (updating them all at once and one by one in "
-            "a trial on a small clone gave different results)"
-        )
     return None
 
 
-class Clone:
-    """An optimizer of the same type and settings over a few tiny parameters.
-
-    Args:
-        optimizer: the optimizer.
-        with_state: whether to begin with a state like that of the optimizer.
-        shape_of: shape of a parameter, from its number of dimensions and its number among those of its kind.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        with_state: bool,
-        shape_of: Callable[[int, int], list[int]] = lambda dim, number: [_SAMPLE_EDGE + number] * dim,
-    ) -> None:
-        self.optimizer: Optimizer = object.__new__(type(optimizer))
-        self.closure_calls = 0
-        originals: dict[Tensor, Tensor] = {}
-        groups = []
-        for seed, group in enumerate(optimizer.param_groups):
-            samples = _samples(group["params"], seed, shape_of)
-            groups.append({**_awake(hyperparameters(group)), "params": list(samples)})
-            originals |= samples
-        for name, value in vars(optimizer).items():
-            if name not in ("step", "param_groups", "state"):
-                # An OrderedDict holds step or state_dict hooks, which the clone must not run.
-                own = OrderedDict() if isinstance(value, OrderedDict) else copy.deepcopy(value)
-                setattr(self.optimizer, name, own)
-        self.optimizer.param_groups = groups
-        self.optimizer.state = defaultdict(dict)
-        for sample, original in originals.items() if reads_attributes(optimizer) else ():
-            vars(sample).update((name, _state_of_sample(v, original, sample)) for name, v in vars(original).items())
-        for sample, original in originals.items() if with_state else ():
-            for key, value in optimizer.state.get(original, {}).items():
-                self.optimizer.state[sample][key] = _state_of_sample(value, original, sample)
-        self.parameters = list(originals)
-
-    def set_gradients(self, step: int) -> list[Tensor]:
-        """Give each parameter a gradient that depends on ``step`` only; returns copies of the gradients."""
-        for index, parameter in enumerate(self.parameters):
-            noise = _noise(parameter, seed=1000 * (step + 1) + index)
-            parameter.grad = noise * _MAGNITUDES[step % len(_MAGNITUDES)]
-        return [parameter.grad.clone() for parameter in self.parameters if parameter.grad is not None]
-
-    def step_one_by_one(self) -> Any:
-        """Step as ``deferred_updates`` does: once without parameters, then once for each parameter."""
-        gradients = {parameter: parameter.grad for parameter in self.parameters}
-        snapshots: list[OptimizerSnapshot] = []
-        stand_in = StandIn(self.optimizer, lambda _: False)
-
-        def closure() -> None:
-            self.closure_calls += 1
-            snapshots.append(OptimizerSnapshot(self.optimizer))
-            stand_in.take([[] for _ in self.optimizer.param_groups])
-
-        result = raw_step(stand_in.optimizer)(stand_in.optimizer, closure=closure)
-        stand_in.give_back()
-        if not snapshots:  # the step has not called the closure
-            return result
-        for index, group in enumerate(self.optimizer.param_groups):
-            for parameter in group["params"]:
-                memory = torch.nn.Parameter(parameter.detach())
-                memory.grad = gradients[parameter]
-                snapshots[-1].step({index: [ToUpdate(parameter, memory)]})
-        return result
-
-    def everything(self) -> list[Any]:
-        """Everything that a step may have changed."""
-        optimizer = self.optimizer
-        return [
-            self.parameters,
-            [optimizer.state.get(parameter) for parameter in self.parameters],
-            [hyperparameters(group) for group in optimizer.param_groups],
-            {
-                name: value
-                for name, value in vars(optimizer).items()
-                if name not in ("param_groups", "state") and (isinstance(value, Tensor) or _is_plain(value))
-            },
-        ]
+def _try(optimizer: Optimizer, with_state: bool) -> Verdict:
+    comparisons = Comparisons()
+    whole, split = Clone(optimizer, with_state, comparisons=comparisons), Clone(optimizer, with_state)
+    groups = [hyperparameters(group) for group in whole.optimizer.param_groups]
+    edits_gradients = False
+    for step in range(_STEPS):
+        for clone in (whole, split):
+            clone.set_gradients(step)
+            _make_special(clone.parameters, step)
+        gradients = [parameter.grad.clone() for parameter in whole.parameters if parameter.grad is not None]
+        is_last = step == _STEPS - 1
+        if is_last and (reason := _difference(whole, split)) is not None:
+            return Verdict(reason)
+        attributes = copy.deepcopy([vars(parameter) for parameter in whole.parameters])
+        try:
+            with (watch := StepWatch(whole.optimizer, may_communicate=False)), comparisons.listening():
+                result = raw_step(whole.optimizer)(whole.optimizer)
+        except Exception:
+            if is_last:  # some cannot go on with infinities, and raise in a plain step, too
+                break
+            raise
+        reason = watch.seen(_changed(groups, whole.optimizer)).why_not
+        if reason is not None and not is_tested(optimizer):
+            return Verdict(reason)
+        if not same([vars(parameter) for parameter in whole.parameters], attributes):
+            return Verdict(
+                "its step() sets attributes of the parameters, which may be read before a deferred update sets them"
+            )
+        if not same(split.step_one_by_one(), result):
+            return Verdict("its step() returns something that depends on the parameters")
+        edits_gradients |= not same([parameter.grad for parameter in whole.parameters], gradients)
+        if is_last and (reason := _difference(whole, split)) is not None:
+            return Verdict(reason)
+    counters = _changed(groups, whole.optimizer)
+    calls_closure = _calls_closure(optimizer, with_state)
+    return Verdict(None, edits_gradients, calls_closure, counters, comparisons, mentions(optimizer))
 
 
-def _samples(parameters: list[Tensor], seed: int, shape_of: Callable[[int, int], list[int]]) -> dict[Tensor, Tensor]:
-    """A few tiny parameters per number of dimensions, dtype and device, each with the one that it stands for."""
-    kinds: dict[tuple[Any, ...], int] = {}
-    samples: dict[Tensor, Tensor] = {}
-    for parameter in parameters:
-        kind = (parameter.dim(), parameter.dtype, parameter.device)
-        kinds[kind] = kinds.get(kind, 0) + 1
-        if kinds[kind] > _SAMPLES_PER_KIND:
-            continue
-        sample = torch.empty(shape_of(parameter.dim(), kinds[kind]), dtype=parameter.dtype, device=parameter.device)
-        with torch.no_grad():
-            sample.copy_(_noise(sample, seed=100 * seed + len(samples)))
-        samples[sample.requires_grad_()] = parameter
-    return samples
+def _difference(whole: Clone, split: Clone) -> str | None:
+    if same(whole.everything(), split.everything()):
+        return None
+    return (
+        "it does not update each parameter independently (updating them all at once and one by one in a trial on a "
+        "small clone gave different results)"
+    )
 
 
-def _state_of_sample(value: Any, original: Tensor, sample: Tensor) -> Any:
-    if not isinstance(value, Tensor):
-        return copy.deepcopy(value)
-    if value.dim() and value.shape == original.shape:
-        # Also for a parameter without elements: fused kernels of torch do not check that state is large enough.
-        first = value.flatten()[0].item() if value.numel() else 0.0
-        return torch.full_like(sample, first, dtype=value.dtype, requires_grad=False)
-    return value.clone()
+def _make_special(parameters: list[Tensor], step: int) -> None:
+    """Let one gradient be zero, or infinite: some optimizers skip a parameter then, and must not skip others."""
+    for parameter in parameters[:1]:
+        assert parameter.grad is not None
+        if step == _STEP_OF_ZEROS:
+            parameter.grad.zero_()
+        elif step == _STEPS - 1:
+            parameter.grad.view(-1)[-1:] = float("inf")
 
 
-def _noise(like: Tensor, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(like.shape, generator=generator).to(like)
+def _changed(groups: list[dict[str, Any]], optimizer: Optimizer) -> frozenset[str]:
+    """Settings that are not what they were in ``groups``."""
+    return frozenset(
+        name
+        for before, group in zip(groups, optimizer.param_groups, strict=True)
+        for name, value in group.items()
+        if name not in ("params", "param_names") and (name not in before or not same(before[name], value))
+    )
+
+
+def _calls_closure(optimizer: Optimizer, with_state: bool) -> bool:
+    clone, calls = Clone(optimizer, with_state), 0
+    clone.set_gradients(0)
+
+    def closure() -> Tensor:
+        nonlocal calls
+        calls += 1
+        return torch.ones(())
+
+    try:
+        raw_step(clone.optimizer)(clone.optimizer, closure=closure)
+    except Exception:
+        return False
+    return calls == 1
 
 
 def _unknown_attribute(optimizer: Optimizer) -> str | None:
     """Name of an attribute that may hold parameters, an optimizer, or anything that a clone would share; or None."""
-    usual = vars(torch.optim.SGD([torch.zeros(1)])).keys() | {"step"}
+    # The last two are those of a GradScaler, during a step.
+    usual = vars(torch.optim.SGD([torch.zeros(1)])).keys() | {"step", "grad_scale", "found_inf"}
     for name, value in vars(optimizer).items():
-        if name not in usual and not _is_plain(value):
+        if name not in usual and not copyable(value):
             return name
     return None
 
@@ -285,14 +274,14 @@ def _why_settings_may_change(optimizer: Optimizer) -> str | None:
     """Describe a setting that a snapshot cannot copy, so that a deferred update would read its later value; or None."""
     for group in optimizer.param_groups:
         for key, value in hyperparameters(group).items():
-            if not _is_plain(value, Tensor):
+            if not copyable(value, Tensor):
                 return (
                     f"its param groups hold a {type(value).__name__} in {key!r}, which cannot be copied for a deferred "
                     "update. Use numbers, strings or tensors"
                 )
         for parameter in group["params"] if reads_attributes(optimizer) else ():
             for name, value in vars(parameter).items():
-                if not _is_plain(value, Tensor):
+                if not copyable(value, Tensor):
                     return (
                         f"a parameter has a {type(value).__name__} in .{name}, which cannot be copied for a deferred "
                         "update. Use numbers, strings or tensors"
@@ -319,63 +308,3 @@ def _integers(value: Any) -> Iterator[int]:
             yield from _integers(item)
     elif isinstance(value, int):
         yield value
-
-
-def _is_plain(value: Any, *also: type) -> bool:
-    """Whether a value consists of numbers, strings, enums, dtypes, devices, None and instances of ``also`` only."""
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(_is_plain(each, *also) for each in value)
-    if isinstance(value, dict):
-        return all(_is_plain(each, *also) for each in value.values())
-    return value is None or isinstance(value, (Number, str, enum.Enum, torch.dtype, torch.device, *also))
-
-
-def _awake(group: dict[str, Any]) -> dict[str, Any]:
-    """Replace a learning rate of 0, as at the start of a warm-up: with it every optimizer would pass."""
-    return {**group, "lr": 1e-3} if "lr" in group and not float(group["lr"]) else group
-
-
-class Separable:
-    """Why each of some optimizers must not have its updates deferred, if so.
-
-    Args:
-        optimizers: the optimizers.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._reasons = {optimizer: why_not_separable(optimizer) for optimizer in optimizers}
-        self._settings: dict[Optimizer, list[Any]] = {}
-
-    def __iter__(self) -> Iterator[Optimizer]:
-        return iter(self._reasons)
-
-    def __contains__(self, optimizer: object) -> bool:
-        return optimizer in self._reasons
-
-    def why_not(self, optimizer: Optimizer, *, test_again: bool = False) -> str | None:
-        """Return why its updates must not be deferred, or None. Can test again if its settings have changed."""
-        if test_again:
-            settings = settings_of(optimizer)
-            if self._settings.setdefault(optimizer, settings) != settings:
-                self._settings[optimizer] = settings
-                self._reasons[optimizer] = why_not_separable(optimizer)
-        return self._reasons[optimizer]
-
-    def drop_references(self) -> None:
-        self._reasons.clear()
-        self._settings.clear()
-
-
-def settings_of(optimizer: Optimizer) -> list[Any]:
-    """Which hyperparameters are on: the value of a bool, else the type and whether it is zero.
-
-    Leaves out ``lr``, which schedulers move to zero and back.
-    """
-    return [
-        {
-            key: value if isinstance(value, bool) else (type(value), isinstance(value, (int, float)) and not value)
-            for key, value in group.items()
-            if key not in ("params", "param_names", "lr")
-        }
-        for group in optimizer.param_groups
-    ]

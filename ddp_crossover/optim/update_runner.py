@@ -19,6 +19,7 @@ from ddp_crossover.dear import Pipeline
 from ddp_crossover.log import say
 from ddp_crossover.optim.after_update import AfterUpdate
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, ToUpdate, is_of_torch
+from ddp_crossover.optim.update_guard import guarded
 from ddp_crossover.parameters.lazy_params import LazyParams, StaleParameterError
 from ddp_crossover.parameters.slots import Slot
 from ddp_crossover.torch_internals.autograd import unrecorded
@@ -33,11 +34,13 @@ class DeferredUpdate(NamedTuple):
         snapshot: the optimizer as it was when ``step()`` was called.
         group: index of the parameter's param group.
         edits_gradient: whether the update also changes the gradient in place.
+        mentions: modules that the optimizer's code mentions, see ``outside_settings.mentions``.
     """
 
     snapshot: OptimizerSnapshot
     group: int
     edits_gradient: bool
+    mentions: frozenset[str]
 
 
 class UpdateRunner:
@@ -157,23 +160,25 @@ def run_updates(pipeline: Pipeline, claimed: Mapping[Slot, DeferredUpdate]) -> N
     members: dict[DeferredUpdate, list[ToUpdate]] = {}
     for slot, update in claimed.items():
         memory = slot.lazy.memory
-        memory.grad = _placed_as_by_autograd(gradients[slot], update)
+        is_moved = not is_of_torch(update.snapshot.optimizer) and not is_aligned(gradients[slot])
+        memory.grad = gradients[slot].clone() if is_moved else gradients[slot]
         members.setdefault(update, []).append(ToUpdate(slot.parameter, memory))
     with as_if_called_by_the_user():
         for update, to_update in members.items():
-            update.snapshot.step({update.group: to_update})
+            with guarded(update.snapshot.optimizer, update.mentions):
+                update.snapshot.step({update.group: to_update})
+        for slot in edited:
+            if (grad := slot.lazy.memory.grad) is not None and grad is not gradients[slot]:
+                gradients[slot].copy_(grad)
 
 
-def _placed_as_by_autograd(gradient: Tensor, update: DeferredUpdate) -> Tensor:
-    """The gradient, or a copy of a matrix that begins where autograd would not have put it in memory.
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether a tensor begins where torch would put a new one in memory; on CUDA that makes no difference here.
 
-    BLAS adds up in another order there (seen with MKL on AMD processors), so an optimizer that multiplies gradients as
-    matrices, such as Shampoo, would not have the bits of plain DDP. Torch's own do not multiply gradients themselves.
+    BLAS adds up in another order elsewhere (seen with MKL on AMD processors), so an optimizer that multiplies gradients
+    as matrices or vectors, such as Shampoo, would not have the bits of plain DDP. Torch's own do not do so themselves.
     """
-    is_misplaced = gradient.dim() > 1 and gradient.device.type == "cpu" and gradient.data_ptr() % _ALIGNMENT_BYTES
-    if is_misplaced and not update.edits_gradient and not is_of_torch(update.snapshot.optimizer):
-        return gradient.clone()
-    return gradient
+    return tensor.device.type != "cpu" or not tensor.data_ptr() % _ALIGNMENT_BYTES
 
 
 @contextlib.contextmanager

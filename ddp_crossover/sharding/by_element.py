@@ -1,4 +1,4 @@
-"""Tests on a small clone whether an optimizer gives the same bits on flat slices of its parameters as on the whole.
+"""Tests on clones whether an optimizer gives the same bits on flat slices of its parameters as on the whole.
 
 If so, ranks may share every parameter. If not, as for optimizers that multiply matrices or take a norm of each layer,
 a parameter has one owner, which updates it as a whole.
@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, ToUpdate, same
-from ddp_crossover.optim.separability import Clone, ask
+from ddp_crossover.optim.clone import Clone
+from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, ToUpdate, is_of_torch, same
+from ddp_crossover.optim.separability import ask
+from ddp_crossover.optim.watching import StepWatch
 from ddp_crossover.torch_internals.optimizers import raw_step
 
 # Enough for what acts every ten steps. In one of them a slice has zeros only, in the last one element is NaN: some
@@ -41,11 +43,44 @@ def why_not_by_element(optimizer: Optimizer) -> str | None:
         return _FUSED
     if any(p.device.type == "cpu" and p.dtype.itemsize < 4 for group in groups for p in group["params"]):
         return _SIXTEEN_BITS
-    return ask(
-        _differs_in_slices,
-        optimizer,
-        lambda error: f"a trial step on flat slices failed ({type(error).__name__}: {error})",
-    )
+
+    def failed(error: Exception) -> str:
+        return f"a trial step on flat slices failed ({type(error).__name__}: {error})"
+
+    reason = ask(_differs_in_slices, optimizer, failed)
+    # Torch's own do not go by the size of a parameter.
+    if reason is None and not is_of_torch(optimizer):
+        return ask(_looks_beyond_elements, optimizer, failed)
+    return reason
+
+
+def _looks_beyond_elements(optimizer: Optimizer, with_state: bool) -> str | None:
+    """What it does to a parameter of each shape, if that is not what it does to a small flat slice."""
+    for group in optimizer.param_groups:
+        for parameter in {(p.shape, p.dtype, p.device): p for p in group["params"]}.values():
+            shape = list(parameter.shape)
+            whole, operation = _trace(optimizer, with_state, parameter, shape)
+            if operation is not None:
+                return f"it looks at several elements of a parameter of shape {shape} at a time ({operation})"
+            if whole != _trace(optimizer, with_state, parameter, [min(parameter.numel(), _ABOUT_NUMEL)])[0]:
+                return f"what it does to a parameter of shape {shape} is not what it does to its slices"
+    return None
+
+
+def _trace(
+    optimizer: Optimizer, with_state: bool, parameter: Tensor, shape: list[int]
+) -> tuple[list[tuple[Any, ...]], str | None]:
+    """The operations of its first steps on one parameter, and one of them that looks at several elements at a time."""
+    clone = Clone(optimizer, with_state, lambda *_: shape, only=parameter)
+    trace: list[tuple[Any, ...]] = []
+    for step in range(2):  # the first one makes state
+        clone.set_gradients(step)
+        with (watch := StepWatch(clone.optimizer, may_communicate=False)):
+            raw_step(clone.optimizer)(clone.optimizer)
+        trace += watch.trace
+        if (operation := watch.seen(()).beyond_elements) is not None:
+            return trace, operation
+    return trace, None
 
 
 def _differs_in_slices(optimizer: Optimizer, with_state: bool) -> str | None:

@@ -27,9 +27,9 @@ from ddp_crossover.gathers import Gathers
 from ddp_crossover.optim.deferred_updates import DeferredUpdates, Reductions, closure_of, is_ours
 from ddp_crossover.optim.layer_sums import LayerSumOptimizer
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate
-from ddp_crossover.optim.separability import settings_of
 from ddp_crossover.optim.step_call import why_call_waits
-from ddp_crossover.optim.update_runner import DeferredUpdate, as_if_called_by_the_user
+from ddp_crossover.optim.update_guard import guarded
+from ddp_crossover.optim.update_runner import DeferredUpdate, as_if_called_by_the_user, is_aligned
 from ddp_crossover.options import Norms
 from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.flat import flat_of, shaped
@@ -114,7 +114,7 @@ class ShardedUpdates(DeferredUpdates):
         self._device = params.all[0].memory.device
         self._call: _Call | None = None
         self._steps_whole = False
-        self._settings: dict[Optimizer, list[Any]] = {optimizer: settings_of(optimizer) for optimizer in optimizers}
+        self._in_slices = {optimizer: {self._optimizers.settings(optimizer)} for optimizer in optimizers}
         self._layouts_seen = -1
         self.states = ShardStates(table, optimizers, link, self._device)
         for number, optimizer in enumerate(optimizers):
@@ -125,7 +125,7 @@ class ShardedUpdates(DeferredUpdates):
     def remove(self) -> None:
         super().remove()
         self._numbers.clear()
-        self._settings.clear()
+        self._in_slices.clear()
         self._table.drop_references()
 
     def use(self, pipeline: Pipeline | None) -> None:
@@ -176,7 +176,8 @@ class ShardedUpdates(DeferredUpdates):
         if self._steps_whole:
             self.flush()
             return None
-        reason = self._separable.why_not(optimizer, test_again=True) or why_call_waits(args, kwargs)
+        self._optimizers.look_again(optimizer)
+        reason = self._optimizers.why_not(optimizer) or why_call_waits(args, kwargs)
         reason = reason or why_attributes_matter(optimizer) or self._why_not_in_slices(optimizer)
         if reason is not None:
             raise RuntimeError(f"{type(optimizer).__name__}.step() cannot update shards, because {reason}")
@@ -186,7 +187,7 @@ class ShardedUpdates(DeferredUpdates):
         stand_in.use_state(defaultdict(dict))
 
         def closure() -> Any:
-            # As in DeferredUpdates: the last moment before the optimizer reads gradients.
+            # The last moment before the optimizer reads gradients.
             loss = user_closure() if user_closure is not None else None
             self.states.adopt(self._numbers[optimizer])
             groups = stand_in.original.param_groups
@@ -201,17 +202,21 @@ class ShardedUpdates(DeferredUpdates):
             self._call = _Call(stand_in, snapshot, group_of)
             return loss
 
+        if user_closure is None and not self._optimizers.verdict(optimizer).calls_closure:
+            closure()
+            return (stand_in.optimizer,), {}
         return (stand_in.optimizer,), {"closure": closure}
 
     def _why_not_in_slices(self, optimizer: Optimizer) -> str | None:
         """Why it can no longer update slices, because a setting was switched on since attach; None if it can."""
         if self._table.why_whole[self._numbers[optimizer]] is not None or isinstance(optimizer, LayerSumOptimizer):
             return None
-        if self._settings.get(optimizer) != (settings := settings_of(optimizer)):
+        settings = self._optimizers.settings(optimizer)
+        if settings not in self._in_slices[optimizer]:
             reason = why_not_by_element(optimizer)
             if reason is not None:
                 return f"{reason}, with the settings that it has now: set them before attach"
-            self._settings[optimizer] = settings
+            self._in_slices[optimizer].add(settings)
         return None
 
     def _is_whole(self, optimizer: Optimizer) -> bool:
@@ -311,7 +316,9 @@ class ShardedUpdates(DeferredUpdates):
                 gathers.send_update(group)
             self._update(call, self._without_elements(call))
         self._unscale(call)
-        self._make_pending(pipeline, [(lazies, DeferredUpdate(call.snapshot, 0, edits_gradient=False))])
+        self._make_pending(
+            pipeline, [(lazies, DeferredUpdate(call.snapshot, 0, edits_gradient=False, mentions=frozenset()))]
+        )
 
     def _step_at_once(self, call: _Call, lazies: Sequence[LazyParam], written: Mapping[str, Tensor]) -> None:
         """Update this rank's shards from whole gradients, and exchange the updated parameters at once."""
@@ -351,9 +358,6 @@ class ShardedUpdates(DeferredUpdates):
     def _update(self, call: _Call, updates: Sequence[ToUpdate]) -> None:
         if not updates and not call.needs_all_shards:
             return
-        of_groups: dict[int, list[ToUpdate]] = {}
-        for update in updates:
-            of_groups.setdefault(call.group_of[update.parameter.parameter], []).append(update)
         attributes = {}
         if call.needs_all_shards:
             parameter_of = {id(update.memory): update.parameter.parameter for update in updates}
@@ -363,7 +367,28 @@ class ShardedUpdates(DeferredUpdates):
         if call.grad_scale is not None:  # the optimizer unscales gradients in place, which whole gradients must show
             for update in updates:
                 update.memory.grad = update.memory.grad.clone() if update.memory.grad is not None else None
-        call.snapshot.step(of_groups, attributes)
+        aligned = [(update, self._aligned(update)) for update in updates]
+        of_groups: dict[int, list[ToUpdate]] = {}
+        for _, update in aligned:
+            of_groups.setdefault(call.group_of[update.parameter.parameter], []).append(update)
+        optimizer = call.snapshot.optimizer
+        with guarded(optimizer, self._optimizers.verdict(optimizer).mentions):
+            call.snapshot.step(of_groups, attributes)
+        with torch.no_grad():
+            for update, used in aligned:
+                if used is not update:
+                    update.memory.copy_(used.memory)
+
+    def _aligned(self, update: ToUpdate) -> ToUpdate:
+        """A whole parameter, for its owner, where it would be in memory under plain DDP, see ``is_aligned``."""
+        memory = update.memory
+        assert memory.grad is not None
+        is_whole = self._table.parameters[update.parameter.parameter].owner is not None
+        if not is_whole or (is_aligned(memory) and is_aligned(memory.grad)):
+            return update
+        return shard_to_update(
+            update.parameter, memory.detach().clone(), memory.grad.clone(), requires_grad=memory.requires_grad
+        )
 
     def _unscale(self, call: _Call) -> None:
         """Do with whole gradients what an optimizer has done that unscales gradients in place."""

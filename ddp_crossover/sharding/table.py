@@ -17,7 +17,7 @@ from ddp_crossover.optim.lamb import LAMB
 from ddp_crossover.optim.lars import LARS
 from ddp_crossover.optim.layer_sums import LayerSumOptimizer
 from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters, reads_attributes
-from ddp_crossover.optim.separability import why_not_separable
+from ddp_crossover.optim.separability import judge
 from ddp_crossover.planning.gradient_specs import ShardKind
 from ddp_crossover.sharding.by_element import why_not_by_element, why_not_shared
 from ddp_crossover.sharding.ownership import Ownership, ParameterRange, in_equal_parts, owners_by_cost
@@ -127,7 +127,10 @@ def _refuse_optimizer(optimizer: Optimizer) -> None:
             f"shard_optimizer=True cannot shard {kind}: a class of your own over LayerSumOptimizer may look at whole "
             f"layers where it gets slices. {_WAY_OUT}"
         )
-    reason = why_not_shared(optimizer) or why_not_separable(optimizer) or why_attributes_matter(optimizer)
+    verdict = judge(optimizer)
+    reason = verdict.why_not or why_not_shared(optimizer) or why_attributes_matter(optimizer)
+    if reason is None and verdict.edits_gradients:
+        reason = "its step() changes gradients, and each rank would change only those of its shards"
     if reason is not None:
         raise ValueError(f"shard_optimizer=True cannot shard {kind}, because {reason}. {_WAY_OUT}")
 

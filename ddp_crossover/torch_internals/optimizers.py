@@ -25,7 +25,8 @@ def was_any_built() -> bool:
 
 def has_hooks(optimizer: Optimizer) -> bool:
     """Whether the optimizer takes hooks; one whose class skips ``Optimizer.__init__`` does not."""
-    return all(hasattr(optimizer, name) for name in (*STEP_HOOKS, _LOAD_HOOKS))
+    # Not by `hasattr`: some wrappers forward unknown attributes to the optimizer that they hold.
+    return all(name in vars(optimizer) for name in (*STEP_HOOKS, _LOAD_HOOKS))
 
 
 def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
@@ -44,6 +45,13 @@ def has_raw_step(optimizer: Optimizer) -> bool:
 def move_to_front(hooks_of: Optimizer, handle: RemovableHandle) -> None:
     """Make a step post-hook run first, so that users' post-hooks see gradients in place."""
     private(hooks_of, "_optimizer_step_post_hooks").move_to_end(handle.id, last=False)
+
+
+def move_to_back(hooks_of: Optimizer, hook: Callable[..., Any]) -> None:
+    """Make a step pre-hook run last, so that it sees what the others have done."""
+    hooks = private(hooks_of, "_optimizer_step_pre_hooks")
+    for key in [key for key, each in hooks.items() if each == hook]:
+        hooks.move_to_end(key)
 
 
 def step_pre_hooks(optimizer: Optimizer) -> list[Any]:

@@ -68,7 +68,7 @@ def _configured() -> float:
     return CONFIG["lr"]
 
 
-@adversarial(fallback="hold a function in 'rate'")
+@adversarial(fallback="reads the global variable CONFIG")
 def test_rate_is_a_function_in_the_group(run: Script) -> None:
     class Scheduled(Rated):
         def rate(self, group: dict[str, Any], p: Any) -> Any:
@@ -152,7 +152,7 @@ def test_attribute_of_the_parameter_is_nested_and_edited_in_place(run: Script) -
     _train(run, OfParameters, shrink, net)
 
 
-@adversarial(fallback="a parameter has a function in .rate")
+@adversarial(fallback="reads the global variable CONFIG")
 def test_attribute_of_the_parameter_is_a_function(run: Script) -> None:
     class Asking(Rated):
         def rate(self, group: dict[str, Any], p: Any) -> Any:
@@ -176,7 +176,7 @@ def test_step_leaves_a_note_on_each_parameter(run: Script) -> None:
     _train(run, Noting, lambda step: run.log([p.size_of_update for p in net.parameters()]), net)
 
 
-@adversarial(fallback="a trial on a small clone gave different results")
+@adversarial(fallback="draws random numbers")
 def test_rates_are_drawn_from_generators_that_the_script_uses_too(run: Script) -> None:
     """With Langevin noise, so that all three generators are drawn from, and dropout in forward."""
 

@@ -21,7 +21,7 @@ ALLOWED = {
     ("ddp/weighted_training.py", "_least_and_most"): "once per epoch",
     ("fusion_buffers/feedback.py", "begin_step"): "makes one of a number only on the CPU",
     ("optim/grad_scaler.py", "agreed"): "torch's GradScaler waits there, too",
-    ("optim/separability.py", "_state_of_sample"): "at attach",
+    ("optim/clone.py", "_state_of_sample"): "at attach",
     ("sharding/shard_states.py", "_scalar"): "loads a checkpoint",
     ("sharding/shard_states.py", "_description"): "writes a checkpoint",
 }

@@ -184,7 +184,7 @@ class Noisy(OwnOptimizer):
 
 def test_the_trial_of_an_optimizer_leaves_global_generators_as_they_are() -> None:
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    assert "a trial on a small clone gave different results" in str(why_not_separable(Noisy([torch.zeros(2, 2)])))
+    assert "draws random numbers" in str(why_not_separable(Noisy([torch.zeros(2, 2)])))
     assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
@@ -195,7 +195,8 @@ class Multiplying(OwnOptimizer):
         for p in parameters:
             p.add_(p.grad @ p.grad.t() @ p.grad if p.grad.dim() == 2 else p.grad, alpha=-group["lr"])
             if p.grad.dim() == 2:
-                self.state[p]["begins_at"] = torch.tensor(p.grad.data_ptr() % 64)
+                with torch._C.DisableTorchFunction():  # who reads an address must not be deferred, except this test
+                    self.state[p]["begins_at"] = torch.tensor(p.grad.data_ptr() % 64)
 
 
 def multiplying(model: nn.Module) -> Optimizer:

@@ -1,0 +1,211 @@
+"""Shows every operation that a thread gives to torch, and what each operation is, by its schema."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from ddp_crossover.torch_internals.private import private
+
+_COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem")
+# They give Python the memory of a tensor; none of them is an operation of torch.
+_OPEN_MEMORY = ("numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "share_memory_")
+_DISPATCH: Any = importlib.import_module("torch.utils._python_dispatch")
+
+
+class Operation(NamedTuple):
+    """What torch knows of an operation.
+
+    Attributes:
+        name: its name, as ``aten.add_.Tensor``.
+        base: its name in its module, without overload, ``_foreach_`` and the underscore of an in-place one.
+        written: positions of arguments that it writes, and names of those given by keyword; True for one that is only
+            written, as ``out=`` is.
+        is_constant: whether what it returns depends on sizes only.
+        is_listwise: whether it treats lists of tensors position by position.
+        is_random: whether it draws random numbers.
+        communicates: whether it talks to other ranks.
+        is_revealing: whether Python gets something that depends on values: a number, a truth, or a size.
+        is_elementwise: whether each element that it returns depends on the elements in that place only.
+    """
+
+    name: str
+    base: str
+    written: Mapping[int | str, bool]
+    is_constant: bool
+    is_listwise: bool
+    is_random: bool
+    communicates: bool
+    is_revealing: bool
+    is_elementwise: bool
+
+
+@functools.cache
+def operation(function: Any) -> Operation:
+    """Describe an operator of ``torch.ops``."""
+    schema = private(function, "_schema")
+    namespace, _, base = schema.name.partition("::")
+    is_listwise = base.startswith(("_foreach_", "_fused_"))
+    base = base.removeprefix("_foreach_").rstrip("_")
+    written: dict[int | str, bool] = {}
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            only_written = argument.is_out or base in ("copy", "fill", "zero")
+            written[place] = written[argument.name] = only_written
+    types = [str(each.type) for each in schema.returns]
+    is_revealing = torch.Tag.dynamic_output_shape in function.tags or (
+        bool(types) and not any("Tensor" in each or "classes" in each for each in types)
+    )
+    return Operation(
+        str(function),
+        base,
+        written,
+        is_constant=base in _CONSTANT,
+        is_listwise=is_listwise,
+        is_random=torch.Tag.nondeterministic_seeded in function.tags,
+        communicates=namespace in _COMMUNICATION,
+        is_revealing=is_revealing,
+        is_elementwise=not is_revealing and (base in _ELEMENTWISE or (namespace == "aten" and _is_pointwise(base))),
+    )
+
+
+_CONSTANT = frozenset(
+    ("empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like")
+)
+# Beside those that torch marks as pointwise.
+_ELEMENTWISE = frozenset(
+    (
+        *("_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd", "_reshape_alias", "_to_copy", "_unsafe_view"),
+        *("addcdiv", "addcmul", "alias", "clamp_max", "clamp_min", "clone", "copy", "detach", "fill", "index_put"),
+        *("lerp", "lift_fresh", "maximum", "minimum", "reshape", "view", "zero"),
+    )
+)
+
+
+def _is_pointwise(base: str) -> bool:
+    packet = getattr(torch.ops.aten, base, None)
+    return packet is not None and any(
+        torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
+    )
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """All tensors in an argument of an operation."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_of(each)
+
+
+class Memory(NamedTuple):
+    """Where a tensor is: the number of its storage, its first byte in it, and the byte after its last one."""
+
+    storage: int
+    start: int
+    stop: int
+
+
+def memory_of(tensor: Tensor) -> Memory | None:
+    """Where a tensor is. A storage of 0 stands for a tensor without elements; None for one that wraps others."""
+    if not tensor.numel():
+        return Memory(0, 0, 0)
+    try:
+        storage = tensor.untyped_storage()
+        if not storage.data_ptr():
+            return None
+    except (RuntimeError, NotImplementedError):  # sparse, or a wrapper
+        return None
+    start = int(tensor.storage_offset())
+    last = start + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return Memory(private(storage, "_cdata"), start * tensor.itemsize, (last + 1) * tensor.itemsize)
+
+
+def number_kept(tensor: Tensor) -> object:
+    """While this object lives, no other storage gets the number of this tensor's, also after its memory is freed."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+class OperationWatch:
+    """Calls functions around each operation of this thread, from ``start`` to ``stop``.
+
+    Args:
+        before: called before each operation, and may raise so that it does not run.
+        after: called with the operation, its arguments and its result.
+        opened: called with a tensor whose values Python is about to get without an operation, and how.
+    """
+
+    def __init__(
+        self,
+        before: Callable[[Operation], None],
+        after: Callable[[Operation, tuple[Any, ...], Mapping[str, Any], Any], None],
+        opened: Callable[[Tensor, str], None],
+    ) -> None:
+        self._dispatch = _Dispatched(before, after)
+        self._functions = _Called(opened)
+        self._thread = 0
+
+    def start(self) -> None:
+        self._thread = threading.get_ident()
+        self._dispatch.look(True)
+        self._functions.look(True)
+        self._functions.__enter__()
+        self._dispatch.__enter__()
+
+    def stop(self) -> None:
+        """End the watch; also one that an error has left on this thread's stacks of modes."""
+        if self._thread != threading.get_ident():
+            return
+        if private(_DISPATCH, "_get_current_dispatch_mode")() is self._dispatch:
+            self._dispatch.__exit__(None, None, None)
+        if private(torch.overrides, "_get_current_function_mode")() is self._functions:
+            self._functions.__exit__(None, None, None)
+        # If another mode is above them, they stay, and see no more.
+        self._dispatch.look(False)
+        self._functions.look(False)
+
+
+class _Dispatched(_DISPATCH.TorchDispatchMode):  # type: ignore[misc]
+    def __init__(self, before: Callable[[Operation], None], after: Callable[..., None]) -> None:
+        super().__init__()
+        self._before = before
+        self._after = after
+        self._looks = False
+
+    def look(self, looks: bool) -> None:
+        self._looks = looks
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._looks or func.namespace in ("profiler", "prim"):
+            return func(*args, **kwargs)
+        known = operation(func)
+        self._before(known)
+        out = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            self._after(known, args, kwargs, out)
+        return out
+
+
+class _Called(TorchFunctionMode):
+    def __init__(self, opened: Callable[[Tensor, str], None]) -> None:
+        super().__init__()
+        self._opened = opened
+        self._looks = False
+
+    def look(self, looks: bool) -> None:
+        self._looks = looks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if self._looks and (name in _OPEN_MEMORY or name == "tolist") and args and isinstance(args[0], Tensor):
+            self._opened(args[0], name)
+        return func(*args, **(kwargs or {}))
