@@ -1,4 +1,4 @@
-"""lightly: MoCo (momentum encoder, memory bank over all ranks), or DINO with `--dino`, in Lightning as in its examples."""
+"""lightly: MoCo (momentum encoder, memory bank over all ranks), or DINO with `--dino`, in Lightning as in examples."""
 
 import copy
 import sys

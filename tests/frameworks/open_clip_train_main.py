@@ -38,9 +38,8 @@ if __name__ == "__main__":
     (folder / "tiny.json").write_text(json.dumps(CONFIG))
     open_clip.add_model_config(folder / "tiny.json")
     kept = cpu_ddp.Kept()
-    main(
-        ["--model", "tiny", "--train-data", str(data), "--dataset-type", "csv", "--csv-separator", ",", "--name", "run"]
-        + ["--batch-size", "8", "--epochs", "5", "--workers", "0", "--lr", "1e-3", "--warmup", "4", "--device", "cpu"]
-        + ["--precision", "fp32", "--dist-backend", "gloo", "--logs", "logs", *sys.argv[1:]]
-    )
+    arguments = ["--model", "tiny", "--train-data", str(data), "--dataset-type", "csv", "--csv-separator", ","]
+    arguments += ["--batch-size", "8", "--epochs", "5", "--workers", "0", "--lr", "1e-3", "--warmup", "4"]
+    arguments += ["--device", "cpu", "--precision", "fp32", "--dist-backend", "gloo", "--logs", "logs", "--name", "run"]
+    main([*arguments, *sys.argv[1:]])
     digests.say(kept.model, kept.optimizers, Path("logs/run/checkpoints/epoch_5.pt"))
