@@ -47,7 +47,6 @@ net = Net(
     train_split=None,
     accelerator=accelerator,
     callbacks=[LRScheduler("ReduceLROnPlateau", monitor="train_loss", patience=0)],
-    verbose=0,
 )
 net.fit(x.numpy(), y.numpy())
 rate = net.optimizer_.param_groups[0]["lr"]
@@ -59,5 +58,5 @@ if accelerator.process_index == 0:
     print(f"learning rates {rate:.3g} and {other_rate:.3g}, weights differ by up to {(weights - other_weights).abs().max():.2g}")
 assert rate != other_rate and not weights.equal(other_weights), "changed"
 EOF
-"$python" -m torch.distributed.run --standalone --nproc-per-node 2 "$folder/rates.py" 2> "$folder/err" ||
+"$python" -m torch.distributed.run --standalone --nproc-per-node 2 "$folder/rates.py" 2> "$folder/err" | tail -n 1 ||
   { cat "$folder/err"; exit 1; }

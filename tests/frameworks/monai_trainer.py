@@ -33,12 +33,20 @@ def main() -> None:
     device = torch.device("cpu")
     post = AsDiscreted(("pred", "label"), argmax=(True, False), to_onehot=2)
     evaluator = SupervisedEvaluator(
-        device, DataLoader(Dataset(images[:8]), batch_size=4), ddp, postprocessing=post,
+        device,
+        DataLoader(Dataset(images[:8]), batch_size=4),
+        ddp,
+        postprocessing=post,
         key_val_metric={"dice": MeanDice(include_background=False, output_transform=from_engine(["pred", "label"]))},
     )
     trainer = SupervisedTrainer(
-        device, max_epochs=6, train_data_loader=loader, network=ddp, optimizer=optimizer,
-        loss_function=DiceCELoss(to_onehot_y=True, softmax=True), inferer=SimpleInferer(),
+        device,
+        max_epochs=6,
+        train_data_loader=loader,
+        network=ddp,
+        optimizer=optimizer,
+        loss_function=DiceCELoss(to_onehot_y=True, softmax=True),
+        inferer=SimpleInferer(),
         train_handlers=[
             ValidationHandler(2, evaluator),
             LrScheduleHandler(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), print_lr=False),

@@ -1,9 +1,10 @@
-"""speechbrain: `Brain.fit` with a checkpointer, gradient accumulation if told so, and a scheduler of its own."""
+"""speechbrain: `Brain.fit` with a checkpointer and its own scheduler; with `--accumulate` gradients of two batches."""
 
-import os
+import sys
 from pathlib import Path
 
 import digests
+import made_up
 import speechbrain as sb
 import torch
 from speechbrain.nnet.schedulers import LinearScheduler
@@ -17,9 +18,7 @@ class Points(torch.utils.data.Dataset):
     """Points of three classes, as dicts."""
 
     def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.x = torch.randn(96, 12, generator=generator)
-        self.y = self.x[:, :3].argmax(1)
+        self.x, self.y = made_up.points(96).tensors
 
     def __len__(self) -> int:
         return len(self.x)
@@ -46,22 +45,21 @@ class Recipe(sb.Brain):
 
 def main() -> None:
     options = {"device": "cpu", "distributed_backend": "gloo", "noprogressbar": True}
-    options |= {"grad_accumulation_factor": int(os.environ.get("ACCUMULATE", "1"))}
-    options |= {"max_grad_norm": float(os.environ.get("CLIP", "5"))}
+    options["grad_accumulation_factor"] = 2 if "--accumulate" in sys.argv else 1
     ddp_init_group({"distributed_launch": True, "distributed_backend": "gloo"})
     seed_everything(5)
     modules = {
         "encoder": nn.Sequential(nn.Linear(12, 48), nn.LayerNorm(48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU()),
         "classifier": nn.Linear(48, 3),
     }
-    saved = Checkpointer("saved", {name: module for name, module in modules.items()})
+    saved = Checkpointer("saved", dict(modules))
     brain = Recipe(
         modules, lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
         {"schedule": LinearScheduler(1e-2, 1e-3, 6)}, options, saved,
     )  # fmt: skip
-    loader = {"batch_size": 8}
+    data, loader = Points(), {"batch_size": 8}
     epochs = sb.utils.epoch_loop.EpochCounter(6)
-    brain.fit(epochs, Points(), Points(), train_loader_kwargs={**loader, "shuffle": True}, valid_loader_kwargs=loader)
+    brain.fit(epochs, data, data, train_loader_kwargs={**loader, "shuffle": True}, valid_loader_kwargs=loader)
     torch.distributed.barrier()
     newest = sorted(Path("saved").iterdir(), key=lambda path: path.stat().st_mtime)[-1]
     saved_files = [newest / f"{name}.ckpt" for name in ("encoder", "classifier", "optimizer")]

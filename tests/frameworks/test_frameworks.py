@@ -73,6 +73,7 @@ FRAMEWORKS = {
     "sentence_transformers": Framework("sentence_transformers_trainer", SENTENCES, defers=False),
     "sentence_transformers_cached": Framework("sentence_transformers_trainer", SENTENCES, ("--cached",), defers=False),
     "speechbrain": Framework("speechbrain_brain", SPEECHBRAIN, defers=False),
+    "speechbrain_accumulation": Framework("speechbrain_brain", SPEECHBRAIN, ("--accumulate",), defers=False),
     "mace": Framework("mace_run_train", ("mace-torch==0.3.16",), defers=False),
     "monai": Framework("monai_trainer", ("monai==1.6.1", *IGNITE)),
     "torchrl": Framework("torchrl_learner", ("torchrl==0.14.1", "tensordict==0.14.3"), defers=False),
