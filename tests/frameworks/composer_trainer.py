@@ -22,7 +22,9 @@ def main() -> None:
     model = ComposerClassifier(made_up.net(), num_classes=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     options = (
-        [EMA(smoothing=0.9, update_interval="2ba"), GradientClipping("norm", 1.0)] if "--options" in sys.argv else []
+        [EMA(half_life=None, smoothing=0.9, update_interval="2ba"), GradientClipping("norm", 1.0)]
+        if "--options" in sys.argv
+        else []
     )
     trainer = Trainer(
         model=model, train_dataloader=loader, eval_dataloader=evaluated, max_duration="5ep", optimizers=optimizer,
