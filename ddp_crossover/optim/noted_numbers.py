@@ -68,7 +68,7 @@ class Comparisons:
             return value.dtype, value.dim()
         if not isinstance(value, float):
             return type(value), value if isinstance(value, Hashable) else repr(value)
-        sign = (value > 0) - (value < 0)
+        sign = int(value > 0) - int(value < 0)  # of numpy, too: its booleans cannot be subtracted
         compared = self.by_name.get(name, set())
         if compared is None:
             return value
