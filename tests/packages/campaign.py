@@ -43,11 +43,8 @@ class Ranks:
         # What breaks in one mode says nothing of those after it.
         while left := tuple(mode for mode in modes if mode not in verdicts):
             verdicts |= self._judge(configuration, left)
-            if verdicts[left[0]].kind == "crash":
-                verdicts |= self._judge(configuration, (PLAIN,))
-            plain = verdicts.get(PLAIN, verdicts[left[0]])
-            if plain.kind == "plain fails":
-                verdicts |= dict.fromkeys(modes, plain)
+            if verdicts[left[0]].kind == "plain fails":
+                verdicts |= dict.fromkeys(modes, verdicts[left[0]])
         return Result(configuration, {mode: verdicts[mode] for mode in modes}, time.monotonic() - started)
 
     def _judge(self, configuration: Configuration, modes: tuple[str, ...]) -> dict[str, Verdict]:
@@ -62,7 +59,9 @@ class Ranks:
                 return {PLAIN: Verdict("plain fails", str(error))}
             if len(modes) > 1:  # which one it was in is not known
                 return self._judge(configuration, modes[:1])
-            return {modes[0]: Verdict("crash", str(error))}
+            plain = self._judge(configuration, (PLAIN,))[PLAIN]  # which arm it was in is not known, either
+            self.close()
+            return {modes[0]: plain if plain.kind == "plain fails" else Verdict("crash", str(error))}
         of_ranks = [{mode: Verdict(*verdict) for mode, verdict in answer.items()} for answer in answers]
         verdicts = {
             mode: max((of_rank[mode] for of_rank in of_ranks), key=_badness)

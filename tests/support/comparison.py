@@ -64,7 +64,8 @@ def _difference(actual: Any, wanted: Any) -> str | None:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).contiguous().view(torch.uint8)
+    # A copy: one element passes for contiguous with any stride, and then has no bytes to show.
+    return tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _start(tensor: torch.Tensor) -> list[Any]:
