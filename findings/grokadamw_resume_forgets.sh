@@ -5,7 +5,8 @@
 # them, under the tensors of the run that has ended; load_state_dict() raises nothing, but no parameter of the new run is
 # one of those, so step counts and moments begin anew. torch.optim.AdamW, in the same script, goes on to the last bit.
 #
-# Seen with torch 2.14.1 on CPUs. Exits 0 while it is so, 1 once the package behaves otherwise.
+# Seen with torch 2.14.1 on CPUs: "resumed runs are off by 0.000 (AdamW), 0.517 (GrokAdamW)".
+# Exits 0 while it is so, 1 once the package behaves otherwise.
 # PYTHON (default: python3) must have torch, or torch is installed too.
 set -euo pipefail
 py=${PYTHON:-python3}
