@@ -45,6 +45,8 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from ddp_crossover.torch_internals.compiled import is_compiled_function
+
 # Not `os`: environment variables are settings, too.
 _TRUSTED = (sys.stdlib_module_names | {"numpy", "torch", "triton", "typing_extensions"}) - {"os"}
 _CONSTANTS = (Number, str, bytes, NoneType, enum.Enum, torch.dtype, torch.device, torch.layout, TypeVar, UnionType)
@@ -62,7 +64,7 @@ def changeable_setting(optimizer: Optimizer) -> str | None:
 
 
 def mentions(optimizer: Optimizer) -> frozenset[str]:
-    """Which of ``torch.distributed``, ``random`` and ``numpy`` the code mentions that its ``step()`` may run."""
+    """Which of these the code mentions that ``step()`` may run: torch.distributed, torch.compile, random, numpy."""
     search = _Search(optimizer)
     search.first()
     return frozenset(search.mentions)
@@ -91,6 +93,8 @@ class _Search:
             value, what, may_be_rebound = self._todo.popleft()
             self._note_mentions(getattr(value, "__name__", ""), getattr(value, "__module__", ""))
             self._note_mentions(type(value).__module__)
+            if value is torch.compile or is_compiled_function(value):
+                self.mentions.add("torch.compile")
             if isinstance(value, logging.Logger):
                 continue  # frameworks put methods of their own into its class, but they log
             if isinstance(value, FunctionType):
@@ -121,8 +125,8 @@ class _Search:
         """Note that the code reads an attribute of this name, and look it up in all that was met so far."""
         if name not in self._names:
             self._names[name] = None
-            if name == "distributed":
-                self.mentions.add("torch.distributed")
+            if name in ("distributed", "compile"):
+                self.mentions.add(f"torch.{name}")
             for holder in self._holders.values():
                 self._look_up(holder, name)
 

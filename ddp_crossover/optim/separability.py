@@ -103,7 +103,7 @@ class Verdict(NamedTuple):
         calls_closure: whether its step calls its closure exactly once.
         counters: settings in its param groups that its step changes.
         comparisons: how its step compares settings.
-        mentions: modules that its code mentions, see ``outside_settings.mentions``.
+        mentions: what its code mentions, see ``outside_settings.mentions``.
     """
 
     why_not: str | None
@@ -205,7 +205,9 @@ def _try(optimizer: Optimizer, with_state: bool) -> Verdict:
             return Verdict(
                 "its step() sets attributes of the parameters, which may be read before a deferred update sets them"
             )
-        if not same(split.step_one_by_one(), result):
+        with StepWatch(split.optimizer, may_communicate=False):  # so that neither runs compiled functions
+            returned = split.step_one_by_one()
+        if not same(returned, result):
             return Verdict("its step() returns something that depends on the parameters")
         edits_gradients |= not same([parameter.grad for parameter in whole.parameters], gradients)
         if is_last and (reason := _difference(whole, split)) is not None:
@@ -287,6 +289,8 @@ def _why_settings_may_change(optimizer: Optimizer) -> str | None:
                         "update. Use numbers, strings or tensors"
                     )
     what = changeable_setting(optimizer)
+    if what is None and {"torch.compile", "torch.distributed"} <= mentions(optimizer):
+        return "its step() runs compiled functions, which cannot be watched, and may communicate with the other ranks"
     if what is None:
         return None
     return f"its step() reads {what}, which may change before a deferred update runs. Pass it in a param group"

@@ -31,8 +31,8 @@ def guarded(optimizer: Optimizer, mentions: Collection[str]) -> Iterator[None]:
 
     Args:
         optimizer: the optimizer; torch's own are not guarded.
-        mentions: which of ``torch.distributed``, ``random`` and ``numpy`` its code mentions. To look at each operation,
-            or at all generators, takes time.
+        mentions: what its code mentions, see ``outside_settings.mentions``. To look at each operation, or at all
+            generators, takes time.
 
     Raises:
         RuntimeError: before it talks to other ranks, or after it has drawn random numbers.

@@ -34,7 +34,7 @@ class DeferredUpdate(NamedTuple):
         snapshot: the optimizer as it was when ``step()`` was called.
         group: index of the parameter's param group.
         edits_gradient: whether the update also changes the gradient in place.
-        mentions: modules that the optimizer's code mentions, see ``outside_settings.mentions``.
+        mentions: what the optimizer's code mentions, see ``outside_settings.mentions``.
     """
 
     snapshot: OptimizerSnapshot

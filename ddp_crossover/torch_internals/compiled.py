@@ -18,6 +18,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return is_compiled_in_place(module) or hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
+def is_compiled_function(value: object) -> bool:
+    """Whether ``torch.compile`` has made it. Under a dispatch mode it would run uncompiled, and round differently."""
+    return hasattr(value, "_torchdynamo_orig_callable") and not getattr(value, "_torchdynamo_disable", False)
+
+
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
     """Whether ``module.compile()`` was called, after which no hook of the module runs eagerly."""
     return getattr(module, "_compiled_call_impl", None) is not None

@@ -190,7 +190,7 @@ class _Dispatched(_DISPATCH.TorchDispatchMode):  # type: ignore[misc]
         known = operation(func)
         self._before(known)
         out = func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
+        with private(torch._C, "DisableTorchFunction")():
             self._after(known, args, kwargs, out)
         return out
 

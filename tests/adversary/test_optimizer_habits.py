@@ -236,6 +236,27 @@ def test_an_optimizer_that_is_told_to_train_after_attach(run: Script) -> None:
     fit(run, model, optimizer)
 
 
+def _marks(graph: Any, inputs: Any) -> Any:
+    """A compiler whose results differ from those without it, as those of real ones do in last bits."""
+    return lambda *args: tuple(1.5 * each for each in graph(*args))
+
+
+@torch.compile(backend=_marks)
+def _compiled(grad: Any) -> Any:
+    return grad * 0.1
+
+
+@adversarial()
+def test_functions_that_are_compiled_stay_so(run: Script) -> None:
+    """Torch does not run them under a dispatch mode, so a watched step would have other bits."""
+
+    def calls(self: Any, group: dict[str, Any], parameters: list[Any]) -> None:
+        for p in parameters:
+            p.sub_(_compiled(p.grad))
+
+    _train(run, calls)
+
+
 class Forwards(Optimizer):
     """Wraps an optimizer, skips ``Optimizer.__init__``, and has all that it lacks from the one inside."""
 
