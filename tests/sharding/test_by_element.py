@@ -39,6 +39,50 @@ class _Normalized(OwnOptimizer):
             p.sub_(group["lr"] * p.grad / (p.grad.norm() + 1e-12))
 
 
+class _Rows(OwnOptimizer):
+    """Looks at rows of large matrices only, as factored second moments do."""
+
+    def update(self, group, parameters) -> None:
+        for p in parameters:
+            is_large = p.ndim == 2 and min(p.shape) >= 16
+            scale = p.grad.square().mean(1, keepdim=True).sqrt() if is_large else 1.0
+            p.sub_(p.grad / scale, alpha=group["lr"])
+
+
+class _Shrinks(OwnOptimizer):
+    """Treats large matrices in another way, but each element by itself."""
+
+    def update(self, group, parameters) -> None:
+        for p in parameters:
+            if p.ndim == 2 and min(p.shape) >= 16:
+                p.mul_(0.9)
+            p.sub_(p.grad, alpha=group["lr"])
+
+
+class _ByWidth(OwnOptimizer):
+    """As muP: the rate depends on the shape."""
+
+    def update(self, group, parameters) -> None:
+        for p in parameters:
+            p.sub_(p.grad, alpha=group["lr"] / (p.shape[-1] if p.numel() > 5000 else 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "expected"),
+    [
+        (_Rows, (32, 32), "looks at several elements"),
+        (_Rows, (32, 15), None),
+        (_Shrinks, (32, 32), "is not what it does to its slices"),
+        (_Shrinks, (32, 15), None),
+        (_ByWidth, (100, 100), "is not what it does to its slices"),
+        (_ByWidth, (10, 100), None),
+    ],
+)
+def test_what_goes_by_size_is_found_at_the_sizes_of_the_model(kind, shape, expected) -> None:
+    why = why_not_by_element(kind([nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(shape))]))
+    assert why is None if expected is None else expected in (why or "")
+
+
 def test_layer_wise_optimizers_take_whole_layers() -> None:
     assert "gave other values" in (why_not_by_element(_Normalized([nn.Parameter(torch.randn(40))])) or "")
 

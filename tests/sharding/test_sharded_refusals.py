@@ -72,6 +72,15 @@ def keeps_a_dict(self, p, grad, group) -> None:
     plain(self, p, grad, group)
 
 
+def votes(self, p, grad, group) -> None:
+    dist.all_reduce(grad.sign())
+    raise AssertionError("a collective has run in a trial")
+
+
+def decays_gradients(self, p, grad, group) -> None:
+    p.add_(grad.add_(p, alpha=0.1), alpha=-group["lr"])
+
+
 @pytest.mark.parametrize("function", [every_ten_steps, skips_zeros, skips_nans])
 def test_what_looks_at_whole_tensors_gets_whole_tensors(function) -> None:
     assert why_not_by_element(twisted(function)(OddNet().parameters())) is not None
@@ -100,6 +109,8 @@ def _refusals() -> None:
     refused("has two optimizers", lambda ddp: [SGD(ddp.parameters(), 0.1), SGD(ddp.parameters(), 0.1)])
     refused("does not reduce", lambda ddp: SGD([*ddp.parameters(), nn.Parameter(torch.zeros(2))], 0.1))
     refused("under 'all'", lambda ddp: twisted(counts)(ddp.parameters()))
+    refused("communicates with the other ranks", lambda ddp: twisted(votes)(ddp.parameters()))
+    refused("changes gradients", lambda ddp: twisted(decays_gradients)(ddp.parameters()))
     refused("LBFGS", lambda ddp: optim.LBFGS(ddp.parameters()))
     refused("whole layers", lambda ddp: type("Own", (dx.optim.LARS,), {})(ddp.parameters(), lr=0.1))
     ddp = _model()
