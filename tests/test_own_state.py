@@ -29,6 +29,8 @@ NOT_OURS = {
     "atexit": "of weakref.finalize",
     "raiseExceptions": "of logging, in the broker's process",
     "exec_module": "of a module's loader",
+    "__code__": "of a function that was made here",
+    "__exit__": "record_function's, which no signal handler may interrupt half-way",
 }
 
 

@@ -230,6 +230,16 @@ class Reducer:
         self._turns.resume()
         call_after_backward(self._graph_task_ended)
 
+    def _backward_reaches_output(self) -> None:
+        # Among the first things of a backward, so that we are the first to hear of its end. Other code that has asked
+        # for that, and asks once more then, as FSDP and AdaScale do, finds in plain DDP what DDP has reduced.
+        if not self.is_detached:
+            call_after_backward(self._first_to_hear_of_end)
+
+    def _first_to_hear_of_end(self) -> None:
+        if self._in_backward:  # else no gradient was accumulated, or in no_sync()
+            self._graph_task_ended()
+
     def _graph_task_ended(self) -> None:
         if self._layouts.complete:
             if isinstance(reduction := self._in_force.reduction, PlainAllReduce):
@@ -333,6 +343,8 @@ class Reducer:
         if returned and self._use_order.end_forward() and self.pipeline is not None:
             self.pipeline.gather_order.follow(self._use_order.ranks())
         before_backward = functools.partial(call_before_backward, output)
+        if reduces and returned:
+            before_backward(self._backward_reaches_output)
         self._guard.end_forward(before_backward)
         if returned and self.pipeline is not None:
             self.pipeline.end_forward(before_backward if reduces else None)
