@@ -59,6 +59,7 @@ class StandIn:
         self.optimizer = _object_like(original, vars(original))
         self.use_state(original.state)
         self.optimizer.param_groups = []
+        self.take([[] for _ in original.param_groups])  # a step may read settings before it calls its closure
         for name in STEP_HOOKS:
             hooks = {key: hook for key, hook in getattr(original, name).items() if not is_ours(hook)}
             setattr(self.optimizer, name, OrderedDict((key, self._for_original(hook)) for key, hook in hooks.items()))
@@ -71,6 +72,7 @@ class StandIn:
 
     def take(self, parameters: Sequence[list[Tensor]]) -> None:
         """Set the parameters to step on, given for each param group."""
+        self._give_back_settings()
         self._groups = [dict(group) for group in self.original.param_groups]
         self.optimizer.param_groups = [
             {**group, "params": own} for group, own in zip(self._groups, parameters, strict=True)
@@ -79,11 +81,14 @@ class StandIn:
     def give_back(self) -> None:
         """Copy what the step has set to the original, and show the original's groups to holders of the stand-in."""
         _give_back(vars(self.optimizer), vars(self.original), self.original)
+        self._give_back_settings()
+        self.optimizer.param_groups = self.original.param_groups
+
+    def _give_back_settings(self) -> None:
         for mine, before, theirs in zip(
             self.optimizer.param_groups, self._groups, self.original.param_groups, strict=False
         ):
             theirs.update((k, v) for k, v in mine.items() if k != "params" and v is not before.get(k))
-        self.optimizer.param_groups = self.original.param_groups
 
 
 class OptimizerSnapshot:

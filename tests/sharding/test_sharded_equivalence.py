@@ -13,9 +13,10 @@ import gradient_loops
 import loops
 import resume_loops
 import wirings
-from equivalence import ADAMW, SGD, STEPS, Case, check_case
+from equivalence import ADAMW, SGD, STEPS, Case, check_case, optimizer
 from models import MatrixNet, OddNet
 from optimizers import MUON, OPTIMIZERS, interleaved_optimizers
+from own_optimizers import LooksAtItsGroupFirst
 
 SHARDED = MappingProxyType({"shard_optimizer": True})
 BUCKET_VIEWS = {"gradient_as_bucket_view": True}
@@ -29,9 +30,14 @@ def check(case: Case, on_ranks, **changes) -> None:
 @pytest.mark.parametrize(("name", "world_size"), [("muon", 2), ("adafactor", 1), ("adamw", 4)])
 def test_optimizer_is_exact(on_ranks, name: str, world_size: int) -> None:
     model = {"muon": MatrixNet, "adafactor": partial(OddNet, empty_parameter=False)}.get(name, OddNet)
-    optimizer = MUON if name == "muon" else OPTIMIZERS[name]
+    made_by = MUON if name == "muon" else OPTIMIZERS[name]
     views = BUCKET_VIEWS if world_size % 2 else {}
-    check(Case(model=model, optimizer=optimizer, world_size=world_size, ddp=views), on_ranks, pipelined=world_size > 1)
+    check(Case(model=model, optimizer=made_by, world_size=world_size, ddp=views), on_ranks, pipelined=world_size > 1)
+
+
+def test_an_optimizer_may_look_at_its_groups_before_it_calls_its_closure(on_ranks) -> None:
+    check(Case(optimizer=optimizer(LooksAtItsGroupFirst)), on_ranks, pipelined=False)
+    check_case(Case(optimizer=optimizer(LooksAtItsGroupFirst), pipelined=False), on_ranks)
 
 
 # Whether every update can go between the legs: not if something reads gradients, or there is none at times.
@@ -47,9 +53,9 @@ LOOPS = {
 @pytest.mark.parametrize(("name", "row"), [(name, index % 2) for index, name in enumerate(LOOPS)])
 def test_loop_is_exact(on_ranks, name: str, row: int) -> None:
     loop, pipelined = LOOPS[name]
-    optimizer, views, world_size = [(ADAMW, BUCKET_VIEWS, 2), (SGD, {}, 3)][row]
+    made_by, views, world_size = [(ADAMW, BUCKET_VIEWS, 2), (SGD, {}, 3)][row]
     steps = resume_loops.STEPS if name.startswith("resume") else STEPS
-    case = Case(loop, optimizer=optimizer, world_size=world_size, steps=steps, ddp=views, pipelined=pipelined)
+    case = Case(loop, optimizer=made_by, world_size=world_size, steps=steps, ddp=views, pipelined=pipelined)
     check(case, on_ranks)
 
 

@@ -31,6 +31,19 @@ class OwnOptimizer(Optimizer):
             p.add_(p.grad, alpha=-group["lr"])
 
 
+class LooksAtItsGroupFirst(OwnOptimizer):
+    """Reads a setting of its first group, and counts there, before it calls its closure."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr, is_on=True, calls=0)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if not self.param_groups[0]["is_on"]:
+            raise RuntimeError("it is off")
+        self.param_groups[0]["calls"] += 1
+        return super().step(closure)
+
+
 class SlowsDown(OwnOptimizer):
     """Keeps nothing but the number of updates of each parameter, which no tensor beside it shows."""
 
