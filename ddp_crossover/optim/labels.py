@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_crossover.torch_internals.operations import Operation, memory_of, number_kept, tensors_of
+from ddp_crossover.torch_internals.operations import Operation, memory_of, number_kept, rounds_by_place, tensors_of
 
 Labels = int
 """A set of labels, one bit each: that of a parameter's data, and that of its counters, which are numbers in its state
@@ -95,7 +95,8 @@ class LabelledMemory:
         edited: parameters whose gradients were written to.
         foreign: what was written to that belongs to no parameter, with the operation.
         opaque: what cannot be followed, or None.
-        beyond_elements: the first operation on data that looks at more than one element at a time, or None.
+        beyond_elements: the first operation on data that looks at more than one element at a time, or whose last bits
+            are others on a slice; None if there is none.
     """
 
     def __init__(self, count: int) -> None:
@@ -183,8 +184,11 @@ class LabelledMemory:
             self._events.append(_Event(operation.name, labels, None))
         made = list(tensors_of(out))
         is_elementwise = self._is_elementwise(operation, read, written or made)
-        if labels & self._data and not is_elementwise:
-            self.beyond_elements = self.beyond_elements or operation.name
+        if labels & self._data and self.beyond_elements is None:
+            if not is_elementwise:
+                self.beyond_elements = operation.name
+            elif rounds_by_place(operation, [value for _, value in arguments]):
+                self.beyond_elements = f"{operation.name}, which rounds an element by its place"
         for tensor in written or made:
             rows = _Rows((tensor.numel(),), (labels,))
             if _lines_up(operation, arguments, read):

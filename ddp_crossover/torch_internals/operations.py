@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -95,6 +95,41 @@ def _is_pointwise(base: str) -> bool:
     return packet is not None and any(
         torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
     )
+
+
+# Correctly rounded, or not rounded at all. Others (pow, atan2, sigmoid, ...) have two implementations on a CPU: one for
+# whole vectors and one for the last elements of a loop, with other last bits.
+_ROUNDED_ALIKE = frozenset(
+    (
+        *("abs", "add", "addcdiv", "addcmul", "alias", "bitwise_and", "bitwise_not", "bitwise_or", "ceil", "clamp"),
+        *("clamp_max", "clamp_min", "clip", "clone", "copy", "copysign", "detach", "div", "divide", "eq", "fill"),
+        *("floor", "floor_divide", "fmax", "fmin", "fmod", "frac", "ge", "gt", "heaviside", "index_put", "isfinite"),
+        *("isinf", "isnan", "isneginf", "isposinf", "le", "lerp", "lift_fresh", "logical_and", "logical_not"),
+        *(
+            "logical_or",
+            "logical_xor",
+            "lt",
+            "masked_fill",
+            "maximum",
+            "minimum",
+            "mul",
+            "multiply",
+            "nan_to_num",
+            "ne",
+        ),
+        *("neg", "reciprocal", "relu", "remainder", "reshape", "round", "rsqrt", "rsub", "sgn", "sign", "signbit"),
+        *("sqrt", "square", "sub", "subtract", "threshold", "true_divide", "trunc", "view", "where", "zero"),
+        *("_reshape_alias", "_to_copy", "_unsafe_view"),
+    )
+)
+_EXACT_POWERS = (1, 2, 0.5)  # as multiplications and a square root
+
+
+def rounds_by_place(operation: Operation, arguments: Sequence[Any]) -> bool:
+    """Whether an elementwise operation may give an element other last bits on a slice than on the whole tensor."""
+    if any(tensor.device.type != "cpu" for tensor in tensors_of(arguments)) or operation.base in _ROUNDED_ALIKE:
+        return False
+    return not (operation.base == "pow" and arguments[-1] in _EXACT_POWERS)
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

@@ -83,6 +83,21 @@ def test_what_goes_by_size_is_found_at_the_sizes_of_the_model(kind, shape, expec
     assert why is None if expected is None else expected in (why or "")
 
 
+class _Powers(OwnOptimizer):
+    """Elementwise; but on a CPU the last elements of a loop are computed in another way than whole vectors are."""
+
+    def update(self, group, parameters) -> None:
+        for p in parameters:
+            self.state[p].setdefault("size", torch.zeros_like(p)).lerp_(p.grad.abs(), 0.1)
+            p.sub_(p.grad.sign() * self.state[p]["size"] ** group["exponent"], alpha=group["lr"])
+
+
+@pytest.mark.parametrize(("exponent", "is_whole"), [(0.3, True), (1.5, True), (2, False), (0.5, False)])
+def test_what_rounds_by_place_takes_whole_parameters(exponent: float, is_whole: bool) -> None:
+    why = why_not_by_element(_Powers([nn.Parameter(torch.randn(40, 3))], exponent=exponent))
+    assert (why is not None) == is_whole, why
+
+
 def test_layer_wise_optimizers_take_whole_layers() -> None:
     assert "gave other values" in (why_not_by_element(_Normalized([nn.Parameter(torch.randn(40))])) or "")
 
