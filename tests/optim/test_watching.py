@@ -237,7 +237,24 @@ def test_edits_of_gradients_are_seen() -> None:
     assert not _watched(_own(_momentum)).edits_gradients
 
 
-@pytest.mark.parametrize(("update", "expected"), [(_trust_ratio, "aten.linalg_vector_norm.default"), (_momentum, None)])
+def _angles(self: Any, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    for p in parameters:
+        p.sub_(torch.atan2(p.grad, p.grad.square() ** 0.5), alpha=group["lr"])
+
+
+def _powers(self: Any, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    torch._foreach_add_(parameters, torch._foreach_pow([p.grad for p in parameters], 1.5), alpha=group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("update", "expected"),
+    [
+        (_trust_ratio, "aten.linalg_vector_norm.default"),
+        (_momentum, None),
+        (_angles, "aten.atan2.default, which rounds an element by its place"),
+        (_powers, "aten._foreach_pow.Scalar, which rounds an element by its place"),
+    ],
+)
 def test_whether_it_looks_at_more_than_one_element(update: Update, expected: str | None) -> None:
     assert _watched(_own(update)).beyond_elements == expected
 
