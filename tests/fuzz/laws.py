@@ -112,7 +112,8 @@ def fit(program: Program) -> Program:
     if program.ranks > 2:  # what is left is DDP's own sum, in another order than that of the hook that stands for it
         events = tuple(event for event in events if event.name != "detached")
     is_weighted = any(arm.get("weighted") for arm in arms)
-    if is_weighted or script.get("attach_at") or names & {"attached_again", "detached"}:
+    attaches_late = script.get("attach_at") or any(arm.get("by_auto") for arm in arms)
+    if is_weighted or attaches_late or names & {"attached_again", "detached"}:
         # After a change of dtype DDP reduces nothing more, but for a new reducer, which attach and detach make. What is
         # not reduced is not weighted, which is refused.
         events = tuple(event for event in events if event.name != "to_double_and_back")
