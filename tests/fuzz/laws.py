@@ -67,6 +67,8 @@ def fit(program: Program) -> Program:
     for arm in arms:
         if arm.get("wire") == "int8" and (arm.get("schedule") == "allreduce" or arm.get("shard_optimizer")):
             arm.pop("wire")  # refused
+        if arm.get("by_auto") and (arm.get("shard_optimizer") or script.get("habit")):
+            arm.pop("wire", None)  # what run does not attach to, as such optimizers, it sends as it is
     if script.get("sizes") == "zeros":
         for arm in arms:
             arm["weighted"] = True
