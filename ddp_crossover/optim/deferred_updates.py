@@ -264,12 +264,16 @@ class DeferredUpdates:
         reason = self._optimizers.why_not(optimizer) or why_call_waits(args, kwargs)
         if reason is None and pipeline.awaits_backward:
             reason = _TOO_LATE
-        if reason is None and user_closure is not None and not self._optimizers.verdict(optimizer).calls_closure:
+        calls_closure = self._optimizers.verdict(optimizer).calls_closure
+        if reason is None and user_closure is not None and not calls_closure:
             reason = "it was called with a closure, which its step() does not call exactly once"
         if reason is not None:
             self._note_waits(optimizer, reason)
-        if reason is not None or self._is_to_be_watched(optimizer) or not is_ours(step_pre_hooks(optimizer)[-1]):
+        # Hooks that were added since the last step run after this one, in this step only.
+        is_last = is_ours(step_pre_hooks(optimizer)[-1])
+        if reason is not None or self._is_to_be_watched(optimizer) or not (is_last or calls_closure):
             self._runner.note_written()
+            self._early_reads.explain()
             if pipeline.phase is Phase.REDUCED:
                 pipeline.gradients.unwrap()  # step() may pass them to a compiled function
             make_state_plain(optimizer, self)
@@ -281,13 +285,14 @@ class DeferredUpdates:
             if step.divide(self.pipeline, self._deferrable):
                 self._runner.note_written()
 
-        if user_closure is None:
+        if user_closure is None and is_last:
             # This is the last moment before the optimizer reads the gradients, after all other hooks.
             divide()
             return (step.stand_in.optimizer,), {}
 
         def closure() -> Any:
-            loss = user_closure()  # may run a forward and backward, as in Lightning
+            # It may run a forward and backward, as in Lightning.
+            loss = user_closure() if user_closure is not None else None
             divide()
             return loss
 

@@ -105,7 +105,7 @@ class LazyParam:
         self.version = -1  # of what the script has put there
         self._cover = self._params.covers.make(
             self.memory.detach(),
-            f"ddp_crossover: {self.name} is used while its deferred update is pending, by code that bypasses "
+            f"{self.name} is used while ddp_crossover has its update pending, by code that bypasses "
             "__torch_function__ (torch.tensor(p), TorchScript, a C++ extension): pass p.detach() instead of the "
             "parameter, or call state.synchronize() first",
         )

@@ -113,6 +113,7 @@ class ShardedUpdates(DeferredUpdates):
         self._link = link
         self._device = params.all[0].memory.device
         self._call: _Call | None = None
+        self._has_begun = False
         self._steps_whole = False
         self._in_slices = {optimizer: {self._optimizers.settings(optimizer)} for optimizer in optimizers}
         self._layouts_seen = -1
@@ -169,6 +170,7 @@ class ShardedUpdates(DeferredUpdates):
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._call = None  # left over if the last step raised
+        self._has_begun = True
         self._refuse_step(optimizer)
         user_closure = closure_of(args, kwargs)
         # Not with a closure, which may run a backward, load another state, or consolidate this one.
@@ -238,6 +240,9 @@ class ShardedUpdates(DeferredUpdates):
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call, self._call = self._call, None
+        has_begun, self._has_begun = self._has_begun, False
+        if not has_begun:  # attached in the closure of this step, which updates whole parameters, as plain DDP does
+            return
         if self._steps_whole:
             self._tell_of_step(optimizer, [])
             return

@@ -94,7 +94,7 @@ class Stacks(OwnOptimizer):
                 by_shape[p.shape].append(p)
         for alike in by_shape.values():
             stacked = torch.stack([p.grad for p in alike])
-            norms = stacked.norm() if self.jointly else stacked.flatten(1).norm(dim=1)
+            norms = stacked.norm() if self.jointly else stacked.reshape(len(alike), -1).norm(dim=1)
             directions = stacked / (norms.view(-1, *[1] * (stacked.dim() - 1)) + 0.1)
             for p, direction in zip(alike, directions, strict=True):
                 p.add_(direction, alpha=-group["lr"])

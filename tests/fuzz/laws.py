@@ -67,8 +67,12 @@ def fit(program: Program) -> Program:
     for arm in arms:
         if arm.get("wire") == "int8" and (arm.get("schedule") == "allreduce" or arm.get("shard_optimizer")):
             arm.pop("wire")  # refused
+        # What run does not attach to, as such optimizers, plain DDP sums in its own order, as it is, without weights.
+        if arm.get("by_auto") and (script.get("sizes", "equal") != "equal" or program.ranks > 2):
+            arm.pop("shard_optimizer", None)
+            script.pop("habit", None)
         if arm.get("by_auto") and (arm.get("shard_optimizer") or script.get("habit")):
-            arm.pop("wire", None)  # what run does not attach to, as such optimizers, it sends as it is
+            arm.pop("wire", None)
     if script.get("sizes") == "zeros":
         for arm in arms:
             arm["weighted"] = True

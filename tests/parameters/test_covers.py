@@ -99,7 +99,7 @@ def _error_of(use: Callable[[Tensor], Any]) -> str:
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_who_asks_nobody_gets_an_error_that_names_the_parameter_and_the_way_out(on_ranks, use) -> None:
     for message in on_ranks(_error_of, 2, use):
-        assert f"{NAME} is used while its deferred update is pending" in message
+        assert f"{NAME} is used while ddp_crossover has its update pending" in message
         assert "state.synchronize()" in message
 
 
