@@ -125,7 +125,11 @@ def _last_line(error: str) -> str:
 def _is_refusal(arm: _Arm) -> bool:
     """Whether the package itself raised it: at attach, or later with the way out."""
     last_file = re.findall(r'File "([^"]+)"', arm.error)[-1]
-    names = r"(ValueError|TypeError)" if arm.step < 0 else r"(ValueError|RuntimeError): .*(shard_optimizer|attach)"
+    names = (
+        r"(ValueError|TypeError|[\w.]*DisagreementError)"
+        if arm.step < 0
+        else r"(ValueError|RuntimeError): .*(shard_optimizer|attach)"
+    )
     return "/ddp_crossover/" in last_file and re.match(names, _last_line(arm.error)) is not None
 
 
