@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -98,6 +99,7 @@ def test_and_what_is_switched_off_again_is_deferred_again_without_a_watch() -> N
 
 SCHEDULES: dict[str, Callable[[Any, int], Any]] = {
     "lr": lambda optimizer, step: optimizer.param_groups[0].update(lr=0.1 / (step + 1)),
+    "lr of numpy": lambda optimizer, step: optimizer.param_groups[0].update(lr=np.float64(0.1) / (step + 1)),
     "momentum": lambda optimizer, step: optimizer.param_groups[0].update(momentum=0.5 + step / 100),
     "attribute": lambda optimizer, step: setattr(optimizer, "scale", 0.5 + step / 100),
     "a number that is compared": lambda optimizer, step: optimizer.param_groups[0].update(most=1e9 + step),
