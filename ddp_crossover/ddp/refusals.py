@@ -28,6 +28,7 @@ from ddp_crossover.torch_internals.ddp import (
     is_wrapped_by_replicate,
     managed_parameters,
     no_comm_hooks,
+    sparse_modules,
 )
 
 _DDP_ONLY = (
@@ -221,20 +222,21 @@ def refuse_model(ddp: DistributedDataParallel) -> None:
 
 
 def _refuse_parameters(ddp: DistributedDataParallel) -> None:
-    managed = {id(parameter) for _, parameter in managed_parameters(ddp)}
+    for name in sparse_modules(ddp):
+        raise ValueError(
+            f"{name}.weight has sparse gradients, which cannot be copied into a flat fusion buffer: build {name} "
+            "with sparse=False"
+        )
+    named = managed_parameters(ddp)
+    managed = {id(parameter) for _, parameter in named}
     for name, module in ddp.module.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ValueError(
-                f"{name}.weight has sparse gradients, which cannot be copied into a flat fusion buffer: build {name} "
-                "with sparse=False"
-            )
         # One without trained parameters is a function, as those that e3nn compiles its layers to.
         if isinstance(module, torch.jit.ScriptModule) and any(id(one) in managed for one in module.parameters()):
             raise ValueError(
                 f"{name or 'the model'} is a TorchScript module, whose forward runs no hooks: use the module that it "
                 "was scripted from, with torch.compile for speed"
             )
-    for name, parameter in managed_parameters(ddp):
+    for name, parameter in named:
         if parameter.is_complex():
             raise ValueError(
                 f"{name} is complex, and gradients travel as real numbers: make it a real parameter and use "

@@ -94,12 +94,20 @@ def _in_reducer(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
     number = private(ddp, "_get_ddp_logging_data")()["num_parameter_tensors"]
     if number == len(as_built) and not private(ddp, "parameters_to_ignore"):
         return as_built
+    if sparse_modules(ddp):  # torch cannot show the buckets of these, and they are refused
+        return [parameter for parameter in as_built if parameter.requires_grad]
     # These buckets are as large as the gradients; they are freed at once.
     buckets: list[GradBucket] = private(ddp.reducer, "_get_zeros_like_grad_buckets")()
     reduced: dict[int, Any] = {id(parameter): parameter for bucket in buckets for parameter in bucket.parameters()}
     # DDP may reduce more than it says: a parameter of the outermost module is reduced although it is to be ignored.
     in_order = (reduced.pop(id(parameter), None) for parameter in [*as_built, *ddp.module.parameters()])
     return [parameter for parameter in in_order if parameter is not None] + list(reduced.values())
+
+
+def sparse_modules(ddp: DistributedDataParallel) -> list[str]:
+    """Return the names of the modules whose gradients are sparse."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return [name for name, module in ddp.module.named_modules() if isinstance(module, kinds) and module.sparse]
 
 
 def bucket_cap_bytes(ddp: DistributedDataParallel) -> int:

@@ -285,6 +285,23 @@ def test_it_is_what_ddp_was_built_with(on_ranks, is_attached) -> None:
     assert names == ["scalar", "empty", "first.weight", "first.bias", "norm.weight", "single"]
 
 
+def _refused_for_sparse_gradients() -> str:
+    net = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 4))
+    net[2].requires_grad_(False)
+    ddp = DistributedDataParallel(net)
+    try:
+        dx.attach(ddp, torch.optim.SGD(net.parameters(), lr=0.1))
+    except ValueError as error:
+        return str(error)
+    return f"not refused: {managed_parameters(ddp)}"
+
+
+def test_sparse_gradients_beside_what_is_frozen_are_refused_by_name(on_ranks) -> None:
+    """Torch cannot show the buckets of these."""
+    [message] = on_ranks(_refused_for_sparse_gradients, 1)
+    assert "0.weight has sparse gradients" in message
+
+
 def test_the_invariant_of_all_tests_finds_what_is_lost(on_ranks) -> None:
     """As attach did once: with a reducer for what requires a gradient just then."""
     with pytest.raises(Exception, match=r"DDP was built to reduce \['first.weight', 'first.bias'\], and no bucket had"):
