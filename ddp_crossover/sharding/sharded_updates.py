@@ -118,9 +118,6 @@ class ShardedUpdates(DeferredUpdates):
         self._in_slices = {optimizer: {self._optimizers.settings(optimizer)} for optimizer in optimizers}
         self._layouts_seen = -1
         self.states = ShardStates(table, optimizers, link, self._device)
-        for number, optimizer in enumerate(optimizers):
-            if optimizer.state:
-                self.states.adopt(number)
         self._whole_since = -1  # the iteration in which all ranks got the whole state of all optimizers
 
     def remove(self) -> None:
