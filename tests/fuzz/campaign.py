@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+from hypothesis.errors import FlakyFailure
 
 from .drawing import programs
 from .pairs import Meetings, Wanted, pairs_of
@@ -125,7 +126,7 @@ def _run_seed(
     before = report.programs
     try:
         run()
-    except _Failed:
+    except (_Failed, FlakyFailure):  # the second, if it did not fail again
         report.failures.append(smallest[0])
         on_progress(report)
     if report.programs == before:

@@ -171,6 +171,23 @@ def test_a_defect_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch, pool_of: 
     assert Program.from_json(failure.program.to_json()) == failure.program
 
 
+def test_a_failure_that_does_not_come_again_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from collections import Counter
+
+    from .pool import Outcome
+
+    failures = iter(["hangs"])
+
+    def judge(pool: FuzzPool, program: Program) -> Outcome:
+        failure = next(failures, "")
+        return Outcome(failure, Counter(["fails" if failure else "exact"]))
+
+    monkeypatch.setattr(FuzzPool, "judge", judge)
+    report = campaign(FuzzPool(2), first_seed=0, count=120)
+    assert [failure.detail for failure in report.failures] == ["hangs"]
+    assert report.programs >= 100, "other seeds follow"
+
+
 def test_a_pair_of_features_that_is_wanted_is_drawn() -> None:
     drawn = settings(max_examples=1, phases=[Phase.generate])  # shrinking them would take minutes
     for pair in sorted(possible_pairs())[::499]:
