@@ -297,12 +297,15 @@ class Pipeline:
         if self.phase is Phase.REDUCED:
             self.gathers.before_exchange()
 
-    def end_forward(self, call_before_backward: Callable[[Callable[[], None]], bool] | None) -> None:
+    def end_forward(
+        self, call_before_backward: Callable[[Callable[[], None]], bool] | None, *, on_all_ranks: bool
+    ) -> None:
         """Finish what needs the memory of DDP's buckets, into which the next backward writes before it calls the hook.
 
         Args:
             call_before_backward: calls a function when that backward begins, or returns False if it cannot; None if the
                 next backward does not write into the buckets.
+            on_all_ranks: whether all ranks have made this forward.
         """
         # Protects gradients that are still being copied.
         self.link.finish_staging()
@@ -316,7 +319,7 @@ class Pipeline:
                     self._end_legs()
                 return
             self.updates.flush()
-            self._end_legs()
+            self._end_legs(on_all_ranks=on_all_ranks)
             if call_before_backward is None:
                 return  # the backward of an earlier forward may still be awaited
             self.awaits_backward = True
@@ -353,9 +356,9 @@ class Pipeline:
             self._codes.end(self.groups, self.gradients.unassigned)
         self.phase = Phase.IDLE
 
-    def _end_legs(self) -> None:
+    def _end_legs(self, *, on_all_ranks: bool = True) -> None:
         if not self.link.is_closed:
-            self.gathers.end_legs()
+            self.gathers.end_legs(on_all_ranks=on_all_ranks)
         with self.turns.gap("end of iteration") as host_wait:
             for group in self.groups:
                 if group.gather is not None:

@@ -37,8 +37,12 @@ class Gathers(Protocol):
     def bring_gradients(self, group: GroupInFlight) -> None:
         """Have this group's gradients gathered, for which somebody is about to wait, if they are not under way."""
 
-    def end_legs(self) -> None:
-        """Start all gather legs that were not started: peers have posted their receives."""
+    def end_legs(self, *, on_all_ranks: bool) -> None:
+        """Start all gather legs that were not started: peers have posted their receives.
+
+        Args:
+            on_all_ranks: whether all ranks come to this place, so that they can agree here on what the legs carry.
+        """
 
     def release(self) -> dict[str, Tensor]:
         """Return what it has of arenas by name, for the next plan, and drop everything."""
@@ -119,7 +123,7 @@ class GradientGathers:
     def bring_gradients(self, group: GroupInFlight) -> None:
         """Nothing to do: they are under way since the end of backward."""
 
-    def end_legs(self) -> None:
+    def end_legs(self, *, on_all_ranks: bool) -> None:
         """Start those of a backward that raised."""
         self.end_backward()
 

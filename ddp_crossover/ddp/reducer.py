@@ -347,7 +347,9 @@ class Reducer:
             before_backward(self._backward_reaches_output)
         self._guard.end_forward(before_backward)
         if returned and self.pipeline is not None:
-            self.pipeline.end_forward(before_backward if reduces else None)
+            # A rank without samples in a micro-batch makes no forward of it.
+            on_all_ranks = reduces or self.batches is None
+            self.pipeline.end_forward(before_backward if reduces else None, on_all_ranks=on_all_ranks)
 
     def _timing(self, note_use: Callable[[LazyParam], None]) -> Callable[[LazyParam], None]:
         profiler = self._planning.profiler

@@ -312,9 +312,11 @@ class ParameterGathers:
     def end_backward(self) -> None:
         """Nothing to do."""
 
-    def end_legs(self) -> None:
-        """Start all gather legs, of gradients where these can travel."""
+    def end_legs(self, *, on_all_ranks: bool) -> None:
+        """Start all gather legs, of gradients where these can travel, once ranks have agreed on that."""
         if self._pipeline.phase is Phase.REDUCED and any(group.is_spread for group in self._pipeline.groups):
+            if not (on_all_ranks or self.is_decided):
+                return
             self.decide(wants_gradients=False)  # if there was no step()
         self._start_all()
 
