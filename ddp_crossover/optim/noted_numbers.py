@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "pow")
@@ -43,8 +44,8 @@ class Comparisons:
 
     def noted(self, name: str, value: Any) -> Any:
         """The value of a setting, with numbers that note comparisons; also inside of containers."""
-        if type(value) is float:
-            return NotedNumber(value, self, (name,), is_itself=True)
+        if type(value) is float or isinstance(value, np.floating):
+            return NotedNumber(float(value), self, (name,), is_itself=True)
         if type(value) in (tuple, list):
             return type(value)(self.noted(f"{name}[{index}]", each) for index, each in enumerate(value))
         if type(value) is dict:
@@ -66,13 +67,14 @@ class Comparisons:
             return tuple((key, self.kind(f"{name}[{key!r}]", each)) for key, each in value.items())
         if isinstance(value, Tensor):
             return value.dtype, value.dim()
-        if not isinstance(value, float):
+        if not isinstance(value, (float, np.floating)):
             return type(value), value if isinstance(value, Hashable) else repr(value)
         sign = int(value > 0) - int(value < 0)  # of numpy, too: its booleans cannot be subtracted
         compared = self.by_name.get(name, set())
         if compared is None:
             return value
-        return sign, math.isfinite(value), tuple(sorted((c.__name__, other, c(value, other)) for c, other in compared))
+        outcomes = tuple(sorted((c.__name__, other, bool(c(value, other))) for c, other in compared))
+        return type(value), sign, math.isfinite(value), outcomes
 
 
 class NotedNumber(float):
@@ -87,6 +89,9 @@ class NotedNumber(float):
         return self
 
     def __copy__(self) -> NotedNumber:
+        return self
+
+    def item(self) -> NotedNumber:  # of NumPy's numbers
         return self
 
 
