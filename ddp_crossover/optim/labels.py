@@ -63,19 +63,27 @@ class _Rows(NamedTuple):
     Attributes:
         stops: where each ends, in elements.
         labels: those of each.
+        itemsize: bytes of an element.
     """
 
     stops: tuple[int, ...]
     labels: tuple[Labels, ...]
+    itemsize: int = 1
 
-    def joined(self, start: int = 0, stop: int | None = None) -> Labels:
-        """All labels between two elements."""
-        first = bisect.bisect_right(self.stops, start)
-        last = len(self.stops) if stop is None else bisect.bisect_left(self.stops, stop) + 1
-        return functools.reduce(operator.or_, self.labels[first:last], 0)
+    def joined(self) -> Labels:
+        """All labels."""
+        return functools.reduce(operator.or_, self.labels, 0)
 
-    def with_labels(self, more: Iterable[Labels]) -> _Rows:
-        return self._replace(labels=tuple(map(operator.or_, self.labels, more)))
+    def between(self, start: int, stop: int) -> slice:
+        """The rows that are between two bytes."""
+        first = bisect.bisect_right(self.stops, start // self.itemsize)
+        last = bisect.bisect_left(self.stops, -(-stop // self.itemsize))
+        return slice(min(first, len(self.stops) - 1), last + 1)
+
+    def with_labels(self, more: Iterable[Labels], rows: slice = slice(None)) -> _Rows:
+        labels = list(self.labels)
+        labels[rows] = map(operator.or_, labels[rows], more)
+        return self._replace(labels=tuple(labels))
 
 
 class _Event(NamedTuple):
@@ -129,7 +137,9 @@ class LabelledMemory:
         if place is None or not place.storage:
             return 0
         rows = self._made.get(place.storage)
-        labels = 0 if rows is None else rows.joined(place.start // tensor.itemsize, place.stop // tensor.itemsize)
+        labels = 0
+        if rows is not None:
+            labels = rows._replace(labels=rows.labels[rows.between(place.start, place.stop)]).joined()
         for owned in self._owned_at(*place):
             if owned.owner is not None:
                 labels |= 1 << owned.owner + (self._count if owned.what == "counter" else 0)
@@ -198,7 +208,7 @@ class LabelledMemory:
             if written:
                 self._write(operation.name, tensor, rows)
             else:
-                self._make(tensor, rows)
+                self._make(tensor, rows, more=operation.base == "clone")
 
     def _rows_of(self, read: Iterable[Tensor], result: Tensor) -> _Rows | None:
         """The rows of an elementwise result; None if they are not those of what was read."""
@@ -227,13 +237,18 @@ class LabelledMemory:
             tensor.numel() == numel or (tensor.numel() == 1 and not self.of(tensor) & self._data) for tensor in read
         )
 
-    def _make(self, tensor: Tensor, rows: _Rows) -> None:
+    def _make(self, tensor: Tensor, rows: _Rows, more: bool = False) -> None:
         place = memory_of(tensor)
         if place is None:
             self.opaque = self.opaque or f"a {type(tensor).__name__}"
-        elif place.storage and place.storage not in self._owned and place.storage not in self._made:
-            self._made[place.storage] = rows
-            self._kept.append(number_kept(tensor))
+        elif place.storage and place.storage not in self._owned:
+            if place.storage not in self._made:
+                if (numel := tensor.untyped_storage().nbytes() // tensor.itemsize) > tensor.numel():
+                    rows = _Rows((numel,), (rows.joined(),))
+                self._made[place.storage] = rows._replace(itemsize=tensor.itemsize)
+                self._kept.append(number_kept(tensor))
+            elif more:  # one deepcopy of several views of one storage
+                self._made[place.storage] = self._made[place.storage].with_labels(itertools.repeat(rows.joined()))
 
     def _write(self, operation: str, tensor: Tensor, rows: _Rows) -> None:
         place = memory_of(tensor)
@@ -244,9 +259,11 @@ class LabelledMemory:
                 self._write_owned(operation, owned, rows.joined())
         elif place.storage in self._made:
             if place.stop - place.start < tensor.untyped_storage().nbytes():
-                old, labels = self._made[place.storage], rows.joined()
-                rows = old.with_labels(itertools.repeat(labels))
-            self._made[place.storage] = rows
+                old = self._made[place.storage]
+                rows = old.with_labels(itertools.repeat(rows.joined()), old.between(place.start, place.stop))
+                self._made[place.storage] = rows
+            else:
+                self._made[place.storage] = rows._replace(itemsize=tensor.itemsize)
         elif operation.startswith("aten.resize"):
             self._make(tensor, rows)
         elif place.storage:
