@@ -5,6 +5,7 @@ The watch is there for the undecorated ``step`` only, not for a closure, which r
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from ddp_crossover.optim.labels import Crossing, LabelledMemory
 from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters
 from ddp_crossover.optim.update_guard import random_states, same_states
-from ddp_crossover.torch_internals.operations import Memory, Operation, OperationWatch, memory_of
+from ddp_crossover.torch_internals.operations import Memory, Operation, OperationWatch, memory_of, number_of
 
 
 class Communicates(RuntimeError):
@@ -58,6 +59,8 @@ class StepWatch:
         self._operations = OperationWatch(self._before, self._after, self._opened)
         self._communicates: str | None = None
         self._random: str | None = None
+        self._generators: dict[int, weakref.ref[torch.Generator]] = {}
+        self._drawn_from: list[tuple[weakref.ref[torch.Generator], str]] = []
         self._reads_past_torch: str | None = None
         self._begin()
 
@@ -147,13 +150,22 @@ class StepWatch:
                 raise Communicates(_communicates(operation.name))
 
     def _after(self, operation: Operation, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
+        values = [*args, *kwargs.values()]
         if operation.is_random:
-            self._random = self._random or operation.name
-        numbers = [value for value in (*args, *kwargs.values()) if isinstance(value, (bool, float))]
+            given = [self._generators.get(number_of(value)) for value in values if isinstance(value, torch.Generator)]
+            generator = given[0] if given else None
+            if generator is None or generator() is None:
+                self._random = self._random or operation.name
+            else:
+                self._drawn_from.append((generator, operation.name))
+        numbers = [value for value in values if isinstance(value, (bool, float))]
         self.trace.append((operation.name, *numbers))
         self._memory.note(operation, args, kwargs, out)
 
-    def _opened(self, tensor: Tensor, how: str) -> None:
+    def _opened(self, tensor: Tensor | torch.Generator, how: str) -> None:
+        if isinstance(tensor, torch.Generator):
+            self._generators[number_of(tensor)] = weakref.ref(tensor)
+            return
         if how != "tolist" and self._memory.of(tensor):
             self._reads_past_torch = self._reads_past_torch or how
         self._memory.note_read(f"Tensor.{how}()", tensor)
@@ -182,8 +194,10 @@ class StepWatch:
         memory = self._memory
         if self._communicates is not None:
             yield _communicates(self._communicates)
-        if self._random is not None:
-            yield f"its step() draws random numbers ({self._random}), which others would draw before a deferred update"
+        # From a generator that is gone after the step nobody else draws.
+        kept = (name for generator, name in self._drawn_from if generator() is not None)
+        if (random := self._random or next(kept, None)) is not None:
+            yield f"its step() draws random numbers ({random}), which others would draw before a deferred update"
         if not same_states(self._random_states, random_states(torch.device("cpu"))):
             yield "its step() draws random numbers, which others would draw before a deferred update"
         if memory.opaque is not None:

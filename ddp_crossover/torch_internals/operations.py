@@ -175,17 +175,19 @@ class OperationWatch:
     Args:
         before: called before each operation, and may raise so that it does not run.
         after: called with the operation, its arguments and its result.
-        opened: called with a tensor whose values Python is about to get without an operation, and how.
+        opened: called with a tensor whose values Python is about to get without an operation, and how; and with a
+            generator that a function of torch is given, of which an operation gets another Python object.
     """
 
     def __init__(
         self,
         before: Callable[[Operation], None],
         after: Callable[[Operation, tuple[Any, ...], Mapping[str, Any], Any], None],
-        opened: Callable[[Tensor, str], None],
+        opened: Callable[[Tensor | torch.Generator, str], None],
     ) -> None:
         self._dispatch = _Dispatched(before, after)
-        self._functions = _Called(opened)
+        self._functions = _Called(opened, self._copied)
+        self._after = after
         self._thread = 0
 
     def start(self) -> None:
@@ -194,6 +196,15 @@ class OperationWatch:
         self._functions.look(True)
         self._functions.__enter__()
         self._dispatch.__enter__()
+
+    def _copied(self, copy: Callable[[], Tensor], tensor: Tensor) -> Tensor:
+        """``deepcopy`` of a tensor, which copies its storage past torch's operators, is shown as a clone."""
+        self._dispatch.look(False)
+        made = copy()
+        self._dispatch.look(True)
+        with private(torch._C, "DisableTorchFunction")():
+            self._after(operation(torch.ops.aten.clone.default), (tensor,), {}, made)
+        return made
 
     def stop(self) -> None:
         """End the watch; also one that an error has left on this thread's stacks of modes."""
@@ -231,9 +242,14 @@ class _Dispatched(_DISPATCH.TorchDispatchMode):  # type: ignore[misc]
 
 
 class _Called(TorchFunctionMode):
-    def __init__(self, opened: Callable[[Tensor, str], None]) -> None:
+    def __init__(
+        self,
+        opened: Callable[[Tensor | torch.Generator, str], None],
+        copied: Callable[[Callable[[], Tensor], Tensor], Tensor],
+    ) -> None:
         super().__init__()
         self._opened = opened
+        self._copied = copied
         self._looks = False
 
     def look(self, looks: bool) -> None:
@@ -241,6 +257,18 @@ class _Called(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if self._looks and (name in _OPEN_MEMORY or name == "tolist") and args and isinstance(args[0], Tensor):
-            self._opened(args[0], name)
+        if self._looks and args and isinstance(args[0], Tensor):
+            if name in _OPEN_MEMORY or name == "tolist":
+                self._opened(args[0], name)
+            # What it holds is copied with it, by its own operations.
+            if func is Tensor.__deepcopy__ and args[0].grad is None and not vars(args[0]):
+                return self._copied(functools.partial(func, *args), args[0])
+        for value in (*args, *(kwargs or {}).values()) if self._looks else ():
+            if isinstance(value, torch.Generator):
+                self._opened(value, name)
         return func(*args, **(kwargs or {}))
+
+
+def number_of(generator: torch.Generator) -> int:
+    """What all Python objects of a generator have in common, while it lives."""
+    return int(private(generator, "_cdata"))

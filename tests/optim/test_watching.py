@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -85,6 +86,14 @@ def _stacked_norms(self: Any, group: dict[str, Any], parameters: list[Tensor]) -
     torch._foreach_sub_(parameters, torch._foreach_mul(torch._foreach_mul(grads, ratios), group["lr"]))
 
 
+def _scaled_rows(self: Any, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    """Rows are written in place, each by itself."""
+    grads = _grads(parameters)
+    norms = torch.stack(torch._foreach_norm(grads)).add_(1).unbind()
+    torch._foreach_mul_(norms, [0.5, 0.25, 0.125])
+    torch._foreach_addcmul_(parameters, grads, norms, value=-0.1)
+
+
 def _counts_in_state(self: Any, group: dict[str, Any], parameters: list[Tensor]) -> None:
     """All counters are read before the first update, but do not depend on data."""
     for p in parameters:
@@ -100,8 +109,27 @@ def _counts_in_group(self: Any, group: dict[str, Any], parameters: list[Tensor])
         p.sub_(p.grad * (group["lr"] / group["k"]))
 
 
+def _projects_at_random(self: Any, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    """By random numbers that are the same in each step, from a generator that nobody else has."""
+    for p in parameters:
+        generator = torch.Generator().manual_seed(self.state[p].setdefault("seed", 7))
+        p.sub_(p.grad * torch.randn(p.shape, generator=generator), alpha=group["lr"])
+
+
+def _begins_with_copies(self: Any, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    for p in parameters:
+        average = self.state[p].setdefault("average", copy.deepcopy(p.grad))
+        p.sub_(average.lerp_(p.grad, 0.1), alpha=group["lr"])
+
+
 @pytest.mark.parametrize("in_one_buffer", [False, True], ids=["own memory", "one buffer"])
-@pytest.mark.parametrize("update", [_momentum, _scratch, _trust_ratio, _stacked_norms, _counts_in_state])
+@pytest.mark.parametrize("update", [_projects_at_random, _begins_with_copies])
+def test_what_is_made_in_the_step_is_its_own(update: Update, in_one_buffer: bool) -> None:
+    assert _watched(_own(update), in_one_buffer=in_one_buffer).why_not is None
+
+
+@pytest.mark.parametrize("in_one_buffer", [False, True], ids=["own memory", "one buffer"])
+@pytest.mark.parametrize("update", [_momentum, _scratch, _trust_ratio, _stacked_norms, _scaled_rows, _counts_in_state])
 def test_a_step_of_each_parameter_by_itself(update: Update, in_one_buffer: bool) -> None:
     assert _watched(_own(update), in_one_buffer=in_one_buffer).why_not is None
 
@@ -160,10 +188,35 @@ def _mixes_state(self: Any, group: dict[str, Any], parameters: list[Tensor]) -> 
         p.sub_(p.grad, alpha=group["lr"])
 
 
+def _mixes_rows(self: Any, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    norms = torch.stack(torch._foreach_norm(_grads(parameters)))
+    norms[1:2].mul_(norms[0])
+    torch._foreach_mul_(parameters, norms.unbind())
+
+
+def _mixes_bytes(self: Any, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    whole = (parameters[0].grad * 1).view(torch.int8)
+    parameters[1].sub_(whole.view(-1)[20:24].sum())
+
+
+def _mixes_copies(self: Any, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    first, _, last = copy.deepcopy(_grads(parameters))
+    parameters[2].sub_(first.sum() + last)
+
+
 @pytest.mark.parametrize(
     "update",
     [
-        *(_clips_by_norm, _clips_by_number, _skips_all, _skips_by_list, _skips_by_count),
+        *(
+            _mixes_rows,
+            _mixes_bytes,
+            _mixes_copies,
+            _clips_by_norm,
+            _clips_by_number,
+            _skips_all,
+            _skips_by_list,
+            _skips_by_count,
+        ),
         *(_stacks, _mixes_lists, _mixes_state),
     ],
 )
@@ -205,7 +258,14 @@ def _drops_gradients(self: Any, group: dict[str, Any], parameters: list[Tensor])
         p.grad = None
 
 
+def _draws_from_one_that_stays(self: Any, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    generator = group.setdefault("generator", torch.Generator())
+    for p in parameters:
+        p.add_(torch.randn(p.shape, generator=generator))
+
+
 OTHERS: dict[str, Update] = {
+    "draws random numbers (aten.randn.generator": _draws_from_one_that_stays,
     "draws random numbers (aten.randn_like": lambda self, group, own: [p.add_(torch.randn_like(p)) for p in own],  # type: ignore[dict-item,return-value,misc]
     "draws random numbers, ": lambda self, group, own: [p.add_(random.random()) for p in own],  # type: ignore[dict-item,return-value,misc]
     "draws random numbers,": lambda self, group, own: [p.add_(np.random.rand()) for p in own],  # type: ignore[dict-item,return-value,misc]
