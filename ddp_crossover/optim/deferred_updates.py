@@ -240,7 +240,11 @@ class DeferredUpdates:
         pipeline = self.pipeline
         if pipeline is None or pipeline.phase is not Phase.REDUCED or pipeline.iteration == self._stepped_in:
             return
-        if optimizer not in self._optimizers and any(p in pipeline.slot_of for p in optimizer_parameters(optimizer)):
+        if optimizer in self._optimizers or not any(p in pipeline.slot_of for p in optimizer_parameters(optimizer)):
+            return
+        if (wrapper := self._optimizers.wrapper_of(optimizer)) is not None:
+            self._note_waits(wrapper, self._optimizers.why_not(wrapper))
+        else:
             self._note_waits(
                 optimizer,
                 "this optimizer was not attached. Pass a list of all optimizers to attach(); after replacing one, call "
@@ -378,7 +382,7 @@ class DeferredUpdates:
         # With `grad_scale` a fused optimizer unscales gradients in place.
         edits_gradient = verdict.edits_gradients or getattr(optimizer, "grad_scale", None) is not None
         updates = [
-            DeferredUpdate(step.snapshot, index, edits_gradient, verdict.mentions) for index, _ in enumerate(step.later)
+            DeferredUpdate(step.snapshot, index, edits_gradient, verdict.outside) for index, _ in enumerate(step.later)
         ]
         self._make_pending(pipeline, list(zip(step.later, updates, strict=True)))
 

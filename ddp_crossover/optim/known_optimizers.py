@@ -56,6 +56,10 @@ class KnownOptimizers:
         """The settings that it had when it was last looked at, numbers by how its step compares them."""
         return self._known[optimizer].settings
 
+    def wrapper_of(self, optimizer: Optimizer) -> Optimizer | None:
+        """The one of them that has this optimizer in an attribute, or None."""
+        return next((each for each in self if any(value is optimizer for value in vars(each).values())), None)
+
     def look_again(self, optimizer: Optimizer) -> None:
         """Judge it again if its settings have changed."""
         self._known[optimizer].look_again(optimizer)
@@ -65,7 +69,9 @@ class KnownOptimizers:
         known = self._known[optimizer]
         # Under a watch, compiled functions would run uncompiled, and round differently.
         is_known = (
-            known.verdict.why_not is not None or is_tested(optimizer) or "torch.compile" in known.verdict.mentions
+            known.verdict.why_not is not None
+            or is_tested(optimizer)
+            or "torch.compile" in known.verdict.outside.mentions
         )
         return not is_known and not known.has_watched(optimizer_parameters(optimizer))
 
@@ -88,13 +94,22 @@ class _Known:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.verdict = judge(optimizer)
+        self._has_changed_outside = False
         self._look_at(optimizer)
         # By settings: what is known, and how often each parameter was watched.
         self._counts: dict[int, int] = {}
         self._of_settings = {self.settings: (self.verdict, self._counts)}
 
     def look_again(self, optimizer: Optimizer) -> None:
-        if not has_hooks(optimizer) or not self._looks_changed(optimizer):
+        if self._has_changed_outside or not has_hooks(optimizer):
+            return
+        if (what := self.verdict.outside.values.changed()) is not None:
+            self._has_changed_outside = True  # it may do so again, and after a step()
+            self.verdict = self.verdict._replace(
+                why_not=f"its step() reads {what}, which has changed. Pass it in a param group"
+            )
+            return
+        if not self._looks_changed(optimizer):
             return
         self._look_at(optimizer)
         if self.settings not in self._of_settings:

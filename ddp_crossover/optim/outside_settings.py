@@ -1,15 +1,15 @@
 """Searches the code of an optimizer's ``step()`` for settings outside of the optimizer that a script may change.
 
-A deferred update would read such a setting when it is applied, not as it was at ``step()``. So the bytecode of
+A deferred update would find such a setting as it is when it is applied, not as it was at ``step()``. So the bytecode of
 ``step()``, and of everything that it may call, is searched for globals, variables of enclosing functions, attributes of
-classes, modules and functions, imports and the environment. The search does not track which object an attribute is read
-from: it assumes any class, module or function that the code refers to, and treats any string in the code as a possible
-attribute name.
+classes, modules and functions, imports and the environment. Places of numbers, strings and the like, and of functions,
+can be followed, see ``outside_values``; anything else there is a reason to wait. The search does not track which object
+an attribute is read from: it assumes any class, module or function that the code refers to, and treats any string in
+the code as a possible attribute name.
 
-It assumes that code of torch, NumPy and the standard library reads no such settings, and that a module's private
-variables (leading underscore) are set only by functions of that module. It does not find names that are computed at run
-time, objects that a script puts into a module of torch, class attributes hidden by an attribute of the optimizer, and a
-number in a module's globals that another module replaces.
+It assumes that code of torch, NumPy and the standard library reads no such settings. It does not find names that are
+computed at run time, objects that a script puts into a module of torch, and class attributes hidden by an attribute of
+the optimizer.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import chain
 from numbers import Number
 from types import (
     BuiltinFunctionType,
     BuiltinMethodType,
-    CellType,
     CodeType,
     DynamicClassAttribute,
     FrameType,
@@ -40,11 +38,12 @@ from types import (
     NoneType,
     UnionType,
 )
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
+from ddp_crossover.optim.outside_values import OutsideValues, Place, is_fixed, is_plain, leaves
 from ddp_crossover.torch_internals.compiled import is_compiled_function
 
 # Not `os`: environment variables are settings, too.
@@ -54,20 +53,30 @@ _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _AT_BIRTH = ("__init__", "__new__", "__init_subclass__")  # run when an optimizer or its class is made, not in `step()`
 _UNKNOWN = object()
+_STATES_OF_GENERATORS = ("default_generator", "default_generators", "get_rng_state", "initial_seed")
 _MENTIONED = ("torch.distributed", "random", "numpy")
 _IS_MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE; other types are static, defined in C
 
 
-def changeable_setting(optimizer: Optimizer) -> str | None:
-    """Describe a setting outside of the optimizer that its ``step()`` reads and that may change; None without any."""
-    return _Search(optimizer).first()
+class Outside(NamedTuple):
+    """What the code that ``step()`` may run refers to outside of the optimizer.
+
+    Attributes:
+        unknown: something that may change and cannot be followed, or None.
+        values: what else may change.
+        mentions: which of these it mentions: torch.distributed, torch.compile, random, numpy.
+    """
+
+    unknown: str | None = None
+    values: OutsideValues = OutsideValues()
+    mentions: frozenset[str] = frozenset()
 
 
-def mentions(optimizer: Optimizer) -> frozenset[str]:
-    """Which of these the code mentions that ``step()`` may run: torch.distributed, torch.compile, random, numpy."""
+def outside(optimizer: Optimizer) -> Outside:
+    """Search the code of an optimizer's ``step()``."""
     search = _Search(optimizer)
-    search.first()
-    return frozenset(search.mentions)
+    unknown = search.first_unknown()
+    return Outside(unknown, OutsideValues(search.places()), frozenset(search.mentions))
 
 
 class _Search:
@@ -78,19 +87,19 @@ class _Search:
         # Attributes of the instance hide class attributes of the same name.
         self._hidden = vars(optimizer).keys() - {"step"}
         # A queue instead of recursion: chains of calls may be longer than Python's recursion limit.
-        self._todo: deque[tuple[Any, str, bool]] = deque([(type(optimizer), "", False)])
+        self._todo: deque[tuple[Any, str, Place | None]] = deque([(type(optimizer), "", None)])
         self._add("a function that it was given", *_functions_given_to(optimizer))
         self._names = {"step": None}  # a dict keeps its order, so that all ranks name the same reason
         self._holders: dict[int, Any] = {}
         self._functions: set[FunctionType] = set()
         self.mentions: set[str] = set()
         self._private: list[tuple[str, dict[str, Any]]] = []
-        self._modules: dict[int, _Module] = {}
+        self._places: dict[tuple[int, str], Place] = {}
 
-    def first(self) -> str | None:
-        """The first changeable setting that is found, or None."""
+    def first_unknown(self) -> str | None:
+        """The first setting that may change and cannot be followed, or None."""
         while self._todo:
-            value, what, may_be_rebound = self._todo.popleft()
+            value, what, place = self._todo.popleft()
             self._note_mentions(getattr(value, "__name__", ""), getattr(value, "__module__", ""))
             self._note_mentions(type(value).__module__)
             if value is torch.compile or is_compiled_function(value):
@@ -104,13 +113,34 @@ class _Search:
                     self._meet(kind)
             elif isinstance(value, ModuleType) and not _is_trusted(value.__name__):
                 self._meet(value)
-            elif (parts := _parts(value, may_be_rebound=may_be_rebound)) is None:
+            elif place is not None and is_plain(value) and not callable(value):
+                for each in leaves(value):
+                    if isinstance(each, str):
+                        self._read(each)
+                    elif each is not value:
+                        self._add(what, each)
+            elif (parts := _parts(value)) is None:
                 return what
             else:
                 self._add(what, *parts)
+            if place is not None and not isinstance(value, ModuleType):
+                self._places[id(place.holder), place.name] = place
             if id(type(value)) not in self._holders:
                 self._add(what, type(value))
         return next(self._shared_private_variables(), None)
+
+    def places(self) -> list[Place]:
+        """Where values are that may change, also where classes may get attributes that hide those of others."""
+        classes = [holder for holder in self._holders.values() if isinstance(holder, type)]
+        hiding = [
+            place._replace(holder=heir, what=f"the class attribute {heir.__name__}.{place.name}")
+            for place in self._places.values()
+            for heir in (classes if isinstance(place.holder, type) else ())
+            if heir is not place.holder and issubclass(heir, place.holder) and not _is_trusted_class(heir)
+        ]
+        return list(self._places.values()) + [
+            each for each in hiding if (id(each.holder), each.name) not in self._places
+        ]
 
     def _note_mentions(self, *names: Any) -> None:
         for name in names:
@@ -118,8 +148,12 @@ class _Search:
                 each for each in _MENTIONED if isinstance(name, str) and f"{name}.".startswith(f"{each}.")
             }
 
-    def _add(self, what: str, *values: Any, may_be_rebound: bool = False) -> None:
-        self._todo += [(value, what, may_be_rebound) for value in values]
+    def _add(self, what: str, *values: Any) -> None:
+        self._todo += [(value, what, None) for value in values]
+
+    def _add_place(self, holder: Any, name: str, what: str) -> None:
+        place = Place(holder, name, what)
+        self._todo.append((place.read(), what, place))
 
     def _read(self, name: str) -> None:
         """Note that the code reads an attribute of this name, and look it up in all that was met so far."""
@@ -127,6 +161,8 @@ class _Search:
             self._names[name] = None
             if name in ("distributed", "compile"):
                 self.mentions.add(f"torch.{name}")
+            if name in _STATES_OF_GENERATORS:
+                self._add(f"a state of a random number generator ({name})", _UNKNOWN)
             for holder in self._holders.values():
                 self._look_up(holder, name)
 
@@ -151,7 +187,10 @@ class _Search:
             if (callable(value) or isinstance(value, classmethod)) and not (is_own and name in _AT_BIRTH):
                 self._add(what, value)
         elif name in self._names and not (is_own and name in self._hidden):
-            self._add(what, value, may_be_rebound=not isinstance(holder, enum.EnumType))
+            if isinstance(holder, enum.EnumType):
+                self._add(what, value)
+            else:
+                self._add_place(holder, name, what)
 
     def _function(self, function: FunctionType) -> None:
         if function in self._functions:
@@ -162,11 +201,14 @@ class _Search:
             self._add(f"a function that {function.__name__}() calls", *_wrapped(function))
             return
         self._meet(function)
-        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        self._add(f"a default argument of {function.__name__}()", *defaults)
+        for name in ("__defaults__", "__kwdefaults__"):
+            defaults, what = getattr(function, name) or (), f"a default argument of {function.__name__}()"
+            if is_fixed(defaults):
+                self._add(what, defaults)
+            else:
+                self._add_place(function, name, what)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            may_be_rebound = not self._is_argument(function, name)
-            self._add(f"{name} of an enclosing function", _content(cell), may_be_rebound=may_be_rebound)
+            self._add_place(cell, name, f"{name} of an enclosing function")
         for code in _with_inner(function.__code__):
             self._code(code, function.__globals__)
 
@@ -186,35 +228,22 @@ class _Search:
 
     def _global(self, name: str, variables: dict[str, Any]) -> None:
         value, what = variables.get(name, getattr(builtins, name, None)), f"the global variable {name}"
-        module = self._module(variables)
-        if name in module.rebound:
-            self._add(what, _UNKNOWN)
-        elif name.startswith("_") and isinstance(value, (dict, list, set)) and not module.may_rebind_all:
+        if name.startswith("_") and isinstance(value, (dict, list, set)) and not _is_script(variables):
             self._private.append((name, variables))
+        elif name in variables:
+            self._add_place(variables, name, what)
         else:
-            self._add(what, value, may_be_rebound=module.may_rebind_all)
+            self._add(what, value)
 
     def _shared_private_variables(self) -> Iterator[str]:
         """Private variables that are also used by functions of their module which ``step()`` does not run."""
         reached = {code for function in self._functions for code in _with_inner(function.__code__)}
         for name, variables in self._private:
-            others = set(chain.from_iterable(self._module(variables).codes)) - reached
-            if any(name in code.co_names for code in others):
-                yield f"the global variable {name}"
-
-    def _is_argument(self, function: FunctionType, name: str) -> bool:
-        """Whether a variable of an enclosing function is an argument that is never assigned to."""
-        return any(
-            function.__code__ in codes[1:]
-            and any(name in code.co_cellvars for code in codes)
-            and name not in _stored(codes, "STORE_DEREF")
-            for codes in self._module(function.__globals__).codes
-        )
-
-    def _module(self, variables: dict[str, Any]) -> _Module:
-        if id(variables) not in self._modules:
-            self._modules[id(variables)] = _Module(variables)
-        return self._modules[id(variables)]
+            if any(name in code.co_names for code in set(_codes_of_module(variables)) - reached):
+                if is_plain(variables[name]):
+                    self._places[id(variables), name] = Place(variables, name, f"the global variable {name}")
+                else:
+                    yield f"the global variable {name}"
 
 
 def _functions_given_to(optimizer: Optimizer) -> Iterator[Any]:
@@ -237,28 +266,22 @@ def _functions_given_to(optimizer: Optimizer) -> Iterator[Any]:
             yield value
 
 
-class _Module:
-    """How the functions of a module may change its globals."""
-
-    def __init__(self, variables: dict[str, Any]) -> None:
-        # `type()`, because `isinstance()` would trigger objects that are loaded lazily.
-        functions = [each for each in gc.get_referrers(variables) if type(each) is FunctionType]
-        # For each function its code, followed by the code of functions defined inside of it.
-        self.codes = [list(_with_inner(function.__code__)) for function in functions]
-        codes = list(chain.from_iterable(self.codes))
-        self.rebound = _stored(codes, "STORE_GLOBAL")
-        # The globals rebound by `globals()[name] = ...`, or by top-level lines of a script, cannot be determined.
-        self.may_rebind_all = _is_script(variables) or any("globals" in code.co_names for code in codes)
+def _codes_of_module(variables: dict[str, Any]) -> Iterator[CodeType]:
+    """The code of all functions that use these globals."""
+    for each in gc.get_referrers(variables):
+        if type(each) is FunctionType:  # not by `isinstance()`, which would trigger objects that are loaded lazily
+            yield from _with_inner(each.__code__)
 
 
 def _is_script(variables: dict[str, Any]) -> bool:
-    """Whether top-level lines of this module may still run."""
+    """Whether more than the functions of this module may change its globals: lines that still run, or ``globals()``."""
     frames: Iterable[FrameType | None] = sys._current_frames().values()
     while frames := [frame for frame in frames if frame is not None]:
         if any(frame.f_globals is variables and frame.f_code.co_name == "<module>" for frame in frames):
             return True
         frames = [frame.f_back for frame in frames]
-    return variables.get("__name__") == "__main__"
+    is_main = variables.get("__name__") == "__main__"
+    return is_main or any("globals" in code.co_names for code in _codes_of_module(variables))
 
 
 def _is_trusted(module: str | None) -> bool:
@@ -284,8 +307,8 @@ def _texts(constants: Iterable[Any]) -> Iterator[str]:
             yield from _texts(constant)
 
 
-def _parts(value: Any, *, may_be_rebound: bool) -> Iterable[Any] | None:
-    """Other values that using this value may read; None if it may change, or its name may be rebound."""
+def _parts(value: Any) -> Iterable[Any] | None:
+    """Other values that using this value may read; None if it may change."""
     if isinstance(value, ModuleType):
         return ()
     if isinstance(value, (staticmethod, classmethod)):
@@ -300,8 +323,6 @@ def _parts(value: Any, *, may_be_rebound: bool) -> Iterable[Any] | None:
         return (value.__self__,)
     if callable(value) and _is_trusted_class(type(value)) and not isinstance(value, torch.nn.Module):
         return _wrapped(value)
-    if may_be_rebound:
-        return None
     if isinstance(value, _CONSTANTS):
         return ()
     return value if isinstance(value, (tuple, frozenset)) else None
@@ -316,25 +337,8 @@ def _wrapped(value: Any) -> Iterator[Any]:
         yield from implementations.values()
 
 
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return _UNKNOWN
-
-
 def _with_inner(code: CodeType) -> Iterator[CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _with_inner(constant)
-
-
-def _stored(codes: Iterable[CodeType], opname: str) -> set[str]:
-    return {
-        instruction.argval
-        for code in codes
-        if dis.opmap[opname] in code.co_code[::2]
-        for instruction in dis.get_instructions(code)
-        if instruction.opname == opname
-    }

@@ -34,7 +34,7 @@ from ddp_crossover.optim.optimizer_snapshot import (
     reads_attributes,
     same,
 )
-from ddp_crossover.optim.outside_settings import changeable_setting, mentions
+from ddp_crossover.optim.outside_settings import Outside, outside
 from ddp_crossover.optim.watching import Communicates, StepWatch
 from ddp_crossover.torch_internals.optimizers import has_hooks, has_raw_step, raw_step
 
@@ -103,7 +103,7 @@ class Verdict(NamedTuple):
         calls_closure: whether its step calls its closure exactly once.
         counters: settings in its param groups that its step changes.
         comparisons: how its step compares settings.
-        mentions: what its code mentions, see ``outside_settings.mentions``.
+        outside: what its code refers to outside of the optimizer.
     """
 
     why_not: str | None
@@ -111,7 +111,7 @@ class Verdict(NamedTuple):
     calls_closure: bool = True
     counters: frozenset[str] = frozenset()
     comparisons: Comparisons | None = None
-    mentions: frozenset[str] = frozenset()
+    outside: Outside = Outside()
 
 
 # Enough steps for counters that act every few steps.
@@ -130,18 +130,23 @@ def judge(optimizer: Optimizer) -> Verdict:
     Steps a clone with a few tiny parameters. Does not change the optimizer, its parameters, or the global random states
     of torch, NumPy and Python. Never talks to other ranks.
     """
-    reason = _why_not_at_sight(optimizer)
+    found = outside(optimizer)
+    reason = _why_not_at_sight(optimizer, found)
     if reason is not None:
         return Verdict(reason)
-    return ask(
-        _try,
-        optimizer,
-        lambda error: Verdict(
-            str(error)
-            if isinstance(error, Communicates)
-            else f"a trial step on a small clone of it failed ({type(error).__name__}: {error})"
-        ),
-    )
+    with found.values.shown(copies=True) as written:
+        verdict = ask(
+            _try,
+            optimizer,
+            lambda error: Verdict(
+                str(error)
+                if isinstance(error, Communicates)
+                else f"a trial step on a small clone of it failed ({type(error).__name__}: {error})"
+            ),
+        )
+    if written and verdict.why_not is None:
+        return Verdict(f"its step() changes {written[0]}, which belongs to no parameter")
+    return verdict._replace(outside=found)
 
 
 def is_tested(optimizer: Optimizer) -> bool:
@@ -149,7 +154,7 @@ def is_tested(optimizer: Optimizer) -> bool:
     return type(optimizer) in (LARS, LAMB)
 
 
-def _why_not_at_sight(optimizer: Optimizer) -> str | None:
+def _why_not_at_sight(optimizer: Optimizer, found: Outside) -> str | None:
     name = _unknown_attribute(optimizer)
     if name is not None and isinstance(inner := getattr(optimizer, name), Optimizer):
         return f"it wraps another optimizer. Attach that one, its .{name} ({type(inner).__name__}), instead"
@@ -168,7 +173,7 @@ def _why_not_at_sight(optimizer: Optimizer) -> str | None:
             "it stores the id() of parameters, and deferred updates run on other tensor objects. Keep what belongs to "
             "a parameter in optimizer.state"
         )
-    if (reason := _why_settings_may_change(optimizer)) is not None:
+    if (reason := _why_settings_may_change(optimizer, found)) is not None:
         return reason
     for group in optimizer.param_groups:
         for key, value in group.items():
@@ -179,7 +184,8 @@ def _why_not_at_sight(optimizer: Optimizer) -> str | None:
 
 def _try(optimizer: Optimizer, with_state: bool) -> Verdict:
     comparisons = Comparisons()
-    whole, split = Clone(optimizer, with_state, comparisons=comparisons), Clone(optimizer, with_state)
+    whole = Clone(optimizer, with_state, comparisons=comparisons)
+    split = Clone(optimizer, with_state, comparisons=Comparisons())  # which makes numbers of NumPy Python's
     groups = [hyperparameters(group) for group in whole.optimizer.param_groups]
     edits_gradients = False
     for step in range(_STEPS):
@@ -214,7 +220,7 @@ def _try(optimizer: Optimizer, with_state: bool) -> Verdict:
             return Verdict(reason)
     counters = _changed(groups, whole.optimizer)
     calls_closure = _calls_closure(optimizer, with_state)
-    return Verdict(None, edits_gradients, calls_closure, counters, comparisons, mentions(optimizer))
+    return Verdict(None, edits_gradients, calls_closure, counters, comparisons)
 
 
 def _difference(whole: Clone, split: Clone) -> str | None:
@@ -272,7 +278,7 @@ def _unknown_attribute(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _why_settings_may_change(optimizer: Optimizer) -> str | None:
+def _why_settings_may_change(optimizer: Optimizer, found: Outside) -> str | None:
     """Describe a setting that a snapshot cannot copy, so that a deferred update would read its later value; or None."""
     for group in optimizer.param_groups:
         for key, value in hyperparameters(group).items():
@@ -288,12 +294,12 @@ def _why_settings_may_change(optimizer: Optimizer) -> str | None:
                         f"a parameter has a {type(value).__name__} in .{name}, which cannot be copied for a deferred "
                         "update. Use numbers, strings or tensors"
                     )
-    what = changeable_setting(optimizer)
-    if what is None and {"torch.compile", "torch.distributed"} <= mentions(optimizer):
+    if found.unknown is not None:
+        reads = f"its step() reads {found.unknown}"
+        return f"{reads}, which may change before a deferred update runs. Pass it in a param group"
+    if {"torch.compile", "torch.distributed"} <= found.mentions:
         return "its step() runs compiled functions, which cannot be watched, and may communicate with the other ranks"
-    if what is None:
-        return None
-    return f"its step() reads {what}, which may change before a deferred update runs. Pass it in a param group"
+    return None
 
 
 def _knows_parameters_by_id(optimizer: Optimizer) -> bool:

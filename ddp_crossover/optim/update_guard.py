@@ -7,9 +7,9 @@ not hang or go wrong in silence.
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from ddp_crossover.optim.optimizer_snapshot import is_of_torch, optimizer_parameters
+from ddp_crossover.optim.outside_settings import Outside
 from ddp_crossover.torch_internals.operations import Operation, OperationWatch
 
 _WAY_OUT = (
@@ -25,30 +26,32 @@ _WAY_OUT = (
 )
 
 
-@contextlib.contextmanager
-def guarded(optimizer: Optimizer, mentions: Collection[str]) -> Iterator[None]:
-    """Context of a deferred update.
+@contextmanager
+def guarded(optimizer: Optimizer, outside: Outside) -> Iterator[None]:
+    """Context of a deferred update, in which its code finds values outside of the optimizer as they were at ``step()``.
 
     Args:
         optimizer: the optimizer; torch's own are not guarded.
-        mentions: what its code mentions, see ``outside_settings.mentions``. To look at each operation, or at all
-            generators, takes time.
+        outside: what its code refers to. To look at each operation, or at all generators, takes time.
 
     Raises:
-        RuntimeError: before it talks to other ranks, or after it has drawn random numbers.
+        RuntimeError: before it talks to other ranks, or after it has drawn random numbers or changed such a value.
     """
     if is_of_torch(optimizer):
         yield
         return
     device = next((p.device for p in optimizer_parameters(optimizer)), torch.device("cpu"))
-    before = random_states(device, mentions)
-    with _refused_communication(optimizer) if "torch.distributed" in mentions else contextlib.nullcontext():
+    before = random_states(device, outside.mentions)
+    communicates = "torch.distributed" in outside.mentions
+    with outside.values.shown() as written, _refused_communication(optimizer) if communicates else nullcontext():
         yield
-    if not same_states(before, random_states(device, mentions)):
+    if written:
+        raise RuntimeError(f"{type(optimizer).__name__}.step() has changed {written[0]}, {_WAY_OUT}")
+    if not same_states(before, random_states(device, outside.mentions)):
         raise RuntimeError(f"{type(optimizer).__name__}.step() has drawn random numbers, {_WAY_OUT}")
 
 
-@contextlib.contextmanager
+@contextmanager
 def _refused_communication(optimizer: Optimizer) -> Iterator[None]:
     def before(operation: Operation) -> None:
         if operation.communicates:

@@ -19,6 +19,7 @@ from ddp_crossover.dear import Pipeline
 from ddp_crossover.log import say
 from ddp_crossover.optim.after_update import AfterUpdate
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, ToUpdate, is_of_torch
+from ddp_crossover.optim.outside_settings import Outside
 from ddp_crossover.optim.update_guard import guarded
 from ddp_crossover.parameters.lazy_params import LazyParams, StaleParameterError
 from ddp_crossover.parameters.slots import Slot
@@ -34,13 +35,13 @@ class DeferredUpdate(NamedTuple):
         snapshot: the optimizer as it was when ``step()`` was called.
         group: index of the parameter's param group.
         edits_gradient: whether the update also changes the gradient in place.
-        mentions: what the optimizer's code mentions, see ``outside_settings.mentions``.
+        outside: what the optimizer's code refers to outside of it.
     """
 
     snapshot: OptimizerSnapshot
     group: int
     edits_gradient: bool
-    mentions: frozenset[str]
+    outside: Outside
 
 
 class UpdateRunner:
@@ -165,7 +166,7 @@ def run_updates(pipeline: Pipeline, claimed: Mapping[Slot, DeferredUpdate]) -> N
         members.setdefault(update, []).append(ToUpdate(slot.parameter, memory))
     with as_if_called_by_the_user():
         for update, to_update in members.items():
-            with guarded(update.snapshot.optimizer, update.mentions):
+            with guarded(update.snapshot.optimizer, update.outside):
                 update.snapshot.step({update.group: to_update})
         for slot in edited:
             if (grad := slot.lazy.memory.grad) is not None and grad is not gradients[slot]:

@@ -27,6 +27,7 @@ from ddp_crossover.gathers import Gathers
 from ddp_crossover.optim.deferred_updates import DeferredUpdates, Reductions, closure_of, is_ours
 from ddp_crossover.optim.layer_sums import LayerSumOptimizer
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate
+from ddp_crossover.optim.outside_settings import Outside
 from ddp_crossover.optim.step_call import why_call_waits
 from ddp_crossover.optim.update_guard import guarded
 from ddp_crossover.optim.update_runner import DeferredUpdate, as_if_called_by_the_user, is_aligned
@@ -319,7 +320,7 @@ class ShardedUpdates(DeferredUpdates):
             self._update(call, self._without_elements(call))
         self._unscale(call)
         self._make_pending(
-            pipeline, [(lazies, DeferredUpdate(call.snapshot, 0, edits_gradient=False, mentions=frozenset()))]
+            pipeline, [(lazies, DeferredUpdate(call.snapshot, 0, edits_gradient=False, outside=Outside()))]
         )
 
     def _step_at_once(self, call: _Call, lazies: Sequence[LazyParam], written: Mapping[str, Tensor]) -> None:
@@ -374,7 +375,7 @@ class ShardedUpdates(DeferredUpdates):
         for _, update in aligned:
             of_groups.setdefault(call.group_of[update.parameter.parameter], []).append(update)
         optimizer = call.snapshot.optimizer
-        with guarded(optimizer, self._optimizers.verdict(optimizer).mentions):
+        with guarded(optimizer, self._optimizers.verdict(optimizer).outside):
             call.snapshot.step(of_groups, attributes)
         with torch.no_grad():
             for update, used in aligned:

@@ -288,7 +288,10 @@ def test_a_wrapper_that_forwards_attributes(run: Script) -> None:
 # What begins late, in the middle of a deferred update.
 
 
-@pytest.mark.parametrize("what", ["vote", "draw"])
+COUNTS = {"late": 0}
+
+
+@pytest.mark.parametrize("what", ["vote", "draw", "count"])
 def test_what_an_update_does_that_was_never_seen_is_an_error_and_no_hang(on_ranks, what: str) -> None:
     for message in on_ranks(_begins_late, 2, what):
         assert "in the steps that were watched" in message and "schedule='allreduce'" in message
@@ -305,6 +308,8 @@ def _begins_late(what: str) -> str:
                 if steps == 16:
                     if what == "vote":
                         dist.all_reduce(p.grad)
+                    elif what == "count":
+                        COUNTS["late"] += 1
                     else:
                         p.add_(torch.randn_like(p))
             super().update(group, parameters)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -62,6 +62,50 @@ def test_rate_comes_from_a_global_that_changes_after_step(run: Script) -> None:
 
     CONFIG["lr"] = 0.1
     _train(run, Configured, _shrink)
+
+
+FACTOR = 0.2
+
+
+class OfClass(Rated):
+    factor = 0.2
+    factors: ClassVar[dict[str, list[float]]] = {"all": [0.2]}
+
+    def rate(self, group: dict[str, Any], p: Any) -> Any:
+        return FACTOR * self.factor * self.factors["all"][0] * 10
+
+
+class FromOfClass(OfClass):
+    pass
+
+
+def _lower_factor(step: int) -> None:
+    global FACTOR
+    FACTOR *= 0.8
+
+
+LOWERED: dict[str, Callable[[int], Any]] = {
+    "global": _lower_factor,
+    "class": lambda step: setattr(OfClass, "factor", OfClass.factor * 0.8),
+    "list in the class": lambda step: OfClass.factors["all"].append(OfClass.factors["all"].pop() * 0.8),
+    "heir": lambda step: setattr(FromOfClass, "factor", FromOfClass.factor * 0.8),
+}
+
+
+@adversarial(
+    cases={f"{name} {first}": (name, first) for name in LOWERED for first in (0, 8)}, fallback="which has changed"
+)
+def test_numbers_of_a_class_and_a_module_change_after_step(run: Script, case: Any) -> None:
+    name, first = case
+    _lower_factor.__globals__["FACTOR"] = OfClass.factor = OfClass.factors["all"][0] = 0.2
+    if "factor" in vars(FromOfClass):
+        del FromOfClass.factor
+
+    def lower(step: int) -> None:
+        if step >= first:
+            LOWERED[name](step)
+
+    _train(run, FromOfClass, lower)
 
 
 def _configured() -> float:

@@ -20,13 +20,15 @@ from own_optimizers import OwnOptimizer
 class Clips(OwnOptimizer):
     """Clips by the norm of all gradients, if any of its settings says so."""
 
+    always = False
+
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, **{"max_norm": 0.0, "most": 1e9, "mode": "none", "momentum": 0.9, **settings})
         self.norm, self.scale = 0.0, 0.5
 
     def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         clips = group["max_norm"] > 0 or group["most"] < 1e6 or group["mode"] == "norm" or self.norm
-        clips = clips or self.defaults["mode"] == "norm"
+        clips = clips or self.defaults["mode"] == "norm" or self.always
         scale = group["momentum"] * self.scale
         if clips:
             scale /= float(torch.stack([p.grad.norm() for p in parameters]).norm())
@@ -88,6 +90,19 @@ def test_what_a_setting_switches_on_is_found_before_anything_is_deferred(change:
     assert (known.why_not(optimizer) is not None) is (change != "new setting")
 
 
+def test_what_changes_outside_of_it_makes_it_wait_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, optimizer = _made()
+    _how_often(known, optimizer)
+    with monkeypatch.context() as changed:
+        changed.setattr(Clips, "always", True)
+        known.look_again(optimizer)
+        assert known.why_not(optimizer) == (
+            "its step() reads the class attribute Clips.always, which has changed. Pass it in a param group"
+        )
+    known.look_again(optimizer)
+    assert known.why_not(optimizer) is not None
+
+
 def test_and_what_is_switched_off_again_is_deferred_again_without_a_watch() -> None:
     known, optimizer = _made()
     _how_often(known, optimizer)
@@ -100,6 +115,7 @@ def test_and_what_is_switched_off_again_is_deferred_again_without_a_watch() -> N
 SCHEDULES: dict[str, Callable[[Any, int], Any]] = {
     "lr": lambda optimizer, step: optimizer.param_groups[0].update(lr=0.1 / (step + 1)),
     "lr of numpy": lambda optimizer, step: optimizer.param_groups[0].update(lr=np.float64(0.1) / (step + 1)),
+    "short lr of numpy": lambda optimizer, step: optimizer.param_groups[0].update(lr=np.float32(0.1 / (step + 1))),
     "momentum": lambda optimizer, step: optimizer.param_groups[0].update(momentum=0.5 + step / 100),
     "attribute": lambda optimizer, step: setattr(optimizer, "scale", 0.5 + step / 100),
     "a number that is compared": lambda optimizer, step: optimizer.param_groups[0].update(most=1e9 + step),
@@ -114,6 +130,15 @@ def test_a_schedule_costs_nothing(schedule: str) -> None:
         SCHEDULES[schedule](optimizer, step)
         watched += _step(known, optimizer)
     assert watched == 2
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_numbers_of_numpy_note_what_decides(kind: type) -> None:
+    known, optimizer = _made(lambda parameters: Clips(parameters, most=kind(1e9)))
+    _how_often(known, optimizer)
+    optimizer.param_groups[0]["most"] = kind(0.1)
+    known.look_again(optimizer)
+    assert known.why_not(optimizer) is not None or known.is_to_be_watched(optimizer)
 
 
 def test_schedules_of_torchs_own_optimizers_cost_nothing() -> None:

@@ -10,7 +10,7 @@ import os
 import types
 from abc import ABCMeta
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ import torch
 from torch.optim import SGD, Adam, Optimizer
 
 from ddp_crossover.optim.optimizer_snapshot import hyperparameters
-from ddp_crossover.optim.outside_settings import changeable_setting
+from ddp_crossover.optim.outside_settings import outside
 
 EPS = 1e-8
 BETAS = (0.9, (0.99, "x"))
@@ -34,7 +34,10 @@ LENGTH = RATES.__len__
 INTEGER = 1
 PARTIAL = functools.partial(pow, 2)
 PARTIAL_OF_DATA = functools.partial(pow, RATES)
-TUPLE_OF_DATA = (1, RATES)
+NAMES = ["own", "factor"]
+LONG = list(range(2000))
+TABLE: dict[Any, Any] = {torch.ops.aten.add: {"scale": lambda: RATES["lr"], int: math.sqrt}}
+TABLE_OF_DATA = {"rate": RATES.get}
 _memo: dict[int, float] = {}
 _hidden = {"lr": 0.1}
 rebound = 0.1
@@ -245,46 +248,88 @@ HARMLESS: dict[str, Callable[[Any], Any]] = {
     "import from torch": lambda self: _importing_from_torch(),
     "unknown": lambda self: no_such_thing,  # noqa: F821
 }
-CHANGEABLE: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "dict": ("global variable RATES", lambda self: RATES["lr"]),
+Change = Callable[[], None]
+
+
+def _set(holder: Any, name: str, value: Any) -> Change:
+    return lambda: holder.__setitem__(name, value) if isinstance(holder, dict) else setattr(holder, name, value)
+
+
+HERE = globals()
+HALF: Change = _set(RATES, "lr", 0.05)
+FOLLOWED: dict[str, tuple[str, Callable[[Any], Any], Change]] = {
+    "number": ("global variable EPS", lambda self: EPS, _set(HERE, "EPS", 1e-4)),
+    "number of another type": ("global variable INTEGER", lambda self: INTEGER, _set(HERE, "INTEGER", True)),
+    "tuple": ("global variable BETAS", lambda self: BETAS, _set(HERE, "BETAS", (0.9, (0.9, "x")))),
+    "dict": ("global variable RATES", lambda self: RATES["lr"], HALF),
+    "key of a dict": ("global variable RATES", lambda self: RATES["lr"], _set(RATES, "other", 0.1)),
+    "table": ("global variable TABLE", lambda self: TABLE, lambda: TABLE[torch.ops.aten.add].update(scale=_helper)),
+    "function in a table": ("global variable RATES", lambda self: TABLE, HALF),
+    "rebound": ("global variable rebound", lambda self: rebound, rebind),
+    "private": ("global variable _hidden", lambda self: _hidden["lr"], lambda: set_hidden(0.2)),
+    "module": ("settings_of_a_user.lr", lambda self: MODULE.lr, _set(MODULE, "lr", 0.2)),
+    "class": ("Config.lr", lambda self: Config.lr, _set(Config, "lr", 0.2)),
+    "classmethod": ("global variable RATES", lambda self: Config.rate(), HALF),
+    "helper": ("global variable RATES", lambda self: _helper(), HALF),
+    "another helper": ("global variable _helper", lambda self: _helper(), _set(HERE, "_helper", _memoized)),
+    "decorated": ("global variable RATES", lambda self: _decorated_helper(), HALF),
+    "inner": ("global variable RATES", lambda self: [RATES[k] for k in "x"], HALF),
+    "default": ("default argument of _with_data", lambda self: _with_data(), HALF),
+    "other default": (
+        "default argument of _with_number",
+        lambda self: _with_number(),
+        _set(_with_number, "__kwdefaults__", {"other": 0.2}),
+    ),
+    "list in a closure": (
+        "value of an enclosing function",
+        lambda self: _over_list(),
+        lambda: _over_list.__closure__[0].cell_contents.append(1),  # type: ignore[index]
+    ),
+    "function in a closure": ("global variable RATES", lambda self: _over_function(), HALF),
+    "number in a closure": (
+        "by of an enclosing function",
+        lambda self: _late(),
+        _set(_late.__closure__[0], "cell_contents", 3.0),  # type: ignore[index]
+    ),
+    "class attribute": ("class attribute Base.factor", lambda self: self.__class__.factor, _set(Base, "factor", 0.2)),
+    "list of the class": ("class attribute Base.rates", lambda self: self.rates, lambda: Base.rates.append(0.2)),
+    "hidden by an heir": ("class attribute Mine.factor", lambda self: self.factor, lambda: None),
+    "property": ("global variable RATES", lambda self: self.rate, HALF),
+    "method": ("global variable RATES", lambda self: self.from_global(), HALF),
+    "call of an object": ("global variable RATES", lambda self: Scaling()(), HALF),
+    "making of an object": ("global variable RATES", lambda self: Configured().made, HALF),
+    "making of an heir": ("global variable RATES", lambda self: FromConfigured().made, HALF),
+    "method of an enum": ("global variable RATES", lambda self: OfKind.PLAIN.scale(), HALF),
+    "getattr": ("class attribute Base.factor", lambda self: getattr(self, "factor", 1.0), _set(Base, "factor", 0.2)),
+    "getattr of a name in a list": (
+        "class attribute Base.factor",
+        lambda self: [getattr(self, name) for name in NAMES],
+        _set(Base, "factor", 0.2),
+    ),
+    "module in a local": ("settings_of_a_user.lr", lambda self: _through_a_local(), _set(MODULE, "lr", 0.2)),
+    "module in a closure": ("settings_of_a_user.lr", lambda self: _over_module().lr, _set(MODULE, "lr", 0.2)),
+    "singledispatch": ("global variable RATES", lambda self: _rule(INTEGER), HALF),
+    "attribute of a function": (
+        "attribute _with_attribute.made",
+        lambda self: _with_attribute.made,
+        _set(_with_attribute, "made", 0.2),
+    ),
+}
+UNKNOWN: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "tensor": ("global variable WEIGHT", lambda self: WEIGHT),
     "object": ("global variable OBJECT", lambda self: OBJECT.lr),
-    "tuple": ("global variable TUPLE_OF_DATA", lambda self: TUPLE_OF_DATA),
     "partial": ("global variable PARTIAL_OF_DATA", lambda self: PARTIAL_OF_DATA(1)),
+    "table of data": ("global variable TABLE_OF_DATA", lambda self: TABLE_OF_DATA["rate"]("lr")),
     "bound": ("global variable BOUND", lambda self: BOUND("lr")),
     "item": ("global variable ITEM", lambda self: ITEM("lr")),
     "slot": ("global variable LENGTH", lambda self: LENGTH()),
-    "rebound": ("global variable rebound", lambda self: rebound),
-    "private": ("global variable _hidden", lambda self: _hidden["lr"]),
-    "module": ("settings_of_a_user.lr", lambda self: MODULE.lr),
-    "class": ("Config.lr", lambda self: Config.lr),
-    "classmethod": ("global variable RATES", lambda self: Config.rate()),
-    "helper": ("global variable RATES", lambda self: _helper()),
     "cached": ("global variable WEIGHT", lambda self: _cached()),
-    "decorated": ("global variable RATES", lambda self: _decorated_helper()),
-    "inner": ("global variable RATES", lambda self: [RATES[k] for k in "x"]),
-    "default": ("default argument of _with_data", lambda self: _with_data()),
-    "list in a closure": ("value of an enclosing function", lambda self: _over_list()),
-    "function in a closure": ("global variable RATES", lambda self: _over_function()),
-    "number in a closure": ("by of an enclosing function", lambda self: _late()),
     "empty cell": ("later of an enclosing function", lambda self: _before()),
-    "class attribute": ("class attribute Base.factor", lambda self: self.__class__.factor),
-    "list of the class": ("class attribute Base.rates", lambda self: self.rates),
-    "property": ("global variable RATES", lambda self: self.rate),
-    "method": ("global variable RATES", lambda self: self.from_global()),
-    "call of an object": ("global variable RATES", lambda self: Scaling()()),
-    "making of an object": ("global variable RATES", lambda self: Configured().made),
-    "making of an heir": ("global variable RATES", lambda self: FromConfigured().made),
-    "method of an enum": ("global variable RATES", lambda self: OfKind.PLAIN.scale()),
-    "getattr": ("class attribute Base.factor", lambda self: getattr(self, "factor", 1.0)),
-    "getattr in a loop": ("class attribute Base.factor", lambda self: [getattr(self, x) for x in ("own", "factor")]),
+    "long list": ("global variable LONG", lambda self: LONG[0]),
     "environ": ("attribute os.environ", lambda self: os.environ["RATE"]),
     "getenv": ("global variable environ", lambda self: os.getenv("RATE")),
-    "module in a local": ("attribute settings_of_a_user.lr", lambda self: _through_a_local()),
-    "module in a closure": ("attribute settings_of_a_user.lr", lambda self: _over_module().lr),
     "import": ("module settings_of_a_user", lambda self: _importing()),
-    "singledispatch": ("global variable RATES", lambda self: _rule(INTEGER)),
-    "attribute of a function": ("attribute _with_attribute.made", lambda self: _with_attribute.made),
+    "seed": ("a state of a random number generator (initial_seed)", lambda self: torch.initial_seed()),
 }
 
 
@@ -296,40 +341,104 @@ def _optimizer(read: Callable[[Any], Any], base: type = Base) -> Optimizer:
     return type("Mine", (base,), {"step": step})()
 
 
+def _unknown(optimizer: Optimizer) -> str | None:
+    return outside(optimizer).unknown
+
+
+def _changes(optimizer: Optimizer, change: Change) -> str | None:
+    values = outside(optimizer).values
+    assert values.changed() is None
+    change()
+    return values.changed()
+
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    """Undo what a test changes."""
+    holders = [HERE, RATES, _hidden]
+    copies = [dict(holder) for holder in holders]
+    scale = TABLE[torch.ops.aten.add]["scale"]
+    attributes = [(MODULE, "lr"), (Config, "lr"), (Base, "factor"), (_with_attribute, "made")]
+    before = [getattr(*each) for each in attributes]
+    yield
+    for holder, copied in zip(holders, copies, strict=True):
+        holder.clear()
+        holder.update(copied)
+    for (holder, name), value in zip(attributes, before, strict=True):
+        setattr(holder, name, value)
+    Base.rates[:] = [0.1]
+    TABLE[torch.ops.aten.add]["scale"] = scale
+    _with_number.__kwdefaults__ = {"other": 0.1}
+    _over_list.__closure__[0].cell_contents[:] = [0.1]  # type: ignore[index]
+    _late.__closure__[0].cell_contents = 2.0  # type: ignore[index]
+
+
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_stays_as_it_is_does_not_count(name: str) -> None:
-    assert changeable_setting(_optimizer(HARMLESS[name])) is None
+    assert _unknown(_optimizer(HARMLESS[name])) is None
 
 
 def test_what_a_framework_puts_into_the_class_of_loggers_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.Logger, "advise", lambda self: RATES["lr"], raising=False)
-    assert changeable_setting(_optimizer(HARMLESS["logger"])) is None
+    monkeypatch.setattr(logging.Logger, "advise", lambda self: WEIGHT, raising=False)
+    assert _unknown(_optimizer(HARMLESS["logger"])) is None
 
 
-@pytest.mark.parametrize("name", CHANGEABLE)
-def test_what_may_change_is_named(name: str) -> None:
-    expected, read = CHANGEABLE[name]
-    found = changeable_setting(_optimizer(read))
-    assert found is not None and expected in found
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_change_of_what_can_be_followed_is_named(name: str, as_before: None) -> None:
+    expected, read, change = FOLLOWED[name]
+    optimizer = _optimizer(read)
+    assert _unknown(optimizer) is None
+    if name == "hidden by an heir":
+        change = _set(type(optimizer), "factor", 0.1)
+    assert expected in (_changes(optimizer, change) or "")
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_code_finds_what_was_there_then(name: str, as_before: None) -> None:
+    _, read, change = FOLLOWED[name]
+    values = outside(_optimizer(read)).values
+    change()
+    with values.shown() as written:
+        assert values.changed() is None
+    assert not written and (values.changed() is not None or name == "hidden by an heir")
+
+
+def test_code_that_changes_something_is_told_of(as_before: None) -> None:
+    def counts(self: Any) -> None:
+        rebind()
+        RATES["steps"] = RATES.get("steps", 0) + 1
+
+    values = outside(_optimizer(counts)).values
+    before = rebound
+    with values.shown(copies=True) as written:
+        counts(None)
+    assert sorted(written) == ["the global variable RATES", "the global variable rebound"]
+    assert rebound == before and "steps" not in RATES and values.changed() is None
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_cannot_be_followed_is_named(name: str) -> None:
+    expected, read = UNKNOWN[name]
+    assert expected in (_unknown(_optimizer(read)) or "")
 
 
 def test_what_the_optimizer_has_itself_hides_what_its_class_has() -> None:
-    assert changeable_setting(_optimizer(lambda self: self.own, FromBase)) is None
+    assert _unknown(_optimizer(lambda self: self.own, FromBase)) is None
 
 
 @pytest.mark.parametrize("kind", [SGD, Adam])
 def test_optimizers_of_torch_read_nothing_from_elsewhere(kind: type) -> None:
-    assert changeable_setting(kind([torch.zeros(1)], lr=0.1)) is None
-    assert changeable_setting(type("Mine", (kind,), {})([torch.zeros(1)], lr=0.1)) is None
+    assert _unknown(kind([torch.zeros(1)], lr=0.1)) is None
+    assert _unknown(type("Mine", (kind,), {})([torch.zeros(1)], lr=0.1)) is None
 
 
-def _from_global(self: Any, closure: Any = None) -> float:
-    return RATES["lr"]
+def _from_global(self: Any, closure: Any = None) -> Any:
+    return WEIGHT
 
 
 def _without_a_name() -> type:
-    variables: dict[str, Any] = {"Base": SGD}
-    exec("RATES = {}\nclass Mine(Base):\n    def step(self, closure=None):\n        return RATES['lr']", variables)
+    variables: dict[str, Any] = {"Base": SGD, "WEIGHT": WEIGHT}
+    exec("class Mine(Base):\n    def step(self, closure=None):\n        return WEIGHT", variables)
     return variables["Mine"]
 
 
@@ -344,71 +453,61 @@ NAMED_AS_TRUSTED: dict[str, Callable[[], type]] = {
 def test_classes_of_users_may_bear_the_name_of_a_trusted_module(module: str) -> None:
     kind = NAMED_AS_TRUSTED[module]()
     kind.__module__ = module
-    assert changeable_setting(kind([torch.zeros(1)], lr=0.1)) == "the global variable RATES"
+    assert _unknown(kind([torch.zeros(1)], lr=0.1)) == "the global variable WEIGHT"
 
 
 @pytest.mark.parametrize("name", ["step", "_init_group"])
 def test_functions_put_in_classes_of_torch_are_searched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SGD, name, torch.no_grad()(_from_global))
-    assert changeable_setting(SGD([torch.zeros(1)], lr=0.1)) == "the global variable RATES"
+    assert _unknown(SGD([torch.zeros(1)], lr=0.1)) == "the global variable WEIGHT"
 
 
 def test_what_python_calls_without_naming_it_is_searched() -> None:
-    def ask(self: Any, name: str) -> float:
-        return RATES[name]
+    def ask(self: Any, name: str) -> Any:
+        return WEIGHT
 
-    assert changeable_setting(type("Mine", (SGD,), {"__getattr__": ask})([torch.zeros(1)])) is not None
+    assert _unknown(type("Mine", (SGD,), {"__getattr__": ask})([torch.zeros(1)])) is not None
 
 
-def test_a_metaclass_may_read_what_changes() -> None:
-    kind = Meta("Mine", (FromBase,), {"step": lambda self, closure=None: self.own})
-    assert changeable_setting(kind()) is None
+def test_a_metaclass_may_read_what_changes(as_before: None) -> None:
     kind = Meta("Mine", (FromBase,), {"step": lambda self, closure=None: type(self).of_class})
-    assert changeable_setting(kind()) == "the global variable RATES"
+    assert _changes(kind(), HALF) == "the global variable RATES"
 
 
-def test_what_the_optimizer_has_itself_does_not_hide_what_others_have() -> None:
+def test_what_the_optimizer_has_itself_does_not_hide_what_others_have(as_before: None) -> None:
     optimizer = _optimizer(lambda self: Config.lr)
     optimizer.lr = 0.1
-    assert changeable_setting(optimizer) == "the class attribute Config.lr"
+    assert _changes(optimizer, _set(Config, "lr", 0.2)) == "the class attribute Config.lr"
 
 
 def test_chains_of_calls_may_be_long() -> None:
-    chain: dict[str, Any] = {"__name__": "chain_of_a_user", "rates": RATES}
-    exec("def last(self):\n    return rates['lr']\nstep0 = last", chain)
+    chain: dict[str, Any] = {"__name__": "chain_of_a_user", "weight": WEIGHT}
+    exec("def last(self):\n    return weight\nstep0 = last", chain)
     exec("".join(f"def step{i}(self):\n    return step{i - 1}(self)\n" for i in range(1, 2000)), chain)
-    assert changeable_setting(_optimizer(chain["step1999"])) == "the global variable rates"
+    assert _unknown(_optimizer(chain["step1999"])) == "the global variable weight"
 
 
-def test_numbers_of_the_main_script_may_change() -> None:
-    script: dict[str, Any] = {"__name__": "__main__", "lr": 0.1, "exp": math.exp}
-    exec("def rate(self):\n    return exp(lr)", script)
-    assert changeable_setting(_optimizer(script["rate"])) == "the global variable lr"
-    exec("def rate(self):\n    return exp(1)", script)
-    assert changeable_setting(_optimizer(script["rate"])) is None
-
-
-def _module(*lines: str) -> dict[str, Any]:
-    variables: dict[str, Any] = {"__name__": "module_of_a_user", "lr": 0.1, "find": changeable_setting}
-    variables |= {"optimizer": _optimizer, "found": ""}
-    exec("\n".join(("def rate(self):\n    return lr", *lines)), variables)
+def _module(name: str, *lines: str) -> dict[str, Any]:
+    variables: dict[str, Any] = {"__name__": name, "_rates": {"lr": 0.1}, "changes": _changes, "found": ""}
+    variables |= {"optimizer": _optimizer, "change": lambda: variables["_rates"].update(lr=0.2)}
+    exec("\n".join(("def rate(self):\n    return _rates['lr']", *lines)), variables)
     return variables
 
 
-def test_numbers_of_a_module_may_change_while_its_lines_run() -> None:
-    variables = _module("found = find(optimizer(rate))")
-    assert variables["found"] == "the global variable lr"
-    assert changeable_setting(_optimizer(variables["rate"])) is None
+def test_private_variables_of_the_main_script_may_change() -> None:
+    script = _module("__main__")
+    assert _changes(_optimizer(script["rate"]), script["change"]) == "the global variable _rates"
 
 
-def test_numbers_of_a_module_may_change_by_globals() -> None:
-    variables = _module("def halve():\n    globals()['lr'] *= 0.5")
-    assert changeable_setting(_optimizer(variables["rate"])) == "the global variable lr"
+def test_private_variables_of_a_module_may_change_while_its_lines_run() -> None:
+    variables = _module("module_of_a_user", "found = changes(optimizer(rate), change)")
+    assert variables["found"] == "the global variable _rates"
+    assert _changes(_optimizer(variables["rate"]), variables["change"]) is None
 
 
-def test_a_variable_that_is_no_argument_may_change() -> None:
-    lr = 0.1
-    assert changeable_setting(_optimizer(lambda self: lr)) == "lr of an enclosing function"
+def test_private_variables_of_a_module_may_change_by_globals() -> None:
+    variables = _module("module_of_a_user", "def halve():\n    globals()['_rates']['lr'] *= 0.5")
+    assert _changes(_optimizer(variables["rate"]), variables["change"]) == "the global variable _rates"
 
 
 def test_hyperparameters_are_copied_as_deep_as_they_go() -> None:

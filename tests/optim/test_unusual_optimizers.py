@@ -153,11 +153,15 @@ def _counting(model: nn.Module) -> Optimizer:
         (_coupled_far_away, "ClippingSGD"),
         (_coupled_asleep, "ClippingSGD"),
         (_wrapped, "Wrapper"),
-        (_counting, "CountingSGD"),
     ],
 )
 def test_coupling_is_found_where_it_hides_and_is_exact(on_ranks, make, name) -> None:
-    """Behind a threshold, a learning rate of 0, an optimizer inside of an optimizer, or in a param group."""
+    """Behind a threshold, a learning rate of 0, or an optimizer inside of an optimizer."""
     [reason] = on_ranks(_why_waits, 1, make)
     assert "waits for all gradients" in reason and name in reason, reason
     check_case(Case(model=DeepNet, optimizer=make, pipelined=False), on_ranks)
+
+
+def test_counters_in_param_groups_are_deferred(on_ranks) -> None:
+    assert on_ranks(_why_waits, 1, _counting) == [""]
+    check_case(Case(model=DeepNet, optimizer=_counting), on_ranks)
