@@ -24,12 +24,14 @@ def require_same_setup(
     setup = {
         "options": options.shared_by_ranks(),
         "parameters": {name: f"{tuple(parameter.shape)} {parameter.dtype}" for name, parameter in named},
+        "order of parameters": [name for name, _ in named],
         "optimizers": [
             {
                 "type": type(optimizer).__name__,
                 "param_groups": [
                     {
-                        "params": [name_of.get(id(p), "not in the model") for p in group["params"]],
+                        # In any order: some optimizers make a set of them.
+                        "params": sorted(name_of.get(id(p), "not in the model") for p in group["params"]),
                         **{key: _comparable(value) for key, value in hyperparameters(group).items()},
                     }
                     for group in optimizer.param_groups

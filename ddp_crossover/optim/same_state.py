@@ -15,18 +15,26 @@ from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters
 
 
 @torch.no_grad()
-def take_state_of_rank_0(optimizers: Sequence[Optimizer], group: dist.ProcessGroup, device: torch.device) -> None:
+def take_state_of_rank_0(
+    optimizers: Sequence[Optimizer], parameters: Sequence[Tensor], group: dist.ProcessGroup
+) -> None:
     """Overwrite the optimizers' state with that of rank 0 of ``group``. A collective.
 
     Args:
-        optimizers: with the same parameters in the same order on all ranks.
+        optimizers: with the same parameters on all ranks.
+        parameters: those of the model, in the same order on all ranks.
         group: the ranks.
-        device: device of the parameters.
 
     Raises:
         RuntimeError: on all ranks, if some have state that others lack.
     """
-    states = [optimizer.state.get(p, {}) for optimizer in optimizers for p in optimizer_parameters(optimizer)]
+    device = parameters[0].device
+    place = {id(parameter): index for index, parameter in enumerate(parameters)}
+    states = [
+        optimizer.state.get(p, {})
+        for optimizer in optimizers
+        for p in sorted(optimizer_parameters(optimizer), key=lambda p: place.get(id(p), len(place)))
+    ]
     of_ranks = all_gather_json([_shape(state) for state in states], group, device)
     if any([_names(one) for one in other] != [_names(one) for one in of_ranks[0]] for other in of_ranks):
         raise RuntimeError(

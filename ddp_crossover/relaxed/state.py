@@ -195,7 +195,7 @@ class RelaxedState:
             return
         self.consolidate()
         if self._warmup is None:
-            take_state_of_rank_0(self._optimizers, self._model.process_group, self._parameters[0].device)
+            take_state_of_rank_0(self._optimizers, self._parameters, self._model.process_group)
         self._detached = True
         self._handle.remove()
         if self._warmup is not None:

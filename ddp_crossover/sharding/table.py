@@ -67,7 +67,7 @@ class ShardTable:
         optimizer_of: dict[int, int] = {}
         for number, optimizer in enumerate(optimizers):
             _refuse_optimizer(optimizer)
-            mine = [index_of[id(p)] for p in _trained(optimizer, index_of)]
+            mine = sorted(index_of[id(p)] for p in _trained(optimizer, index_of))  # their order may differ on ranks
             for index in mine:
                 if optimizer_of.setdefault(index, number) != number:
                     raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from models import DeepNet, OddNet
+from models import INPUTS, DeepNet, OddNet
 
 ODD_RANK = 2
 
@@ -86,3 +87,38 @@ def test_every_rank_is_told_which_rank_differs_and_in_what(on_ranks, name) -> No
         assert message is not None, "not found at attach"
         assert re.search(rf"rank {ODD_RANK}\b", message), message
         assert re.search(SETTINGS[name][1], message), message
+
+
+def _trains_in_any_order(options: dict[str, Any] | None) -> list[torch.Tensor]:
+    """The order of a set of parameters is another one on each rank."""
+    import ddp_crossover as dx
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(DeepNet())
+    parameters = list(model.parameters())
+    random.Random(dist.get_rank()).shuffle(parameters)
+    optimizer = torch.optim.AdamW(parameters, lr=0.01)
+    state = None if options is None else dx.attach(model, optimizer, fusion_mb=1e-3, **options)
+    for step in range(8):
+        x = torch.randn(4, INPUTS, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    if state is not None:
+        state.consolidate()
+        assert state.stats().deferred_steps
+        state.detach()
+    return [p.detach().clone() for p in model.parameters()] + [
+        optimizer.state[p]["exp_avg"].clone() for p in model.parameters()
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shard_optimizer": True}],
+    ids=["default", "shards"],
+)
+def test_the_order_of_parameters_in_the_optimizer_may_differ(on_ranks, options) -> None:
+    expected = on_ranks(_trains_in_any_order, 2, None)
+    for one, other in zip(on_ranks(_trains_in_any_order, 2, options), expected, strict=True):
+        assert all(map(torch.equal, one, other))
