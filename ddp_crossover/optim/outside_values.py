@@ -87,6 +87,11 @@ class OutsideValues:
         ]
         self._others = [then for then in self._then if then.copied is not then.value or then.place.variables() is None]
 
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """What each is called, and its value."""
+        for then in self._then:
+            yield then.place.what, then.value
+
     def changed(self) -> str | None:
         """One of them that is another one now, by its name; or None."""
         if all(variables.get(name, _ABSENT) is value for variables, name, value in self._fixed) and all(

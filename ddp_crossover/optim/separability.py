@@ -117,6 +117,7 @@ class Verdict(NamedTuple):
 # Enough steps for counters that act every few steps.
 _STEPS = 12
 _STEP_OF_ZEROS = 5
+_MOST_COEFFICIENTS = 3
 
 
 def why_not_separable(optimizer: Optimizer) -> str | None:
@@ -175,11 +176,43 @@ def _why_not_at_sight(optimizer: Optimizer, found: Outside) -> str | None:
         )
     if (reason := _why_settings_may_change(optimizer, found)) is not None:
         return reason
+    return _why_places_may_matter(optimizer, found)
+
+
+def _why_places_may_matter(optimizer: Optimizer, found: Outside) -> str | None:
+    """Describe a setting that may have an entry for each parameter, by its place in the list; None without any.
+
+    In a deferred update each parameter is the first one. Trials cannot tell, while the entries are the same.
+    """
+    numbers = {len(group["params"]) for group in optimizer.param_groups} - {0}
+    numbers |= {len(optimizer_parameters(optimizer))}
     for group in optimizer.param_groups:
-        for key, value in group.items():
-            if key not in ("params", "param_names") and isinstance(value, list) and len(value) == len(group["params"]):
-                return f"the list {key!r} in a param group may have an entry for each parameter"
+        for name, value in group.items():
+            if name not in ("params", "param_names") and _has_places(value, numbers, or_more=True):
+                return f"{name!r} in a param group may have an entry for each parameter, by its place"
+    for name, value in vars(optimizer).items():
+        is_setting = name not in ("param_groups", "state") and not name.startswith("_optimizer_")  # those are hooks
+        if is_setting and _has_places(value, numbers, or_more=True):
+            return f"its attribute .{name} may have an entry for each parameter, by its place"
+    for what, value in found.values.items():
+        if _has_places(value, numbers, or_more=False):
+            return f"{what}, which its step() reads, may have an entry for each parameter, by its place"
     return None
+
+
+def _has_places(value: Any, numbers: set[int], *, or_more: bool) -> bool:
+    """Whether a value is, or holds, a list of some length in ``numbers``, or a dict with numbers as keys."""
+    if isinstance(value, Tensor):
+        return value.numel() > 1
+    if isinstance(value, dict):
+        has_numbers = any(isinstance(key, (int, tuple)) for key in value)
+        return has_numbers or any(_has_places(each, numbers, or_more=or_more) for each in value.values())
+    if not isinstance(value, (list, tuple)):
+        return False
+    # Not a pair of betas for a pair of parameters.
+    is_long = len(value) > _MOST_COEFFICIENTS and or_more and len(value) >= min(numbers)
+    is_as_long = len(value) in numbers and (isinstance(value, list) or len(value) > _MOST_COEFFICIENTS)
+    return is_long or is_as_long or any(_has_places(each, numbers, or_more=or_more) for each in value)
 
 
 def _try(optimizer: Optimizer, with_state: bool) -> Verdict:

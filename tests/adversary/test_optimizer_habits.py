@@ -331,3 +331,56 @@ def _begins_late(what: str) -> str:
             state.detach()
         return str(error)
     return "no error"
+
+
+# Settings of each parameter, by its place.
+
+
+class Placed(OwnOptimizer):
+    """Has a rate for each parameter."""
+
+    def __init__(self, params: Any, kind: str) -> None:
+        params = list(params)
+        rates = {index: 0.1 for index in range(len(params))}
+        settings = {"list": list(rates.values()), "tuple": tuple(rates.values()), "dict": rates, "few": {}}
+        super().__init__(params, **({} if kind.startswith("own") else {"rates": settings[kind]}))
+        self.kind = kind.removeprefix("own ")
+        self.rates = settings[self.kind] if kind.startswith("own") else None
+
+    def rates_now(self) -> Any:
+        return self.param_groups[0]["rates"] if self.rates is None else self.rates
+
+    def set_rate(self, index: int, rate: float) -> None:
+        rates = self.rates_now()
+        if isinstance(rates, tuple):
+            rates = (*rates[:index], rate, *rates[index + 1 :])
+            if self.rates is None:
+                self.param_groups[0]["rates"] = rates
+            else:
+                self.rates = rates
+        else:
+            rates[index] = rate
+
+    def update(self, group: dict[str, Any], parameters: list[Any]) -> None:
+        rates = self.rates_now()
+        for index, p in enumerate(parameters):
+            p.sub_(p.grad, alpha=rates.get(index, 0.1) if isinstance(rates, dict) else rates[index])
+
+
+@adversarial(
+    cases={
+        f"{own}{kind} {first}": (own + kind, first)
+        for own in ("", "own ")
+        for kind in ("list", "tuple", "dict", "few")
+        for first in (0, 9)
+    },
+    fallback="may have an entry for each parameter",
+)
+def test_each_parameter_has_a_rate_by_its_place(run: Script, case: Any) -> None:
+    kind, first = case
+    layers = [module for _ in range(4) for module in (nn.Linear(8, 8), nn.Tanh())]
+    model, optimizer = run.train(nn.Sequential(*layers, nn.Linear(8, 4)), Placed, kind=kind)
+    for step, (x, y) in enumerate(run.batches(14)):
+        if step == first:
+            optimizer.set_rate(len(list(model.parameters())) - 1, 0.5)
+        run.log(train_step(model, optimizer, x, y))
