@@ -23,8 +23,8 @@ from torch import Tensor
 from ddp_crossover.torch_internals.operations import Operation, memory_of, number_kept, rounds_by_place, tensors_of
 
 Labels = int
-"""A set of labels, one bit each: that of a parameter's data, and that of its counters, which are numbers in its state
-that do not depend on data."""
+"""A set of labels, one bit each: that of a parameter's data, and those of its counters, which are numbers in its state
+that do not depend on data, as far as is known."""
 
 
 class Owned(NamedTuple):
@@ -35,12 +35,14 @@ class Owned(NamedTuple):
         stop: the byte after its last one.
         what: "gradient", "counter", "value" (also for the rest of the state), or what it is if it is no parameter's.
         owner: index of its parameter; None if it has none.
+        label: its label; 0 if it has no owner.
     """
 
     start: int
     stop: int
     what: str
     owner: int | None
+    label: Labels
 
 
 class Crossing(NamedTuple):
@@ -113,12 +115,13 @@ class LabelledMemory:
         self.foreign: dict[str, str] = {}
         self.opaque: str | None = None
         self.beyond_elements: str | None = None
-        self._count = count
         self._data: Labels = (1 << count) - 1
         self._owned: dict[int, list[Owned]] = {}
         self._made: dict[int, _Rows] = {}
         self._kept: list[object] = []
-        self._no_counters: Labels = 0
+        self._owner_of: dict[Labels, int] = {1 << index: index for index in range(count)}
+        self._labels_of: dict[int, Labels] = {index: 1 << index for index in range(count)}
+        self._into_counters: dict[Labels, Labels] = {}
         self._events: list[_Event] = []
 
     def own(self, tensor: Tensor, what: str, owner: int | None) -> None:
@@ -127,8 +130,13 @@ class LabelledMemory:
         if place is None:
             self.opaque = self.opaque or f"a {type(tensor).__name__}"
         elif place.storage:
+            label = 0 if owner is None else 1 << owner
+            if owner is not None and what == "counter":
+                label = 1 << len(self._owner_of)
+                self._owner_of[label] = owner
+                self._labels_of[owner] |= label
             pieces = self._owned.setdefault(place.storage, [])
-            bisect.insort(pieces, Owned(place.start, place.stop, what, owner), key=lambda owned: owned.start)
+            bisect.insort(pieces, Owned(place.start, place.stop, what, owner, label), key=lambda owned: owned.start)
             self._kept.append(number_kept(tensor))
 
     def of(self, tensor: Tensor) -> Labels:
@@ -141,8 +149,7 @@ class LabelledMemory:
         if rows is not None:
             labels = rows._replace(labels=rows.labels[rows.between(place.start, place.stop)]).joined()
         for owned in self._owned_at(*place):
-            if owned.owner is not None:
-                labels |= 1 << owned.owner + (self._count if owned.what == "counter" else 0)
+            labels |= owned.label
         return labels
 
     def _owned_at(self, storage: int, start: int, stop: int) -> Iterator[Owned]:
@@ -273,30 +280,30 @@ class LabelledMemory:
         if owned.owner is None:
             self.foreign.setdefault(owned.what, operation)
             return
-        others = labels & ~self._labels_of(owned.owner)
+        others = labels & ~self._labels_of[owned.owner]
         if others and self.crossing is None:
-            self.crossing = Crossing(operation, _first(others) % self._count, owned.owner)
+            self.crossing = Crossing(operation, self._first_owner(others), owned.owner)
         if owned.what == "counter":
-            if labels & self._data:
-                self._no_counters |= 1 << owned.owner
+            self._into_counters[owned.label] = self._into_counters.get(owned.label, 0) | labels
             return
         if owned.what == "gradient":
             self.edited.add(owned.owner)
         self._events.append(_Event(operation, 0, owned.owner))
 
-    def _labels_of(self, owner: int) -> Labels:
-        return 1 << owner | 1 << owner + self._count
+    def _first_owner(self, labels: Labels) -> int:
+        return self._owner_of[labels & -labels]
 
     # What a step has done.
 
     def keep(self, tensor: Tensor, owner: int) -> None:
         """Note what a parameter's state holds after the step."""
-        if self.crossing is None and (others := self.of(tensor) & ~self._labels_of(owner)):
-            self.crossing = Crossing("its state", _first(others) % self._count, owner)
+        if self.crossing is None and (others := self.of(tensor) & ~self._labels_of[owner]):
+            self.crossing = Crossing("its state", self._first_owner(others), owner)
 
     def mixed_by_python(self) -> Crossing | None:
         """Where Python has read data of parameters and has then written to others, out of turn."""
-        events = [each._replace(read=self._data_in(each.read)) for each in self._events]
+        no_counters = self._no_counters()
+        events = [each._replace(read=self._data_in(each.read, no_counters)) for each in self._events]
         events = [each for each in events if each.read or each.written is not None]
         first_read: dict[int, int] = {}
         last_write: dict[int, int] = {}
@@ -317,8 +324,20 @@ class LabelledMemory:
                     return Crossing(events[begin].operation, owner, other)
         return None
 
-    def _data_in(self, read: Labels) -> Labels:
-        return read & self._data | read >> self._count & self._no_counters
+    def _no_counters(self) -> Labels:
+        """Numbers in states into which data has come, also from each other, in whatever order."""
+        data, found = self._data, -1
+        while data != found:
+            found = data
+            data |= sum(counter for counter, labels in self._into_counters.items() if labels & found)
+        return data & ~self._data
+
+    def _data_in(self, read: Labels, no_counters: Labels) -> Labels:
+        data, of_counters = read & self._data, read & no_counters
+        while of_counters:
+            data |= 1 << self._first_owner(of_counters)
+            of_counters &= of_counters - 1
+        return data
 
 
 def _is_list(value: Any, length: int) -> bool:

@@ -103,6 +103,29 @@ def _counts_in_state(self: Any, group: dict[str, Any], parameters: list[Tensor])
         p.sub_(p.grad, alpha=rate)
 
 
+def _counts_beside_a_number(self: Any, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    """The average of a parameter that is a number is no counter, but its counter is one."""
+    for p in parameters:
+        self.state[p].setdefault("average", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+    _counts_in_state(self, group, parameters)
+
+
+def _averages_decide(self: Any, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    for p in parameters:
+        self.state[p].setdefault("step", torch.zeros(())).add_(1)
+        average = self.state[p].setdefault("average", torch.zeros(()))
+        self.state[p].setdefault("copied", torch.zeros(())).copy_(average)  # the last one
+        average.lerp_(p.grad.sum(), 0.1)
+    rates = [self.state[p]["copied"].item() for p in parameters]
+    for p, rate in zip(parameters, rates, strict=True):
+        p.sub_(p.grad, alpha=rate)
+
+
+def test_counters_beside_a_parameter_that_is_a_number() -> None:
+    kind = type("Habit", (OwnOptimizer,), {"update": _counts_beside_a_number})
+    assert _watched(kind([nn.Parameter(torch.randn(shape)) for shape in ((3,), (), (2,))])).why_not is None
+
+
 def _counts_in_group(self: Any, group: dict[str, Any], parameters: list[Tensor]) -> None:
     group["k"].add_(1)
     for p in parameters:
@@ -217,7 +240,7 @@ def _mixes_copies(self: Any, group: dict[str, Any], parameters: list[Tensor]) ->
             _skips_by_list,
             _skips_by_count,
         ),
-        *(_stacks, _mixes_lists, _mixes_state),
+        *(_stacks, _mixes_lists, _mixes_state, _averages_decide),
     ],
 )
 @pytest.mark.parametrize("in_one_buffer", [False, True], ids=["own memory", "one buffer"])
