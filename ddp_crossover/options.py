@@ -92,7 +92,7 @@ class Options:
             norms from the ranks' shards and leave the factor pending, so the overlap is kept; the last bits of the norm
             may differ. Then every rank must make the same calls of these functions, in the same order.
         tune: with ``schedule="auto"`` and no ``fusion_mb``: try group sizes, plain all-reduce, and DDP as it was, on
-            at most 68 training steps, 104 where their times are spread (results stay exact), and keep the fastest. If
+            some 70 training steps, at most 136 where their times are spread (results stay exact), and keep the fastest. If
             that is DDP as it was, it is left alone, see :attr:`DearState.detached`. False: use what the measured times
             predict.
         tuned_file: path of a JSON file in which rank 0 stores the result of tuning, for the next run to load.

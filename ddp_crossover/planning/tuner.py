@@ -118,8 +118,8 @@ class Tuner:
         tries_as_built: whether DDP's buckets as they were before attach can be had.
         tries_plain: whether plain all-reduces can be had at all.
         as_they_are: if ``start`` has codes, the first candidate without.
-        max_trials: maximum number of trials, repeats included, each 6 training steps, and up to 18 where these are
-            spread; at least 3.
+        max_trials: maximum number of trials, repeats included and those of a run-off not, each 6 training steps, and up
+            to 18 where these are spread; at least 3.
         low_mb: smallest group size to try, in MiB.
 
     Attributes:

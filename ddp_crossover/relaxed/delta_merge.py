@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_crossover.fusion_buffers.feedback import Feedback
-from ddp_crossover.relaxed.policies import LocalSGD
+from ddp_crossover.relaxed.policy import Policy
 
 
 class Exchange(Protocol):
@@ -59,7 +59,7 @@ class DeltaMerge:
     """
 
     def __init__(
-        self, parameters: Sequence[Parameter], policy: LocalSGD, exchanges: Sequence[Exchange], ranks: int
+        self, parameters: Sequence[Parameter], policy: Policy, exchanges: Sequence[Exchange], ranks: int
     ) -> None:
         self._parameters = parameters
         self._policy = policy

@@ -21,7 +21,7 @@ from ddp_crossover.collectives.nodes import nodes_of
 from ddp_crossover.relaxed.adasum import AdasumExchange
 from ddp_crossover.relaxed.delta_merge import Exchange
 from ddp_crossover.relaxed.mean_exchange import MeanExchange
-from ddp_crossover.relaxed.policies import LocalSGD
+from ddp_crossover.relaxed.policy import Policy
 from ddp_crossover.torch_internals.ddp import process_group_timeout
 from ddp_crossover.torch_internals.groups import OwnedGroups, new_group
 
@@ -73,7 +73,7 @@ class Partners:
         DisagreementError: if ranks have different policies.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, named: Sequence[tuple[str, Parameter]], policy: LocalSGD) -> None:
+    def __init__(self, ddp: DistributedDataParallel, named: Sequence[tuple[str, Parameter]], policy: Policy) -> None:
         self._of_ddp = ddp.process_group
         self._device = named[0][1].device
         require_equal("policy", {"sync": str(policy)}, self._of_ddp, self._device)

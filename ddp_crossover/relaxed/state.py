@@ -27,7 +27,7 @@ from ddp_crossover.optim.same_state import take_state_of_rank_0
 from ddp_crossover.options import SWITCH, switched_off
 from ddp_crossover.relaxed.delta_merge import DeltaMerge
 from ddp_crossover.relaxed.partners import Partners
-from ddp_crossover.relaxed.policies import LocalSGD
+from ddp_crossover.relaxed.policy import Policy
 from ddp_crossover.relaxed.refusals import refuse_options, refuse_talk_in_local_steps
 from ddp_crossover.relaxed.stats import RelaxedStats, summary
 from ddp_crossover.torch_internals.ddp import (
@@ -59,7 +59,7 @@ class RelaxedState:
         self,
         ddp: DistributedDataParallel,
         optimizer: Optimizer | Sequence[Optimizer],
-        policy: LocalSGD,
+        policy: Policy,
         **options: Any,
     ) -> None:
         refuse_options(options, has_warmup=policy.warmup > 0)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ddp_crossover.fusion import MB
 from ddp_crossover.log import short
-from ddp_crossover.relaxed.policies import LocalSGD
+from ddp_crossover.relaxed.policy import Policy
 
 
 class RelaxedStats(NamedTuple):
@@ -36,12 +36,12 @@ class RelaxedStats(NamedTuple):
         )
 
 
-def summary(about_model: str, policy: LocalSGD, doing: str, stats: RelaxedStats) -> str:
+def summary(about_model: str, policy: Policy, doing: str, stats: RelaxedStats) -> str:
     """Return model, policy, what is done now and the figures."""
     return "\n  ".join([f"RelaxedState of {about_model}", _settings(policy), doing, str(stats)])
 
 
-def _settings(policy: LocalSGD) -> str:
+def _settings(policy: Policy) -> str:
     """The policy with what is not at its default."""
     given = [
         f"{field.name}={getattr(policy, field.name)!r}"

@@ -31,7 +31,7 @@ class _WhenDdpIsImported(MetaPathFinder):
 
             def execute_and_watch(module: ModuleType) -> None:
                 execute(module)
-                from ddp_crossover.launch.watch import run_errand
+                from ddp_crossover.launch.begin import run_errand
 
                 run_errand(module.DistributedDataParallel)
 
