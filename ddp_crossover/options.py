@@ -92,9 +92,9 @@ class Options:
             norms from the ranks' shards and leave the factor pending, so the overlap is kept; the last bits of the norm
             may differ. Then every rank must make the same calls of these functions, in the same order.
         tune: with ``schedule="auto"`` and no ``fusion_mb``: try group sizes, plain all-reduce, and DDP as it was, on
-            some 70 training steps, at most 136 where their times are spread (results stay exact), and keep the fastest. If
-            that is DDP as it was, it is left alone, see :attr:`DearState.detached`. False: use what the measured times
-            predict.
+            some 70 training steps, at most 136 where their times are spread (results stay exact), and keep the fastest.
+            If that is DDP as it was, it is left alone, see :attr:`DearState.detached`. False: use what the measured
+            times predict.
         tuned_file: path of a JSON file in which rank 0 stores the result of tuning, for the next run to load.
         shard_optimizer: each rank updates its share of the parameters and keeps their optimizer state only, which then
             takes 1/world_size of the memory; gather legs carry updated parameters instead of gradients. For optimizers
