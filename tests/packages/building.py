@@ -29,9 +29,11 @@ def build(configuration: Configuration, net: nn.Module) -> Any:
 
 def _with_imports(source: str, names: dict[str, Any]) -> dict[str, Any]:
     found = dict(names)
-    for node in ast.walk(ast.parse(source)):
+    nodes = list(ast.walk(ast.parse(source)))
+    made = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in nodes:
         path = _dotted(node)
-        if path and path[0] not in names and not hasattr(builtins, path[0]):
+        if path and path[0] not in made and path[0] not in names and not hasattr(builtins, path[0]):
             found[path[0]] = _import_along(path)
     return found
 
