@@ -26,6 +26,10 @@ _WAY_OUT = (
 )
 
 
+class UnforeseenError(RuntimeError):
+    """An optimizer has done in a deferred update what it has not done in any step that was watched."""
+
+
 @contextmanager
 def guarded(optimizer: Optimizer, outside: Outside) -> Iterator[None]:
     """Context of a deferred update, in which its code finds values outside of the optimizer as they were at ``step()``.
@@ -35,7 +39,7 @@ def guarded(optimizer: Optimizer, outside: Outside) -> Iterator[None]:
         outside: what its code refers to. To look at each operation, or at all generators, takes time.
 
     Raises:
-        RuntimeError: before it talks to other ranks, or after it has drawn random numbers or changed such a value.
+        UnforeseenError: before it talks to other ranks, or after it has drawn random numbers or changed such a value.
     """
     if is_of_torch(optimizer):
         yield
@@ -46,9 +50,9 @@ def guarded(optimizer: Optimizer, outside: Outside) -> Iterator[None]:
     with outside.values.shown() as written, _refused_communication(optimizer) if communicates else nullcontext():
         yield
     if written:
-        raise RuntimeError(f"{type(optimizer).__name__}.step() has changed {written[0]}, {_WAY_OUT}")
+        raise UnforeseenError(f"{type(optimizer).__name__}.step() has changed {written[0]}, {_WAY_OUT}")
     if not same_states(before, random_states(device, outside.mentions)):
-        raise RuntimeError(f"{type(optimizer).__name__}.step() has drawn random numbers, {_WAY_OUT}")
+        raise UnforeseenError(f"{type(optimizer).__name__}.step() has drawn random numbers, {_WAY_OUT}")
 
 
 @contextmanager
@@ -56,7 +60,7 @@ def _refused_communication(optimizer: Optimizer) -> Iterator[None]:
     def before(operation: Operation) -> None:
         if operation.communicates:
             kind = type(optimizer).__name__
-            raise RuntimeError(f"{kind}.step() is about to talk to other ranks ({operation.name}), {_WAY_OUT}")
+            raise UnforeseenError(f"{kind}.step() is about to talk to other ranks ({operation.name}), {_WAY_OUT}")
 
     watch = OperationWatch(before, lambda *_: None, lambda *_: None)
     watch.start()

@@ -32,6 +32,7 @@ from ddp_crossover.optim.optimizer_snapshot import ToUpdate
 from ddp_crossover.parameters.flat import flat_of, shaped
 from ddp_crossover.parameters.slots import GroupInFlight, GroupState, ShardPiece, Slot
 from ddp_crossover.sharding.between_ranks import in_chunks, number_of, redistribute, require_same_parameters
+from ddp_crossover.sharding.errors_of_ranks import ErrorsOfRanks
 from ddp_crossover.sharding.ownership import Ownership, ParameterRange, everything
 
 _ITERATION_BITS = 32  # of the numbers that ranks exchange; above them is what they have written
@@ -63,9 +64,13 @@ class ParameterGathers:
         pipeline: the pipeline whose legs these are.
         owners: the ranks that update whole parameters, by index of the parameter.
         memory: arenas of the previous plan, reused where they are large enough.
+        errors: raises errors of one rank on all.
     """
 
-    def __init__(self, pipeline: Pipeline, owners: Mapping[int, int], memory: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, pipeline: Pipeline, owners: Mapping[int, int], memory: Mapping[str, Tensor], errors: ErrorsOfRanks
+    ) -> None:
+        self._errors = errors
         self._pipeline = pipeline
         self._link = pipeline.link
         self._gather_order = pipeline.gather_order
@@ -239,7 +244,7 @@ class ParameterGathers:
         """Gather all gradients if any rank reads some; else no rank may have changed parameters by itself."""
         mine = 2 * self._pipeline.iteration + wants_gradients
         with self._waiting_for_ranks():
-            numbers = self._link.exchange_numbers(number_of(written) << _ITERATION_BITS | mine)()
+            numbers = self._errors.exchange_numbers(number_of(written) << _ITERATION_BITS | mine)
         answers = {number % 2**_ITERATION_BITS for number in numbers}
         if {answer // 2 for answer in answers} != {self._pipeline.iteration}:
             raise RuntimeError(f"ranks are in different iterations. {_EVERY_RANK}")
@@ -253,7 +258,7 @@ class ParameterGathers:
     def _require_same_place(self) -> None:
         """Raise RuntimeError unless all ranks read gradients at this place."""
         with self._waiting_for_ranks():
-            numbers = self._link.exchange_numbers(-self._pipeline.iteration)()
+            numbers = self._errors.exchange_numbers(-self._pipeline.iteration)
         if set(numbers) != {-self._pipeline.iteration}:
             raise RuntimeError(f"ranks read gradients at different places. {_EVERY_RANK}")
 

@@ -29,7 +29,7 @@ from ddp_crossover.optim.layer_sums import LayerSumOptimizer
 from ddp_crossover.optim.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate
 from ddp_crossover.optim.outside_settings import Outside
 from ddp_crossover.optim.step_call import why_call_waits
-from ddp_crossover.optim.update_guard import guarded
+from ddp_crossover.optim.update_guard import UnforeseenError, guarded
 from ddp_crossover.optim.update_runner import DeferredUpdate, as_if_called_by_the_user, is_aligned
 from ddp_crossover.options import Norms
 from ddp_crossover.parameters.early_reads import EarlyReads
@@ -46,6 +46,7 @@ from ddp_crossover.sharding.between_ranks import (
     sums_over_ranks,
 )
 from ddp_crossover.sharding.by_element import why_not_by_element
+from ddp_crossover.sharding.errors_of_ranks import ErrorsOfRanks
 from ddp_crossover.sharding.ownership import Ownership, ParameterRange, everything, only
 from ddp_crossover.sharding.parameter_gathers import ParameterGathers, shard_to_update
 from ddp_crossover.sharding.shard_states import ShardedState, ShardStates
@@ -112,6 +113,7 @@ class ShardedUpdates(DeferredUpdates):
         self._numbers = {optimizer: number for number, optimizer in enumerate(optimizers)}
         self._table = table
         self._link = link
+        self._errors = ErrorsOfRanks(link)
         self._device = params.all[0].memory.device
         self._call: _Call | None = None
         self._has_begun = False
@@ -137,7 +139,7 @@ class ShardedUpdates(DeferredUpdates):
 
     def gathers(self, pipeline: Pipeline, memory: Mapping[str, Tensor]) -> Gathers:
         """What its gather legs carry: the parameters that this updates."""
-        self._gathers = ParameterGathers(pipeline, self._table.owners, memory)
+        self._gathers = ParameterGathers(pipeline, self._table.owners, memory, self._errors)
         return self._gathers
 
     def _copy_landed(self, pipeline: Pipeline, claimed: Mapping[Slot, DeferredUpdate]) -> None:
@@ -153,6 +155,7 @@ class ShardedUpdates(DeferredUpdates):
         if self.pipeline is not None:
             self.pipeline.before_exchange()
         self.flush()
+        self._errors.exchange_numbers(0)
         ranks = list(ranks)
         self.states.consolidate(ranks)
         if len(ranks) == self._link.world_size:
@@ -271,7 +274,7 @@ class ShardedUpdates(DeferredUpdates):
 
     def _require_same(self, written: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
         """Raise RuntimeError on all ranks unless they hold the same. A collective."""
-        numbers = self._link.exchange_numbers(number_of(written) << 32 | number_of(gradients))()
+        numbers = self._errors.exchange_numbers(number_of(written) << 32 | number_of(gradients))
         if len(set(numbers)) > 1:
             every = {lazy.name: lazy.memory for lazy in self._params.all}
             require_same_parameters(self._link, self._device, written, every)
@@ -375,8 +378,11 @@ class ShardedUpdates(DeferredUpdates):
         for _, update in aligned:
             of_groups.setdefault(call.group_of[update.parameter.parameter], []).append(update)
         optimizer = call.snapshot.optimizer
-        with guarded(optimizer, self._optimizers.verdict(optimizer).outside):
-            call.snapshot.step(of_groups, attributes)
+        try:
+            with guarded(optimizer, self._optimizers.verdict(optimizer).outside):
+                call.snapshot.step(of_groups, attributes)
+        except UnforeseenError as error:
+            self._errors.keep(error)
         with torch.no_grad():
             for update, used in aligned:
                 if used is not update:

@@ -297,6 +297,12 @@ def test_what_an_update_does_that_was_never_seen_is_an_error_and_no_hang(on_rank
         assert "in the steps that were watched" in message and "schedule='allreduce'" in message
 
 
+def test_and_on_every_rank_if_one_of_them_updates_that_parameter(on_ranks) -> None:
+    messages = on_ranks(_begins_late, 2, "draw in one")
+    assert sorted("in the steps that were watched" in message for message in messages) == [False, True]
+    assert any("has failed on rank" in message for message in messages)
+
+
 def _begins_late(what: str) -> str:
     import ddp_crossover as dx
     from equivalence import SMALL_GROUPS_MB
@@ -305,19 +311,21 @@ def _begins_late(what: str) -> str:
         def update(self, group: dict[str, Any], parameters: list[Any]) -> None:
             for p in parameters:
                 self.state[p]["steps"] = steps = self.state[p].get("steps", 0) + 1
-                if steps == 16:
+                if steps == 16 and (what != "draw in one" or p.shape == (9, 10)):
                     if what == "vote":
                         dist.all_reduce(p.grad)
                     elif what == "count":
                         COUNTS["late"] += 1
                     else:
                         p.add_(torch.randn_like(p))
+                if what == "draw in one":
+                    p.mul_(1 - 0.0 * p.grad.norm())  # so that each parameter has an owner
             super().update(group, parameters)
 
     torch.manual_seed(0)
-    ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9)))
+    ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(9, 10), nn.Linear(10, 9)))
     optimizer = Late(ddp.parameters())
-    state = dx.attach(ddp, optimizer, fusion_mb=SMALL_GROUPS_MB)
+    state = dx.attach(ddp, optimizer, fusion_mb=SMALL_GROUPS_MB, shard_optimizer=what == "draw in one")
     try:
         for _ in range(20):
             optimizer.zero_grad()
