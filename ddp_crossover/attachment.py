@@ -114,7 +114,7 @@ class Attachment:
             self.parts.reducer.detach()
         finally:
             if self.parts.turn_points is not None:
-                self.parts.turn_points.remove()
+                self.parts.moments.leave(self.parts.turn_points)
             self.parts.turns.release()
             self.parts.link.shut_down()
         self._when_model_is_dropped.detach()  # it keeps this object alive, and a model may be attached many times
@@ -164,7 +164,7 @@ class Attachment:
         self.parts.plan_in_force.finish_gradients_in_child()
         self.parts.reducer.become_plain()
         if self.parts.turn_points is not None:
-            self.parts.turn_points.remove()
+            self.parts.moments.leave(self.parts.turn_points)
         self.is_ended = True
 
 

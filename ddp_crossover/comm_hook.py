@@ -310,7 +310,7 @@ class DearState:
             RuntimeError: if this model is being traced already.
             TypeError: if the ``step()`` of an optimizer takes no hooks.
         """
-        return self._parts.traced(self._optimizers)
+        return self._parts.traced()
 
     def detach(self) -> None:
         """Apply what is pending and remove all hooks; the script continues as plain DDP, or attaches anew.

@@ -54,6 +54,7 @@ from ddp_crossover.gpu_sharing.lease_holder import WITHOUT_MPS, mps_runs
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.log import say
+from ddp_crossover.moments import Moments
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
 from ddp_crossover.options import Options, switched_off
 from ddp_crossover.parameters.early_reads import EarlyReads
@@ -76,6 +77,7 @@ class Parts:
         plain_reason: why gradients travel by plain all-reduces, or None.
         link: runs legs between the ranks.
         fallbacks: records what took a slower path.
+        moments: hears of the moments of training, and tells its followers.
         turns: takes turns on the device with other jobs.
         planning: makes and tunes plans.
         early_reads: records which code needs updates or gradients early.
@@ -91,6 +93,7 @@ class Parts:
     plain_reason: str | None
     link: Link
     fallbacks: FallbackLog
+    moments: Moments
     turns: Turns
     planning: Planning
     early_reads: EarlyReads
@@ -102,10 +105,10 @@ class Parts:
     turn_points: TurnPoints | None
 
     @contextlib.contextmanager
-    def traced(self, optimizers: Sequence[Optimizer]) -> Iterator[Trace]:
+    def traced(self) -> Iterator[Trace]:
         """Context in which a trace is recorded."""
         trace = Trace(self.link.rank, in_force(self.plan), self.device)
-        with recording(trace, self.link.clock, self.reducer.model, optimizers):
+        with recording(trace, self.link.clock, self.moments):
             yield trace
         if (now := in_force(self.plan)) != trace.title:
             trace.title = f"{trace.title}, then {now}"
@@ -201,6 +204,7 @@ def _compose_on(
     parameters = [parameter for _, parameter in named]
     device = parameters[0].device
     fallbacks = FallbackLog(link.rank)
+    moments = Moments(ddp, optimizers)
     require_same_setup(link, named, optimizers, asked)
     if asked.weighted:
         refuse_shared_statistics(ddp.module)
@@ -270,7 +274,7 @@ def _compose_on(
         owners=None if table is None else table.owners,
     )
     reducer = Reducer(
-        ddp,
+        moments,
         params,
         early_reads,
         link,
@@ -284,7 +288,9 @@ def _compose_on(
         use_order=use_order,
         on_leave=on_leave,
     )
-    turn_points = TurnPoints(ddp, optimizers, turns, updates) if lease is not None else None
+    turn_points = TurnPoints(turns, updates) if lease is not None else None
+    if turn_points is not None:
+        moments.follow(turn_points)
     if options.weighted and (warning := statistics_of_a_rank(ddp.module)) is not None and link.rank == 0:
         say(warning, logging.WARNING)
     return Parts(
@@ -292,6 +298,7 @@ def _compose_on(
         plain_reason=plain_reason,
         link=link,
         fallbacks=fallbacks,
+        moments=moments,
         turns=turns,
         planning=planning,
         early_reads=early_reads,

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_crossover.collectives.all_reduce import all_reduce_sum, stream_for_all_reduces
+from ddp_crossover.moments import Moments
 from ddp_crossover.torch_internals.autograd import call_after_backward
 from ddp_crossover.torch_internals.ddp import GradBucket
 from ddp_crossover.tracing.clock import CommClock
@@ -72,7 +73,7 @@ class DdpTimer:
         ddp = self._ddp()
         assert ddp is not None  # the model is running
         trace = Trace(dist.get_rank(self._process_group), "plain DDP", self._device)
-        with recording(trace, self.clock, ddp, self._optimizers):
+        with recording(trace, self.clock, Moments(ddp, self._optimizers)):
             yield trace
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -14,8 +14,8 @@ from torch import nn
 
 from ddp_crossover import device as gpu
 from ddp_crossover.balance.balancer import Balancer
-from ddp_crossover.ddp.forwards import call_before_module
 from ddp_crossover.gpu_sharing.turns import Turns
+from ddp_crossover.moments import call_before_module
 from ddp_crossover.planning.compute_profiler import Stopwatch
 
 

@@ -1,23 +1,12 @@
-"""Notices when a model's forward begins and ends, what it uses in which order, and when its backward begins.
-
-Applies updates before compiled code runs.
-"""
+"""Notices in which order a model's forward uses parameters. Applies updates before compiled code runs."""
 
 from __future__ import annotations
 
-import dataclasses
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor, nn
-from torch.autograd.graph import Node
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_iter
+from torch import nn
 
 from ddp_crossover.figures.stats import FallbackLog
-from ddp_crossover.hooks import Hook
 from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
 from ddp_crossover.torch_internals.compiled import (
@@ -72,107 +61,9 @@ class UseOrder:
         return ranks
 
 
-def call_before_backward(output: Any, callback: Callable[[], None]) -> bool:
-    """Call ``callback`` whenever a backward comes to a tensor in a forward's output.
-
-    A backward may come to the model in another way, through a tensor that the script has found elsewhere.
-
-    Returns:
-        Whether there is such a tensor.
-    """
-
-    def call(gradients: tuple[Tensor, ...]) -> None:
-        callback()
-
-    nodes = set(_nodes(output))
-    for node in nodes:
-        node.register_prehook(call)
-    return bool(nodes)
-
-
-def _nodes(output: Any) -> Iterator[Node]:
-    for leaf in tree_iter(output):
-        if isinstance(leaf, Tensor):
-            # An operator that works in place on a view gives it another node, but not what it is a view of.
-            for tensor in (leaf, leaf._base if leaf._is_view() else None):
-                if tensor is not None and tensor.grad_fn is not None:
-                    yield tensor.grad_fn
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _nodes([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
-
-
-def call_before_module(module: nn.Module, run: Callable[[], None]) -> Callable[[], None]:
-    """Run ``run`` before each forward of a module, ahead of the user's hooks; returns the undo function."""
-    if is_compiled(module):
-        return call_around_compiled(module, run)
-    return module.register_forward_pre_hook(_BeforeModule(run), prepend=True).remove
-
-
-class _BeforeModule(Hook):
-    """Forward pre-hook; breaks the graph if its module is compiled as part of another."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run = run
-        self._run_eagerly = torch.compiler.disable(run)
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            self._run_eagerly()
-        else:
-            self._run()
-
-
 # Number of compilations after which parameters are taken for the cause: dynamo also compiles anew when shapes change,
 # so a single compilation means nothing. It gives up after eight.
 _COMPILED_AGAIN = 3
-
-
-class ForwardWatch(Hook):
-    """Replaces the DDP module's ``forward`` to report when it begins and ends, even if module hooks do not run.
-
-    Args:
-        ddp: the model.
-        on_begin: called before each forward.
-        on_end: called after each forward, with whether it returned, and what it returned.
-    """
-
-    def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        on_begin: Callable[[], None],
-        on_end: Callable[[bool, Any], None],
-    ) -> None:
-        self._ddp = weakref.ref(ddp)
-        # Keep both out of compiled graphs, because what they decide changes from one forward to the next.
-        self._on_begin = torch.compiler.disable(on_begin)
-        self._on_end = torch.compiler.disable(on_end)
-        self._forward = vars(ddp).get("forward")  # set if other code has replaced it on the instance
-        vars(ddp)["forward"] = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward."""
-        ddp = self._ddp()
-        assert ddp is not None  # the model is running
-        self._on_begin()
-        returned, output = False, None
-        try:
-            output = self._forward(*args, **kwargs) if self._forward else type(ddp).forward(ddp, *args, **kwargs)
-            returned = True
-            return output
-        finally:
-            self._on_end(returned, output)
-
-    def remove(self) -> None:
-        """Restore the model's own forward."""
-        if (ddp := self._ddp()) is not None and vars(ddp).get("forward") is self:
-            del ddp.forward
-            if self._forward is not None:
-                vars(ddp)["forward"] = self._forward
-        self._on_begin, self._on_end = _nothing, _nothing  # other code may have wrapped this object and still call it
-
-
-def _nothing(*_: object) -> None:
-    pass
 
 
 class CompiledCode:

@@ -8,7 +8,6 @@ For the terms see [Note: DeAR's terms] in ``dear.py``.
 # No `from __future__ import annotations`: DDP checks the annotations of what it calls, and expects types.
 
 import functools
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_crossover import device as gpu
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.ddp.buckets import MemoryFormats, may_skip_buckets
-from ddp_crossover.ddp.forwards import CompiledCode, ForwardWatch, UseOrder, call_before_backward
+from ddp_crossover.ddp.forwards import CompiledCode, UseOrder
 from ddp_crossover.ddp.plain_all_reduce import PlainAllReduce
 from ddp_crossover.ddp.plan_in_force import PlanInForce
 from ddp_crossover.ddp.refusals import allow_methods, refuse_methods
@@ -28,6 +27,7 @@ from ddp_crossover.dear import Pipeline
 from ddp_crossover.figures.stats import FallbackLog, StepLog
 from ddp_crossover.fusion_buffers.feedback import Feedback
 from ddp_crossover.gpu_sharing.turns import Turns
+from ddp_crossover.moments import Moments, call_before_backward
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
 from ddp_crossover.parameters.early_reads import EarlyReads
 from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams, StaleParameterError
@@ -42,7 +42,7 @@ class Reducer:
     """Reduces the gradients of one DDP model.
 
     Args:
-        ddp: the model.
+        moments: hears of the model's forwards.
         params: the parameters that DDP manages, with their pending updates.
         early_reads: records which code needs updates or gradients early.
         link: runs the legs.
@@ -62,7 +62,7 @@ class Reducer:
 
     def __init__(
         self,
-        ddp: DistributedDataParallel,
+        moments: Moments,
         params: LazyParams,
         early_reads: EarlyReads,
         link: Link,
@@ -78,8 +78,8 @@ class Reducer:
         on_leave: Callable[[str], None],
     ) -> None:
         self._in_force = in_force
-        # Weak: DDP's C++ reducer, which is opaque to the garbage collector, holds this object.
-        self._ddp = weakref.ref(ddp)
+        self._moments = moments
+        ddp = moments.model
         self._memory_formats = MemoryFormats(params.all)
         self._device = params.all[0].parameter.device
         self._link = link
@@ -95,7 +95,7 @@ class Reducer:
         self._layouts = in_force.layouts
         self._use_order = use_order
         self._guard = StaleReadGuard(params, self._stale_read)
-        self._watch = ForwardWatch(ddp, self._before_forward, self._after_forward)
+        self._watch = moments.watch_forwards(self._before_forward, self._after_forward)
         self._compiled = CompiledCode(ddp.module, params, early_reads, fallbacks, in_force.finish_local_gradients)
         params.watch_uses(self._guard.note_touch)
         refuse_methods(ddp)
@@ -110,10 +110,7 @@ class Reducer:
     @property
     def model(self) -> DistributedDataParallel:
         """The model. Raises RuntimeError if it is gone."""
-        ddp = self._ddp()
-        if ddp is None:
-            raise RuntimeError("the model of this state is gone: keep it for as long as you use its state")
-        return ddp
+        return self._moments.model
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -161,7 +158,7 @@ class Reducer:
         self.is_detached = True
         for part in (self._updates, self._watch, self._guard, self._compiled, self._unreduced):
             part.remove()
-        if (ddp := self._ddp()) is not None:
+        if (ddp := self._moments.model_if_there) is not None:
             allow_methods(ddp)
             if self.batches is not None:
                 self.batches.remove()
@@ -284,7 +281,7 @@ class Reducer:
     # Forwards, and other readers of parameters.
 
     def _is_registered(self) -> bool:
-        ddp = self._ddp()
+        ddp = self._moments.model_if_there
         return ddp is not None and any(getattr(state, "_reducer", None) is self for _, state in comm_hooks_of(ddp))
 
     def _before_forward(self) -> None:

@@ -26,10 +26,11 @@ from torch.optim import Optimizer
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.sums import RankWeights
 from ddp_crossover.ddp.batch_timer import BatchTimer
-from ddp_crossover.ddp.forwards import UseOrder, call_before_backward
+from ddp_crossover.ddp.forwards import UseOrder
 from ddp_crossover.ddp.unreduced_samples import UnreducedSamples
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.log import say
+from ddp_crossover.moments import call_before_backward
 from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters
 from ddp_crossover.parameters.gradient_marks import Mark, are_empty, are_same, marks_of
 from ddp_crossover.parameters.lazy_params import LazyParams
