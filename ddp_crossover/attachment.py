@@ -70,7 +70,7 @@ class Attachment:
         # These run at the end of the program.
         self._finalizers: list[weakref.finalize[..., object]] = [
             weakref.finalize(self, parts.link.shut_down),
-            weakref.finalize(self, parts.turns.release),
+            weakref.finalize(self, parts.compute_waits.others.release),
             self._when_model_is_dropped,
         ]
         _watch_forks(self)
@@ -115,7 +115,7 @@ class Attachment:
         finally:
             if self.parts.turn_points is not None:
                 self.parts.moments.leave(self.parts.turn_points)
-            self.parts.turns.release()
+            self.parts.compute_waits.others.release()
             self.parts.link.shut_down()
         self._when_model_is_dropped.detach()  # it keeps this object alive, and a model may be attached many times
 

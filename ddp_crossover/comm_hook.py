@@ -72,7 +72,7 @@ class DearState:
         self._attachment = Attachment(ddp, self._optimizers, asked, process_group=process_group, lease=lease)
         self._parts = parts = self._attachment.parts
         self._every_parameter = list(ddp.parameters())
-        self._link, self._planning, self._turns = parts.link, parts.planning, parts.turns
+        self._link, self._planning = parts.link, parts.planning
         self._updates, self._reducer = parts.updates, parts.reducer
         self._about = about(ddp, parts.link.rank)
         introduce_pending_values()
@@ -126,7 +126,7 @@ class DearState:
         example through an address that it stored earlier. Any use of a parameter from Python applies its update.
         """
         self._updates.flush()
-        self._turns.release()
+        self._parts.compute_waits.others.release()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the norm of all gradients of the model, as ``torch.nn.utils.clip_grad_norm_`` does.

@@ -29,6 +29,7 @@ from ddp_crossover.collectives.make_link import make_link
 from ddp_crossover.collectives.nccl_settings import refuse_unsafe_settings, why_streams_block
 from ddp_crossover.collectives.nodes import nodes_of
 from ddp_crossover.collectives.sums import RankWeights
+from ddp_crossover.compute_waits import ComputeWaits, NoOtherJobs, OtherJobs
 from ddp_crossover.ddp.buckets import Buckets
 from ddp_crossover.ddp.forwards import UseOrder
 from ddp_crossover.ddp.plan_in_force import PlanInForce
@@ -78,7 +79,8 @@ class Parts:
         link: runs legs between the ranks.
         fallbacks: records what took a slower path.
         moments: hears of the moments of training, and tells its followers.
-        turns: takes turns on the device with other jobs.
+        compute_waits: what waits of compute go through.
+        turns: takes turns on the device with other jobs; None without a lease.
         planning: makes and tunes plans.
         early_reads: records which code needs updates or gradients early.
         params: the parameters, with their pending updates.
@@ -94,7 +96,8 @@ class Parts:
     link: Link
     fallbacks: FallbackLog
     moments: Moments
-    turns: Turns
+    compute_waits: ComputeWaits
+    turns: Turns | None
     planning: Planning
     early_reads: EarlyReads
     params: LazyParams
@@ -138,7 +141,7 @@ class Parts:
             fallbacks=dict(self.fallbacks.counts),
             advice=dict(self.fallbacks.advice),
             last_steps=steps.figures(),
-            lease=self.turns.stats(),
+            lease=None if self.turns is None else self.turns.stats(),
         )
 
 
@@ -220,7 +223,11 @@ def _compose_on(
     if options.shard_optimizer:
         refuse_sharding(link, device, plain_reason, ddp)
         table = ShardTable(named, optimizers, link)
-    turns = Turns(lease, link.clock, fallbacks.note_here, link.streams)
+    turns: Turns | None = None
+    if lease is not None:
+        turns = Turns(lease, link.clock, fallbacks.note_here, link.streams, moments.inside.waiting)
+    others: OtherJobs = NoOtherJobs() if turns is None else turns
+    compute_waits = ComputeWaits(moments, others)
     if link.spins_on_device:
         if lease is not None and not mps_runs():
             fallbacks.note_here(WITHOUT_MPS)
@@ -232,7 +239,7 @@ def _compose_on(
     has_choice = plain_reason is None and lease is None and options.leaves_the_choice
     bucket_cap_mb = bucket_cap_bytes(ddp) / MB if has_choice else None
     kinds = table.kinds() if table is not None else ()
-    planning = Planning(named, options, wire, link, backend, turns, bucket_cap_mb, kinds)
+    planning = Planning(named, options, wire, link, backend, others, bucket_cap_mb, kinds)
     planning.load_tuned()
     buckets = Buckets(ddp, parameters)
     memory: dict[str, Tensor] = {}
@@ -248,7 +255,7 @@ def _compose_on(
     params = LazyParams(named)
     weights = RankWeights(link.rank, link.world_size)
     use_order = UseOrder(len(named))
-    batches = WeightedBatches(ddp, link, weights, turns, params, use_order) if options.weighted else None
+    batches = WeightedBatches(ddp, link, weights, compute_waits, params, use_order) if options.weighted else None
     unreduced = UnreducedSteps(ddp, named, optimizers, fallbacks, link.world_size, batches)
     of_updates = (optimizers, params, early_reads, fallbacks, unreduced)
     updates = (
@@ -262,7 +269,8 @@ def _compose_on(
         link,
         planning,
         updates,
-        turns,
+        moments,
+        compute_waits,
         weights=weights,
         batches=batches,
         use_order=use_order,
@@ -281,14 +289,14 @@ def _compose_on(
         planning,
         updates,
         fallbacks,
-        turns,
+        compute_waits,
         in_force=in_force,
         batches=batches,
         unreduced=unreduced,
         use_order=use_order,
         on_leave=on_leave,
     )
-    turn_points = TurnPoints(turns, updates) if lease is not None else None
+    turn_points = TurnPoints(turns, updates) if turns is not None else None
     if turn_points is not None:
         moments.follow(turn_points)
     if options.weighted and (warning := statistics_of_a_rank(ddp.module)) is not None and link.rank == 0:
@@ -299,6 +307,7 @@ def _compose_on(
         link=link,
         fallbacks=fallbacks,
         moments=moments,
+        compute_waits=compute_waits,
         turns=turns,
         planning=planning,
         early_reads=early_reads,
@@ -306,7 +315,7 @@ def _compose_on(
         updates=updates,
         plan_in_force=in_force,
         reducer=reducer,
-        weighted=WeightedTraining(reducer, link, turns, device),
+        weighted=WeightedTraining(reducer, link, moments, device),
         turn_points=turn_points,
     )
 

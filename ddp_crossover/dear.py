@@ -40,13 +40,13 @@ from ddp_crossover.collectives.fusion_buffer import FusionBuffer
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.stream_order import StreamOrder
 from ddp_crossover.collectives.sums import RankWeights, scale_into
+from ddp_crossover.compute_waits import ComputeWaits
 from ddp_crossover.fusion import FusionPlan
 from ddp_crossover.fusion_buffers.announcements import Announcements
 from ddp_crossover.fusion_buffers.feedback import CodedSteps, Feedback
 from ddp_crossover.fusion_buffers.layout import Layout
 from ddp_crossover.fusion_buffers.staging import ArrivedBuckets
 from ddp_crossover.gathers import GatherOrder, Gathers
-from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.parameters.kept_gradients import KeptGradients
 from ddp_crossover.parameters.lazy_params import LazyParam
 from ddp_crossover.parameters.reduced_gradients import GradientUser, ReducedGradients
@@ -85,7 +85,7 @@ class Pipeline:
         plan: which gradient travels in which group.
         params: the parameters, in the plan's numbering.
         link: runs the legs.
-        turns: notified of waits, so that another job may compute meanwhile.
+        compute_waits: what waits of compute go through.
         updater: runs updates, and knows what gather legs carry for them; it makes entries in ``updates``.
         kept: finds gradients whose memory a script keeps.
         lock: held while gradients are delivered and updates applied, from any thread.
@@ -114,7 +114,7 @@ class Pipeline:
         plan: FusionPlan,
         params: Sequence[LazyParam],
         link: Link,
-        turns: Turns,
+        compute_waits: ComputeWaits,
         updater: Updater,
         kept: KeptGradients,
         *,
@@ -132,7 +132,7 @@ class Pipeline:
         self._every_group_arrives = every_group_arrives
         self.plan = plan
         self.link = link
-        self.turns = turns
+        self.compute_waits = compute_waits
         self.order = StreamOrder(link.streams)
         self.phase = Phase.IDLE
         self.iteration = 0
@@ -142,7 +142,7 @@ class Pipeline:
         self.awaits_backward = False
 
         self.device = params[0].parameter.device
-        self.waits = GatherWaits(self.order, turns, self.device)
+        self.waits = GatherWaits(self.order, compute_waits, self.device)
         if feedback is not None:
             with link.beside_legs():
                 feedback.use(plan)
@@ -179,7 +179,9 @@ class Pipeline:
         self.slot_of: dict[Tensor, Slot] = {slot.parameter: slot for slot in self.slots}
         self._buckets = ArrivedBuckets(self.slot_of, arenas)
         self.gather_order = GatherOrder(plan, link, self.groups)
-        self.updates = PendingUpdates(updater.apply, self.waits, self.gather_order, link, self.order, turns, lock)
+        self.updates = PendingUpdates(
+            updater.apply, self.waits, self.gather_order, link, self.order, compute_waits, lock
+        )
         self.gathers = updater.gathers(self, memory)
         self.announcements = Announcements(plan, link, self.layout, every_group_arrives=every_group_arrives)
 
@@ -359,7 +361,7 @@ class Pipeline:
     def _end_legs(self, *, on_all_ranks: bool = True) -> None:
         if not self.link.is_closed:
             self.gathers.end_legs(on_all_ranks=on_all_ranks)
-        with self.turns.gap("end of iteration") as host_wait:
+        with self.compute_waits.of("end of iteration") as host_wait:
             for group in self.groups:
                 if group.gather is not None:
                     # Protects peers that still receive from this buffer.

@@ -182,9 +182,10 @@ class Moments(Hook):
         self.around.remove(follower)
         self._listen()
 
-    def waiting(self, what: Hashable) -> contextlib.AbstractContextManager[None]:
-        """The context of a wait of compute, of which those inside are told."""
-        return self.inside.waiting(what)
+    def bucket_arrives(self, parameters: Sequence[Tensor], *, is_first: bool) -> None:
+        """Tell all of a bucket."""
+        self.around.bucket_arrives(parameters, is_first=is_first)
+        self.inside.bucket_arrives(parameters, is_first=is_first)
 
     def watch_forwards(self, on_begin: Callable[[], None], on_end: Callable[[bool, Any], None]) -> ForwardWatch:
         """Call these for what reduces the gradients, which has to know of each forward, however it is called."""

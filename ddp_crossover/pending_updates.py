@@ -17,8 +17,8 @@ import torch
 from ddp_crossover import device as gpu
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.stream_order import StreamOrder
+from ddp_crossover.compute_waits import ComputeWaits
 from ddp_crossover.gathers import GatherOrder
-from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.parameters.slots import GroupInFlight, Slot
 from ddp_crossover.torch_internals.dispatch import is_traced, outside_of_modes
 from ddp_crossover.torch_internals.profiling import named_range
@@ -30,13 +30,13 @@ class GatherWaits:
 
     Args:
         order: orders streams.
-        turns: notified of waits, so that another job may compute meanwhile.
+        compute_waits: what waits of compute go through.
         device: where gradients are.
     """
 
-    def __init__(self, order: StreamOrder, turns: Turns, device: torch.device) -> None:
+    def __init__(self, order: StreamOrder, compute_waits: ComputeWaits, device: torch.device) -> None:
         self._order = order
-        self._turns = turns
+        self._compute_waits = compute_waits
         self._device = device
 
     def complete(self, group: GroupInFlight) -> bool:
@@ -56,7 +56,7 @@ class GatherWaits:
         # No profiler range if the leg is done, where it only costs time, or if `torch.jit.trace` would record it.
         unnamed = group.gather.is_done() or is_traced()
         named = contextlib.nullcontext() if unnamed else named_range(f"ddp_crossover::wait[{index}]")
-        with named, self._turns.gap(index) as host_wait:
+        with named, self._compute_waits.of(index) as host_wait:
             # Protects the optimizer and readers of `.grad` or of parameters from partly gathered values.
             group.gather.wait(host_wait)
 
@@ -78,7 +78,7 @@ class PendingUpdates(dict[Slot, object]):
         gather_order: the order in which forward uses groups.
         link: runs the legs.
         order: orders streams.
-        turns: notified when compute begins.
+        compute_waits: notified when compute begins.
         lock: held while updates are applied, from any thread.
     """
 
@@ -89,7 +89,7 @@ class PendingUpdates(dict[Slot, object]):
         gather_order: GatherOrder,
         link: Link,
         order: StreamOrder,
-        turns: Turns,
+        compute_waits: ComputeWaits,
         lock: threading.RLock,
     ) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class PendingUpdates(dict[Slot, object]):
         self._gather_order = gather_order
         self._link = link
         self._order = order
-        self._turns = turns
+        self._compute_waits = compute_waits
         self._lock = lock
 
     def apply(self, slots: Iterable[Slot]) -> None:
@@ -142,7 +142,7 @@ class PendingUpdates(dict[Slot, object]):
             outside_of_modes(functools.partial(self._run, due))
 
     def _run(self, slots: list[Slot]) -> None:
-        self._turns.resume()
+        self._compute_waits.others.resume()
         begin = self._link.clock.mark()
         with self._link.meter.host.of("update") if self._link.streams is not None else contextlib.nullcontext():
             self._apply_now(slots)

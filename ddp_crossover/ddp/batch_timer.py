@@ -6,42 +6,41 @@ SyncBatchNorm, makes all ranks look equally slow. DDP's broadcast of buffers com
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from ddp_crossover import device as gpu
 from ddp_crossover.balance.balancer import Balancer
-from ddp_crossover.gpu_sharing.turns import Turns
-from ddp_crossover.moments import call_before_module
+from ddp_crossover.moments import Follower, Moments
 from ddp_crossover.planning.compute_profiler import Stopwatch
 
 
-class BatchTimer:
-    """Times batches for a balancer.
+class BatchTimer(Follower):
+    """Times batches for a balancer, from when it is made until it is removed.
 
     Args:
-        model: the model inside of DDP.
+        moments: those of the model's training.
         device: the device that computes.
-        turns: knows of waits.
         balancer: told of batches, and of their times when these are known.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, turns: Turns, balancer: Balancer) -> None:
+    def __init__(self, moments: Moments, device: torch.device, balancer: Balancer) -> None:
+        self._moments = moments
         self._device = device
-        self._turns = turns
         self._balancer = balancer
         self._watch: Stopwatch | None = None
         self._begin: Any = None
         self._end: Any = None
         self._ended: deque[tuple[int, Stopwatch, Any, Any]] = deque()
-        self._remove = call_before_module(model, self._forward_begins)
+        moments.follow(self, inside=True)
 
     def remove(self) -> None:
-        self._remove()
-        self._turns.time_batch(None)
+        self._moments.leave(self)
         self._balancer.stop()
 
     @property
@@ -50,17 +49,18 @@ class BatchTimer:
 
     def batch_begins(self) -> None:
         self._watch = Stopwatch(self._device)
-        self._turns.time_batch(self._watch)
         self._begin = self._end = None
 
-    def _forward_begins(self) -> None:
+    def compute_begins(self) -> None:
         if self._watch is not None and self._begin is None:
             self._begin = self._watch.mark()
 
-    def bucket_arrives(self) -> None:
-        """Note that a bucket's gradients have been computed; the last one ends the time of the batch."""
+    def bucket_arrives(self, parameters: Sequence[Tensor], *, is_first: bool) -> None:
         if self._watch is not None:
-            self._end = self._watch.mark()
+            self._end = self._watch.mark()  # the last one ends the time of the batch
+
+    def waiting(self, what: Hashable) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._watch is None else self._watch.waiting()
 
     def batch_ended(self, samples: int, trained: int | None) -> None:
         """Hand times that are known to the balancer. Reads no time that the device has yet to come to.
@@ -70,7 +70,6 @@ class BatchTimer:
             trained: of the step that it ends, with those of earlier micro-batches; None if it ends none.
         """
         watch, self._watch = self._watch, None
-        self._turns.time_batch(None)
         if trained is None:
             return
         if watch is not None and self._begin is not None and self._end is not None:

@@ -15,7 +15,7 @@ from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.all_reduce import wait_for_futures
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.sums import RankWeights, scale_into
-from ddp_crossover.gpu_sharing.turns import Turns
+from ddp_crossover.compute_waits import ComputeWaits
 from ddp_crossover.torch_internals.ddp import GradBucket
 
 
@@ -24,7 +24,7 @@ class PlainAllReduce:
 
     Args:
         link: sends the buckets.
-        turns: notified of waits, so that another job may compute meanwhile.
+        compute_waits: what waits of compute go through.
         device: device of the gradients.
         wire: what gradients are on the wire; none is coded.
         weights: what each rank's gradients are multiplied by.
@@ -34,7 +34,7 @@ class PlainAllReduce:
     def __init__(
         self,
         link: Link,
-        turns: Turns,
+        compute_waits: ComputeWaits,
         device: torch.device,
         wire: Wire,
         weights: RankWeights,
@@ -42,7 +42,7 @@ class PlainAllReduce:
     ) -> None:
         self._link = link
         self._all_reduce = all_reduce or link.all_reduce
-        self._turns = turns
+        self._compute_waits = compute_waits
         self._is_on_cpu = device.type == "cpu"
         self._wire = wire
         self._weights = weights
@@ -76,14 +76,14 @@ class PlainAllReduce:
             return
         if not self._is_on_cpu:
             if (stream := self._link.all_reduce_stream) is not None:
-                self._turns.before_stream_waits(stream)  # as DDP makes it do next
+                self._compute_waits.others.before_stream_waits(stream)  # as DDP makes it do next
             return
-        with self._turns.gap("all-reduces") as host_wait:
+        with self._compute_waits.of("all-reduces") as host_wait:
             if host_wait is None:
                 return
             wait_for_futures(self._under_way, host_wait)
             # Release the lease: `step()` takes its own turn, and the script may first load another micro-batch.
-            self._turns.release()
+            self._compute_waits.others.release()
             self._link.clock.waited(self._last_bucket_s, "all-reduces")
         self._under_way.clear()
         self._last_bucket_s = time.perf_counter()

@@ -9,7 +9,7 @@ For the terms see [Note: DeAR's terms] in ``dear.py``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.all_reduce import all_reduce_sum
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.sums import RankWeights, scale_into
+from ddp_crossover.compute_waits import ComputeWaits
 from ddp_crossover.ddp.buckets import Buckets, LayoutRecorder, may_skip_buckets
 from ddp_crossover.ddp.forwards import UseOrder
 from ddp_crossover.ddp.plain_all_reduce import PlainAllReduce
@@ -26,11 +27,12 @@ from ddp_crossover.ddp.weighted_batches import WeightedBatches
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.fusion import FusionPlan, Schedule
 from ddp_crossover.fusion_buffers.feedback import Feedback
-from ddp_crossover.gpu_sharing.turns import Turns
+from ddp_crossover.moments import Moments
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
 from ddp_crossover.parameters.kept_gradients import KeptGradients
-from ddp_crossover.parameters.lazy_params import LazyParams
+from ddp_crossover.parameters.lazy_params import LazyParam, LazyParams
 from ddp_crossover.parameters.reduced_gradients import ReducedGradients
+from ddp_crossover.planning.compute_profiler import ComputeProfiler
 from ddp_crossover.planning.session import Orders, Planning
 from ddp_crossover.torch_internals.ddp import GradBucket
 from ddp_crossover.torch_internals.loss_scale import LossScale
@@ -50,7 +52,8 @@ class PlanInForce:
         link: runs the legs.
         planning: makes the plans.
         updates: defers the optimizers' updates, which a pipeline asks for.
-        turns: notified when compute waits.
+        moments: those of the model's training.
+        compute_waits: what waits of compute go through.
         weights: what each rank's gradients are multiplied by.
         batches: the batches of this model, if they are weighted; else None.
         use_order: the order in which forward uses parameters.
@@ -73,7 +76,8 @@ class PlanInForce:
         link: Link,
         planning: Planning,
         updates: DeferredUpdates,
-        turns: Turns,
+        moments: Moments,
+        compute_waits: ComputeWaits,
         *,
         weights: RankWeights,
         batches: WeightedBatches | None,
@@ -97,7 +101,9 @@ class PlanInForce:
         self._link = link
         self._planning = planning
         self._updates = updates
-        self._turns = turns
+        self._moments = moments
+        self._compute_waits = compute_waits
+        self._profiler: ComputeProfiler | None = None
         self._weights = weights
         self._batches = batches
         self._use_order = use_order
@@ -107,11 +113,11 @@ class PlanInForce:
         self._loss_scale = LossScale(is_watched=feedback is not None)
         self._kept = KeptGradients()
         device = params.all[0].parameter.device
-        self._plain = PlainAllReduce(link, turns, device, wire, weights)
+        self._plain = PlainAllReduce(link, compute_waits, device, wire, weights)
         # Of two values there is one sum; more are added in another order by the backend than by us, and runs repeat.
         self._can_leave = link.world_size <= 2 or not link.adds_in_rank_order
         all_reduce = self._all_reduce_as_ddp if self._can_leave else None
-        self._as_built = PlainAllReduce(link, turns, device, wire, weights, all_reduce)
+        self._as_built = PlainAllReduce(link, compute_waits, device, wire, weights, all_reduce)
 
     def _all_reduce_as_ddp(self, bucket: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
         return all_reduce_sum(buffer, self._process_group, self._link.clock, bucket, self._link.all_reduce_stream)
@@ -177,7 +183,7 @@ class PlanInForce:
             return  # compute times would be those of other shares
         # DDP may order new buckets in another way each time. No reason to plan anew: any plan takes any buckets.
         if not self.buckets.were_changed and self.layouts.settled_anew():
-            with self._turns.released():
+            with self._compute_waits.others.released():
                 plan = self._planning.begin(Orders(self.layouts.arrival_order(), self._use_order.ranks()))
             self._use(plan)
             self.layouts.adopt()
@@ -194,8 +200,26 @@ class PlanInForce:
             self.pipeline = None
         else:
             self.pipeline = self._make_pipeline(plan)
-        self._turns.measure(self._planning.profiler)
+        self._measure(self._planning.profiler)
         self._updates.use(self.pipeline)
+
+    def _measure(self, profiler: ComputeProfiler | None) -> None:
+        if self._profiler is not None:
+            self._moments.leave(self._profiler)
+        if profiler is not None:
+            self._moments.follow(profiler, inside=True)
+        self._profiler = profiler
+
+    def timing(self, note_use: Callable[[LazyParam], None]) -> Callable[[LazyParam], None]:
+        """What notes the uses of a forward's parameters: ``note_use``, and the profiler while it measures."""
+        if (profiler := self._profiler) is None:
+            return note_use
+
+        def note(lazy: LazyParam) -> None:
+            note_use(lazy)
+            profiler.used((lazy.index,))
+
+        return note
 
     def _make_pipeline(self, plan: FusionPlan) -> Pipeline:
         ddp = self._ddp()
@@ -204,7 +228,7 @@ class PlanInForce:
             plan,
             self._params.all,
             self._link,
-            self._turns,
+            self._compute_waits,
             self._updates,
             self._kept,
             lock=self._params.lock,

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover import device as gpu
 from ddp_crossover.collectives.link import Link
+from ddp_crossover.compute_waits import ComputeWaits
 from ddp_crossover.ddp.buckets import MemoryFormats, may_skip_buckets
 from ddp_crossover.ddp.forwards import CompiledCode, UseOrder
 from ddp_crossover.ddp.plain_all_reduce import PlainAllReduce
@@ -26,7 +27,6 @@ from ddp_crossover.ddp.weighted_batches import WeightedBatches
 from ddp_crossover.dear import Pipeline
 from ddp_crossover.figures.stats import FallbackLog, StepLog
 from ddp_crossover.fusion_buffers.feedback import Feedback
-from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.moments import Moments, call_before_backward
 from ddp_crossover.optim.deferred_updates import DeferredUpdates
 from ddp_crossover.parameters.early_reads import EarlyReads
@@ -49,7 +49,7 @@ class Reducer:
         planning: makes the plans.
         updates: defers the optimizers' updates.
         fallbacks: records what took a slower path.
-        turns: notified when compute begins, waits and ends.
+        compute_waits: what waits of compute go through.
         in_force: what reduces the buckets.
         batches: the batches of this model, if they are weighted; else None.
         unreduced: finds steps whose gradients were not reduced.
@@ -69,7 +69,7 @@ class Reducer:
         planning: Planning,
         updates: DeferredUpdates,
         fallbacks: FallbackLog,
-        turns: Turns,
+        compute_waits: ComputeWaits,
         *,
         in_force: PlanInForce,
         batches: WeightedBatches | None,
@@ -86,7 +86,7 @@ class Reducer:
         self._planning = planning
         self._updates = updates
         self._fallbacks = fallbacks
-        self._turns = turns
+        self._compute_waits = compute_waits
         self._on_leave = on_leave
         self.iterations = self.pipelined_iterations = 0
         self.steps = StepLog()
@@ -189,15 +189,13 @@ class Reducer:
                 "capture without the hook, or call state.detach() first"
             )
         # A bucket index that repeats or decreases means that the previous backward raised.
-        if not self._in_backward or bucket.index() <= self._last_bucket:
+        is_first = not self._in_backward or bucket.index() <= self._last_bucket
+        if is_first:
             self._begin_backward()
         self._last_bucket = bucket.index()
         parameters = bucket.parameters()
         self._layouts.record(bucket.index(), parameters)
-        if self._planning.profiler is not None:
-            self._planning.profiler.arrived(self._params.of_id[id(parameter)].index for parameter in parameters)
-        if self.batches is not None:
-            self.batches.bucket_arrives()
+        self._moments.bucket_arrives(parameters, is_first=is_first)
         future = self._in_force.reduction.reduce(bucket, parameters)
         if self._layouts.complete:
             # Queue again, for the graph task of the last bucket: reentrant checkpointing runs several graph tasks.
@@ -223,8 +221,6 @@ class Reducer:
         if self.pipeline is not None:
             self.pipeline.announcements.expect_same_buckets(self._layouts.stays)
         self._in_force.reduction.begin_backward()
-        self._turns.want()
-        self._turns.resume()
         call_after_backward(self._graph_task_ended)
 
     def _backward_reaches_output(self) -> None:
@@ -244,7 +240,7 @@ class Reducer:
             else:
                 reduction.gradients.ddp_writes_next()
             if self.pipeline is None or self.model.find_unused_parameters:
-                self._turns.release()  # DDP waits for other ranks next
+                self._compute_waits.others.release()  # DDP waits for other ranks next
         # Queue again, to run after DDP's own callback, which copies buckets into gradients.
         call_after_backward(self._backward_ended)
 
@@ -255,8 +251,7 @@ class Reducer:
         self._guard.end_backward()
         self._layouts.end_backward()
         self.iterations += 1
-        if self._planning.profiler is not None:
-            self._planning.profiler.backward_ends()
+        self._moments.inside.backward_ends()
         self._in_force.reduction.end_backward()
         self._unreduced.backward_reduced(None if self.pipeline is None else self.pipeline.gradients)
         if self.pipeline is not None:
@@ -267,8 +262,7 @@ class Reducer:
                 self._in_force.finish_gradients()
         elif (reason := self._in_force.why_plain()) is not None:
             self._fallbacks.note(reason, is_said=self._planning.result is not None)  # the tuner says what it found
-        self._turns.release()
-        self._turns.step_ended()
+        self._moments.around.backward_ends()
         self.steps.note(
             self._link.clock.sums(),
             self._link.sent_bytes,
@@ -303,13 +297,12 @@ class Reducer:
         if self.batches is not None:
             self.batches.forward_begins(reduces=self.model.require_backward_grad_sync)
         self._updates.refuse_to_go_on()
-        if self._planning.profiler is not None:
-            self._planning.profiler.forward_begins()
+        self._moments.inside.forward_begins(self.model)
         self._had_begun = self._planning.has_begun  # a plan may begin in the backward of this forward
         if self._in_force.plain_reason is None and not self._had_begun:
             self._params.arm_all()  # no update is pending yet: arm parameters only to learn the use order
         note_use = self._use_order.begin_forward()
-        self._params.watch_uses(note_use if self._planning.profiler is None else self._timing(note_use))
+        self._params.watch_uses(self._in_force.timing(note_use))
         self._early_reads.begin_forward()
         self._compiled.before_forward()
 
@@ -335,11 +328,10 @@ class Reducer:
             self.pipeline.gradients.expect_unreduced()  # the backward of this forward adds what no rank has shared
         if self.batches is not None and returned:
             self.batches.forward_ended(output)
-        if self._planning.profiler is not None:
-            self._planning.profiler.forward_ends()
+        before_backward = functools.partial(call_before_backward, output)
+        self._moments.inside.forward_ends(self.model, output, before_backward)
         if returned and self._use_order.end_forward() and self.pipeline is not None:
             self.pipeline.gather_order.follow(self._use_order.ranks())
-        before_backward = functools.partial(call_before_backward, output)
         if reduces and returned:
             before_backward(self._backward_reaches_output)
         self._guard.end_forward(before_backward)
@@ -347,16 +339,6 @@ class Reducer:
             # A rank without samples in a micro-batch makes no forward of it.
             on_all_ranks = reduces or self.batches is None
             self.pipeline.end_forward(before_backward if reduces else None, on_all_ranks=on_all_ranks)
-
-    def _timing(self, note_use: Callable[[LazyParam], None]) -> Callable[[LazyParam], None]:
-        profiler = self._planning.profiler
-        assert profiler is not None
-
-        def note(lazy: LazyParam) -> None:
-            note_use(lazy)
-            profiler.used((lazy.index,))
-
-        return note
 
     def _stale_read(self, lazy: LazyParam) -> None:
         """Handle a gradient that arrives for a parameter which this forward has not touched."""

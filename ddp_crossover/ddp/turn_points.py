@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -53,6 +55,15 @@ class TurnPoints(Follower):
             # End the turn with this backward, since the next batch may be loaded then: without synchronization, DDP
             # does not call the communication hook, which ends it otherwise.
             before_backward(self._backward_without_sync)
+
+    def bucket_arrives(self, parameters: Sequence[Tensor], *, is_first: bool) -> None:
+        if is_first:
+            self._turns.want()
+            self._turns.resume()
+
+    def backward_ends(self) -> None:
+        self._turns.release()
+        self._turns.step_ended()
 
     def _backward_without_sync(self) -> None:
         call_after_backward(self._turns.release)

@@ -25,10 +25,10 @@ from torch.optim import Optimizer
 
 from ddp_crossover.collectives.link import Link
 from ddp_crossover.collectives.sums import RankWeights
+from ddp_crossover.compute_waits import ComputeWaits
 from ddp_crossover.ddp.batch_timer import BatchTimer
 from ddp_crossover.ddp.forwards import UseOrder
 from ddp_crossover.ddp.unreduced_samples import UnreducedSamples
-from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.log import say
 from ddp_crossover.moments import call_before_backward
 from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters
@@ -109,7 +109,7 @@ class WeightedBatches:
         ddp: the model.
         link: tells the ranks' counts.
         weights: set for each backward.
-        turns: the lease is released while this rank waits for counts.
+        compute_waits: what the wait for counts goes through.
         params: the parameters that DDP manages.
         use_order: in which order the model's forward uses them.
 
@@ -122,14 +122,14 @@ class WeightedBatches:
         ddp: DistributedDataParallel,
         link: Link,
         weights: RankWeights,
-        turns: Turns,
+        compute_waits: ComputeWaits,
         params: LazyParams,
         use_order: UseOrder,
     ) -> None:
         self._ddp = weakref.ref(ddp)
         self._link = link
         self._weights = weights
-        self._turns = turns
+        self._compute_waits = compute_waits
         self._params = params
         self._use_order = use_order
         # Of the batch under way; None outside of one.
@@ -337,7 +337,7 @@ class WeightedBatches:
             )
         announced = self._announced or self._announce()  # a forward may not go through DDP
         since_s = time.perf_counter()
-        with self._turns.released(), self._turns.gap("counts of samples"):
+        with self._compute_waits.others.released(), self._compute_waits.of("counts of samples"):
             counts = announced.of_ranks()
         self._link.clock.waited(since_s, "counts of samples")
         self._weights.set_counts(counts)
@@ -367,11 +367,6 @@ class WeightedBatches:
     def is_settled(self) -> bool:
         """Whether the sizes of batches will stay about as they are, so that measured times hold."""
         return self.timer is None or self.timer.is_settled
-
-    def bucket_arrives(self) -> None:
-        """Note that gradients have been computed."""
-        if self.timer is not None:
-            self.timer.bucket_arrives()
 
     @property
     def _model(self) -> DistributedDataParallel:

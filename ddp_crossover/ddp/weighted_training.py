@@ -20,7 +20,7 @@ from ddp_crossover.collectives.link import Link
 from ddp_crossover.ddp.batch_timer import BatchTimer
 from ddp_crossover.ddp.reducer import Reducer
 from ddp_crossover.ddp.weighted_batches import WeightedBatches, checked_count
-from ddp_crossover.gpu_sharing.turns import Turns
+from ddp_crossover.moments import Moments
 from ddp_crossover.options import SWITCH, switched_off
 
 _END = object()
@@ -91,14 +91,14 @@ class WeightedTraining:
     Args:
         reducer: knows the model, and weights its gradients.
         link: tells ranks what they need of each other.
-        turns: knows of waits.
+        moments: those of the model's training.
         device: the device that computes.
     """
 
-    def __init__(self, reducer: Reducer, link: Link, turns: Turns, device: torch.device) -> None:
+    def __init__(self, reducer: Reducer, link: Link, moments: Moments, device: torch.device) -> None:
         self._reducer = reducer
         self._link = link
-        self._turns = turns
+        self._moments = moments
         self._device = device
 
     def batch(self, samples: int) -> AbstractContextManager[None]:
@@ -137,7 +137,7 @@ class WeightedTraining:
         if batches.timer is not None:
             raise RuntimeError("state.balance() was called before: one sampler is balanced for a model")
         balancer = Balancer(sampler, self._link.exchange_numbers)
-        batches.timer = BatchTimer(self._reducer.model.module, self._device, self._turns, balancer)
+        batches.timer = BatchTimer(self._moments, self._device, balancer)
 
     def _batches(self, name: str) -> WeightedBatches:
         if self._reducer.is_detached:

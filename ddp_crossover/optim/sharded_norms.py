@@ -106,7 +106,7 @@ def total_norm(pipeline: Pipeline, gradients: Gradients, norm_type: float) -> Te
             part.mul_(factor.abs())
         parts.append(part)
     own: Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type)
-    with pipeline.turns.gap("norms"), pipeline.turns.released():
+    with pipeline.compute_waits.of("norms"), pipeline.compute_waits.others.released():
         of_ranks = pipeline.link.all_gather_small(own)
     total: Tensor = torch.linalg.vector_norm(of_ranks, norm_type)
     return total
@@ -145,7 +145,7 @@ def norms(pipeline: Pipeline, gradients: Gradients, norm_type: float) -> dict[Sl
     slots = sorted([*gradients.on_the_wire, *gradients.in_memory], key=lambda slot: slot.index)
     call = crc32(repr((pipeline.iteration, norm_type, [slot.index for slot in slots])).encode())
     call_id = torch.full((1,), call % _EXACT_IN_FP32, dtype=dtype, device=device)
-    with pipeline.turns.gap("norms"), pipeline.turns.released():
+    with pipeline.compute_waits.of("norms"), pipeline.compute_waits.others.released():
         of_ranks = pipeline.link.all_gather_small(torch.cat((call_id, own)))
     require_on_device((of_ranks[:, 0] == of_ranks[0, 0]).all(), f"ranks took different norms. {EVERY_RANK}")
     total = torch.linalg.vector_norm(of_ranks[:, 1:], norm_type, dim=0).unbind()
@@ -200,7 +200,7 @@ def _reduced_shards(pipeline: Pipeline, group: GroupInFlight) -> list[Tensor]:
     if group.is_complete:
         return group.buffer.slices(pipeline.link.shard, pipeline.link.world_size)
     assert group.scatter is not None
-    with pipeline.turns.gap(f"scatter {group.spec.index}") as host_wait:
+    with pipeline.compute_waits.of(f"scatter {group.spec.index}") as host_wait:
         # Protects the norm from incomplete sums.
         group.scatter.wait(host_wait)
     return group.scatter.shards()

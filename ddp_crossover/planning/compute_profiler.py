@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover import device as gpu
+from ddp_crossover.moments import BeforeBackward, Follower
 from ddp_crossover.planning.cost_model import ComputeProfile
 from ddp_crossover.tracing.trace import Moment
 
@@ -83,17 +86,17 @@ class _Step(NamedTuple):
     ends: dict[str, Any]  # of "forward", "backward" and "step"
 
 
-class ComputeProfiler:
+class ComputeProfiler(Follower):
     """Measures a few training steps.
 
     Args:
         stopwatch: measures the times.
-        parameters: number of parameters.
+        index_of: the index of each parameter, by its id.
     """
 
-    def __init__(self, stopwatch: Stopwatch, parameters: int) -> None:
+    def __init__(self, stopwatch: Stopwatch, index_of: Mapping[int, int]) -> None:
         self._stopwatch = stopwatch
-        self._parameters = parameters
+        self._index_of = index_of
         self._step: _Step | None = None
         self._steps: list[_Step] = []
 
@@ -102,11 +105,11 @@ class ComputeProfiler:
         """Whether enough steps have been measured."""
         return len(self._steps) >= _WARMUP_STEPS + _MEASURED_STEPS
 
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
+    def waiting(self, what: Hashable) -> contextlib.AbstractContextManager[None]:
         """Context manager for code in which compute waits for communication; its time is not compute."""
         return self._stopwatch.waiting()
 
-    def forward_begins(self) -> None:
+    def forward_begins(self, ddp: DistributedDataParallel) -> None:
         """Note the start of a forward. The first forward after a backward begins a new step."""
         now = self._stopwatch.mark()
         if self._step is not None and "backward" in self._step.ends:
@@ -123,16 +126,16 @@ class ComputeProfiler:
             for index in parameters:
                 self._step.used.setdefault(index, now)
 
-    def forward_ends(self) -> None:
+    def forward_ends(self, ddp: DistributedDataParallel, output: Any, before_backward: BeforeBackward) -> None:
         """Note the end of a forward. The time after the last one counts as backward."""
         if self._step is not None:
             self._step.ends["forward"] = self._stopwatch.mark()
 
-    def arrived(self, parameters: Iterable[int]) -> None:
+    def bucket_arrives(self, parameters: Sequence[Tensor], *, is_first: bool) -> None:
         """Note that the gradients of these parameters have been computed."""
         if self._step is not None:
             now = self._stopwatch.mark()
-            self._step.arrived.update((index, now) for index in parameters)
+            self._step.arrived.update((self._index_of[id(parameter)], now) for parameter in parameters)
 
     def backward_ends(self) -> None:
         """Note that all gradients have arrived."""
@@ -143,7 +146,7 @@ class ComputeProfiler:
         """Medians over the measured steps, taken for each time separately."""
         rows = [self._times(step) for step in self._steps[_WARMUP_STEPS:] if "forward" in step.ends]
         medians = [max(median(column), 0.0) for column in zip(*rows, strict=True)]
-        count = self._parameters
+        count = len(self._index_of)
         forward_s, backward_s, rest_s = medians[2 * count :]
         return ComputeProfile(
             use_s=tuple(medians[:count]),
@@ -155,7 +158,7 @@ class ComputeProfiler:
 
     def _times(self, step: _Step) -> list[float]:
         """Times of uses, times of arrivals, and the lengths of forward, backward and rest, all in seconds."""
-        indices = range(self._parameters)
+        indices = range(len(self._index_of))
         # A parameter whose first use was not noticed counts as used at the beginning of the forward. One that got no
         # gradient counts as arriving at the end of backward.
         used = [step.used.get(index, step.begin) for index in indices]

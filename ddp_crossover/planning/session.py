@@ -17,8 +17,8 @@ from ddp_crossover.codecs.wire import Wire
 from ddp_crossover.collectives.agreement import all_gather_json, require_equal
 from ddp_crossover.collectives.leg import MAX_GROUPS
 from ddp_crossover.collectives.link import Link
+from ddp_crossover.compute_waits import OtherJobs
 from ddp_crossover.fusion import MB, FusionPlan, Schedule, plan_fusion
-from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.log import logger, say
 from ddp_crossover.options import Options
 from ddp_crossover.planning.compute_profiler import ComputeProfiler, Stopwatch
@@ -71,8 +71,8 @@ class Planning:
         wire: what they ask to send.
         link: link between the ranks.
         backend: backend of the process group, such as ``"gloo"``.
-        turns: turns on the device. The lease is released while ranks exchange messages, and a trial that another job
-            disturbed is repeated.
+        others: who else may use the device, as they do while ranks exchange messages. A trial that they have disturbed
+            is repeated.
         bucket_cap_mb: maximum size of DDP's buckets before attach, in MiB; None if DDP as it was is no choice.
         kinds: with a sharded optimizer, how the shards of each parameter differ from those of others.
 
@@ -89,7 +89,7 @@ class Planning:
         wire: Wire,
         link: Link,
         backend: str,
-        turns: Turns,
+        others: OtherJobs,
         bucket_cap_mb: float | None,
         kinds: Sequence[ShardKind] = (),
     ) -> None:
@@ -101,13 +101,14 @@ class Planning:
         self._codec_s_per_element = 0.0
         self._link = link
         self._device = named[0][1].device
+        self._index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
         self._memory = TunedMemory(named, options, link, backend)
         self._model_bytes = round(sum(spec.wire_bytes for spec in self.specs))
         self._plain_bytes = round(sum(spec.wire_bytes for spec in self.plain_specs))
         self._orders = Orders([], [])
         self._tuner: Tuner | None = None
-        self._turns = turns
-        self._timer = TrialTimer(link, self._device, turns, Stopwatch(self._device))
+        self._others = others
+        self._timer = TrialTimer(link, self._device, others, Stopwatch(self._device))
         self._exposed_s: dict[Candidate, float] = {}
         self._predicted: Candidate | None = None
         self._bucket_cap_mb = bucket_cap_mb
@@ -143,7 +144,7 @@ class Planning:
         is_planned = self._options.fusion_mb is None or not self._link.chooses_gather_order
         if self._options.schedule is Schedule.AUTO and is_planned:
             self.stage = Stage.PROFILING
-            self.profiler = ComputeProfiler(Stopwatch(self._device), len(self.specs))
+            self.profiler = ComputeProfiler(Stopwatch(self._device), self._index_of)
         return plan
 
     def why_not_at_all(self) -> str | None:
@@ -178,10 +179,10 @@ class Planning:
     def at_step_boundary(self) -> FusionPlan | None:
         """Advance planning by one step; returns the plan to switch to now, or None to stay."""
         if self.stage is Stage.PROFILING and self.profiler is not None and self.profiler.done:
-            with self._turns.released():
+            with self._others.released():
                 return self._leave_profiling()
         if self.stage is Stage.TUNING and self._timer.step_ends():
-            with self._turns.released():
+            with self._others.released():
                 return self._end_trial()
         return None
 

@@ -10,7 +10,7 @@ import torch
 
 from ddp_crossover.collectives.agreement import all_gather_json
 from ddp_crossover.collectives.link import Link
-from ddp_crossover.gpu_sharing.turns import Turns
+from ddp_crossover.compute_waits import OtherJobs
 from ddp_crossover.planning.compute_profiler import Stopwatch
 from ddp_crossover.planning.tuner import TRIAL_STEPS, WARMUP_STEPS
 
@@ -26,15 +26,15 @@ class TrialTimer:
     Args:
         link: link between the ranks.
         device: device of the parameters.
-        turns: tells whether another job has disturbed a trial, which is then repeated.
+        others: tell whether they have disturbed a trial, which is then repeated.
         stopwatch: measures.
     """
 
-    def __init__(self, link: Link, device: torch.device, turns: Turns, stopwatch: Stopwatch) -> None:
+    def __init__(self, link: Link, device: torch.device, others: OtherJobs, stopwatch: Stopwatch) -> None:
         self._link = link
         self._device = device
         self._stopwatch = stopwatch
-        self._turns = turns
+        self._others = others
         self._disturbances = 0
         self._repeats_left = _MAX_REPEATED_TRIALS
         self._steps_to_skip = 0
@@ -69,7 +69,7 @@ class TrialTimer:
         """
         times_s = self._stopwatch.seconds(self._marks, waits=True)
         steps_s = [later - earlier for earlier, later in itertools.pairwise(times_s)]
-        mine = {"steps_s": steps_s, "disturbed": self._turns.disturbances > self._disturbances}
+        mine = {"steps_s": steps_s, "disturbed": self._others.disturbances > self._disturbances}
         of_ranks = all_gather_json(mine, self._link.process_group, self._device)
         if self._repeats_left and any(of_rank["disturbed"] for of_rank in of_ranks):
             # The step times include another job's turns.
@@ -86,7 +86,7 @@ class TrialTimer:
     def _restart(self) -> None:
         self._marks, self._waits_s = [], []
         self._mark()
-        self._disturbances = self._turns.disturbances
+        self._disturbances = self._others.disturbances
 
     def _mark(self) -> None:
         self._marks.append(self._stopwatch.mark())

@@ -160,7 +160,7 @@ class ParameterGathers:
     def _keep_gradients(self, group: GroupInFlight) -> None:
         """Wait for the reduced gradients, and put them aside, where parameters will take their place."""
         assert group.scatter is not None
-        with self._pipeline.turns.gap(f"scatter {group.spec.index}") as host_wait:
+        with self._pipeline.compute_waits.of(f"scatter {group.spec.index}") as host_wait:
             # Protects updates and readers from incomplete sums.
             group.scatter.wait(host_wait)
         self._pipeline.order.join()
@@ -264,7 +264,7 @@ class ParameterGathers:
 
     @contextlib.contextmanager
     def _waiting_for_ranks(self) -> Iterator[None]:
-        with self._pipeline.turns.gap("gradients"), self._pipeline.turns.released():
+        with self._pipeline.compute_waits.of("gradients"), self._pipeline.compute_waits.others.released():
             yield
 
     def _gather_gradients(self) -> None:

@@ -91,14 +91,15 @@ def _link() -> NcclLink:
 
 def test_compute_times(devices) -> None:
     stopwatch = Stopwatch(MODELS)
-    profiler = ComputeProfiler(stopwatch, 1)
+    parameter, model = torch.zeros(1), mock.Mock()
+    profiler = ComputeProfiler(stopwatch, {id(parameter): 0})
     while not profiler.done:
-        profiler.forward_begins()
+        profiler.forward_begins(model)
         profiler.used([0])
-        profiler.forward_ends()
-        with profiler.waiting():
+        profiler.forward_ends(model, None, mock.Mock())
+        with profiler.waiting("a leg"):
             pass
-        profiler.arrived([0])
+        profiler.bucket_arrives([parameter], is_first=True)
         profiler.backward_ends()
     assert profiler.profile().forward_s > 0
     assert {event.device for event in devices} == {MODELS}

@@ -256,7 +256,7 @@ def steps_until_tuned(directory: str, disturbed: bool) -> int:
         steps = 0
         while job.state.tuning:
             if disturbed and dist.get_rank() == 0:
-                job.state._turns.ledger.disturbances += 1
+                job.state._parts.turns.ledger.disturbances += 1
             job.step()
             steps += 1
     job.end()

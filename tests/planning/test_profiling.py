@@ -130,17 +130,22 @@ class _Clock(Stopwatch):
             self.now_s += seconds
 
 
+FIRST, SECOND = torch.zeros(1), torch.zeros(1)
+INDEX_OF = {id(FIRST): 0, id(SECOND): 1}
+MODEL: Any = None  # no matter which
+
+
 def _step(profiler: ComputeProfiler, clock: _Clock, slowness: float = 1.0) -> None:
     """Two parameters, the second of which no module shows and no backward reaches."""
-    profiler.forward_begins()
+    profiler.forward_begins(MODEL)
     clock.now_s += 1 * slowness
     clock.wait(100)
     profiler.used([0])
     clock.now_s += 2 * slowness
     profiler.used([0])  # once more: not the first use
-    profiler.forward_ends()
+    profiler.forward_ends(MODEL, None, lambda _: None)
     clock.now_s += 3 * slowness
-    profiler.arrived([0])
+    profiler.bucket_arrives([FIRST], is_first=True)
     clock.now_s += 4 * slowness
     profiler.backward_ends()
     clock.wait(100)
@@ -149,7 +154,7 @@ def _step(profiler: ComputeProfiler, clock: _Clock, slowness: float = 1.0) -> No
 
 def test_the_stopwatch_stands_still_in_waits_and_one_odd_step_changes_nothing() -> None:
     clock = _Clock()
-    profiler = ComputeProfiler(clock, 2)
+    profiler = ComputeProfiler(clock, INDEX_OF)
     steps = 0
     while not profiler.done:
         _step(profiler, clock, slowness=50.0 if steps in (0, 2) else 1.0)
@@ -161,8 +166,8 @@ def test_the_stopwatch_stands_still_in_waits_and_one_odd_step_changes_nothing() 
 
 def test_a_forward_without_backward_ends_no_step() -> None:
     clock = _Clock()
-    profiler = ComputeProfiler(clock, 2)
+    profiler = ComputeProfiler(clock, INDEX_OF)
     for _ in range(20):
-        profiler.forward_begins()
-        profiler.forward_ends()
+        profiler.forward_begins(MODEL)
+        profiler.forward_ends(MODEL, None, lambda _: None)
     assert not profiler.done

@@ -107,7 +107,7 @@ class JudgedPlanning(Planning):
         super().__init__(*args)
         self._favourite = favourite
         self._best_mb = best_mb
-        self._timer = TrialTimer(self._link, self._device, self._turns, _Judge(self))
+        self._timer = TrialTimer(self._link, self._device, self._others, _Judge(self))
         self.choices: list[FusionPlan] = []
 
     def _best_predicted(self, planned: PlannedStep) -> Candidate:

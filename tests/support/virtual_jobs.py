@@ -16,6 +16,7 @@ import torch
 from ddp_crossover import device
 from ddp_crossover.collectives.nccl_link import _NcclLeg
 from ddp_crossover.collectives.stream_order import CudaStreams
+from ddp_crossover.compute_waits import NoOtherJobs
 from ddp_crossover.gpu_sharing import gap, lease_holder, turns
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.lease.client import GpuLease
@@ -151,6 +152,16 @@ def virtual_hosts() -> Iterator[Hosts]:
         yield hosts
 
 
+class Alone(NoOtherJobs):
+    """The turns of a job without a lease."""
+
+    def want(self) -> None:
+        pass
+
+    def step_ended(self) -> None:
+        pass
+
+
 @dataclass
 class Rank:
     """One rank of a job that trains with DeAR: gather legs end before the forwards that need them.
@@ -184,7 +195,8 @@ class Rank:
         hosts.spend(begin_s)
         cpu, clock = torch.device("cpu"), CommClock()
         comm = FakeStream()
-        self.turns = Turns(self.lease, clock, lambda reason: None, CudaStreams(cpu, (comm,)))
+        streams = CudaStreams(cpu, (comm,))
+        self.turns = Alone() if self.lease is None else Turns(self.lease, clock, lambda reason: None, streams)
         link: Any = SimpleNamespace(clock=clock, watch=SimpleNamespace(add=lambda *leg: None))
         self.gpu.computed.setdefault(self.job, [])
         legs: dict[int, _NcclLeg] = {}
