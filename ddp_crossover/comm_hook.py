@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_crossover.attachment import Attachment
 from ddp_crossover.balance.sampler import BalancedSampler
+from ddp_crossover.ddp.reducer import HookState
 from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
 from ddp_crossover.ddp.wire_checkpoint import load_left_out, save_left_out
 from ddp_crossover.figures.stats import DearStats, about, summary
@@ -33,7 +34,7 @@ from ddp_crossover.torch_internals.ddp import GradBucket
 from ddp_crossover.tracing.trace import Trace
 
 
-class DearState:
+class DearState(HookState):
     """State of the hook for one DDP model and its optimizers: the first argument of ``register_comm_hook``.
 
     Args:

@@ -38,6 +38,16 @@ from ddp_crossover.torch_internals.autograd import call_after_backward
 from ddp_crossover.torch_internals.ddp import GradBucket, comm_hooks_of, forget_comm_hooks, rebuild_buckets
 
 
+class HookState:
+    """What is registered with DDP beside the hook: it has a reducer, which finds itself among DDP's hooks by it."""
+
+    _reducer: "Reducer"
+
+    def reduces_with(self, reducer: "Reducer") -> bool:
+        """Whether this is the state of ``reducer``."""
+        return self._reducer is reducer
+
+
 class Reducer:
     """Reduces the gradients of one DDP model.
 
@@ -276,7 +286,8 @@ class Reducer:
 
     def _is_registered(self) -> bool:
         ddp = self._moments.model_if_there
-        return ddp is not None and any(getattr(state, "_reducer", None) is self for _, state in comm_hooks_of(ddp))
+        states = () if ddp is None else [state for _, state in comm_hooks_of(ddp) if isinstance(state, HookState)]
+        return any(state.reduces_with(self) for state in states)
 
     def _before_forward(self) -> None:
         if not self._seen_forward:
