@@ -45,6 +45,7 @@ from ddp_crossover.ddp.refusals import (
 from ddp_crossover.ddp.same_setup import require_same_setup
 from ddp_crossover.ddp.turn_points import TurnPoints, why_turns_stand
 from ddp_crossover.ddp.unreduced_steps import UnreducedSteps
+from ddp_crossover.ddp.weighing import EqualWeights, Weighing
 from ddp_crossover.ddp.weighted_batches import WeightedBatches
 from ddp_crossover.ddp.weighted_training import WeightedTraining
 from ddp_crossover.figures.stats import DearStats, FallbackLog, in_force
@@ -256,6 +257,9 @@ def _compose_on(
     weights = RankWeights(link.rank, link.world_size)
     use_order = UseOrder(len(named))
     batches = WeightedBatches(ddp, link, weights, compute_waits, params, use_order) if options.weighted else None
+    if batches is not None:
+        moments.follow(batches, inside=True)
+    weighing: Weighing = EqualWeights() if batches is None else batches
     unreduced = UnreducedSteps(ddp, named, optimizers, fallbacks, link.world_size, batches)
     of_updates = (optimizers, params, early_reads, fallbacks, unreduced)
     updates = (
@@ -272,7 +276,7 @@ def _compose_on(
         moments,
         compute_waits,
         weights=weights,
-        batches=batches,
+        weighing=weighing,
         use_order=use_order,
         buckets=buckets,
         memory=memory,
@@ -291,7 +295,7 @@ def _compose_on(
         fallbacks,
         compute_waits,
         in_force=in_force,
-        batches=batches,
+        weighing=weighing,
         unreduced=unreduced,
         use_order=use_order,
         on_leave=on_leave,
@@ -315,7 +319,7 @@ def _compose_on(
         updates=updates,
         plan_in_force=in_force,
         reducer=reducer,
-        weighted=WeightedTraining(reducer, link, moments, device),
+        weighted=WeightedTraining(reducer, batches, link, moments, device),
         turn_points=turn_points,
     )
 

@@ -73,6 +73,10 @@ class Followers(Follower):
         """Tell this one as well, around the others."""
         self._use((follower, *self._all))
 
+    def fill(self, follower: Follower) -> None:
+        """Tell this one as well, inside of the others."""
+        self._use((*self._all, follower))
+
     def remove(self, follower: Follower) -> None:
         """Tell this one no more; nothing happens if it is not told."""
         self._use(tuple(one for one in self._all if one is not follower))
@@ -172,8 +176,11 @@ class Moments(Hook):
         return [optimizer for optimizer in self._optimizers if not has_hooks(optimizer)]
 
     def follow(self, follower: Follower, *, inside: bool = False) -> None:
-        """Tell ``follower`` from now on, around those that are told already. It leaves by :meth:`leave`."""
-        (self.inside if inside else self.around).wrap(follower)
+        """Tell ``follower`` from now on: around all others, or with ``inside``, inside of all others."""
+        if inside:
+            self.inside.fill(follower)
+        else:
+            self.around.wrap(follower)
         self._listen()
 
     def leave(self, follower: Follower) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -35,6 +35,9 @@ class Everything(Follower):
     def forward_ends(self, ddp: DistributedDataParallel, output: Any, before_backward: BeforeBackward) -> None:
         self.note("forward raised" if output is None else "forward ends")
         before_backward(lambda: self.note("backward begins"))
+
+    def bucket_arrives(self, parameters: Sequence[torch.Tensor], *, is_first: bool) -> None:
+        self.note("the first bucket arrives" if is_first else "a bucket arrives")
 
     def backward_ends(self) -> None:
         self.note("backward ends")
@@ -118,6 +121,32 @@ def test_those_around_hear_of_the_whole_and_nest(on_ranks) -> None:
     ]
 
 
+def _order_of_what_the_reducer_tells() -> Heard:
+    ddp, _, moments = _job()
+    heard: Heard = []
+    for name, inside in {"weights": True, "lease": False, "stopwatch": True}.items():
+        moments.follow(Everything(name, heard), inside=inside)
+    moments.inside.forward_begins(ddp)
+    moments.bucket_arrives([], is_first=True)
+    moments.inside.backward_ends()
+    moments.around.backward_ends()
+    return heard
+
+
+def test_what_measures_compute_hears_of_begins_last_and_of_ends_first(on_ranks) -> None:
+    [heard] = on_ranks(_order_of_what_the_reducer_tells, 1)
+    assert heard == [
+        "weights: forward begins",
+        "stopwatch: forward begins",
+        "lease: the first bucket arrives",
+        "weights: the first bucket arrives",
+        "stopwatch: the first bucket arrives",
+        "stopwatch: backward ends",
+        "weights: backward ends",
+        "lease: backward ends",
+    ]
+
+
 def _a_forward_that_raises() -> Heard:
     ddp, _, moments = _job()
     heard: Heard = []
@@ -159,15 +188,19 @@ def test_waits_nest_as_well_and_cost_nothing_if_nobody_is_told() -> None:
     followers.wrap(Everything("inner", heard))
     followers.wrap(OfSteps())
     followers.wrap(Everything("outer", heard))
+    followers.fill(Everything("innermost", heard))
     with followers.waiting(3):
         heard.append("wait")
     followers.backward_ends()
     assert heard == [
         "outer: wait for 3",
         "inner: wait for 3",
+        "innermost: wait for 3",
         "wait",
+        "innermost: wait ends",
         "inner: wait ends",
         "outer: wait ends",
+        "innermost: backward ends",
         "inner: backward ends",
         "outer: backward ends",
     ]

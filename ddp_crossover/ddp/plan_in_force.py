@@ -23,7 +23,7 @@ from ddp_crossover.compute_waits import ComputeWaits
 from ddp_crossover.ddp.buckets import Buckets, LayoutRecorder, may_skip_buckets
 from ddp_crossover.ddp.forwards import UseOrder
 from ddp_crossover.ddp.plain_all_reduce import PlainAllReduce
-from ddp_crossover.ddp.weighted_batches import WeightedBatches
+from ddp_crossover.ddp.weighing import Weighing
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.fusion import FusionPlan, Schedule
 from ddp_crossover.fusion_buffers.feedback import Feedback
@@ -55,7 +55,7 @@ class PlanInForce:
         moments: those of the model's training.
         compute_waits: what waits of compute go through.
         weights: what each rank's gradients are multiplied by.
-        batches: the batches of this model, if they are weighted; else None.
+        weighing: says what the gradients of each rank weigh, and whether that may soon change.
         use_order: the order in which forward uses parameters.
         buckets: DDP's buckets, which are changed with the plan.
         memory: arenas for the first pipeline, large enough for every plan.
@@ -80,7 +80,7 @@ class PlanInForce:
         compute_waits: ComputeWaits,
         *,
         weights: RankWeights,
-        batches: WeightedBatches | None,
+        weighing: Weighing,
         use_order: UseOrder,
         buckets: Buckets,
         memory: Mapping[str, Tensor],
@@ -105,7 +105,7 @@ class PlanInForce:
         self._compute_waits = compute_waits
         self._profiler: ComputeProfiler | None = None
         self._weights = weights
-        self._batches = batches
+        self._weighing = weighing
         self._use_order = use_order
         self._memory = memory
         self._wire = wire
@@ -179,7 +179,7 @@ class PlanInForce:
         """Take the next plan, if there is one. Called when a backward begins."""
         if self.plain_reason is not None or not self._use_order.is_known:
             return
-        if self._batches is not None and not self._batches.is_settled:
+        if not self._weighing.is_settled:
             return  # compute times would be those of other shares
         # DDP may order new buckets in another way each time. No reason to plan anew: any plan takes any buckets.
         if not self.buckets.were_changed and self.layouts.settled_anew():

@@ -23,7 +23,7 @@ from ddp_crossover.ddp.plain_all_reduce import PlainAllReduce
 from ddp_crossover.ddp.plan_in_force import PlanInForce
 from ddp_crossover.ddp.refusals import allow_methods, refuse_methods
 from ddp_crossover.ddp.unreduced_steps import UnreducedSteps
-from ddp_crossover.ddp.weighted_batches import WeightedBatches
+from ddp_crossover.ddp.weighing import Weighing
 from ddp_crossover.dear import Pipeline
 from ddp_crossover.figures.stats import FallbackLog, StepLog
 from ddp_crossover.fusion_buffers.feedback import Feedback
@@ -61,7 +61,7 @@ class Reducer:
         fallbacks: records what took a slower path.
         compute_waits: what waits of compute go through.
         in_force: what reduces the buckets.
-        batches: the batches of this model, if they are weighted; else None.
+        weighing: says what the gradients of each rank weigh.
         unreduced: finds steps whose gradients were not reduced.
         use_order: the order in which forward uses parameters.
         on_leave: called when DDP should be left alone, with a sentence that says why. It has to detach.
@@ -82,7 +82,7 @@ class Reducer:
         compute_waits: ComputeWaits,
         *,
         in_force: PlanInForce,
-        batches: WeightedBatches | None,
+        weighing: Weighing,
         unreduced: UnreducedSteps,
         use_order: UseOrder,
         on_leave: Callable[[str], None],
@@ -109,7 +109,7 @@ class Reducer:
         self._compiled = CompiledCode(ddp.module, params, early_reads, fallbacks, in_force.finish_local_gradients)
         params.watch_uses(self._guard.note_touch)
         refuse_methods(ddp)
-        self.batches = batches
+        self._weighing = weighing
         self._unreduced = unreduced
         self._in_backward = False
         self._last_bucket = -1
@@ -131,8 +131,8 @@ class Reducer:
         """Apply pending updates, deliver pending gradients, and remove all hooks."""
         self.is_detached = True
         was_registered = self._is_registered()
-        if self.batches is not None and self._awaits_backward:
-            self.batches.end()
+        if self._awaits_backward:
+            self._weighing.end()
         try:
             if self.pipeline is not None:
                 self.pipeline.retire()
@@ -170,8 +170,7 @@ class Reducer:
             part.remove()
         if (ddp := self._moments.model_if_there) is not None:
             allow_methods(ddp)
-            if self.batches is not None:
-                self.batches.remove()
+            self._weighing.remove()
             if self._is_registered():
                 forget_comm_hooks(ddp)
 
@@ -222,8 +221,7 @@ class Reducer:
         self._in_force.reduction.retire()
         if self._in_force.plain_reason is None:
             self._memory_formats.refuse_changes()
-        if self.batches is not None:
-            self.batches.weigh()
+        self._weighing.weigh()
         self._in_backward = True
         self._awaits_backward = False
         self._layouts.begin_backward()
@@ -266,8 +264,7 @@ class Reducer:
         self._unreduced.backward_reduced(None if self.pipeline is None else self.pipeline.gradients)
         if self.pipeline is not None:
             self.pipelined_iterations += 1
-            if self.batches is not None:
-                self.batches.refuse_unweighted(self.pipeline.gradients.unassigned)
+            self._weighing.refuse_unweighted(self.pipeline.gradients.unassigned)
             if self._compiled.needs_gradients:
                 self._in_force.finish_gradients()
         elif (reason := self._in_force.why_plain()) is not None:
@@ -305,10 +302,8 @@ class Reducer:
         self._in_force.buckets.forward_begins()
         if self._follow_plan():
             return
-        if self.batches is not None:
-            self.batches.forward_begins(reduces=self.model.require_backward_grad_sync)
-        self._updates.refuse_to_go_on()
         self._moments.inside.forward_begins(self.model)
+        self._updates.refuse_to_go_on()
         self._had_begun = self._planning.has_begun  # a plan may begin in the backward of this forward
         if self._in_force.plain_reason is None and not self._had_begun:
             self._params.arm_all()  # no update is pending yet: arm parameters only to learn the use order
@@ -337,8 +332,6 @@ class Reducer:
         self._unreduced.forward_ended(reduces=reduces)
         if not reduces and self.pipeline is not None:
             self.pipeline.gradients.expect_unreduced()  # the backward of this forward adds what no rank has shared
-        if self.batches is not None and returned:
-            self.batches.forward_ended(output)
         before_backward = functools.partial(call_before_backward, output)
         self._moments.inside.forward_ends(self.model, output, before_backward)
         if returned and self._use_order.end_forward() and self.pipeline is not None:

@@ -30,7 +30,7 @@ from ddp_crossover.ddp.batch_timer import BatchTimer
 from ddp_crossover.ddp.forwards import UseOrder
 from ddp_crossover.ddp.unreduced_samples import UnreducedSamples
 from ddp_crossover.log import say
-from ddp_crossover.moments import call_before_backward
+from ddp_crossover.moments import BeforeBackward, Follower
 from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters
 from ddp_crossover.parameters.gradient_marks import Mark, are_empty, are_same, marks_of
 from ddp_crossover.parameters.lazy_params import LazyParams
@@ -102,8 +102,8 @@ class _Announced(NamedTuple):
     of_ranks: Callable[[], list[int]]
 
 
-class WeightedBatches:
-    """Follows the batches of one model through forward and backward.
+class WeightedBatches(Follower):
+    """Follows the batches of one model through forward and backward. Implements ``Weighing``.
 
     Args:
         ddp: the model.
@@ -268,11 +268,12 @@ class WeightedBatches:
                 f"one backward, or call optimizer.zero_grad() to drop them{closure}"
             )
 
-    def forward_begins(self, *, reduces: bool) -> None:
+    def forward_begins(self, ddp: DistributedDataParallel) -> None:
         """Send this rank's count, if the backward of this forward is going to reduce gradients."""
+        reduces = ddp.require_backward_grad_sync
         if self._count is None:
             raise RuntimeError(_INSIDE)
-        self._broadcasts += self._model.will_sync_module_buffers()
+        self._broadcasts += ddp.will_sync_module_buffers()
         if not self._has_reduced:
             self._unreduced.forward_begins(reduces=reduces)
         if not reduces:
@@ -284,13 +285,13 @@ class WeightedBatches:
                 ]
         elif not self._has_reduced and self._announced is None:
             self._announce()
-        if self._model.find_unused_parameters:
+        if ddp.find_unused_parameters:
             self._gradients_before = marks_of(self._parameters())
 
-    def forward_ended(self, output: Any) -> None:
+    def forward_ends(self, ddp: DistributedDataParallel, output: Any, before_backward: BeforeBackward) -> None:
         """Watch the gradients of earlier micro-batches until the backward of this forward begins."""
         if self._unreduced.earlier and not self._has_reduced:
-            call_before_backward(output, self._backward_begins)
+            before_backward(self._backward_begins)
 
     def _backward_begins(self) -> None:
         if self._count is None or self._has_reduced:

@@ -89,14 +89,18 @@ class WeightedTraining:
     """Batches, loaders and a balanced sampler of one model.
 
     Args:
-        reducer: knows the model, and weights its gradients.
+        reducer: knows the model, and whether it is attached.
+        weighted: the batches of this model, if they are weighted; else None.
         link: tells ranks what they need of each other.
         moments: those of the model's training.
         device: the device that computes.
     """
 
-    def __init__(self, reducer: Reducer, link: Link, moments: Moments, device: torch.device) -> None:
+    def __init__(
+        self, reducer: Reducer, weighted: WeightedBatches | None, link: Link, moments: Moments, device: torch.device
+    ) -> None:
         self._reducer = reducer
+        self._weighted = weighted
         self._link = link
         self._moments = moments
         self._device = device
@@ -108,7 +112,7 @@ class WeightedTraining:
     @contextmanager
     def _equal_batch(self, samples: int) -> Iterator[None]:
         """Plain DDP, which weights ranks equally, is right for this batch, or all ranks raise RuntimeError."""
-        left_over = 0 if self._reducer.batches is None else self._reducer.batches.take_left_over()
+        left_over = 0 if self._weighted is None else self._weighted.take_left_over()
         least, most = _least_and_most(checked_count(samples + left_over), self._reducer.model, self._device)
         if least != most:
             raise RuntimeError(
@@ -143,6 +147,6 @@ class WeightedTraining:
         if self._reducer.is_detached:
             why = f"{SWITCH}=off is set" if switched_off() else "this state is detached"
             raise RuntimeError(f"state.{name}() weights gradients, and {why}, so DDP averages over ranks")
-        if self._reducer.batches is None:
+        if self._weighted is None:
             raise RuntimeError(f"state.{name}() weights gradients by the number of samples: attach with weighted=True")
-        return self._reducer.batches
+        return self._weighted
