@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from ddp_crossover.attaching import attach
 from ddp_crossover.collectives.agreement import DisagreementError, all_gather_json
@@ -22,8 +20,10 @@ from ddp_crossover.comm_hook import DearState
 from ddp_crossover.ddp.refusals import JOIN_ADVICE, copy_as_plain, refuse_model, refuse_optimizers
 from ddp_crossover.ddp.unwrapping import live_objects
 from ddp_crossover.figures.stats import DearStats
+from ddp_crossover.launch.process_moments import PROCESS_MOMENTS
 from ddp_crossover.launch.watch import watch_model, watch_new_models
 from ddp_crossover.log import say, short
+from ddp_crossover.moments import Follower
 from ddp_crossover.options import Options, switched_off
 from ddp_crossover.parameters.early_reads import caller
 from ddp_crossover.torch_internals.ddp import has_comm_hook, is_joining, managed_parameters
@@ -141,7 +141,7 @@ class Auto:
             say(f"attached to {name} ({short(millions)} M parameters, {ranks}) with {names}")
 
 
-class _Uncalled:
+class _Uncalled(Follower):
     """Says so when optimizers train DDP models that nobody calls, so that nothing is attached to."""
 
     def __init__(self) -> None:
@@ -149,20 +149,18 @@ class _Uncalled:
         self._text = ""
         self._is_said = False
         self._model_of: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
-        self._handle: RemovableHandle | None = None
 
     def begin(self) -> None:
         """Look from now on."""
-        self._handle = register_optimizer_step_post_hook(lambda optimizer, *_: self._after_step(optimizer))
+        PROCESS_MOMENTS.follow(self)
         atexit.register(self._say)
 
     def stop(self) -> None:
         """Look no more: a model is called."""
-        if self._handle is not None:
-            self._handle.remove()
-            atexit.unregister(self._say)
+        PROCESS_MOMENTS.leave(self)
+        atexit.unregister(self._say)
 
-    def _after_step(self, optimizer: Optimizer) -> None:
+    def step_ends(self, optimizer: Optimizer) -> None:
         if self._is_said:  # not removed here, inside of a step: torch is going through the hooks
             return
         if optimizer not in self._model_of:

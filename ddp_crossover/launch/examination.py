@@ -8,12 +8,12 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_crossover.ddp.plan_in_force import NOT_FASTER
 from ddp_crossover.launch.auto import AttachedModel, Auto
 from ddp_crossover.launch.errand import Errand
 from ddp_crossover.launch.recording import Models, Recording, digests
+from ddp_crossover.moments import Follower
 from ddp_crossover.torch_internals.ddp import bucket_cap_bytes
 
 # Allocators, caches, iterations that are not pipelined yet or from which the plan is made.
@@ -21,7 +21,7 @@ _WARMUP_STEPS = 14
 FEWEST_STEPS = 18
 
 
-class Examination:
+class Examination(Follower):
     """Times the steps of the first optimizer that makes one.
 
     Args:
@@ -35,15 +35,14 @@ class Examination:
         self._first: Optimizer | None = None
         self._ends_s: list[float] = []
         self._bucket_cap_mb: float | None = None
-        register_optimizer_step_post_hook(self._after_step)
 
-    def before_forward(self, ddp: DistributedDataParallel) -> None:
+    def forward_begins(self, ddp: DistributedDataParallel) -> None:
         """Take note of a model that is trained, and of the first one's buckets as the script has set them."""
         self._recording.note_model(ddp)
         if self._bucket_cap_mb is None:
             self._bucket_cap_mb = bucket_cap_bytes(ddp) / 2**20
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def step_ends(self, optimizer: Optimizer) -> None:
         self._first = self._first or optimizer
         if optimizer is self._first:
             self._ends_s.append(time.perf_counter())

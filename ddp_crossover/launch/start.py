@@ -16,6 +16,7 @@ from ddp_crossover.ddp.unwrapping import live_objects
 from ddp_crossover.launch.auto import AttachedModel, Auto
 from ddp_crossover.launch.errand import Errand
 from ddp_crossover.launch.examination import Examination
+from ddp_crossover.launch.process_moments import PROCESS_MOMENTS
 from ddp_crossover.launch.training_record import TrainingRecord
 from ddp_crossover.launch.watch import BeforeForward
 from ddp_crossover.log import say
@@ -35,9 +36,10 @@ def start(errand: Errand) -> BeforeForward:
     if errand.recorded_for is None:
         return auto.before_forward if auto is not None else lambda ddp: False
     record = TrainingRecord(errand, auto) if errand.recorded_for == "verify" else Examination(errand, auto)
+    PROCESS_MOMENTS.follow(record)
 
     def before_forward(ddp: DistributedDataParallel) -> bool:
-        record.before_forward(ddp)
+        PROCESS_MOMENTS.followers.forward_begins(ddp)
         return auto is not None and _attach(auto, ddp)
 
     return before_forward

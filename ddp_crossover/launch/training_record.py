@@ -17,19 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddp_crossover.collectives.all_reduce import family_of
 from ddp_crossover.launch.auto import Auto
 from ddp_crossover.launch.errand import Errand
 from ddp_crossover.launch.recording import Models, Recording, digest, digests, named
+from ddp_crossover.moments import Follower
 from ddp_crossover.parameters.pending_parameter import PendingParameter
 from ddp_crossover.torch_internals.ddp import GradBucket, has_comm_hook
 
 _FIRST_AMBIGUOUS_WORLD_SIZE = 3
 
 
-class TrainingRecord:
+class TrainingRecord(Follower):
     """Records the training of this rank until some optimizer has made so many steps.
 
     Args:
@@ -46,8 +46,6 @@ class TrainingRecord:
         self._losses: list[float] = []
         self._before_steps: list[dict[str, str]] = []
         self._sums_are_in_rank_order = self._sums_may_round = False
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self._after_step)
         backward = torch.autograd.backward
 
         @functools.wraps(backward)
@@ -57,7 +55,7 @@ class TrainingRecord:
 
         torch.autograd.backward = record_and_go_back
 
-    def before_forward(self, ddp: DistributedDataParallel) -> None:
+    def forward_begins(self, ddp: DistributedDataParallel) -> None:
         """Take note of a model that is trained, and of the order in which plain DDP adds up its gradients."""
         self._recording.note_model(ddp)
         if dist.get_world_size(ddp.process_group) < _FIRST_AMBIGUOUS_WORLD_SIZE:
@@ -85,7 +83,7 @@ class TrainingRecord:
         torch.save(values, self._recording.path.with_suffix(".pt"))
         return content
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def step_begins(self, optimizer: Optimizer) -> None:
         self._before_steps.append(
             {
                 name: digest(p)
@@ -94,7 +92,7 @@ class TrainingRecord:
             }
         )
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def step_ends(self, optimizer: Optimizer) -> None:
         self._optimizers[id(optimizer)] = optimizer
         self._steps_of[id(optimizer)] += 1
         self._recording.note_steps(max(self._steps_of.values()))
