@@ -340,8 +340,7 @@ class Reducer:
             before_backward(self._backward_reaches_output)
         self._guard.end_forward(before_backward)
         if returned and self.pipeline is not None:
-            # A rank without samples in a micro-batch makes no forward of it.
-            on_all_ranks = reduces or self.batches is None
+            on_all_ranks = reduces or not self._weighing.may_leave_out_forwards
             self.pipeline.end_forward(before_backward if reduces else None, on_all_ranks=on_all_ranks)
 
     def _stale_read(self, lazy: LazyParam) -> None:

@@ -9,7 +9,14 @@ from ddp_crossover.parameters.slots import Slot
 
 
 class Weighing(Protocol):
-    """Says what the gradients of each rank weigh, one backward after the other."""
+    """Says what the gradients of each rank weigh, one backward after the other.
+
+    Attributes:
+        may_leave_out_forwards: whether a rank may make no forward where others make one whose gradients are not
+            reduced.
+    """
+
+    may_leave_out_forwards: bool
 
     @property
     def is_settled(self) -> bool:
@@ -32,6 +39,7 @@ class EqualWeights:
     """The gradients of all ranks weigh the same."""
 
     is_settled = True
+    may_leave_out_forwards = False
 
     def weigh(self) -> None:
         pass

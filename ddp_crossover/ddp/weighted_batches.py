@@ -117,6 +117,8 @@ class WeightedBatches(Follower):
         timer: times batches, for a balancer; None if nobody wants to know.
     """
 
+    may_leave_out_forwards = True  # a rank without samples in a micro-batch makes none
+
     def __init__(
         self,
         ddp: DistributedDataParallel,

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 from .campaign import Report, campaign  # noqa: E402
-from .pairs import Meetings, Wanted  # noqa: E402
+from .pairs import ANY, Meetings, Wanted  # noqa: E402
 from .pool import FuzzPool  # noqa: E402
 from .program import Program  # noqa: E402
 
@@ -30,7 +30,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="KEY[=VALUE]",
-        help="what every program has, as shard_optimizer=true, clip=own or the event frozen; may be repeated",
+        help="what every program has, as shard_optimizer=true, the event frozen, or any habit; may be repeated",
     )
     parser.add_argument(
         "--least", type=int, default=0, metavar="N", help="draw for pairs of features until each has met N times"
@@ -56,7 +56,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def value_of(text: str) -> tuple[str, Any]:
     """`key=value`, where the value is JSON or else a string, or a key alone."""
-    key, _, value = text.partition("=")
+    key, has_value, value = text.partition("=")
+    if not has_value:
+        return key, ANY
     try:
         return key, json.loads(value)
     except ValueError:

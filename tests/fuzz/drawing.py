@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from .features import ARM, EVENTS, SCRIPT, STEPS, TUNED_STEPS, EventFeature, Feature
 from .laws import fit
-from .pairs import Wanted
+from .pairs import ANY, Wanted
 from .program import Choices, Event, Program
 
 # In how many of ten programs, or of its features, something is drawn: from nearly nothing to nearly all at once.
@@ -49,7 +49,8 @@ def _choices(
     fixed = wanted.script if table is SCRIPT else wanted.arm
     for feature in table:
         if feature.name in fixed:
-            chosen[feature.name] = fixed[feature.name]
+            is_any = fixed[feature.name] == ANY
+            chosen[feature.name] = draw(st.sampled_from(feature.values[1:])) if is_any else fixed[feature.name]
             continue
         if draw(st.integers(0, 9)) < 10 - density * feature.often:
             continue

@@ -35,12 +35,16 @@ def label_of(name: str, value: Any) -> str:
     return f"{name}={value}" if isinstance(value, str) else name
 
 
+ANY = "any value"
+"""Wanted of a feature: one of its values but the first, which is none."""
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What every program of a part of a campaign has.
 
     Attributes:
-        script, arm: features.
+        script, arm: features, each with a value, or `ANY`.
         events: names of events.
     """
 

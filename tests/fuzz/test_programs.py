@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import Phase, find, settings
+from hypothesis import Phase, find, given, settings
 
 from .campaign import Report, campaign
 from .drawing import programs
 from .features import EVENTS
 from .laws import fit
-from .pairs import Meetings, pairs_of, possible_pairs, traits
+from .pairs import ANY, Meetings, Wanted, pairs_of, possible_pairs, traits
 from .pool import FuzzPool, sum_up
 from .program import Event, Program
 
@@ -193,6 +193,19 @@ def test_a_pair_of_features_that_is_wanted_is_drawn() -> None:
     for pair in sorted(possible_pairs())[::499]:
         smallest = find(programs(2, possible_pairs()[pair]), lambda program: True, settings=drawn)
         assert set(pairs_of(smallest)) >= {pair}
+
+
+def test_any_value_of_a_feature_that_is_wanted_is_drawn() -> None:
+    drawn: set[str] = set()
+
+    @settings(max_examples=60, database=None, phases=[Phase.generate])
+    @given(programs(2, Wanted.of({"habit": ANY})))
+    def draw(program: Program) -> None:
+        if habit := program.script.get("habit"):  # laws take some away
+            drawn.add(habit)
+
+    draw()
+    assert len(drawn) >= 10
 
 
 def test_the_pair_that_has_met_least_comes_next() -> None:
