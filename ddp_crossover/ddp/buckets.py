@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover import device as gpu
 from ddp_crossover.log import short
+from ddp_crossover.moments import ForwardWatch
 from ddp_crossover.parameters.lazy_params import LazyParam
 from ddp_crossover.torch_internals.ddp import bucket_cap_bytes, may_await_backward, rebuild_buckets, rebuild_under_hook
 
@@ -192,6 +193,19 @@ class Buckets:
         if self._allow_backward is not None:
             self._allow_backward()
             self._allow_backward = None
+
+    def leave(self, ddp: DistributedDataParallel) -> None:
+        """Have the next forward allow backward, after the hook is gone, if there was none since attach."""
+        allow, self._allow_backward = self._allow_backward, None
+        if allow is None:
+            return
+
+        def begins() -> None:
+            if torch.is_grad_enabled():
+                watch.remove()
+                allow()
+
+        watch = ForwardWatch(ddp, begins, lambda *_: None)
 
     def stay_small(self) -> None:
         """Leave them small to DDP, which is as fast with them as with anything of ours."""

@@ -170,6 +170,7 @@ class Reducer:
             part.remove()
         if (ddp := self._moments.model_if_there) is not None:
             allow_methods(ddp)
+            self._in_force.buckets.leave(ddp)
             self._weighing.remove()
             if self._is_registered():
                 forget_comm_hooks(ddp)
