@@ -74,7 +74,7 @@ def clip_grad_norm(
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     norm = total_norm(pipeline, gradients, float(norm_type))
     scale(gradients, torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
-    return norm
+    return norm if any(gradients) else norm.to(torch.get_default_dtype())  # of no gradients, as torch's function
 
 
 @torch.no_grad()
