@@ -95,6 +95,7 @@ class _Search:
         self.mentions: set[str] = set()
         self._private: list[tuple[str, dict[str, Any]]] = []
         self._places: dict[tuple[int, str], Place] = {}
+        self._asked: dict[str, None] = {}
 
     def first_unknown(self) -> str | None:
         """The first setting that may change and cannot be followed, or None."""
@@ -130,13 +131,21 @@ class _Search:
         return next(self._shared_private_variables(), None)
 
     def places(self) -> list[Place]:
-        """Where values are that may change, also where classes may get attributes that hide those of others."""
+        """Where values are that may change, or may come to be: classes may get attributes that hide those of others."""
         classes = [holder for holder in self._holders.values() if isinstance(holder, type)]
         hiding = [
             place._replace(holder=heir, what=f"the class attribute {heir.__name__}.{place.name}")
             for place in self._places.values()
             for heir in (classes if isinstance(place.holder, type) else ())
             if heir is not place.holder and issubclass(heir, place.holder) and not _is_trusted_class(heir)
+        ]
+        hiding += [
+            Place(kind, name, f"the class attribute {kind.__name__}.{name}")
+            for kind in self._own_classes
+            for name in self._asked
+            if name not in self._hidden
+            and not _is_trusted_class(kind)
+            and not any(name in vars(each) for each in self._own_classes)
         ]
         return list(self._places.values()) + [
             each for each in hiding if (id(each.holder), each.name) not in self._places
@@ -225,6 +234,8 @@ class _Search:
                     self._add(f"the module {name} (imported while it runs)", _UNKNOWN)
         for text in _texts(code.co_consts):
             self._read(text)
+            if not {"getattr", "hasattr"}.isdisjoint(code.co_names) and text.isidentifier():
+                self._asked[text] = None
 
     def _global(self, name: str, variables: dict[str, Any]) -> None:
         value, what = variables.get(name, getattr(builtins, name, None)), f"the global variable {name}"

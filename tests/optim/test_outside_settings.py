@@ -293,6 +293,11 @@ FOLLOWED: dict[str, tuple[str, Callable[[Any], Any], Change]] = {
     ),
     "class attribute": ("class attribute Base.factor", lambda self: self.__class__.factor, _set(Base, "factor", 0.2)),
     "list of the class": ("class attribute Base.rates", lambda self: self.rates, lambda: Base.rates.append(0.2)),
+    "asked for in vain": (
+        "class attribute Base.unheard_of",
+        lambda self: getattr(self, "unheard_of", 0.1),
+        _set(Base, "unheard_of", 0.2),
+    ),
     "hidden by an heir": ("class attribute Mine.factor", lambda self: self.factor, lambda: None),
     "property": ("global variable RATES", lambda self: self.rate, HALF),
     "method": ("global variable RATES", lambda self: self.from_global(), HALF),
@@ -367,6 +372,8 @@ def as_before() -> Iterator[None]:
     for (holder, name), value in zip(attributes, before, strict=True):
         setattr(holder, name, value)
     Base.rates[:] = [0.1]
+    if hasattr(Base, "unheard_of"):
+        del Base.unheard_of
     TABLE[torch.ops.aten.add]["scale"] = scale
     _with_number.__kwdefaults__ = {"other": 0.1}
     _over_list.__closure__[0].cell_contents[:] = [0.1]  # type: ignore[index]
