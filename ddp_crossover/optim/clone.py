@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class Clone:
         for name, value in vars(optimizer).items():
             if name not in ("step", "param_groups", "state"):
                 # An OrderedDict holds step or state_dict hooks, which the clone must not run.
-                own = OrderedDict() if isinstance(value, OrderedDict) else copy.deepcopy(value)
+                own = OrderedDict() if isinstance(value, OrderedDict) else _copy_of(value)
                 if comparisons is not None:
                     own = comparisons.noted(f".{name}", own)
                 setattr(self.optimizer, name, own)
@@ -96,20 +97,29 @@ class Clone:
                 snapshot.step({index: [ToUpdate(parameter, memory)]})
         return result
 
-    def everything(self) -> list[Any]:
-        """Everything that a step may have changed."""
+    def everything(self) -> dict[str, Any]:
+        """Everything that a step may have changed, by what it is."""
         optimizer = self.optimizer
-        return [
-            self.parameters,
-            [parameter.grad for parameter in self.parameters],
-            [optimizer.state.get(parameter) for parameter in self.parameters],
-            [hyperparameters(group) for group in optimizer.param_groups],
-            {
-                name: value
-                for name, value in vars(optimizer).items()
-                if name not in ("param_groups", "state") and (isinstance(value, Tensor) or copyable(value))
-            },
-        ]
+        found: dict[str, Any] = {
+            "parameters": self.parameters,
+            "gradients": [parameter.grad for parameter in self.parameters],
+            "state": [optimizer.state.get(parameter) for parameter in self.parameters],
+        }
+        for index, group in enumerate(optimizer.param_groups):
+            found |= {f"{name!r} in param group {index}": value for name, value in hyperparameters(group).items()}
+        for name, value in vars(optimizer).items():
+            if name not in ("param_groups", "state") and (isinstance(value, Tensor) or copyable(value)):
+                found[f"attribute .{name}"] = value
+        return found
+
+
+def _copy_of(value: Any) -> Any:
+    return value if is_exhausted(value) else copy.deepcopy(value)
+
+
+def is_exhausted(value: Any) -> bool:
+    """Whether it is a generator that has ended, as ``model.named_parameters()`` once an optimizer was made of it."""
+    return isinstance(value, GeneratorType) and value.gi_frame is None
 
 
 def _samples(parameters: list[Tensor], seed: int, shape_of: Callable[[int, int], list[int]]) -> dict[Tensor, Tensor]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_crossover.optim.clone import Clone
+from ddp_crossover.optim.clone import Clone, is_exhausted
 from ddp_crossover.optim.lamb import LAMB
 from ddp_crossover.optim.lars import LARS
 from ddp_crossover.optim.noted_numbers import Comparisons
@@ -257,11 +257,13 @@ def _try(optimizer: Optimizer, with_state: bool) -> Verdict:
 
 
 def _difference(whole: Clone, split: Clone) -> str | None:
-    if same(whole.everything(), split.everything()):
+    of_whole, of_split = whole.everything(), split.everything()
+    others = [what for what in {**of_whole, **of_split} if not same(of_whole.get(what), of_split.get(what))]
+    if not others:
         return None
     return (
-        "it does not update each parameter independently (updating them all at once and one by one in a trial on a "
-        "small clone gave different results)"
+        "it does not update each parameter independently (in a trial on a small clone, updating them one by one gave "
+        f"other values of its {others[0]} than updating them all at once)"
     )
 
 
@@ -306,7 +308,7 @@ def _unknown_attribute(optimizer: Optimizer) -> str | None:
     # The last two are those of a GradScaler, during a step.
     usual = vars(torch.optim.SGD([torch.zeros(1)])).keys() | {"step", "grad_scale", "found_inf"}
     for name, value in vars(optimizer).items():
-        if name not in usual and not copyable(value):
+        if name not in usual and not copyable(value) and not is_exhausted(value):
             return name
     return None
 

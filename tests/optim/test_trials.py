@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import GeneratorType
 from typing import Any
 
 import pytest
@@ -55,6 +56,35 @@ def test_what_has_been_answered_is_not_tried_again(make: Callable[[], list[Any]]
 
 def test_an_optimizer_that_keeps_numbers_alone_is_separable() -> None:
     assert why_not_separable(SlowsDown(_parameters(3, 2))) is None
+
+
+class Tables(OwnSGD):
+    """Keeps numbers that all parameters share, in an attribute."""
+
+    def __init__(self, params: Any, names: Any = ()) -> None:
+        super().__init__(params, lr=0.1)
+        self.table = {0}
+        self.names = names
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            steps = self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+            if not isinstance(self.names, GeneratorType):
+                self.table.add(steps)
+            p.sub_(p.grad)
+
+
+def test_what_came_out_otherwise_is_named() -> None:
+    assert "gave other values of its attribute .table" in (why_not_separable(Tables(_parameters(3, 3))) or "")
+
+
+def test_a_generator_that_has_ended_holds_nothing() -> None:
+    names = (each for each in "ab")
+    optimizer = Tables(_parameters(3, 3), names)
+    assert ".names may hold parameters" in (why_not_separable(optimizer) or "")
+    assert list(names)
+    assert why_not_separable(optimizer) is None
 
 
 def test_a_trial_that_fails_without_state_is_made_with_it_and_not_remembered() -> None:
