@@ -278,7 +278,8 @@ class LabelledMemory:
 
     def _write_owned(self, operation: str, owned: Owned, labels: Labels) -> None:
         if owned.owner is None:
-            self.foreign.setdefault(owned.what, operation)
+            has_data = labels & self._data
+            self.foreign.setdefault(f"{owned.what}, with data of a parameter" if has_data else owned.what, operation)
             return
         others = labels & ~self._labels_of[owned.owner]
         if others and self.crossing is None:

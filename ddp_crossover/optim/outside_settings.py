@@ -29,6 +29,7 @@ from types import (
     BuiltinMethodType,
     CodeType,
     DynamicClassAttribute,
+    EllipsisType,
     FrameType,
     FunctionType,
     MappingProxyType,
@@ -36,6 +37,7 @@ from types import (
     MethodWrapperType,
     ModuleType,
     NoneType,
+    NotImplementedType,
     UnionType,
 )
 from typing import Any, NamedTuple, TypeVar
@@ -48,7 +50,20 @@ from ddp_crossover.torch_internals.compiled import is_compiled_function
 
 # Not `os`: environment variables are settings, too.
 _TRUSTED = (sys.stdlib_module_names | {"numpy", "torch", "triton", "typing_extensions"}) - {"os"}
-_CONSTANTS = (Number, str, bytes, NoneType, enum.Enum, torch.dtype, torch.device, torch.layout, TypeVar, UnionType)
+_CONSTANTS = (
+    Number,
+    str,
+    bytes,
+    NoneType,
+    EllipsisType,
+    NotImplementedType,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    TypeVar,
+    UnionType,
+)
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _AT_BIRTH = ("__init__", "__new__", "__init_subclass__")  # run when an optimizer or its class is made, not in `step()`

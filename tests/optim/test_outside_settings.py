@@ -246,6 +246,7 @@ HARMLESS: dict[str, Callable[[Any], Any]] = {
     "method": lambda self: self.constant(),
     "attribute of the optimizer": lambda self: getattr(self, "own", 0.1),
     "import from torch": lambda self: _importing_from_torch(),
+    "constants of Python": lambda self: (NotImplemented, Ellipsis),
     "unknown": lambda self: no_such_thing,  # noqa: F821
 }
 Change = Callable[[], None]

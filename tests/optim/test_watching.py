@@ -311,6 +311,16 @@ def test_what_is_a_counter_may_be_written_to() -> None:
     assert _watched(_own(_counts_in_group, k=torch.zeros(())), counters=("k",)).why_not is None
 
 
+def test_but_not_with_data() -> None:
+    def sums(self: Any, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        for p in parameters:
+            p.sub_(p.grad, alpha=group["lr"])
+            group["k"].add_(p.grad.norm())
+
+    why_not = _watched(_own(sums, k=torch.zeros(())), counters=("k",)).why_not
+    assert "writes to 'k' in a param group, with data of a parameter" in (why_not or "")
+
+
 def test_edits_of_gradients_are_seen() -> None:
     def decays(self: Any, group: dict[str, Any], parameters: list[Tensor]) -> None:
         for p in parameters:
