@@ -43,7 +43,6 @@ from ddp_crossover.ddp.refusals import (
     why_plain_all_reduce,
 )
 from ddp_crossover.ddp.same_setup import require_same_setup
-from ddp_crossover.ddp.turn_points import TurnPoints, why_turns_stand
 from ddp_crossover.ddp.unreduced_steps import UnreducedSteps
 from ddp_crossover.ddp.weighing import EqualWeights, Weighing
 from ddp_crossover.ddp.weighted_batches import WeightedBatches
@@ -53,6 +52,7 @@ from ddp_crossover.fusion import MB, FusionPlan
 from ddp_crossover.fusion_buffers.arenas import make_arenas
 from ddp_crossover.fusion_buffers.feedback import Feedback
 from ddp_crossover.gpu_sharing.lease_holder import WITHOUT_MPS, mps_runs
+from ddp_crossover.gpu_sharing.turn_points import TurnPoints, why_turns_stand
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.lease.client import GpuLease
 from ddp_crossover.log import say

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +12,17 @@ from torch.optim import Optimizer
 
 from ddp_crossover.gpu_sharing.turns import Turns
 from ddp_crossover.moments import BeforeBackward, Follower
-from ddp_crossover.optim.deferred_updates import DeferredUpdates
 from ddp_crossover.torch_internals.autograd import call_after_backward
+
+
+class Updates(Protocol):
+    """The part of ``DeferredUpdates`` that is used here."""
+
+    @property
+    def pending(self) -> bool: ...
+
+    def is_deferred(self, optimizer: Optimizer) -> bool:
+        """Whether ``step()`` would defer its updates."""
 
 
 class TurnPoints(Follower):
@@ -28,7 +37,7 @@ class TurnPoints(Follower):
         updates: knows whether updates are pending, and whether ``step()`` is going to defer them.
     """
 
-    def __init__(self, turns: Turns, updates: DeferredUpdates) -> None:
+    def __init__(self, turns: Turns, updates: Updates) -> None:
         self._turns = turns
         self._updates = updates
         self._inside = False

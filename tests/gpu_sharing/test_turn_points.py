@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_crossover.ddp.turn_points import TurnPoints
+from ddp_crossover.gpu_sharing.turn_points import TurnPoints
 
 pytestmark = pytest.mark.quick
 
