@@ -29,6 +29,7 @@ NOT_OURS = {
     "atexit": "of weakref.finalize",
     "raiseExceptions": "of logging, in the broker's process",
     "exec_module": "of a module's loader",
+    "cell_contents": "of a variable of an enclosing function, which a deferred update finds as it was at step()",
     "__code__": "of a function that was made here",
     "__exit__": "record_function's, which no signal handler may interrupt half-way",
 }
