@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from ddp_crossover.optim.optimizer_snapshot import (
     hyperparameters,
     optimizer_parameters,
     reads_attributes,
+    same,
 )
 from ddp_crossover.optim.outside_settings import Outside
 from ddp_crossover.torch_internals.optimizers import has_hooks, has_raw_step
@@ -50,7 +52,7 @@ def why_not_at_sight(optimizer: Optimizer, found: Outside) -> str | None:
 def _why_places_may_matter(optimizer: Optimizer, found: Outside) -> str | None:
     """Describe a setting that may have an entry for each parameter, by its place in the list; None without any.
 
-    In a deferred update each parameter is the first one. Trials cannot tell, while the entries are the same.
+    In a deferred update each parameter is the first one. Trials cannot tell, while entries are the same.
     """
     numbers = {len(group["params"]) for group in optimizer.param_groups} - {0}
     numbers |= {len(optimizer_parameters(optimizer))}
@@ -80,7 +82,10 @@ def _has_places(value: Any, numbers: set[int], *, or_more: bool) -> bool:
     # Not a pair of betas for a pair of parameters.
     is_long = len(value) > _MOST_COEFFICIENTS and or_more and len(value) >= min(numbers)
     is_as_long = len(value) in numbers and (isinstance(value, list) or len(value) > _MOST_COEFFICIENTS)
-    return is_long or is_as_long or any(_has_places(each, numbers, or_more=or_more) for each in value)
+    # A trial shows whether entries that differ belong to places.
+    are_alike = any(same(*pair) for pair in itertools.pairwise(value[:3]))
+    has_entries = (is_long or is_as_long) and (are_alike or len(value) == 1)
+    return has_entries or any(_has_places(each, numbers, or_more=or_more) for each in value)
 
 
 def _unknown_attribute(optimizer: Optimizer) -> str | None:

@@ -79,6 +79,26 @@ def test_what_came_out_otherwise_is_named() -> None:
     assert "gave other values of its attribute .table" in (why_not_separable(Tables(_parameters(3, 3))) or "")
 
 
+class Placed(OwnSGD):
+    """Has six coefficients, for as many parameters."""
+
+    def __init__(self, coefficients: Any, *, by_place: bool) -> None:
+        super().__init__(_parameters(*[2] * 6), lr=0.1)
+        self.coefficients, self.by_place = coefficients, by_place
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for index, p in enumerate(self.param_groups[0]["params"]):
+            p.sub_(p.grad, alpha=self.coefficients[index] if self.by_place else sum(self.coefficients))
+
+
+@pytest.mark.parametrize("by_place", [False, True])
+def test_a_trial_shows_whether_entries_that_differ_belong_to_places(by_place: bool) -> None:
+    found = why_not_separable(Placed((0.1, 0.2, 0.3, 0.3, 0.3, 0.3), by_place=by_place))
+    assert ("gave other values of its parameters" in (found or "")) is by_place
+    assert "by its place" in (why_not_separable(Placed((0.1,) * 6, by_place=by_place)) or "")
+
+
 def test_a_generator_that_has_ended_holds_nothing() -> None:
     names = (each for each in "ab")
     optimizer = Tables(_parameters(3, 3), names)
