@@ -140,6 +140,8 @@ def _fit_trained(script: dict[str, Any]) -> None:
             script["optimizer"] = "interleaved"
         for name in ("habit", "closure", "second"):
             script.pop(name, None)
+        if script.get("average") == "own":
+            script.pop("average")  # dx.Ema follows each optimizer's steps, and the script those of all
     if script["trained"] == "each_micro_batch":
         script.setdefault("micro_batches", 2)
 
