@@ -27,7 +27,7 @@ from ddp_crossover.figures.stats import FallbackLog
 from ddp_crossover.gathers import Gathers, GradientGathers
 from ddp_crossover.optim.after_update import AfterUpdate
 from ddp_crossover.optim.known_optimizers import KnownOptimizers
-from ddp_crossover.optim.lazy_state import make_state_lazy, make_state_plain
+from ddp_crossover.optim.lazy_state import make_state_lazy, make_state_plain, why_state_is_shared
 from ddp_crossover.optim.optimizer_snapshot import StandIn, optimizer_parameters
 from ddp_crossover.optim.step_call import Deferrable, StepCall, why_call_waits
 from ddp_crossover.optim.stock_calls import StockCalls
@@ -265,7 +265,7 @@ class DeferredUpdates:
             return self._step_as_it_is(optimizer, args, kwargs)
         self._finish_last_step(optimizer, pipeline)
         user_closure = closure_of(args, kwargs)
-        reason = self._optimizers.why_not(optimizer) or why_call_waits(args, kwargs)
+        reason = self._optimizers.why_not(optimizer) or why_call_waits(args, kwargs) or why_state_is_shared(optimizer)
         if reason is None and pipeline.awaits_backward:
             reason = _TOO_LATE
         calls_closure = self._optimizers.verdict(optimizer).calls_closure

@@ -8,6 +8,7 @@ order in which forward uses parameters; plain steps, in that of the param groups
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -86,6 +87,21 @@ def in_order_of_steps(optimizer: Optimizer, keys: Iterable[Any]) -> list[Any]:
     return sorted(keys, key=lambda key: places.get(id(key), len(places)))
 
 
+# References to the state that nobody else has: of the optimizer, of the variable here, and of what counts them.
+_OWN_REFERENCES = 3
+
+
+def why_state_is_shared(optimizer: Optimizer) -> str | None:
+    """Why its state cannot be replaced by a lazy one, because others refer to it, as wrappers do; None if it can."""
+    state = vars(optimizer).get("state")
+    if isinstance(state, LazyState) or sys.getrefcount(state) <= _OWN_REFERENCES:
+        return None
+    return (
+        "something else refers to its state (a wrapper with the same .state, or a variable), and would see there what "
+        "was before a deferred update. Read optimizer.state anew each time"
+    )
+
+
 def make_state_lazy(optimizer: Optimizer, model: object, before_look: Callable[[], None] | None = None) -> None:
     """Apply the pending updates of one model before others look at the optimizer's state.
 
@@ -109,9 +125,12 @@ def make_state_lazy(optimizer: Optimizer, model: object, before_look: Callable[[
 
 
 def make_state_plain(optimizer: Optimizer, model: object) -> None:
-    """Forget a model, and if no other one is left, replace the lazy state by an ordinary ``defaultdict``."""
+    """Forget a model, and if no other one is left, replace the lazy state by an ordinary ``defaultdict``.
+
+    Not if others refer to it, who would not see what the optimizer does to another one.
+    """
     state = getattr(optimizer, "state", None)  # a class that skips ``Optimizer.__init__`` may have none
     if isinstance(state, LazyState):
         state.before_look.pop(model, None)
-        if not state.before_look:
+        if not state.before_look and sys.getrefcount(state) <= _OWN_REFERENCES:
             optimizer.state = defaultdict(state.default_factory, state)

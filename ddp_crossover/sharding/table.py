@@ -16,6 +16,7 @@ from ddp_crossover.fusion_buffers.staging import gradient_stride
 from ddp_crossover.optim.lamb import LAMB
 from ddp_crossover.optim.lars import LARS
 from ddp_crossover.optim.layer_sums import LayerSumOptimizer
+from ddp_crossover.optim.lazy_state import why_state_is_shared
 from ddp_crossover.optim.optimizer_snapshot import optimizer_parameters, reads_attributes
 from ddp_crossover.optim.separability import judge
 from ddp_crossover.planning.gradient_specs import ShardKind
@@ -128,7 +129,8 @@ def _refuse_optimizer(optimizer: Optimizer) -> None:
             f"layers where it gets slices. {_WAY_OUT}"
         )
     verdict = judge(optimizer)
-    reason = verdict.why_not or why_not_shared(optimizer) or why_attributes_matter(optimizer)
+    reason = verdict.why_not or why_not_shared(optimizer) or why_state_is_shared(optimizer)
+    reason = reason or why_attributes_matter(optimizer)
     if reason is None and verdict.edits_gradients:
         reason = "its step() changes gradients, and each rank would change only those of its shards"
     if reason is not None:

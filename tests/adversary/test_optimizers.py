@@ -202,6 +202,33 @@ def test_optimizer_hooks_of_all_kinds(run: Script) -> None:
     run.log(calls)
 
 
+def _momenta(state: Any) -> list[torch.Tensor]:
+    return [each["momentum_buffer"].clone() for each in state.values()]
+
+
+@adversarial(deferred=0, fallback="refers to its state")
+def test_state_that_something_else_refers_to(run: Script) -> None:
+    model = run.ddp(mlp())
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    state = optimizer.state  # as in a wrapper
+    run.attach(model, optimizer)
+    for x, y in run.batches():
+        run.log(train_step(model, optimizer, x, y), _momenta(state))
+
+
+@adversarial(deferred=2, fallback="", three=False)
+def test_state_that_something_refers_to_later(run: Script) -> None:
+    model, optimizer = run.train(mlp(), SGD, lr=0.05, momentum=0.9)
+    state: Any = {}
+    for step, (x, y) in enumerate(run.batches()):
+        run.log(train_step(model, optimizer, x, y), _momenta(state))
+        if step == 3:
+            state = optimizer.state
+        elif step == 4:
+            run.detach()
+            run.attach(model, optimizer)
+
+
 @adversarial()
 def test_decoupled_decay_in_a_step_pre_hook(run: Script) -> None:
     model, optimizer = run.train(mlp(), Adam, lr=0.05)
