@@ -55,5 +55,5 @@ def move_to_back(hooks_of: Optimizer, hook: Callable[..., Any]) -> None:
 
 
 def step_pre_hooks(optimizer: Optimizer) -> list[Any]:
-    """Return the step pre-hooks of an optimizer, in the order in which they run."""
-    return list(private(optimizer, "_optimizer_step_pre_hooks").values())
+    """Return the step pre-hooks of an optimizer, in the order in which they run; none if it takes none."""
+    return list(private(optimizer, "_optimizer_step_pre_hooks").values()) if has_hooks(optimizer) else []

@@ -14,6 +14,7 @@ from torch import Tensor
 from comparison import leaves
 
 from .features import BRANCHES, OUTSIDE, OUTSIDE_OF_BATCHES, READS_GRADIENTS
+from .habits import COMMUNICATING
 from .program import Choices, Event, Program
 
 
@@ -83,6 +84,8 @@ def fit(program: Program) -> Program:
         if script.get("second") == "one_optimizer":
             script.pop("micro_batches", None)  # a rank without data takes any sample, beside which .grad must be empty
             script.pop("reduce_each", None)
+    if script.get("habit") in COMMUNICATING and script.get("model") in BRANCHES:
+        script.pop("past_ddp", None)  # ranks have gradients of other parameters there, so plain DDP's job dies
     if script.get("average") == "own":
         script.pop("overflow", None)  # the script averages after a step that the scaler skips, too, dx.Ema does not
     if any(law_of(script, arm) is Law.CLOSE for arm in arms):
