@@ -157,14 +157,14 @@ class UpdateRunner:
 def run_updates(pipeline: Pipeline, claimed: Mapping[Slot, DeferredUpdate]) -> None:
     """Run these updates of parameters whose gradients are complete."""
     edited = [slot for slot, update in claimed.items() if update.edits_gradient]
-    gradients = pipeline.gradients.for_update(claimed, edited)
     members: dict[DeferredUpdate, list[ToUpdate]] = {}
-    for slot, update in claimed.items():
-        memory = slot.lazy.memory
-        is_moved = not is_of_torch(update.snapshot.optimizer) and not is_aligned(gradients[slot])
-        memory.grad = gradients[slot].clone() if is_moved else gradients[slot]
-        members.setdefault(update, []).append(ToUpdate(slot.parameter, memory))
-    with as_if_called_by_the_user():
+    with as_if_called_by_the_user():  # also what copies gradients, which the update may write to
+        gradients = pipeline.gradients.for_update(claimed, edited)
+        for slot, update in claimed.items():
+            memory = slot.lazy.memory
+            is_moved = not is_of_torch(update.snapshot.optimizer) and not is_aligned(gradients[slot])
+            memory.grad = gradients[slot].clone() if is_moved else gradients[slot]
+            members.setdefault(update, []).append(ToUpdate(slot.parameter, memory))
         for update, to_update in members.items():
             with guarded(update.snapshot.optimizer, update.outside):
                 update.snapshot.step({update.group: to_update})
