@@ -117,8 +117,8 @@ def _why_settings_may_change(optimizer: Optimizer, found: Outside) -> str | None
     if found.unknown is not None:
         reads = f"its step() reads {found.unknown}"
         return f"{reads}, which may change before a deferred update runs. Pass it in a param group"
-    if {"torch.compile", "torch.distributed"} <= found.mentions:
-        return "its step() runs compiled functions, which cannot be watched, and may communicate with the other ranks"
+    if "torch.compile" in found.mentions:
+        return "its step() runs compiled functions, which cannot be watched: torch runs them uncompiled then"
     return None
 
 

@@ -67,12 +67,7 @@ class KnownOptimizers:
     def is_to_be_watched(self, optimizer: Optimizer) -> bool:
         """Whether its updates may be deferred as far as is known, but those of some parameters were not watched."""
         known = self._known[optimizer]
-        # Under a watch, compiled functions would run uncompiled, and round differently.
-        is_known = (
-            known.verdict.why_not is not None
-            or is_tested(optimizer)
-            or "torch.compile" in known.verdict.outside.mentions
-        )
+        is_known = known.verdict.why_not is not None or is_tested(optimizer)
         return not is_known and not known.has_watched(optimizer_parameters(optimizer))
 
     def learn(self, optimizer: Optimizer, see: Callable[..., Seen]) -> None:
