@@ -14,45 +14,45 @@ if TYPE_CHECKING:
     from ddp_crossover import data as data
     from ddp_crossover import optim as optim
     from ddp_crossover import relaxed as relaxed
+    from ddp_crossover.addons.ddp_timer import DdpTimer
+    from ddp_crossover.addons.ema import Ema
+    from ddp_crossover.addons.launch.auto import auto
+    from ddp_crossover.addons.lease.client import GpuLease
     from ddp_crossover.attaching import attach
-    from ddp_crossover.collectives.agreement import DisagreementError
-    from ddp_crossover.collectives.leg import LegError
+    from ddp_crossover.comm.agreement import DisagreementError
+    from ddp_crossover.comm.leg import LegError
     from ddp_crossover.comm_hook import DearState, dear_hook
-    from ddp_crossover.ddp_timer import DdpTimer
-    from ddp_crossover.ema import Ema
-    from ddp_crossover.figures.stats import DearStats, LeaseUse, StepStats
     from ddp_crossover.fusion import FusionPlan
-    from ddp_crossover.launch.auto import auto
-    from ddp_crossover.lease.client import GpuLease
-    from ddp_crossover.optim.grad_scaler import GradScaler
     from ddp_crossover.options import Options
-    from ddp_crossover.parameters.lazy_params import StaleParameterError
+    from ddp_crossover.pending.lazy_params import StaleParameterError
+    from ddp_crossover.report.stats import DearStats, LeaseUse, StepStats
+    from ddp_crossover.report.trace import Trace
+    from ddp_crossover.step.grad_scaler import GradScaler
     from ddp_crossover.top_k import TopK
-    from ddp_crossover.tracing.trace import Trace
 
 # Spelled here, so that a checkout that is not installed has it, too.
 __version__ = "0.1.0"
 
 # Imported when they are first used: the commands that ask a broker must not wait for torch.
 _MODULES = {
-    "BalancedSampler": "balance.sampler",
-    "DdpTimer": "ddp_timer",
+    "BalancedSampler": "addons.weights.sampler",
+    "DdpTimer": "addons.ddp_timer",
     "DearState": "comm_hook",
-    "DearStats": "figures.stats",
-    "DisagreementError": "collectives.agreement",
-    "Ema": "ema",
+    "DearStats": "report.stats",
+    "DisagreementError": "comm.agreement",
+    "Ema": "addons.ema",
     "FusionPlan": "fusion",
-    "GpuLease": "lease.client",
-    "GradScaler": "optim.grad_scaler",
-    "LeaseUse": "figures.stats",
-    "LegError": "collectives.leg",
+    "GpuLease": "addons.lease.client",
+    "GradScaler": "step.grad_scaler",
+    "LeaseUse": "report.stats",
+    "LegError": "comm.leg",
     "Options": "options",
-    "StaleParameterError": "parameters.lazy_params",
-    "StepStats": "figures.stats",
+    "StaleParameterError": "pending.lazy_params",
+    "StepStats": "report.stats",
     "TopK": "top_k",
-    "Trace": "tracing.trace",
+    "Trace": "report.trace",
     "attach": "attaching",
-    "auto": "launch.auto",
+    "auto": "addons.launch.auto",
     "dear_hook": "comm_hook",
 }
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddp_crossover.addons.lease.client import GpuLease
 from ddp_crossover.comm_hook import DearState, dear_hook
-from ddp_crossover.ddp.unwrapping import unwrapped_model
-from ddp_crossover.lease.client import GpuLease
+from ddp_crossover.hook.unwrapping import unwrapped_model
 from ddp_crossover.options import GivenOptions, switched_off
 
 State = TypeVar("State", covariant=True)

@@ -16,13 +16,13 @@ import ddp_crossover
 
 # Imported only when named on the command line, so that a command may need packages that the others do not.
 COMMANDS = {
-    "run": "ddp_crossover.launch.run",
-    "verify": "ddp_crossover.launch.verify",
-    "doctor": "ddp_crossover.launch.doctor",
-    "simulate": "ddp_crossover.planning.simulate",
-    "timeline": "ddp_crossover.tracing.timeline",
-    "lease": "ddp_crossover.lease.command",
-    "cache": "ddp_crossover.data.command",
+    "run": "ddp_crossover.addons.launch.run",
+    "verify": "ddp_crossover.addons.launch.verify",
+    "doctor": "ddp_crossover.addons.launch.doctor",
+    "simulate": "ddp_crossover.plan.simulate",
+    "timeline": "ddp_crossover.report.timeline",
+    "lease": "ddp_crossover.addons.lease.command",
+    "cache": "ddp_crossover.addons.data.command",
 }
 
 

@@ -2,7 +2,7 @@
 
 DDP calls :func:`dear_hook` once for every gradient bucket. The first backward passes are plain all-reduces, until DDP's
 buckets have settled and forwards have shown in which order parameters are used. Then rank 0's plan is shared, and
-the pipeline (``dear``) takes over; ``ddp.reducer`` has the details.
+the pipeline (``dear``) takes over; ``hook.reducer`` has the details.
 """
 # No `from __future__ import annotations` here: DDP checks the annotations of hooks, and expects types.
 
@@ -17,28 +17,28 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ddp_crossover.addons.codes.wire_checkpoint import load_left_out, save_left_out
+from ddp_crossover.addons.lease.client import GpuLease
+from ddp_crossover.addons.norms.sharded_norms import clip_grad_norm
+from ddp_crossover.addons.weights.sampler import BalancedSampler
 from ddp_crossover.attachment import Attachment
-from ddp_crossover.balance.sampler import BalancedSampler
-from ddp_crossover.ddp.reducer import HookState
-from ddp_crossover.ddp.unwrapping import unwrapped_model, unwrapped_optimizer
-from ddp_crossover.ddp.wire_checkpoint import load_left_out, save_left_out
-from ddp_crossover.figures.stats import DearStats, about, summary
 from ddp_crossover.fusion import FusionPlan
-from ddp_crossover.lease.client import GpuLease
-from ddp_crossover.optim.after_update import require_hooks
-from ddp_crossover.optim.sharded_norms import clip_grad_norm
+from ddp_crossover.hook.reducer import HookState
+from ddp_crossover.hook.unwrapping import unwrapped_model, unwrapped_optimizer
 from ddp_crossover.options import GivenOptions, Options
-from ddp_crossover.parameters.pending_values import introduce_pending_values
-from ddp_crossover.planning.model_profile import ModelProfile
+from ddp_crossover.pending.pending_values import introduce_pending_values
+from ddp_crossover.plan.model_profile import ModelProfile
+from ddp_crossover.report.stats import DearStats, about, summary
+from ddp_crossover.report.trace import Trace
+from ddp_crossover.step.after_update import require_hooks
 from ddp_crossover.torch_internals.ddp import GradBucket
-from ddp_crossover.tracing.trace import Trace
 
 
 class DearState(HookState):
     """State of the hook for one DDP model and its optimizers: the first argument of ``register_comm_hook``.
 
     Args:
-        ddp: the model, also as ``torch.compile`` and frameworks wrap it, see ``ddp.unwrapping``.
+        ddp: the model, also as ``torch.compile`` and frameworks wrap it, see ``hook.unwrapping``.
         optimizer: its optimizer, or a list of all its optimizers, also as frameworks wrap them.
         process_group: process group for our traffic, over the same ranks as ``ddp.process_group``. Default: a
             new one with the same backend and timeout, so that DDP's own traffic never queues behind ours. One of gloo

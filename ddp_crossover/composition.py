@@ -20,54 +20,54 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_crossover.codecs.coding import Coding
-from ddp_crossover.codecs.wire import Wire
-from ddp_crossover.collectives.all_reduce import family_of
-from ddp_crossover.collectives.fusion_buffer import FusionBuffer
-from ddp_crossover.collectives.link import Link
-from ddp_crossover.collectives.make_link import make_link
-from ddp_crossover.collectives.nccl_settings import refuse_unsafe_settings, why_streams_block
-from ddp_crossover.collectives.nodes import nodes_of
-from ddp_crossover.collectives.sums import RankWeights
+from ddp_crossover.addons.codes.coding import Coding
+from ddp_crossover.addons.codes.feedback import Feedback
+from ddp_crossover.addons.codes.wire import Wire
+from ddp_crossover.addons.lease.client import GpuLease
+from ddp_crossover.addons.lease.sharing.lease_holder import WITHOUT_MPS, mps_runs
+from ddp_crossover.addons.lease.sharing.turn_points import TurnPoints, why_turns_stand
+from ddp_crossover.addons.lease.sharing.turns import Turns
+from ddp_crossover.addons.shards.sharded_updates import ShardedUpdates
+from ddp_crossover.addons.shards.table import ShardTable, refuse_sharding
+from ddp_crossover.addons.weights.weighted_batches import WeightedBatches
+from ddp_crossover.addons.weights.weighted_training import WeightedTraining
+from ddp_crossover.comm.all_reduce import family_of
+from ddp_crossover.comm.fusion_buffer import FusionBuffer
+from ddp_crossover.comm.link import Link
+from ddp_crossover.comm.nodes import nodes_of
+from ddp_crossover.comm.sums import RankWeights
 from ddp_crossover.compute_waits import ComputeWaits, NoOtherJobs, OtherJobs
-from ddp_crossover.ddp.buckets import Buckets
-from ddp_crossover.ddp.forwards import UseOrder
-from ddp_crossover.ddp.plan_in_force import PlanInForce
-from ddp_crossover.ddp.ranks_apart import say_what_trains_apart
-from ddp_crossover.ddp.reducer import Reducer
-from ddp_crossover.ddp.refusals import (
+from ddp_crossover.fusion import MB, FusionPlan
+from ddp_crossover.hook.buckets import Buckets
+from ddp_crossover.hook.forwards import UseOrder
+from ddp_crossover.hook.plan_in_force import PlanInForce
+from ddp_crossover.hook.ranks_apart import say_what_trains_apart
+from ddp_crossover.hook.reducer import Reducer
+from ddp_crossover.hook.refusals import (
     refuse_model,
     refuse_optimizers,
     refuse_shared_statistics,
     statistics_of_a_rank,
     why_plain_all_reduce,
 )
-from ddp_crossover.ddp.same_setup import require_same_setup
-from ddp_crossover.ddp.unreduced_steps import UnreducedSteps
-from ddp_crossover.ddp.weighing import EqualWeights, Weighing
-from ddp_crossover.ddp.weighted_batches import WeightedBatches
-from ddp_crossover.ddp.weighted_training import WeightedTraining
-from ddp_crossover.figures.stats import DearStats, FallbackLog, in_force
-from ddp_crossover.fusion import MB, FusionPlan
-from ddp_crossover.fusion_buffers.arenas import make_arenas
-from ddp_crossover.fusion_buffers.feedback import Feedback
-from ddp_crossover.gpu_sharing.lease_holder import WITHOUT_MPS, mps_runs
-from ddp_crossover.gpu_sharing.turn_points import TurnPoints, why_turns_stand
-from ddp_crossover.gpu_sharing.turns import Turns
-from ddp_crossover.lease.client import GpuLease
+from ddp_crossover.hook.same_setup import require_same_setup
+from ddp_crossover.hook.unreduced_steps import UnreducedSteps
+from ddp_crossover.hook.weighing import EqualWeights, Weighing
 from ddp_crossover.log import say
 from ddp_crossover.moments import Moments
-from ddp_crossover.optim.deferred_updates import DeferredUpdates
+from ddp_crossover.nccl.make_link import make_link
+from ddp_crossover.nccl.nccl_settings import refuse_unsafe_settings, why_streams_block
 from ddp_crossover.options import Options, switched_off
-from ddp_crossover.parameters.early_reads import EarlyReads
-from ddp_crossover.parameters.lazy_params import LazyParams
-from ddp_crossover.planning.session import Planning
-from ddp_crossover.sharding.sharded_updates import ShardedUpdates
-from ddp_crossover.sharding.table import ShardTable, refuse_sharding
+from ddp_crossover.pending.early_reads import EarlyReads
+from ddp_crossover.pending.lazy_params import LazyParams
+from ddp_crossover.pipeline.arenas import make_arenas
+from ddp_crossover.plan.session import Planning
+from ddp_crossover.report.clock import NOT_MEASURED
+from ddp_crossover.report.recording import recording
+from ddp_crossover.report.stats import DearStats, FallbackLog, in_force
+from ddp_crossover.report.trace import Trace
+from ddp_crossover.step.deferred_updates import DeferredUpdates
 from ddp_crossover.torch_internals.ddp import bucket_cap_bytes, managed_parameters, process_group_timeout
-from ddp_crossover.tracing.clock import NOT_MEASURED
-from ddp_crossover.tracing.recording import recording
-from ddp_crossover.tracing.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Hashable, Iterator
 from typing import Protocol
 
-from ddp_crossover.collectives.leg import HostWait
+from ddp_crossover.comm.leg import HostWait
 from ddp_crossover.device import Stream
 from ddp_crossover.moments import Moments
 

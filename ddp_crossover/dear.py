@@ -3,7 +3,7 @@
 A pipeline owns the fusion buffers of one plan and follows each gradient from DDP's bucket to the optimizer update:
 staged, scattered, gathered, delivered to readers of ``.grad``, applied. It decides when each scatter leg is launched,
 ``gathers`` when each gather leg is; ``pending_updates`` knows which code waits for one. It does not know DDP's hook
-contract (``ddp.reducer``) or how updates are computed (``optim``).
+contract (``hook.reducer``) or how updates are computed (``step``).
 
 Source: DeAR, arXiv 2302.12445, section III. Unlike in the paper, gather legs carry gradients, not parameters, so they
 need no optimizer and may start before ``step()``. What else they may carry, and when they leave, ``gathers`` says.
@@ -35,23 +35,23 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from ddp_crossover.codecs.wire import Wire
-from ddp_crossover.collectives.fusion_buffer import FusionBuffer
-from ddp_crossover.collectives.link import Link
-from ddp_crossover.collectives.stream_order import StreamOrder
-from ddp_crossover.collectives.sums import RankWeights, scale_into
+from ddp_crossover.addons.codes.feedback import CodedSteps, Feedback
+from ddp_crossover.addons.codes.wire import Wire
+from ddp_crossover.comm.fusion_buffer import FusionBuffer
+from ddp_crossover.comm.link import Link
+from ddp_crossover.comm.stream_order import StreamOrder
+from ddp_crossover.comm.sums import RankWeights, scale_into
 from ddp_crossover.compute_waits import ComputeWaits
 from ddp_crossover.fusion import FusionPlan
-from ddp_crossover.fusion_buffers.announcements import Announcements
-from ddp_crossover.fusion_buffers.feedback import CodedSteps, Feedback
-from ddp_crossover.fusion_buffers.layout import Layout
-from ddp_crossover.fusion_buffers.staging import ArrivedBuckets
-from ddp_crossover.gathers import GatherOrder, Gathers
-from ddp_crossover.parameters.kept_gradients import KeptGradients
-from ddp_crossover.parameters.lazy_params import LazyParam
-from ddp_crossover.parameters.reduced_gradients import GradientUser, ReducedGradients
-from ddp_crossover.parameters.slots import GroupInFlight, GroupState, Slot
-from ddp_crossover.pending_updates import GatherWaits, PendingUpdates
+from ddp_crossover.pending.kept_gradients import KeptGradients
+from ddp_crossover.pending.lazy_params import LazyParam
+from ddp_crossover.pending.reduced_gradients import GradientUser, ReducedGradients
+from ddp_crossover.pending.slots import GroupInFlight, GroupState, Slot
+from ddp_crossover.pipeline.announcements import Announcements
+from ddp_crossover.pipeline.gathers import GatherOrder, Gathers
+from ddp_crossover.pipeline.layout import Layout
+from ddp_crossover.pipeline.pending_updates import GatherWaits, PendingUpdates
+from ddp_crossover.pipeline.staging import ArrivedBuckets
 from ddp_crossover.torch_internals.autograd import is_in_backward
 from ddp_crossover.torch_internals.ddp import GradBucket
 

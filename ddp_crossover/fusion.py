@@ -1,4 +1,4 @@
-"""Tensor fusion: which gradient elements travel together, and in which order. ``planning.search`` chooses the sizes.
+"""Tensor fusion: which gradient elements travel together, and in which order. ``plan.search`` chooses the sizes.
 
 Pure functions from sizes and orders to a :class:`FusionPlan`. This file knows nothing of processes, streams or
 tensors' contents, so the same input gives the same plan on every rank.

@@ -1,7 +1,7 @@
 """The moments of a model's training: one object hears of them, and tells its followers in a fixed order.
 
 Only this module hooks a model's forward and its optimizers' ``step()`` in order to see, while somebody follows; models
-that are not attached to have ``launch.process_moments``. Hooks of others decide something: they take the place of a
+that are not attached to have ``launch/process_moments.py``. Hooks of others decide something: they take the place of a
 step, a gradient or a read.
 """
 

@@ -27,7 +27,7 @@ from bench_kit import record
 from bench_kit.display import Display
 from bench_kit.options import add_results, make_parser, positive_int
 from bench_kit.slow_link import PacingError, require_slow, why_not_here
-from ddp_crossover.tracing.timeline import draw
+from ddp_crossover.report.timeline import draw
 from demo_parts import measure, report
 from demo_parts.arms import DemoArm, Factory, Images
 from train import build_model

@@ -48,8 +48,13 @@ def test_the_design_page_has_every_room() -> None:
     rooms = page[page.index("## Rooms") : page.index("## Changes that")]
     named = set(re.findall(r"`(\w+)(?:/|\.py)`", rooms))
     package = ROOT / "ddp_crossover"
-    there = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert named == there - {"__init__"}
+    assert named == _rooms_in(package)
+    assert set(re.findall(r"`addons/(\w+)(?:/|\.py)`", rooms)) == _rooms_in(package / "addons")
+
+
+def _rooms_in(folder: Path) -> set[str]:
+    there = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    return there - {"__init__"}
 
 
 def test_the_readme_is_short() -> None:

@@ -125,7 +125,7 @@ train(7)
 state.synchronize()
 dist.barrier()
 if rank:
-    from ddp_crossover.collectives.gloo_leg import GlooGatherLeg
+    from ddp_crossover.comm.gloo_leg import GlooGatherLeg
     post, posted = GlooGatherLeg.post, []
     def post_all_but_the_first(leg):
         posted.append(leg.group)
@@ -162,7 +162,7 @@ train(7)
 state.synchronize()
 dist.barrier()
 if rank:
-    from ddp_crossover.collectives.gloo_leg import GlooGatherLeg
+    from ddp_crossover.comm.gloo_leg import GlooGatherLeg
     GlooGatherLeg.post = lambda leg: None
 train(1)
 if rank:
@@ -238,7 +238,7 @@ for index in range(7):
 state.synchronize()
 dist.barrier()
 if rank:
-    from ddp_crossover.collectives.gloo_leg import GlooGatherLeg
+    from ddp_crossover.comm.gloo_leg import GlooGatherLeg
     post = GlooGatherLeg.post
     GlooGatherLeg.post = lambda leg: post(leg) if leg.group else None
 train_both(7)

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_crossover.collectives.gloo_leg import GlooScatterLeg
-from ddp_crossover.collectives.gloo_link import GlooLink
+from ddp_crossover.comm.gloo_leg import GlooScatterLeg
+from ddp_crossover.comm.gloo_link import GlooLink
 from equivalence import SGD, Case, Run, check_case, snapshot
 from failing_backward import FailingBackward
 from harness import Outcome, run_faulty_ranks

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import ddp_crossover
-from ddp_crossover.figures.stats import FallbackLog
 from ddp_crossover.log import short
+from ddp_crossover.report.stats import FallbackLog
 
 pytestmark = pytest.mark.quick
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_crossover.codecs.wire import CODES
+from ddp_crossover.addons.codes.wire import CODES
 from ddp_crossover.options import CODED_DTYPES, WIRE_DTYPES, GivenOptions, Options
 
 GUIDE = Path(__file__).parent.parent / "docs" / "guide.md"

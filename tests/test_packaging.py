@@ -97,7 +97,7 @@ def test_the_wheel_has_the_package_with_its_types_and_nothing_else(built: Path) 
         names = archive.namelist()
         (metadata,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
     assert {name.split("/")[0] for name in names} == {"ddp_crossover", f"ddp_crossover-{dx.__version__}.dist-info"}
-    assert {"ddp_crossover/py.typed", "ddp_crossover/launch/site/sitecustomize.py"} <= set(names)
+    assert {"ddp_crossover/py.typed", "ddp_crossover/addons/launch/site/sitecustomize.py"} <= set(names)
     assert f"\nVersion: {dx.__version__}\n" in metadata and "\nProject-URL: " in metadata
 
 

@@ -60,4 +60,4 @@ def test_asking_a_broker_imports_no_torch(verb: str, tmp_path: Path) -> None:
     lease = ("-X", "importtime", "-m", "ddp_crossover", "lease", verb, "--directory", str(tmp_path / "none"))
     output = _in_a_new_interpreter(*lease, status=1)
     assert "no broker serves" in output
-    assert "| torch\n" not in output and "ddp_crossover.lease.directory\n" in output
+    assert "| torch\n" not in output and "ddp_crossover.addons.lease.directory\n" in output

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ddp_crossover.attaching import attach as attach_to_ddp
 from ddp_crossover.comm_hook import DearState
-from ddp_crossover.ddp.unwrapping import unwrapped_model
+from ddp_crossover.hook.unwrapping import unwrapped_model
 
 logger = logging.getLogger("ddp_crossover")
 

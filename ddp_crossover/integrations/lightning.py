@@ -15,7 +15,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.attaching import attach
-from ddp_crossover.ddp.unwrapping import unwrapped_model
+from ddp_crossover.hook.unwrapping import unwrapped_model
 from ddp_crossover.integrations.batches import Batches
 
 # One framework under two names. Both may be installed, and a callback must be of the one whose Trainer is used.

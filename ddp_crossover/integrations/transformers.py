@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_crossover.attaching import attach
-from ddp_crossover.ddp.unwrapping import live_objects
+from ddp_crossover.hook.unwrapping import live_objects
 from ddp_crossover.integrations.batches import Batches
 
 TrainerCallback: Any = import_module("transformers").TrainerCallback

@@ -26,8 +26,8 @@ from accuracy_parts.tasks import TASKS, final_window, loss_of
 from accuracy_parts.wires import NODE_RANKS, WIRES, State
 from bench_kit.digest import digests
 from bench_kit.launch import tell
-from ddp_crossover.balance.split import Speed, split
-from ddp_crossover.codecs.wire import Wire
+from ddp_crossover.addons.codes.wire import Wire
+from ddp_crossover.addons.weights.split import Speed, split
 from ddp_crossover.torch_internals.private import replaced
 from train import learning_rate_factor
 

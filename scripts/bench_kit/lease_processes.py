@@ -11,7 +11,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "ddp_crossover"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "ddp_crossover" / "addons"))
 
 from lease.client import GpuLease
 from lease.client.connection import ask_status

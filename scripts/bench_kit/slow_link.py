@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from ddp_crossover.collectives.pace import connected_tcp_sockets
+from ddp_crossover.comm.pace import connected_tcp_sockets
 
 SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; Python has no name for it
 _NO_LIMIT = struct.pack("@L", 2 ** (8 * struct.calcsize("@L")) - 1)

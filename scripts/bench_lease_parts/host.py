@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench_lease_parts.cases import CaseSettings
 from bench_lease_parts.device import DEVICE_VARIABLE, serve_device
-from ddp_crossover.lease.directory import DIRECTORY_VARIABLE
+from ddp_crossover.addons.lease.directory import DIRECTORY_VARIABLE
 
 
 def main(directory: Path) -> int:

@@ -24,7 +24,7 @@ from bench_kit.training import LEARNING_RATE, WARM_UP_STEPS, Arm, Workload, all_
 from bench_lease_parts.cases import CaseSettings, JobSettings
 from bench_lease_parts.conductor import CONDUCTOR_SOCKET, Window
 from bench_lease_parts.device import DevicePace
-from ddp_crossover.lease.client import GpuLease
+from ddp_crossover.addons.lease.client import GpuLease
 
 CALIBRATION_NUMEL = 2_000_000
 WARM_UP_LIMIT = 60

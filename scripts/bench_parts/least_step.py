@@ -24,8 +24,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp_crossover.planning.cost_model import LinkModel
-from ddp_crossover.planning.model_profile import ModelProfile
+from ddp_crossover.plan.cost_model import LinkModel
+from ddp_crossover.plan.model_profile import ModelProfile
 
 
 def least_step_s(profile: ModelProfile) -> float:

@@ -5,10 +5,10 @@ import dataclasses
 from bench_kit.training import Arm
 from bench_parts.arms import ArmName
 from bench_parts.least_step import least_step_s
-from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
-from ddp_crossover.planning.ddp_buckets import simulate_ddp
-from ddp_crossover.planning.model_profile import ModelProfile
-from ddp_crossover.planning.search import predict_step
+from ddp_crossover.plan.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.plan.ddp_buckets import simulate_ddp
+from ddp_crossover.plan.model_profile import ModelProfile
+from ddp_crossover.plan.search import predict_step
 
 
 def measured_profile(arms: dict[str, Arm]) -> ModelProfile | None:

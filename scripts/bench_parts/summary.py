@@ -8,7 +8,7 @@ from bench_kit.rounds import arm_figures, best_ddp, spread
 from bench_parts.arms import DEFAULT_BUCKET_MB, ArmName
 from bench_parts.cases import CaseSettings
 from bench_parts.prediction import least_case_step_s
-from ddp_crossover.planning.model_profile import ModelProfile
+from ddp_crossover.plan.model_profile import ModelProfile
 
 
 def summarize(settings: CaseSettings, measured: dict[str, Any]) -> dict[str, Any]:

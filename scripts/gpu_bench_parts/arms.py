@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW
 import ddp_crossover as dx
 from bench_kit.device_time import between_s, now, synchronize
 from bench_kit.training import LEARNING_RATE, WARM_UP_STEPS, Arm, ArmRefused, Workload
-from ddp_crossover.tracing.trace import Trace
+from ddp_crossover.report.trace import Trace
 from gpu_bench_parts.settings import ArmSettings, CaseSettings
 from gpu_bench_parts.wire import GBIT, Wire
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_crossover.collectives.fusion_buffer import FusionBuffer
-from ddp_crossover.collectives.leg import HostWait, Leg, ScatterLeg
-from ddp_crossover.collectives.link import Link
+from ddp_crossover.comm.fusion_buffer import FusionBuffer
+from ddp_crossover.comm.leg import HostWait, Leg, ScatterLeg
+from ddp_crossover.comm.link import Link
 from gpu_bench_parts.wire import Wire
 
 

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_crossover import composition
-from ddp_crossover.collectives import all_reduce, nccl_link
-from ddp_crossover.collectives.link import Link
+from ddp_crossover.comm import all_reduce
+from ddp_crossover.comm.link import Link
+from ddp_crossover.nccl import nccl_link
 from gpu_bench_parts.cpu_wire import CpuLink, CpuWire
 from gpu_bench_parts.wire import GpuWire
 

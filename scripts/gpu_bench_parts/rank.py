@@ -13,7 +13,7 @@ import torch
 from bench_kit.device_time import between_s, now, synchronize
 from bench_kit.rounds import best_ddp, turns
 from bench_kit.training import ArmRefused
-from ddp_crossover.tracing.trace import Trace
+from ddp_crossover.report.trace import Trace
 from gpu_bench_parts.arms import GpuArm
 from gpu_bench_parts.cpu_wire import CpuWire
 from gpu_bench_parts.emulation import emulated_wire
@@ -157,7 +157,7 @@ class GpuBench:
 
 def _draw(traces: list[Trace], picture: Path) -> str:
     """The traces as files for Perfetto, and as a picture; says where, or what kept it from being drawn."""
-    from ddp_crossover.tracing.timeline import draw
+    from ddp_crossover.report.timeline import draw
 
     picture.parent.mkdir(parents=True, exist_ok=True)
     for trace in traces:

@@ -14,7 +14,7 @@ from torch.optim import AdamW
 
 from bench_kit.device_time import between_s, now, synchronize
 from bench_kit.rounds import spread
-from ddp_crossover.collectives import nccl_link
+from ddp_crossover.nccl import nccl_link
 
 OFFSETS_BYTES = (0, 4, 8, 16, 64, 128, 256)
 TENSORS = 16

@@ -30,8 +30,8 @@ def late_legs(device: torch.device, *, own_shard_is_read: bool) -> Iterator[None
     if device.type != "cuda":
         yield
         return
-    from ddp_crossover.collectives import nccl_link
-    from ddp_crossover.collectives.staged_gloo_link import _StagedGatherLeg
+    from ddp_crossover.nccl import nccl_link
+    from ddp_crossover.nccl.staged_gloo_link import _StagedGatherLeg
 
     reduce_scatter, all_gather = nccl_link._reduce_scatter, nccl_link._all_gather
     after_receiving = _StagedGatherLeg.after_receiving
@@ -76,7 +76,7 @@ def _hide_for_a_while(buffer: Tensor) -> None:
 @contextmanager
 def without_wait_for_legs(device: torch.device) -> Iterator[None]:
     """Nobody waits for a leg any more."""
-    from ddp_crossover.collectives.nccl_link import _NcclLeg
+    from ddp_crossover.nccl.nccl_link import _NcclLeg
 
     with mock.patch.object(_NcclLeg, "wait", lambda leg, host_wait=None: None):
         yield
@@ -85,7 +85,7 @@ def without_wait_for_legs(device: torch.device) -> Iterator[None]:
 @contextmanager
 def without_wait_for_gradients(device: torch.device) -> Iterator[None]:
     """Legs do not wait for the copies that fill their buffers."""
-    from ddp_crossover.collectives.nccl_link import NcclLink
+    from ddp_crossover.nccl.nccl_link import NcclLink
 
     original: Callable[..., None] = NcclLink.__init__
 

@@ -21,9 +21,9 @@ import ddp_crossover as dx
 from bench_kit.device_time import synchronize
 from bench_kit.rounds import spread
 from bench_kit.training import Arm
-from ddp_crossover.ddp.reducer import Reducer
 from ddp_crossover.dear import Pipeline
-from ddp_crossover.pending_updates import GatherWaits, PendingUpdates
+from ddp_crossover.hook.reducer import Reducer
+from ddp_crossover.pipeline.pending_updates import GatherWaits, PendingUpdates
 from gpu_bench_parts.settings import CaseSettings
 from gpu_bench_parts.workloads import SMALL, make_workload
 from gpu_check_parts.case import Case, one_rank

@@ -14,7 +14,7 @@ import ddp_crossover as dx
 from bench_kit.device_time import Sleeper, now, synchronize, wait_for
 from bench_kit.ranks import Launch
 from bench_kit.rounds import spread
-from ddp_crossover.lease.directory import DIRECTORY_VARIABLE
+from ddp_crossover.addons.lease.directory import DIRECTORY_VARIABLE
 from gpu_bench_parts.settings import CaseSettings
 from gpu_bench_parts.workloads import SMALL
 from gpu_check_parts import mps

@@ -14,7 +14,7 @@ from torch import nn
 
 import ddp_crossover as dx
 from bench_kit.device_time import now, synchronize, wait_for
-from ddp_crossover.collectives.agreement import all_gather_json
+from ddp_crossover.comm.agreement import all_gather_json
 from gpu_bench_parts.arms import GpuArm
 from gpu_bench_parts.emulation import emulated_wire
 from gpu_bench_parts.settings import ArmSettings, CaseSettings

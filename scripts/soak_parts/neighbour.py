@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "ddp_crossover"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "ddp_crossover" / "addons"))
 
 from lease.client import GpuLease
 

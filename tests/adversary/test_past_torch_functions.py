@@ -31,7 +31,7 @@ def _gathered_by_the_group(run: Script, net: nn.Sequential) -> Any:
     return outputs
 
 
-# Others are in parameters/test_covers.py.
+# Others are in pending/test_covers.py.
 READS = {read.__name__.strip("_"): read for read in (_sparse, _reduce_scatter_of_a_list, _gathered_by_the_group)}
 
 

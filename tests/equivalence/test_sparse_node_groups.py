@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import ddp_crossover as dx
-from ddp_crossover.codecs.wire import Wire
+from ddp_crossover.addons.codes.wire import Wire
 from equivalence import SGD, STEPS, Case, Run, assert_same, snapshot, train_step
 from models import DeepNet
 from node_groups import (

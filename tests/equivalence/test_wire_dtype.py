@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import gradient_loops
-from ddp_crossover.collectives.sums import CHUNK_NUMEL, add_in_rank_order, scale_into
+from ddp_crossover.comm.sums import CHUNK_NUMEL, add_in_rank_order, scale_into
 from ddp_crossover.fusion import MB
 from equivalence import SGD, Case, Run, check_case, plain_loop
 from models import DeepNet, MixedDtypeNet, OddNet, OneDtypeNet

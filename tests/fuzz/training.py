@@ -89,8 +89,8 @@ def attach_in_first_forward(
     part: Part, options: dict[str, Any], planned: Callable[[], contextlib.AbstractContextManager[Any]]
 ) -> None:
     """Have the package attach by itself, as under `run`."""
-    from ddp_crossover.launch.auto import Auto
-    from ddp_crossover.launch.watch import watch_model
+    from ddp_crossover.addons.launch.auto import Auto
+    from ddp_crossover.addons.launch.watch import watch_model
 
     auto = Auto(**options)
 
@@ -252,7 +252,7 @@ class Run:
         assert self.arm is not None
         arm = dict(self.arm)
         import ddp_crossover as dx
-        from ddp_crossover.collectives import gloo_messages
+        from ddp_crossover.comm import gloo_messages
 
         gloo_messages.LEAST_PART_BYTES = 64  # these models are small
 
@@ -274,7 +274,7 @@ class Run:
         """Ranks with shards exchange little at a time, so that several parts meet."""
         if self.arm is None:
             return contextlib.nullcontext()
-        from ddp_crossover.sharding import between_ranks
+        from ddp_crossover.addons.shards import between_ranks
 
         return mock.patch.object(between_ranks, "EXCHANGE_BYTES", 200)
 

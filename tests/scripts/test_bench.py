@@ -17,8 +17,8 @@ from bench_parts import options, report
 from bench_parts.cases import CaseSettings
 from bench_parts.summary import summarize
 from ddp_crossover.fusion import GradientSpec
-from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
-from ddp_crossover.planning.model_profile import ModelProfile
+from ddp_crossover.plan.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.plan.model_profile import ModelProfile
 
 RUN_TIMEOUT_S = 450
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"

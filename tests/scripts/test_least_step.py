@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from bench_parts.least_step import least_step_s
 from bench_parts.prediction import lasting
 from ddp_crossover.fusion import GradientSpec, plan_fusion
-from ddp_crossover.planning.cost_model import ComputeProfile, LinkModel
-from ddp_crossover.planning.ddp_buckets import simulate_ddp
-from ddp_crossover.planning.model_profile import ModelProfile
-from ddp_crossover.planning.search import TAPERS, best_of_sizes, predict_step
+from ddp_crossover.plan.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.plan.ddp_buckets import simulate_ddp
+from ddp_crossover.plan.model_profile import ModelProfile
+from ddp_crossover.plan.search import TAPERS, best_of_sizes, predict_step
 
 settings.register_profile("suite", deadline=None, max_examples=100)
 settings.load_profile("suite")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
-from ddp_crossover.codecs import wire as codecs
+from ddp_crossover.addons.codes import wire as codecs
 from equivalence import Factory, optimizer
 from models import INPUTS, OUTPUTS
 from node_groups import on_nodes

@@ -24,10 +24,13 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from ddp_crossover import ddp_timer, dear, device, pending_updates
-from ddp_crossover.collectives import make_link, meter, nccl_link
-from ddp_crossover.ddp import reducer
-from ddp_crossover.parameters.pending_gradient import PendingGrad
+from ddp_crossover import dear, device
+from ddp_crossover.addons import ddp_timer
+from ddp_crossover.comm import meter
+from ddp_crossover.hook import reducer
+from ddp_crossover.nccl import make_link, nccl_link
+from ddp_crossover.pending.pending_gradient import PendingGrad
+from ddp_crossover.pipeline import pending_updates
 from ddp_crossover.torch_internals.autograd import call_after_backward
 from ddp_crossover.torch_internals.current_streams import CurrentStreams
 from virtual_time import HostClock, Hosts, Instant

@@ -8,9 +8,9 @@ from collections.abc import Callable, Generator
 from itertools import count
 from typing import NamedTuple
 
-from ddp_crossover.lease.broker.arbiter import Arbiter, Grant
-from ddp_crossover.lease.broker.jobs import JobKey
-from ddp_crossover.lease.protocol import Role
+from ddp_crossover.addons.lease.broker.arbiter import Arbiter, Grant
+from ddp_crossover.addons.lease.broker.jobs import JobKey
+from ddp_crossover.addons.lease.protocol import Role
 
 GPU = "GPU-0"
 Rank = Generator[Callable[["_Rank"], None], None, None]

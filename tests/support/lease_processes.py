@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import ddp_crossover
-from ddp_crossover.lease.client.connection import ask, ask_status
-from ddp_crossover.lease.directory import BrokerDirectory
-from ddp_crossover.lease.protocol import HELLO_BYTES, Hello, Kind, Message, Role, decode
-from ddp_crossover.lease.shared_memory import PageReader
+from ddp_crossover.addons.lease.client.connection import ask, ask_status
+from ddp_crossover.addons.lease.directory import BrokerDirectory
+from ddp_crossover.addons.lease.protocol import HELLO_BYTES, Hello, Kind, Message, Role, decode
+from ddp_crossover.addons.lease.shared_memory import PageReader
 
 TIMEOUT_S = 60.0
 HERE = Path(__file__).parent
-PACKAGE = str(Path(ddp_crossover.__file__).parent)
+PACKAGE = str(Path(ddp_crossover.__file__).parent / "addons")
 
 
 class Actor:

@@ -19,11 +19,11 @@ import torch
 
 from ddp_crossover import composition
 from ddp_crossover.fusion import MB, FusionPlan, Schedule, plan_fusion
-from ddp_crossover.planning.compute_profiler import Stopwatch
-from ddp_crossover.planning.search import TAPERS, PlannedStep
-from ddp_crossover.planning.session import Orders, Planning, Stage
-from ddp_crossover.planning.trial_timer import TrialTimer
-from ddp_crossover.planning.trials import Candidate
+from ddp_crossover.plan.compute_profiler import Stopwatch
+from ddp_crossover.plan.search import TAPERS, PlannedStep
+from ddp_crossover.plan.session import Orders, Planning, Stage
+from ddp_crossover.plan.trial_timer import TrialTimer
+from ddp_crossover.plan.trials import Candidate
 
 AS_BUILT = "as built"  # a favourite: DDP as it was before attach
 

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_crossover.ddp.buckets import may_skip_buckets
-from ddp_crossover.ddp.reducer import Reducer
+from ddp_crossover.hook.buckets import may_skip_buckets
+from ddp_crossover.hook.reducer import Reducer
 from ddp_crossover.torch_internals.ddp import GradBucket
 
 _Parameters = list["weakref.ref[Tensor]"]

@@ -14,13 +14,13 @@ from unittest import mock
 import torch
 
 from ddp_crossover import device
-from ddp_crossover.collectives.nccl_link import _NcclLeg
-from ddp_crossover.collectives.stream_order import CudaStreams
+from ddp_crossover.addons.lease.client import GpuLease
+from ddp_crossover.addons.lease.sharing import gap, lease_holder, turns
+from ddp_crossover.addons.lease.sharing.turns import Turns
+from ddp_crossover.comm.stream_order import CudaStreams
 from ddp_crossover.compute_waits import NoOtherJobs
-from ddp_crossover.gpu_sharing import gap, lease_holder, turns
-from ddp_crossover.gpu_sharing.turns import Turns
-from ddp_crossover.lease.client import GpuLease
-from ddp_crossover.tracing.clock import CommClock
+from ddp_crossover.nccl.nccl_link import _NcclLeg
+from ddp_crossover.report.clock import CommClock
 from fake_streams import FakeEvent, FakeStream, seconds_between
 from virtual_time import HostClock, Hosts, Instant, Meeting
 

@@ -1,0 +1,1 @@
+"""Norms of gradients from the shards of all ranks, without waiting for gathers."""

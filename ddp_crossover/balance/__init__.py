@@ -1,1 +1,0 @@
-"""Shares of a batch by how fast ranks compute."""

@@ -1,1 +1,0 @@
-"""What gradients are on the wire: codes of flat slices. Pure: knows no ranks, messages or optimizers."""

@@ -1,1 +1,0 @@
-"""Reduce-scatter and all-gather legs over gloo and NCCL."""

@@ -1,1 +1,0 @@
-"""Everything specific to DistributedDataParallel: buckets, forwards, refused setups, checks that ranks agree."""

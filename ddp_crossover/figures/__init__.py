@@ -1,1 +1,0 @@
-"""What users are shown of a state: figures of steps, and a state in words."""

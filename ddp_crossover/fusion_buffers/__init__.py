@@ -1,1 +1,0 @@
-"""Memory of the fusion buffers, and copies of gradients into it."""

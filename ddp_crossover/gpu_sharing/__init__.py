@@ -1,1 +1,0 @@
-"""Decides when the training of one model holds its lease on a GPU."""

@@ -1,0 +1,359 @@
+"""Follows DDP from forward to forward and from bucket to bucket, and tells all others where an iteration is.
+
+Knows DDP's hook contract. What reduces the buckets is another object (``plan_in_force``); users hold a
+``comm_hook.DearState``.
+
+For the terms see [Note: DeAR's terms] in ``dear.py``.
+"""
+# No `from __future__ import annotations`: DDP checks the annotations of what it calls, and expects types.
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_crossover import device as gpu
+from ddp_crossover.addons.codes.feedback import Feedback
+from ddp_crossover.comm.link import Link
+from ddp_crossover.compute_waits import ComputeWaits
+from ddp_crossover.dear import Pipeline
+from ddp_crossover.hook.buckets import MemoryFormats, may_skip_buckets
+from ddp_crossover.hook.forwards import CompiledCode, UseOrder
+from ddp_crossover.hook.plain_all_reduce import PlainAllReduce
+from ddp_crossover.hook.plan_in_force import PlanInForce
+from ddp_crossover.hook.refusals import allow_methods, refuse_methods
+from ddp_crossover.hook.unreduced_steps import UnreducedSteps
+from ddp_crossover.hook.weighing import Weighing
+from ddp_crossover.moments import Moments, call_before_backward
+from ddp_crossover.pending.early_reads import EarlyReads
+from ddp_crossover.pending.lazy_params import LazyParam, LazyParams, StaleParameterError
+from ddp_crossover.pending.reduced_gradients import unwrap_gradients
+from ddp_crossover.pending.stale_reads import StaleReadGuard
+from ddp_crossover.plan.session import Planning
+from ddp_crossover.report.stats import FallbackLog, StepLog
+from ddp_crossover.step.deferred_updates import DeferredUpdates
+from ddp_crossover.torch_internals.autograd import call_after_backward
+from ddp_crossover.torch_internals.ddp import GradBucket, comm_hooks_of, forget_comm_hooks, rebuild_buckets
+
+
+class HookState:
+    """What is registered with DDP beside the hook: it has a reducer, which finds itself among DDP's hooks by it."""
+
+    _reducer: "Reducer"
+
+    def reduces_with(self, reducer: "Reducer") -> bool:
+        """Whether this is the state of ``reducer``."""
+        return self._reducer is reducer
+
+
+class Reducer:
+    """Reduces the gradients of one DDP model.
+
+    Args:
+        moments: hears of the model's forwards.
+        params: the parameters that DDP manages, with their pending updates.
+        early_reads: records which code needs updates or gradients early.
+        link: runs the legs.
+        planning: makes the plans.
+        updates: defers the optimizers' updates.
+        fallbacks: records what took a slower path.
+        compute_waits: what waits of compute go through.
+        in_force: what reduces the buckets.
+        weighing: says what the gradients of each rank weigh.
+        unreduced: finds steps whose gradients were not reduced.
+        use_order: the order in which forward uses parameters.
+        on_leave: called when DDP should be left alone, with a sentence that says why. It has to detach.
+
+    Attributes:
+        is_detached: whether DDP trains as it was before attach.
+    """
+
+    def __init__(
+        self,
+        moments: Moments,
+        params: LazyParams,
+        early_reads: EarlyReads,
+        link: Link,
+        planning: Planning,
+        updates: DeferredUpdates,
+        fallbacks: FallbackLog,
+        compute_waits: ComputeWaits,
+        *,
+        in_force: PlanInForce,
+        weighing: Weighing,
+        unreduced: UnreducedSteps,
+        use_order: UseOrder,
+        on_leave: Callable[[str], None],
+    ) -> None:
+        self._in_force = in_force
+        self._moments = moments
+        ddp = moments.model
+        self._memory_formats = MemoryFormats(params.all)
+        self._device = params.all[0].parameter.device
+        self._link = link
+        self._planning = planning
+        self._updates = updates
+        self._fallbacks = fallbacks
+        self._compute_waits = compute_waits
+        self._on_leave = on_leave
+        self.iterations = self.pipelined_iterations = 0
+        self.steps = StepLog()
+        self._params = params
+        self._early_reads = early_reads
+        self._layouts = in_force.layouts
+        self._use_order = use_order
+        self._guard = StaleReadGuard(params, self._stale_read)
+        self._watch = moments.watch_forwards(self._before_forward, self._after_forward)
+        self._compiled = CompiledCode(ddp.module, params, early_reads, fallbacks, in_force.finish_local_gradients)
+        params.watch_uses(self._guard.note_touch)
+        refuse_methods(ddp)
+        self._weighing = weighing
+        self._unreduced = unreduced
+        self._in_backward = False
+        self._last_bucket = -1
+        self._seen_forward = self._had_begun = False
+        self._awaits_backward = False
+        self.is_detached = False
+
+    @property
+    def model(self) -> DistributedDataParallel:
+        """The model. Raises RuntimeError if it is gone."""
+        return self._moments.model
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The pipeline, under the plan in force; None while buckets go through plain all-reduces."""
+        return self._in_force.pipeline
+
+    def detach(self) -> None:
+        """Apply pending updates, deliver pending gradients, and remove all hooks."""
+        self.is_detached = True
+        was_registered = self._is_registered()
+        if self._awaits_backward:
+            self._weighing.end()
+        try:
+            if self.pipeline is not None:
+                self.pipeline.retire()
+            unwrap_gradients(lazy.parameter for lazy in self._params.all)
+            self._params.use_all()
+        finally:
+            self.become_plain()
+        # Give DDP a new reducer without a hook. Not between a forward and its backward: the new reducer would not
+        # reduce the gradients of a forward that the old reducer has prepared.
+        if was_registered and not (self._awaits_backward or self._in_backward):
+            rebuild_buckets(self.model, self._in_force.buckets.cap_bytes_when_left)
+        # Drop references now: this object is part of reference cycles, which may be collected only many models later,
+        # and updates of a network that is attached again are deferred only if nothing else refers to its memory.
+        self._in_force.drop_references()
+        self._params.drop_references()
+        self._memory_formats.drop_references()
+        del self._compiled
+
+    def end_iteration_of_codes(self) -> Feedback | None:
+        """End the iteration, so that what its codes have left out is known; None if nothing is coded."""
+        feedback = self._in_force.feedback
+        if feedback is not None and self.pipeline is not None:
+            if self._in_backward and not self.is_detached:
+                raise RuntimeError(
+                    "what codes of gradients leave out is not known in the middle of a backward, or after one that has "
+                    "raised: call state.detach() first, on all ranks"
+                )
+            self.pipeline.retire()
+        return feedback
+
+    def become_plain(self) -> None:
+        """Remove all hooks; nothing is deferred from now on."""
+        self.is_detached = True
+        for part in (self._updates, self._watch, self._guard, self._compiled, self._unreduced):
+            part.remove()
+        if (ddp := self._moments.model_if_there) is not None:
+            allow_methods(ddp)
+            self._in_force.buckets.leave(ddp)
+            self._weighing.remove()
+            if self._is_registered():
+                forget_comm_hooks(ddp)
+
+    # DDP's backward.
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Reduce one bucket now, or stage it in the pipeline; the implementation of :func:`dear_hook`.
+
+        Returns:
+            A future of the bucket's flat gradients; in the pipeline complete at once, with this rank's own gradients.
+
+        Raises:
+            RuntimeError: if the hook runs after ``detach()`` while still registered, or in a CUDA graph capture; if
+                the memory layout of a parameter has changed; if DDP's parameters are not those seen at attach.
+        """
+        if self.is_detached:
+            if self._is_registered():
+                raise RuntimeError(
+                    "this DearState was detached and cannot be used again: attach(ddp, optimizer) makes a new one"
+                )
+            return self._in_force.reduce_after_detach(bucket)  # the forward of this backward ran before detach()
+        if gpu.is_capturing(self._device):
+            raise RuntimeError(
+                "dear_hook cannot be captured in a CUDA graph, because its step spans two iterations: "
+                "capture without the hook, or call state.detach() first"
+            )
+        # A bucket index that repeats or decreases means that the previous backward raised.
+        is_first = not self._in_backward or bucket.index() <= self._last_bucket
+        if is_first:
+            self._begin_backward()
+        self._last_bucket = bucket.index()
+        parameters = bucket.parameters()
+        self._layouts.record(bucket.index(), parameters)
+        self._moments.bucket_arrives(parameters, is_first=is_first)
+        future = self._in_force.reduction.reduce(bucket, parameters)
+        if self._layouts.complete:
+            # Queue again, for the graph task of the last bucket: reentrant checkpointing runs several graph tasks.
+            call_after_backward(self._graph_task_ended)
+        elif bucket.is_last() and not may_skip_buckets(self.model):
+            names = ", ".join(self._params.all[index].name for index in self._layouts.missing())
+            raise RuntimeError(
+                f"DDP has stopped reducing {names} since dear_hook was attached, because other code has given it a new "
+                "reducer: call state.detach() before that, and attach after it"
+            )
+        return future
+
+    def _begin_backward(self) -> None:
+        self._in_force.reduction.retire()
+        if self._in_force.plain_reason is None:
+            self._memory_formats.refuse_changes()
+        self._weighing.weigh()
+        self._in_backward = True
+        self._awaits_backward = False
+        self._layouts.begin_backward()
+        self._in_force.choose()
+        if self.pipeline is not None:
+            self.pipeline.announcements.expect_same_buckets(self._layouts.stays)
+        self._in_force.reduction.begin_backward()
+        call_after_backward(self._graph_task_ended)
+
+    def _backward_reaches_output(self) -> None:
+        # Among the first things of a backward, so that we are the first to hear of its end. Other code that has asked
+        # for that, and asks once more then, as FSDP and AdaScale do, finds in plain DDP what DDP has reduced.
+        if not self.is_detached:
+            call_after_backward(self._first_to_hear_of_end)
+
+    def _first_to_hear_of_end(self) -> None:
+        if self._in_backward:  # else no gradient was accumulated, or in no_sync()
+            self._graph_task_ended()
+
+    def _graph_task_ended(self) -> None:
+        if self._layouts.complete:
+            if isinstance(reduction := self._in_force.reduction, PlainAllReduce):
+                reduction.wait()
+            else:
+                reduction.gradients.ddp_writes_next()
+            if self.pipeline is None or self.model.find_unused_parameters:
+                self._compute_waits.others.release()  # DDP waits for other ranks next
+        # Queue again, to run after DDP's own callback, which copies buckets into gradients.
+        call_after_backward(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        if not self._in_backward or not (self._layouts.complete or may_skip_buckets(self.model)):
+            return
+        self._in_backward = False
+        self._guard.end_backward()
+        self._layouts.end_backward()
+        self.iterations += 1
+        self._moments.inside.backward_ends()
+        self._in_force.reduction.end_backward()
+        self._unreduced.backward_reduced(None if self.pipeline is None else self.pipeline.gradients)
+        if self.pipeline is not None:
+            self.pipelined_iterations += 1
+            self._weighing.refuse_unweighted(self.pipeline.gradients.unassigned)
+            if self._compiled.needs_gradients:
+                self._in_force.finish_gradients()
+        elif (reason := self._in_force.why_plain()) is not None:
+            self._fallbacks.note(reason, is_said=self._planning.result is not None)  # the tuner says what it found
+        self._moments.around.backward_ends()
+        self.steps.note(
+            self._link.clock.sums(),
+            self._link.sent_bytes,
+            self._fallbacks.counts,
+            is_pipelined=self.pipeline is not None,
+            was_looked_at=self._early_reads.is_explained,
+        )
+        self._early_reads.next_step()
+
+    # Forwards, and other readers of parameters.
+
+    def _is_registered(self) -> bool:
+        ddp = self._moments.model_if_there
+        states = () if ddp is None else [state for _, state in comm_hooks_of(ddp) if isinstance(state, HookState)]
+        return any(state.reduces_with(self) for state in states)
+
+    def _before_forward(self) -> None:
+        if not self._seen_forward:
+            self._seen_forward = True
+            if not self._is_registered():
+                self._fallbacks.note(
+                    "a DearState was built but its hook is not registered: call "
+                    "ddp.register_comm_hook(state, dear_hook), or use attach(ddp, optimizer)"
+                )
+        self._guard.remove()
+        if not torch.is_grad_enabled():
+            # Code that runs without gradients may check a parameter's class, as TransformerEncoder's fast path does.
+            self._updates.flush()
+            return
+        self._in_force.buckets.forward_begins()
+        if self._follow_plan():
+            return
+        self._moments.inside.forward_begins(self.model)
+        self._updates.refuse_to_go_on()
+        self._had_begun = self._planning.has_begun  # a plan may begin in the backward of this forward
+        if self._in_force.plain_reason is None and not self._had_begun:
+            self._params.arm_all()  # no update is pending yet: arm parameters only to learn the use order
+        note_use = self._use_order.begin_forward()
+        self._params.watch_uses(self._in_force.timing(note_use))
+        self._early_reads.begin_forward()
+        self._compiled.before_forward()
+
+    def _follow_plan(self) -> bool:
+        """Follow the plan in force; returns whether that was to leave DDP alone."""
+        if self._awaits_backward:
+            return False  # of an earlier forward, which is known to the C++ reducer that DDP has now
+        if (sentence := self._in_force.follow()) is not None:
+            self._on_leave(sentence)
+        return sentence is not None
+
+    def _after_forward(self, returned: bool, output: object) -> None:
+        self._early_reads.end_forward()
+        self._params.watch_uses(self._guard.note_touch)
+        if not torch.is_grad_enabled():
+            return
+        reduces = self.model.require_backward_grad_sync
+        # The reducer may still wait for the backward of an earlier forward, whatever this one is. For one that raised,
+        # perhaps because of Ctrl-C in a wait for a peer, DDP prepares none.
+        self._awaits_backward = self._awaits_backward or (reduces and returned)
+        self._unreduced.forward_ended(reduces=reduces)
+        if not reduces and self.pipeline is not None:
+            self.pipeline.gradients.expect_unreduced()  # the backward of this forward adds what no rank has shared
+        before_backward = functools.partial(call_before_backward, output)
+        self._moments.inside.forward_ends(self.model, output, before_backward)
+        if returned and self._use_order.end_forward() and self.pipeline is not None:
+            self.pipeline.gather_order.follow(self._use_order.ranks())
+        if reduces and returned:
+            before_backward(self._backward_reaches_output)
+        self._guard.end_forward(before_backward)
+        if returned and self.pipeline is not None:
+            on_all_ranks = reduces or not self._weighing.may_leave_out_forwards
+            self.pipeline.end_forward(before_backward if reduces else None, on_all_ranks=on_all_ranks)
+
+    def _stale_read(self, lazy: LazyParam) -> None:
+        """Handle a gradient that arrives for a parameter which this forward has not touched."""
+        if not self._had_begun or lazy.why_never_lazy is not None:
+            # No update was pending, so this read was right; never defer updates of this parameter.
+            lazy.never_defer(
+                "is read in forward by code that bypasses __torch_function__ (TorchScript or a C++ extension)"
+            )
+            return
+        raise StaleParameterError(
+            f"this forward used {lazy.name} in code that bypasses __torch_function__ (TorchScript or a C++ extension), "
+            "which no earlier forward had done, so perhaps before its deferred update was applied: call "
+            "state.synchronize() before such a forward, or attach with schedule='allreduce'"
+        )

@@ -1,0 +1,1 @@
+"""An optimizer's ``step()``, put off until each of its parameters is used."""

@@ -1,0 +1,448 @@
+"""Deferred optimizer updates.
+
+``optimizer.step()`` runs as always, with its hooks, its closure and its return value, but it leaves out the parameters
+whose gradients are still on the wire. For those it takes a snapshot of the optimizer and its hyperparameters, because
+schedulers change them right after ``step()``. The first touch of such a parameter runs the same ``step`` on just the
+parameters of its fusion group. This works for optimizers that update each parameter independently of the others, as
+``separability`` tries on a clone and ``watching`` sees in the first steps.
+
+For the terms see [Note: DeAR's terms] in ``dear.py``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from ddp_crossover.comm.leg import LegError
+from ddp_crossover.comm.stream_order import StreamOrder
+from ddp_crossover.dear import Phase, Pipeline
+from ddp_crossover.options import Norms
+from ddp_crossover.pending.early_reads import EarlyReads, is_saving
+from ddp_crossover.pending.lazy_params import LazyParam, LazyParams
+from ddp_crossover.pending.reduced_gradients import ReducedGradients
+from ddp_crossover.pending.slots import Slot
+from ddp_crossover.pipeline.gathers import Gathers, GradientGathers
+from ddp_crossover.report.stats import FallbackLog
+from ddp_crossover.step.after_update import AfterUpdate
+from ddp_crossover.step.step_call import Deferrable, StepCall, why_call_waits
+from ddp_crossover.step.stock_calls import StockCalls
+from ddp_crossover.step.update_runner import DeferredUpdate, UpdateRunner, run_updates
+from ddp_crossover.torch_internals.gradient_calls import require_gradient_calls
+from ddp_crossover.torch_internals.optimizers import has_hooks, move_to_back, move_to_front, step_pre_hooks
+from ddp_crossover.watching.known_optimizers import KnownOptimizers
+from ddp_crossover.watching.lazy_state import make_state_lazy, make_state_plain, why_state_is_shared
+from ddp_crossover.watching.optimizer_snapshot import StandIn, optimizer_parameters
+from ddp_crossover.watching.step_watch import StepWatch
+
+_TOO_LATE = (
+    "it is called between a forward and its backward, which will overwrite the gradients. To have updates deferred, "
+    "call step() before the next forward"
+)
+
+
+class Reductions(Protocol):
+    """Follows which gradients were reduced."""
+
+    def refuse_unreduced(self, optimizer: Optimizer, gradients: ReducedGradients | None) -> None:
+        """Warn, or raise RuntimeError, if this optimizer is about to use gradients that are not reduced.
+
+        Args:
+            optimizer: the optimizer.
+            gradients: those of the pipeline, if there is one.
+        """
+
+
+class DeferredUpdates:
+    """Takes over the optimizers of one model.
+
+    Args:
+        optimizers: the optimizers.
+        params: the parameters that DDP manages.
+        early_reads: records which line of the script forces pending updates or gradients early.
+        fallbacks: records why a step or a parameter was not deferred.
+        reductions: may refuse a step.
+        strict: fill pending parameters with NaN until they are updated.
+        norms: where torch's own clipping and loss scaling take norms from.
+        write: puts the updated values into parameters whose gather legs have arrived.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        params: LazyParams,
+        early_reads: EarlyReads,
+        fallbacks: FallbackLog,
+        reductions: Reductions,
+        *,
+        strict: bool,
+        norms: Norms,
+        write: Callable[[Pipeline, Mapping[Slot, DeferredUpdate]], None] = run_updates,
+    ) -> None:
+        self.pipeline: Pipeline | None = None
+        self._params = params
+        self._early_reads = early_reads
+        self._fallbacks = fallbacks
+        self._reductions = reductions
+        self._strict = strict
+        self._norms = norms
+        if norms is Norms.SHARDED:
+            require_gradient_calls()
+        self._running: StepCall | None = None
+        self._watch: StepWatch | None = None
+        self.after_update = AfterUpdate()
+        self._runner = UpdateRunner(params, self.after_update, write, strict=strict)
+        self._optimizers = KnownOptimizers(optimizers, self._name_of)
+        self._deferrable = Deferrable(params, early_reads, fallbacks)
+        self.deferred_steps = 0
+        self._order: StreamOrder | None = None
+        self._stepped_in = -1
+        # This hook is global to the process, so a strong reference would keep the model alive.
+        after_any = weakref.WeakMethod(self._after_any_step)
+        self._handles: list[RemovableHandle] = [
+            register_optimizer_step_post_hook(lambda other, *_: (call := after_any()) and call(other))
+        ]
+        for optimizer in self._optimizers:  # each once, even if it was given twice
+            if not has_hooks(optimizer):
+                self._note_waits(optimizer, self._optimizers.why_not(optimizer))
+                continue
+            after = optimizer.register_step_post_hook(self._after_step)
+            move_to_front(optimizer, after)
+            self._handles += [
+                after,
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()),
+            ]
+
+    def remove(self) -> None:
+        """Give the optimizers back. What was given to ``after_update`` is called by plain hooks from now on."""
+        optimizers = list(filter(has_hooks, self._optimizers))
+        for other in {other for optimizer in optimizers for other in _owners_of(optimizer)} - {self}:
+            self.after_update.leave_out(lazy.parameter for lazy in other._params.all)
+            other.after_update.leave_out(lazy.parameter for lazy in self._params.all)
+        self.after_update.leave_alone(optimizers, _parameters_of_models)
+        for optimizer in self._optimizers:
+            make_state_plain(optimizer, self)
+        self._optimizers.drop_references()
+        for handle in self._handles:
+            handle.remove()
+
+    def use(self, pipeline: Pipeline | None) -> None:
+        """Defer the updates of this pipeline's parameters from now on; None: gradients travel by plain all-reduces."""
+        self.pipeline = pipeline
+        self._runner.use(pipeline)
+        if pipeline is not None:
+            self._order = pipeline.order if pipeline.link.streams is not None else None
+
+    # What parameters ask for.
+
+    def join(self) -> None:
+        """See :class:`ddp_crossover.pending.lazy_params.Deferrer`."""
+        if self._order is not None:
+            self._order.join()
+
+    def bring_up_to_date(self, lazies: Iterable[LazyParam]) -> None:
+        """Apply the pending updates of these parameters, whose values are about to be used."""
+        pipeline = self.pipeline
+        if pipeline is None or not pipeline.updates:
+            return
+        slots = [slot for lazy in lazies if (slot := pipeline.slots[lazy.index]) in pipeline.updates]
+        if not slots:
+            return
+        self._early_reads.note_parameter_read()
+        if self._early_reads.is_inside_forward:
+            pipeline.updates.apply(slots)
+            return
+        try:
+            # A checkpoint must not mix two steps: apply all pending updates, or none if a leg fails.
+            pipeline.updates.apply(list(pipeline.updates) if is_saving() else slots)
+        except LegError as error:
+            self._runner.take_back(error)
+
+    def flush(self) -> None:
+        """Apply all pending updates and make all parameters plain."""
+        self._params.use_all()
+
+    def _flush_state(self) -> None:
+        # Also while the last update is being written, perhaps by another thread: this waits for it.
+        if self.pending or self._params.updating:
+            self.flush()
+
+    # What the pipeline asks for, see `dear.Updater`.
+
+    def apply(self, slots: list[Slot]) -> None:
+        self._runner.apply(slots)
+
+    def early_answers(self, pipeline: Pipeline) -> Callable[..., Any] | None:
+        """What answers torch's clipping and loss scaling from shards; None if they wait for whole gradients."""
+        return StockCalls(pipeline).answer if self._norms is Norms.SHARDED else None
+
+    def gathers(self, pipeline: Pipeline, memory: Mapping[str, Tensor]) -> Gathers:
+        return GradientGathers(pipeline.gather_order)
+
+    def gradient_is_read(self, slot: Slot) -> None:
+        """Apply an update that changes the gradient as well, before a script reads it."""
+        pipeline = self.pipeline
+        assert pipeline is not None
+        self._early_reads.note_gradient_read()
+        update = pipeline.updates.get(slot)
+        if isinstance(update, DeferredUpdate) and (update.edits_gradient or slot.is_shared):
+            pipeline.updates.apply([slot])
+
+    def needs_gradient(self, slot: Slot) -> bool:
+        # Updates that are being written are needed, too: a signal handler may read gradients meanwhile.
+        pipeline = self.pipeline
+        assert pipeline is not None
+        return slot in pipeline.updates or slot.lazy in self._params.updating
+
+    def _name_of(self, parameter: Tensor) -> str:
+        lazy = self._params.of_id.get(id(parameter))
+        return f"a parameter of shape {list(parameter.shape)}" if lazy is None else lazy.name
+
+    def _note_waits(self, optimizer: Optimizer, reason: str | None) -> None:
+        self._early_reads.explain()
+        self._fallbacks.note(
+            f"{type(optimizer).__name__}.step() waits for all gradients and defers nothing, because {reason}"
+        )
+
+    def refuse_to_go_on(self) -> None:
+        """Raise StaleParameterError if the last ``step()`` was taken back, or if an update failed midway."""
+        self._runner.refuse_to_go_on()
+
+    def consolidate(self, ranks: Iterable[int]) -> None:
+        """Give the optimizers of these ranks their whole state. A collective, if it is not there already."""
+
+    @property
+    def pending(self) -> bool:
+        return self.pipeline is not None and bool(self.pipeline.updates)
+
+    def is_deferred(self, optimizer: Optimizer) -> bool:
+        """Whether ``step()`` would defer its updates, judged by the first parameter that has a gradient."""
+        pipeline = self.pipeline
+        if pipeline is None or pipeline.awaits_backward:
+            return False
+        if self._optimizers.why_not(optimizer) is not None or self._is_to_be_watched(optimizer):
+            return False
+        slots = (pipeline.slot_of.get(parameter) for parameter in optimizer_parameters(optimizer))
+        slot = next((slot for slot in slots if slot is not None and slot.parameter.grad is not None), None)
+        return slot is not None and pipeline.phase is Phase.REDUCED and pipeline.gradients.is_pending(slot)
+
+    # One call of `optimizer.step()`.
+
+    def _after_any_step(self, optimizer: Optimizer) -> None:
+        """Report an optimizer that was not attached, unless an attached one has stepped in this iteration."""
+        pipeline = self.pipeline
+        if pipeline is None or pipeline.phase is not Phase.REDUCED or pipeline.iteration == self._stepped_in:
+            return
+        if optimizer in self._optimizers or not any(p in pipeline.slot_of for p in optimizer_parameters(optimizer)):
+            return
+        if (wrapper := self._optimizers.wrapper_of(optimizer)) is not None:
+            self._note_waits(wrapper, self._optimizers.why_not(wrapper))
+        else:
+            self._note_waits(
+                optimizer,
+                "this optimizer was not attached. Pass a list of all optimizers to attach(); after replacing one, call "
+                "state.detach() and attach again",
+            )
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._running = None  # left over if the last step raised
+        self._stop_watching()
+        self._refuse_step(optimizer)
+        self._optimizers.look_again(optimizer)
+        pipeline = self.pipeline
+        if pipeline is None:
+            # Here, not in use(): that may run in a closure of a step, which has the state.
+            make_state_plain(optimizer, self)
+            return self._step_as_it_is(optimizer, args, kwargs)
+        self._finish_last_step(optimizer, pipeline)
+        user_closure = closure_of(args, kwargs)
+        reason = self._optimizers.why_not(optimizer) or why_call_waits(args, kwargs) or why_state_is_shared(optimizer)
+        if reason is None and pipeline.awaits_backward:
+            reason = _TOO_LATE
+        calls_closure = self._optimizers.verdict(optimizer).calls_closure
+        if reason is None and user_closure is not None and not calls_closure:
+            reason = "it was called with a closure, which its step() does not call exactly once"
+        if reason is not None:
+            self._note_waits(optimizer, reason)
+        # Hooks that were added since the last step run after this one, in this step only.
+        is_last = is_ours(step_pre_hooks(optimizer)[-1])
+        if reason is not None or self._is_to_be_watched(optimizer) or not (is_last or calls_closure):
+            self._runner.note_written()
+            self._early_reads.explain()
+            if pipeline.phase is Phase.REDUCED:
+                pipeline.gradients.unwrap()  # step() may pass them to a compiled function
+            make_state_plain(optimizer, self)
+            return self._step_as_it_is(optimizer, args, kwargs)
+        make_state_lazy(optimizer, self)
+        step = self._running = StepCall(optimizer, StandIn(args[0], is_ours), self)
+
+        def divide() -> None:
+            if step.divide(self.pipeline, self._deferrable):
+                self._runner.note_written()
+
+        if user_closure is None and is_last:
+            # This is the last moment before the optimizer reads the gradients, after all other hooks.
+            divide()
+            return (step.stand_in.optimizer,), {}
+
+        def closure() -> Any:
+            # It may run a forward and backward, as in Lightning.
+            loss = user_closure() if user_closure is not None else None
+            divide()
+            return loss
+
+        return (step.stand_in.optimizer,), {"closure": closure}
+
+    def _is_to_be_watched(self, optimizer: Optimizer) -> bool:
+        """Whether to see first what a step does; then no model defers anything of this optimizer."""
+        return any(owner._optimizers.is_to_be_watched(optimizer) for owner in _owners_of(optimizer))
+
+    def _step_as_it_is(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Let a step update all parameters, and watch it if that is called for."""
+        # If an optimizer has several models, that of the last hook watches for all of them.
+        if (
+            not self._is_to_be_watched(optimizer)
+            or getattr(step_pre_hooks(optimizer)[-1], "__self__", None) is not self
+            or why_call_waits(args, kwargs) is not None
+        ):
+            return None
+        watch = self._watch = StepWatch(optimizer)
+        closure = closure_of(args, kwargs)
+        watch.start()
+        return watch.until_freed((args[0],)), {} if closure is None else {"closure": watch.around(closure)}
+
+    def _stop_watching(self) -> StepWatch | None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
+        return watch
+
+    def _refuse_step(self, optimizer: Optimizer) -> None:
+        self._runner.refuse_to_go_on()
+        self._reductions.refuse_unreduced(optimizer, None if self.pipeline is None else self.pipeline.gradients)
+
+    def _finish_last_step(self, optimizer: Optimizer, pipeline: Pipeline) -> None:
+        """Apply what is pending of the parameters that a step is about to update, and refuse one that makes no sense.
+
+        Raises:
+            RuntimeError: if the gradients are those of a backward that did not finish.
+        """
+        self._stepped_in = pipeline.iteration
+        if pipeline.phase is Phase.BACKWARD and _has_gradients(optimizer):
+            raise RuntimeError(
+                "optimizer.step() was called after a backward that did not finish, so its gradients have not been "
+                "summed over ranks: skip this step, set the gradients to None, and restart from a checkpoint"
+            )
+        if pipeline.updates:
+            # Also updates of other optimizers: two optimizers may share a parameter.
+            slots = [pipeline.slot_of.get(parameter) for parameter in optimizer_parameters(optimizer)]
+            pipeline.updates.apply([slot for slot in slots if slot is not None])
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        step, self._running = self._running, None
+        later: list[LazyParam] = []
+        if (watch := self._stop_watching()) is not None:
+            for owner in _owners_of(optimizer):
+                owner._optimizers.learn(optimizer, watch.seen)
+            watch.forget()
+        if not is_ours(step_pre_hooks(optimizer)[-1]):
+            move_to_back(optimizer, self._before_step)
+        if step is not None:
+            step.stand_in.give_back()
+            later = [lazy for lazies in step.later for lazy in lazies]
+            if later:
+                self._defer(step, optimizer)
+        self._tell_of_step(optimizer, later)
+
+    def _tell_of_step(self, optimizer: Optimizer, later: Sequence[LazyParam]) -> None:
+        """Tell those who follow updates that a step has ended, and which parameters' updates were deferred."""
+        if self.after_update:
+            self.after_update.stepped(
+                optimizer,
+                others={id(lazy.parameter) for lazy in later}.union(_parameters_of_models(optimizer, but=self)),
+                pending=[lazy.parameter for lazy in later if lazy.is_waiting],
+            )
+
+    def _defer(self, step: StepCall, optimizer: Optimizer) -> None:
+        pipeline = step.pipeline
+        assert pipeline is not None and step.snapshot is not None
+        make_state_lazy(optimizer, self, self._flush_state)
+        verdict = self._optimizers.verdict(optimizer)
+        # With `grad_scale` a fused optimizer unscales gradients in place.
+        edits_gradient = verdict.edits_gradients or getattr(optimizer, "grad_scale", None) is not None
+        updates = [
+            DeferredUpdate(step.snapshot, index, edits_gradient, verdict.outside) for index, _ in enumerate(step.later)
+        ]
+        self._make_pending(pipeline, list(zip(step.later, updates, strict=True)))
+
+    def _make_pending(self, pipeline: Pipeline, updates: Sequence[tuple[Sequence[LazyParam], DeferredUpdate]]) -> None:
+        """Make the parameters of these updates pending; those that cannot be are updated at once."""
+        self.deferred_steps += 1
+        with self._params.lock:
+            # Checked after the step, which may itself have created references to a parameter's memory.
+            why_not = self._params.why_not_lazy([lazy for lazies, _ in updates for lazy in lazies])
+            made: list[LazyParam] = []
+            for lazies, update in updates:
+
+                def note_update(lazy: LazyParam, update: DeferredUpdate = update) -> None:
+                    pipeline.updates[pipeline.slots[lazy.index]] = update
+
+                waiting = []
+                for lazy in lazies:
+                    if lazy in why_not:
+                        lazy.expect_version()
+                        note_update(lazy)
+                    else:
+                        waiting.append(lazy)
+                self._params.make_lazy(waiting, note_update, by=self, hide_values=self._strict)
+                made += waiting
+            reason = None if self._strict else self._params.cover(made)
+            # A signal handler may have read gradients since the step looked. From now on the script may change these.
+            read = [slot for slot in list(pipeline.updates) if slot.is_shared and slot.pending.current.resolved]
+            now = [*why_not, *(made if reason is not None else ())]
+            pipeline.updates.apply([*read, *(pipeline.slots[lazy.index] for lazy in now)])
+            self._deferrable.note_not_deferred(why_not)
+            if reason is not None:
+                self._early_reads.explain()
+                self._fallbacks.note_here(reason)
+
+
+def pipeline_of(optimizer: Optimizer) -> Pipeline | None:
+    """The pipeline that carries this optimizer's gradients; None if it has none yet or is not attached."""
+    owners = _owners_of(optimizer)
+    return owners[0].pipeline if owners else None
+
+
+def _parameters_of_models(optimizer: Optimizer, but: DeferredUpdates | None = None) -> set[int]:
+    """Ids of the parameters of all attached models, ``but`` one, that this optimizer trains."""
+    return {key for owner in _owners_of(optimizer) if owner is not but for key in owner._params.of_id}
+
+
+def _owners_of(optimizer: Optimizer) -> list[DeferredUpdates]:
+    """Those that defer updates of this optimizer: one for each attached model."""
+    return [hook.__self__ for hook in step_pre_hooks(optimizer) if is_ours(hook)]
+
+
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The closure that ``step()`` was called with, or None."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
+def is_ours(hook: Any) -> bool:
+    """Whether a hook of an optimizer is ours."""
+    return isinstance(getattr(hook, "__self__", None), DeferredUpdates)
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(parameter.grad is not None for parameter in optimizer_parameters(optimizer))

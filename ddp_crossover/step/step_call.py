@@ -1,0 +1,154 @@
+"""One call of ``optimizer.step()``: which parameters it updates now, and which ones are deferred."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ddp_crossover.dear import Phase, Pipeline
+from ddp_crossover.pending.early_reads import EarlyReads
+from ddp_crossover.pending.lazy_params import LazyParam, LazyParams
+from ddp_crossover.report.stats import FallbackLog
+from ddp_crossover.torch_internals.autograd import keeps_overwritten_values
+from ddp_crossover.torch_internals.compiled import called_by_compiled_code
+from ddp_crossover.watching.lazy_state import make_state_lazy
+from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, StandIn
+
+_KEPT = (
+    "has a gradient whose memory the script keeps over backward (the tensor itself, a view of it, or a flat buffer). "
+    "Keep a clone instead, or drop it and set gradients to None, to have the update deferred"
+)
+
+
+def why_call_waits(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Return why this call of ``step()`` cannot defer its updates, or None: its arguments, or the code around it."""
+    if len(args) > 2 or set(kwargs) - {"closure"}:
+        return "it was called with other arguments than a closure"
+    if called_by_compiled_code():
+        return (
+            "it is called by compiled code, which rounds sums in another way. Call optimizer.step() outside of "
+            "torch.compile"
+        )
+    if keeps_overwritten_values():
+        return (
+            "it is called inside of torch.autograd.graph.allow_mutation_on_saved_tensors(), which clones what an "
+            "update overwrites. Call it outside of that context"
+        )
+    return None
+
+
+class StepCall:
+    """A call of ``optimizer.step()`` that is running, on a stand-in.
+
+    Args:
+        optimizer: the optimizer that the user called.
+        stand_in: the stand-in that runs in its place.
+        model: identifies the attached model, see ``lazy_state``.
+
+    Attributes:
+        pipeline: the pipeline that carries the deferred gradients; None if nothing is deferred.
+        later: for each param group, the parameters whose updates are deferred.
+        snapshot: the optimizer as it is now, for the deferred updates; None if it defers none.
+    """
+
+    def __init__(self, optimizer: Optimizer, stand_in: StandIn, model: object) -> None:
+        self.optimizer = optimizer
+        self.stand_in = stand_in
+        self.model = model
+        self.pipeline: Pipeline | None = None
+        self.later: list[list[LazyParam]] = []
+        self.snapshot: OptimizerSnapshot | None = None
+
+    def divide(self, pipeline: Pipeline | None, deferrable: Deferrable) -> bool:
+        """Decide which parameters this call updates now; returns whether there are any.
+
+        Called at the last moment before the optimizer reads the gradients, because a closure may have run a backward,
+        which may have changed the pipeline, or loaded another state.
+        """
+        make_state_lazy(self.optimizer, self.model)
+        self.stand_in.use_state(self.stand_in.original.state)
+        groups: list[list[Tensor]] = [group["params"] for group in self.stand_in.original.param_groups]
+        if pipeline is not None and pipeline.phase is Phase.REDUCED:
+            self.pipeline = pipeline
+            self.snapshot = OptimizerSnapshot(self.optimizer)
+            self.later = deferrable.among(groups, pipeline)
+            groups = [_without(group, later) for group, later in zip(groups, self.later, strict=True)]
+        self.stand_in.take(groups)
+        return any(parameter.grad is not None for group in groups for parameter in group)
+
+
+class Deferrable:
+    """Tells which parameters' updates can be deferred, and records why others cannot.
+
+    Args:
+        params: the parameters that DDP manages.
+        early_reads: told that a fall-back explains why a step was not overlapped.
+        fallbacks: records the reasons.
+    """
+
+    def __init__(self, params: LazyParams, early_reads: EarlyReads, fallbacks: FallbackLog) -> None:
+        self._params = params
+        self._early_reads = early_reads
+        self._fallbacks = fallbacks
+
+    def among(self, groups: Sequence[Sequence[Tensor]], pipeline: Pipeline) -> list[list[LazyParam]]:
+        """Return those of each group whose updates can be deferred; why others cannot counts once for all groups."""
+        never: dict[LazyParam, str] = {}
+        are_read = False
+        later: list[list[LazyParam]] = [[] for _ in groups]
+        for of_group, parameters in zip(later, groups, strict=True):
+            for parameter in parameters:
+                grad = parameter.grad
+                if grad is None or (lazy := self._params.of_id.get(id(parameter))) is None:
+                    continue
+                if not parameter.requires_grad:  # frozen since backward; the optimizer may check that
+                    continue
+                slot = pipeline.slots[lazy.index]
+                if slot.is_kept:
+                    never[lazy] = _KEPT
+                elif not slot.pending.is_current(grad):
+                    are_read = True
+                elif lazy.why_never_lazy is not None:
+                    never[lazy] = lazy.why_never_lazy
+                else:
+                    of_group.append(lazy)
+        self.note_not_deferred(never)
+        if are_read:
+            self._fallbacks.note(*_why_read(self._early_reads.clipped_by))
+        return later
+
+    def note_not_deferred(self, why_not: Mapping[LazyParam, str]) -> None:
+        """Record why the updates of these parameters are not deferred."""
+        names: dict[str, list[str]] = {}
+        for lazy, reason in why_not.items():
+            names.setdefault(reason, []).append(lazy.name)
+        for reason, (first, *others) in names.items():
+            self._early_reads.explain()
+            more = f" (and {len(others)} more)" if others else ""
+            self._fallbacks.note(f"the update of {first}{more} is not deferred, because the parameter {reason}")
+
+
+def _why_read(clipped_by: str | None) -> tuple[str, str]:
+    """Why updates are not deferred, and what would change it."""
+    if clipped_by is None:
+        return (
+            "gradients were read or replaced before optimizer.step(), so their updates are not deferred",
+            "To clip or unscale without a wait, attach with norms='sharded' (under run: --norms sharded)",
+        )
+    return (
+        f"{clipped_by} needs all gradients before optimizer.step(), so their updates are not deferred",
+        "To keep the overlap, attach with norms='sharded' (under run: --norms sharded): each rank then computes on its "
+        "share of the gradients, and only the last bits of the norm change",
+    )
+
+
+def _without(parameters: list[Tensor], lazies: Sequence[LazyParam]) -> list[Tensor]:
+    if not lazies:
+        return parameters
+    if len(lazies) == len(parameters):
+        return []
+    ids = {id(lazy.parameter) for lazy in lazies}
+    return [parameter for parameter in parameters if id(parameter) not in ids]

@@ -1,1 +1,0 @@
-"""Records when legs, waits and compute happened: clocks, spans, traces, pictures."""

@@ -1,0 +1,140 @@
+"""What is known of an optimizer at a glance, by its class, its attributes and its settings, that makes it wait."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ddp_crossover.torch_internals.optimizers import has_hooks, has_raw_step
+from ddp_crossover.watching.clone import is_exhausted
+from ddp_crossover.watching.optimizer_snapshot import (
+    copyable,
+    hyperparameters,
+    optimizer_parameters,
+    reads_attributes,
+    same,
+)
+from ddp_crossover.watching.outside_settings import Outside
+
+_MOST_COEFFICIENTS = 3
+
+
+def why_not_at_sight(optimizer: Optimizer, found: Outside) -> str | None:
+    """Why updates must not be deferred, as far as one can see; ``found`` is what its code refers to outside of it."""
+    name = _unknown_attribute(optimizer)
+    if name is not None and isinstance(inner := getattr(optimizer, name), Optimizer):
+        return f"it wraps another optimizer. Attach that one, its .{name} ({type(inner).__name__}), instead"
+    if not has_hooks(optimizer):
+        return "its class does not call Optimizer.__init__(), so its step() takes no hooks"
+    if not has_raw_step(optimizer):
+        return (
+            "its step() is not the plain method of a torch.optim.Optimizer class: something has replaced or wrapped it"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "a param group has differentiable=True"
+    if name is not None:
+        return f"its attribute .{name} may hold parameters or another optimizer"
+    if _knows_parameters_by_id(optimizer):
+        return (
+            "it stores the id() of parameters, and deferred updates run on other tensor objects. Keep what belongs to "
+            "a parameter in optimizer.state"
+        )
+    if (reason := _why_settings_may_change(optimizer, found)) is not None:
+        return reason
+    return _why_places_may_matter(optimizer, found)
+
+
+def _why_places_may_matter(optimizer: Optimizer, found: Outside) -> str | None:
+    """Describe a setting that may have an entry for each parameter, by its place in the list; None without any.
+
+    In a deferred update each parameter is the first one. Trials cannot tell, while entries are the same.
+    """
+    numbers = {len(group["params"]) for group in optimizer.param_groups} - {0}
+    numbers |= {len(optimizer_parameters(optimizer))}
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if name not in ("params", "param_names") and _has_places(value, numbers, or_more=True):
+                return f"{name!r} in a param group may have an entry for each parameter, by its place"
+    for name, value in vars(optimizer).items():
+        is_setting = name not in ("param_groups", "state") and not name.startswith("_optimizer_")  # those are hooks
+        if is_setting and _has_places(value, numbers, or_more=True):
+            return f"its attribute .{name} may have an entry for each parameter, by its place"
+    for what, value in found.values.items():
+        if _has_places(value, numbers, or_more=False):
+            return f"{what}, which its step() reads, may have an entry for each parameter, by its place"
+    return None
+
+
+def _has_places(value: Any, numbers: set[int], *, or_more: bool) -> bool:
+    """Whether a value is, or holds, a list of some length in ``numbers``, or a dict with numbers as keys."""
+    if isinstance(value, Tensor):
+        return value.numel() > 1
+    if isinstance(value, dict):
+        has_numbers = any(isinstance(key, (int, tuple)) for key in value)
+        return has_numbers or any(_has_places(each, numbers, or_more=or_more) for each in value.values())
+    if not isinstance(value, (list, tuple)):
+        return False
+    # Not a pair of betas for a pair of parameters.
+    is_long = len(value) > _MOST_COEFFICIENTS and or_more and len(value) >= min(numbers)
+    is_as_long = len(value) in numbers and (isinstance(value, list) or len(value) > _MOST_COEFFICIENTS)
+    # A trial shows whether entries that differ belong to places.
+    are_alike = any(same(*pair) for pair in itertools.pairwise(value[:3]))
+    has_entries = (is_long or is_as_long) and (are_alike or len(value) == 1)
+    return has_entries or any(_has_places(each, numbers, or_more=or_more) for each in value)
+
+
+def _unknown_attribute(optimizer: Optimizer) -> str | None:
+    """Name of an attribute that may hold parameters, an optimizer, or anything that a clone would share; or None."""
+    # The last two are those of a GradScaler, during a step.
+    usual = vars(torch.optim.SGD([torch.zeros(1)])).keys() | {"step", "grad_scale", "found_inf"}
+    for name, value in vars(optimizer).items():
+        if name not in usual and not copyable(value) and not is_exhausted(value):
+            return name
+    return None
+
+
+def _why_settings_may_change(optimizer: Optimizer, found: Outside) -> str | None:
+    """Describe a setting that a snapshot cannot copy, so that a deferred update would read its later value; or None."""
+    for group in optimizer.param_groups:
+        for key, value in hyperparameters(group).items():
+            if not copyable(value, Tensor):
+                return (
+                    f"its param groups hold a {type(value).__name__} in {key!r}, which cannot be copied for a deferred "
+                    "update. Use numbers, strings or tensors"
+                )
+        for parameter in group["params"] if reads_attributes(optimizer) else ():
+            for name, value in vars(parameter).items():
+                if not copyable(value, Tensor):
+                    return (
+                        f"a parameter has a {type(value).__name__} in .{name}, which cannot be copied for a deferred "
+                        "update. Use numbers, strings or tensors"
+                    )
+    if found.unknown is not None:
+        reads = f"its step() reads {found.unknown}"
+        return f"{reads}, which may change before a deferred update runs. Pass it in a param group"
+    if "torch.compile" in found.mentions:
+        return "its step() runs compiled functions, which cannot be watched: torch runs them uncompiled then"
+    return None
+
+
+def _knows_parameters_by_id(optimizer: Optimizer) -> bool:
+    """Whether it stores ids of parameters; deferred updates use other tensors of that memory, with other ids."""
+    ids = set(map(id, optimizer_parameters(optimizer)))
+    own = [value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")]
+    return not ids.isdisjoint(_integers((own, [hyperparameters(group) for group in optimizer.param_groups])))
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """All integers in nested containers, including keys of dicts."""
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _integers(item)
+    elif isinstance(value, int):
+        yield value

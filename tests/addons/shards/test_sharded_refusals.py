@@ -1,0 +1,192 @@
+"""What cannot be sharded is refused, at attach or in the step that asks for it, and the message names the way out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+
+import ddp_crossover as dx
+from ddp_crossover.addons.shards.by_element import why_not_by_element, why_not_shared
+from harness import run_faulty_ranks, run_ranks
+from models import INPUTS, OddNet
+from own_optimizers import OwnOptimizer
+
+pytestmark = pytest.mark.launches
+
+
+class Twisted(OwnOptimizer):
+    """An optimizer of one function, which gets it, a parameter, its gradient and its group."""
+
+    twist: Callable[..., None]
+
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        for p in parameters:
+            self.twist(p, p.grad, group)
+
+
+def twisted(function: Callable[..., None]) -> type[Twisted]:
+    return type("Twisted", (Twisted,), {"twist": function})
+
+
+def plain(self, p, grad, group) -> None:
+    p.add_(grad, alpha=-group["lr"])
+
+
+def every_ten_steps(self, p, grad, group) -> None:
+    state = self.state[p]
+    state["n"] = state.get("n", 0) + 1
+    p.add_(grad / grad.norm() if state["n"] % 10 == 0 else grad, alpha=-group["lr"])
+
+
+def skips_zeros(self, p, grad, group) -> None:
+    if grad.any():
+        p.mul_(0.99).add_(grad, alpha=-group["lr"])
+
+
+def skips_nans(self, p, grad, group) -> None:
+    if grad.isfinite().all():
+        p.add_(grad, alpha=-group["lr"])
+
+
+def decays_matrices(self, p, grad, group) -> None:
+    if group["wd"] and p.dim() > 1:
+        p.mul_(1 - group["wd"])
+    p.add_(grad, alpha=-group["lr"])
+
+
+def counts(self, p, grad, group) -> None:
+    self.state["all"] = {"steps": 1}
+    plain(self, p, grad, group)
+
+
+def keeps_a_dict(self, p, grad, group) -> None:
+    self.state[p]["more"] = {"a": 1}
+    plain(self, p, grad, group)
+
+
+def votes(self, p, grad, group) -> None:
+    dist.all_reduce(grad.sign())
+    raise AssertionError("a collective has run in a trial")
+
+
+def decays_gradients(self, p, grad, group) -> None:
+    p.add_(grad.add_(p, alpha=0.1), alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("function", [every_ten_steps, skips_zeros, skips_nans])
+def test_what_looks_at_whole_tensors_gets_whole_tensors(function) -> None:
+    assert why_not_by_element(twisted(function)(OddNet().parameters())) is not None
+    assert why_not_by_element(twisted(plain)(OddNet().parameters())) is None
+
+
+def test_state_that_cannot_travel() -> None:
+    assert "under 'all'" in (why_not_shared(twisted(counts)(OddNet().parameters())) or "")
+    assert "dict in 'more'" in (why_not_shared(twisted(keeps_a_dict)(OddNet().parameters())) or "")
+    assert why_not_shared(AdamW(OddNet().parameters())) is None
+
+
+def _model() -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(OddNet())
+
+
+def _refusals() -> None:
+    def refused(match: str, make: Callable[[DistributedDataParallel], Any], **options: Any) -> None:
+        ddp = _model()
+        with pytest.raises((ValueError, TypeError), match=match):
+            dx.attach(ddp, make(ddp), shard_optimizer=True, **options)
+
+    parameters = OddNet.parameters
+    refused("leave out one of them", lambda ddp: SGD(ddp.parameters(), 0.1), schedule="allreduce")
+    refused("has two optimizers", lambda ddp: [SGD(ddp.parameters(), 0.1), SGD(ddp.parameters(), 0.1)])
+    refused("does not reduce", lambda ddp: SGD([*ddp.parameters(), nn.Parameter(torch.zeros(2))], 0.1))
+    refused("under 'all'", lambda ddp: twisted(counts)(ddp.parameters()))
+    refused("communicates with the other ranks", lambda ddp: twisted(votes)(ddp.parameters()))
+    refused("changes gradients", lambda ddp: twisted(decays_gradients)(ddp.parameters()))
+    refused("LBFGS", lambda ddp: optim.LBFGS(ddp.parameters()))
+    refused("whole layers", lambda ddp: type("Own", (dx.optim.LARS,), {})(ddp.parameters(), lr=0.1))
+    ddp = _model()
+    next(parameters(ddp)).scale = 2.0
+    with pytest.raises(ValueError, match="attributes"):
+        dx.attach(ddp, twisted(plain)(ddp.parameters()), shard_optimizer=True)
+
+
+def test_refused_at_attach() -> None:
+    run_ranks(_refusals, 2)
+
+
+def _settings_of_later() -> None:
+    ddp = _model()
+    optimizer = twisted(decays_matrices)(ddp.parameters(), wd=0.0)
+    dx.attach(ddp, optimizer, shard_optimizer=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        ddp(torch.randn(3, INPUTS)).sum().backward()
+        optimizer.step()
+
+    for _ in range(5):
+        step()
+    optimizer.param_groups[0]["wd"] = 0.1
+    with pytest.raises(RuntimeError, match="with the settings that it has now"):
+        step()
+    optimizer.param_groups[0]["wd"] = 0.0
+    step()
+    next(ddp.module.parameters()).scale = 2.0
+    with pytest.raises(RuntimeError, match="attributes"):
+        step()
+
+
+def test_refused_in_a_step() -> None:
+    run_ranks(_settings_of_later, 2)
+
+
+def _one_rank_reads() -> str:
+    ddp = _model()
+    optimizer = AdamW(ddp.parameters())
+    dx.attach(ddp, optimizer, shard_optimizer=True, fusion_mb=1e-3)
+    try:
+        for index in range(8):
+            optimizer.zero_grad()
+            ddp(torch.randn(3, INPUTS)).sum().backward()
+            optimizer.step()
+            if index == 6 and dist.get_rank() == 0:
+                next(ddp.parameters()).grad.norm()
+    except dx.LegError as error:
+        return str(error)
+    return ""
+
+
+def test_one_rank_that_reads_gradients_after_the_step_gets_an_error() -> None:
+    reader, _ = run_faulty_ranks(_one_rank_reads, 2, group_timeout_s=5)
+    assert reader.error is not None or "gradients" in reader.result
+
+
+def _one_rank_forks() -> str:
+    ddp = _model()
+    optimizer = AdamW(ddp.parameters())
+    dx.attach(ddp, optimizer, shard_optimizer=True, fusion_mb=1e-3)
+    for index in range(8):
+        ddp(torch.randn(3, INPUTS)).sum().backward()
+        optimizer.step()
+        if index == 6 and dist.get_rank() == 0 and not (child := os.fork()):
+            try:
+                next(ddp.parameters()).grad.norm()
+            except RuntimeError as error:
+                os._exit(7 if "shard_optimizer=True" in str(error) else 1)
+            os._exit(0)
+        optimizer.zero_grad()
+    return str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) if dist.get_rank() == 0 else ""
+
+
+def test_one_rank_may_fork_after_the_step() -> None:
+    # As a DataLoader does. The child cannot ask the other ranks for gradients, and must not wait for them.
+    assert run_ranks(_one_rank_forks, 2, have_children=True) == ["7", ""]

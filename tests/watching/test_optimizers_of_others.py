@@ -1,0 +1,231 @@
+"""Optimizers as other packages write them: without `Optimizer.__init__`, around another optimizer, with settings of
+their own and with lists that their param groups share.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import ddp_crossover as dx
+import gradient_loops
+from ddp_crossover.watching.separability import why_not_separable
+from equivalence import SGD, Case, Run, check_case, plain_loop
+from models import DeepNet
+from own_optimizers import OwnOptimizer
+
+Factory = Callable[[nn.Module], Optimizer]
+
+
+class Lookahead(Optimizer):
+    """Slow weights around a fast optimizer; its class calls no `super().__init__()`, on purpose."""
+
+    def __init__(self, base: Optimizer, every: int = 3) -> None:
+        self.base = base
+        self.every = every
+        self.param_groups = base.param_groups
+        self.state: Any = defaultdict(dict)
+        self.steps = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": self.base.state_dict(), "slow": list(self.state.values())}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = self.base.step(closure)
+        self.steps += 1
+        if self.steps % self.every == 0:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+                    slow.add_(parameter.data - slow, alpha=0.5)
+                    parameter.data.copy_(slow)
+        return loss
+
+
+class Orthogonal(Lookahead):
+    """Edits gradients before the optimizer that it wraps sees them."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.numel():
+                    share = torch.dot(parameter.flatten(), parameter.grad.flatten()) / parameter.square().sum()
+                    parameter.grad.sub_(parameter, alpha=float(share))
+        return self.base.step(closure)
+
+
+class Scaled(OwnOptimizer):
+    """Keeps a learning rate of its own, which users set between steps."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=1.0)
+        self.lr = lr
+
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        for parameter in parameters:
+            parameter.sub_(parameter.grad, alpha=self.lr)
+
+
+class Buffered(OwnOptimizer):
+    """Like early RAdams: what depends on the step count is kept in a list that all param groups share by accident, and
+    the learning rate of whichever group came first is in it.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr, buffer=[[None, None] for _ in range(10)])
+
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        for parameter in parameters:
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+            kept = group["buffer"][state["step"] % 10]
+            if kept[0] != state["step"]:
+                kept[:] = [state["step"], group["lr"] / (1 - 0.9 ** state["step"])]
+            parameter.sub_(parameter.grad, alpha=kept[1])
+
+
+def _in_two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    parameters = list(model.parameters())
+    half = len(parameters) // 2
+    return [{"params": parameters[:half], "lr": 0.1}, {"params": parameters[half:], "lr": 0.02}]
+
+
+def _lookahead(model: nn.Module) -> Optimizer:
+    return Lookahead(SGD(model))
+
+
+def _timm_lookahead(model: nn.Module) -> Optimizer:
+    optim = pytest.importorskip("timm.optim")
+    return optim.Lookahead(SGD(model), k=3)
+
+
+def _orthogonal(model: nn.Module) -> Optimizer:
+    return Orthogonal(SGD(model))
+
+
+def _buffered(model: nn.Module) -> Optimizer:
+    return Buffered(_in_two_groups(model))
+
+
+def _step_another(run: Run) -> Iterator[Any]:
+    """The loop of the wrapper, with the wrapped optimizer attached."""
+    wrapper = Lookahead(run.optimizer)
+    for loss in gradient_loops._backward(run):
+        wrapper.step()
+        yield loss
+
+
+def _set_attribute(run: Run) -> Iterator[Any]:
+    for loss in plain_loop(run):
+        run.optimizer.lr *= 0.9  # after step(), as a schedule by hand does
+        yield loss
+
+
+@pytest.mark.parametrize("make", [_lookahead, _timm_lookahead, _orthogonal, _buffered])
+def test_optimizers_that_cannot_be_split_are_exact(on_ranks, make: Factory) -> None:
+    check_case(Case(model=DeepNet, optimizer=make, pipelined=False), on_ranks)
+
+
+def test_a_wrapper_around_the_attached_optimizer_is_exact_and_overlaps(on_ranks) -> None:
+    check_case(Case(_step_another, model=DeepNet, optimizer=SGD), on_ranks)
+
+
+def _scaled(model: nn.Module) -> Optimizer:
+    return Scaled(model.parameters(), lr=0.1)
+
+
+def test_settings_kept_as_attributes_are_those_at_step(on_ranks) -> None:
+    check_case(Case(_set_attribute, model=DeepNet, optimizer=_scaled), on_ranks)
+
+
+def _why_it_waits(make: Factory) -> str:
+    run = Run(Case(model=DeepNet, optimizer=make), with_dear=True)
+    list(plain_loop(run))
+    run.detach()
+    return " ".join(run.state.stats().fallbacks)
+
+
+def test_the_reason_names_the_optimizer_to_attach_instead(on_ranks) -> None:
+    [reason] = on_ranks(_why_it_waits, 1, _lookahead)
+    assert "Attach that one, its .base (SGD)" in reason
+
+
+def _trace() -> None:
+    run = Run(Case(model=DeepNet, optimizer=_lookahead), with_dear=False)
+    timer = dx.DdpTimer(run.model, run.optimizer)
+    with pytest.raises(TypeError, match="pass the optimizer that it wraps"), timer.trace():
+        pass
+
+
+def test_a_trace_that_would_not_see_its_steps_is_refused(on_ranks) -> None:
+    on_ranks(_trace, 1)
+
+
+class Noisy(OwnOptimizer):
+    """Draws from all global generators in `step()`."""
+
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        for parameter in parameters:
+            parameter.sub_(random.random() * np.random.rand() * torch.rand(()))
+
+
+def test_the_trial_of_an_optimizer_leaves_global_generators_as_they_are() -> None:
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert "draws random numbers" in str(why_not_separable(Noisy([torch.zeros(2, 2)])))
+    assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+class Multiplying(OwnOptimizer):
+    """Multiplies gradients as matrices, as Shampoo does; notes where in memory they begin."""
+
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        for p in parameters:
+            p.add_(p.grad @ p.grad.t() @ p.grad if p.grad.dim() == 2 else p.grad, alpha=-group["lr"])
+            if p.grad.dim() == 2:
+                with torch._C.DisableTorchFunction():  # who reads an address must not be deferred, except this test
+                    self.state[p]["begins_at"] = torch.tensor(p.grad.data_ptr() % 64)
+
+
+def multiplying(model: nn.Module) -> Optimizer:
+    return Multiplying(model.parameters(), lr=0.01)
+
+
+def _autocast(run: Run) -> Iterator[Any]:
+    """Only forwards, in which updates are applied."""
+    for x, y in run.batches():
+        run.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run.loss(run.model(x).float(), y)
+        loss.backward()
+        run.optimizer.step()
+        yield loss
+
+
+def test_an_update_inside_of_autocast_is_computed_outside_of_it(on_ranks) -> None:
+    check_case(Case(_autocast, DeepNet, multiplying), on_ranks)
+
+
+def _begins(run: Run) -> Iterator[Any]:
+    yield from plain_loop(run)
+    if run.with_dear:
+        assert run.state.stats().deferred_steps > 3
+
+
+def test_an_optimizer_that_multiplies_gradients_finds_them_where_autograd_puts_them(on_ranks) -> None:
+    """BLAS adds up in another order, on some processors, if a matrix begins elsewhere; see the states compared."""
+    for world_size in (2, 3):
+        case = Case(_begins, DeepNet, multiplying, world_size, pipelined=False)
+        check_case(case, on_ranks)
