@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ddp_crossover.addons.ema import Ema
     from ddp_crossover.addons.launch.auto import auto
     from ddp_crossover.addons.lease.client import GpuLease
+    from ddp_crossover.addons.norms.grad_scaler import GradScaler
     from ddp_crossover.attaching import attach
     from ddp_crossover.comm.agreement import DisagreementError
     from ddp_crossover.comm.leg import LegError
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from ddp_crossover.pending.lazy_params import StaleParameterError
     from ddp_crossover.report.stats import DearStats, LeaseUse, StepStats
     from ddp_crossover.report.trace import Trace
-    from ddp_crossover.step.grad_scaler import GradScaler
     from ddp_crossover.top_k import TopK
 
 # Spelled here, so that a checkout that is not installed has it, too.
@@ -43,7 +43,7 @@ _MODULES = {
     "Ema": "addons.ema",
     "FusionPlan": "fusion",
     "GpuLease": "addons.lease.client",
-    "GradScaler": "step.grad_scaler",
+    "GradScaler": "addons.norms.grad_scaler",
     "LeaseUse": "report.stats",
     "LegError": "comm.leg",
     "Options": "options",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack, overload
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_crossover.addons.lease.client import GpuLease
 from ddp_crossover.comm_hook import DearState, dear_hook
 from ddp_crossover.hook.unwrapping import unwrapped_model
 from ddp_crossover.options import GivenOptions, switched_off
+
+if TYPE_CHECKING:
+    from ddp_crossover.addons.lease.client import GpuLease
 
 State = TypeVar("State", covariant=True)
 

@@ -11,17 +11,20 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_crossover.addons.lease.client import GpuLease
 from ddp_crossover.comm.leg import LegError
 from ddp_crossover.composition import compose
 from ddp_crossover.fusion import Schedule
 from ddp_crossover.options import SWITCH, Options, switched_off
 from ddp_crossover.own_threads import forget_threads, is_own_thread
+
+if TYPE_CHECKING:
+    from ddp_crossover.addons.lease.client import GpuLease
 
 
 class Attachment:

@@ -19,7 +19,7 @@ COMMANDS = {
     "run": "ddp_crossover.addons.launch.run",
     "verify": "ddp_crossover.addons.launch.verify",
     "doctor": "ddp_crossover.addons.launch.doctor",
-    "simulate": "ddp_crossover.plan.simulate",
+    "simulate": "ddp_crossover.addons.launch.simulate",
     "timeline": "ddp_crossover.report.timeline",
     "lease": "ddp_crossover.addons.lease.command",
     "cache": "ddp_crossover.addons.data.command",

@@ -8,7 +8,7 @@ the pipeline (``dear``) takes over; ``hook.reducer`` has the details.
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ddp_crossover.addons.codes.wire_checkpoint import load_left_out, save_left_out
-from ddp_crossover.addons.lease.client import GpuLease
-from ddp_crossover.addons.norms.sharded_norms import clip_grad_norm
-from ddp_crossover.addons.weights.sampler import BalancedSampler
 from ddp_crossover.attachment import Attachment
 from ddp_crossover.fusion import FusionPlan
 from ddp_crossover.hook.reducer import HookState
@@ -32,6 +28,11 @@ from ddp_crossover.report.stats import DearStats, about, summary
 from ddp_crossover.report.trace import Trace
 from ddp_crossover.step.after_update import require_hooks
 from ddp_crossover.torch_internals.ddp import GradBucket
+
+if TYPE_CHECKING:
+    from ddp_crossover.addons.lease.client import GpuLease
+    from ddp_crossover.addons.weights.sampler import BalancedSampler
+    from ddp_crossover.addons.weights.weighted_training import WeightedTraining
 
 
 class DearState(HookState):
@@ -63,7 +64,7 @@ class DearState(HookState):
         optimizer: Optimizer | Sequence[Optimizer],
         *,
         process_group: dist.ProcessGroup | None = None,
-        lease: GpuLease | None = None,
+        lease: "GpuLease | None" = None,
         **options: Unpack[GivenOptions],
     ) -> None:
         asked = Options.given(options)
@@ -143,6 +144,8 @@ class DearState(HookState):
         Returns:
             The norm before clipping, 0-dim, on the parameters' device, fp32 (fp64 with fp64 gradients).
         """
+        from ddp_crossover.addons.norms.sharded_norms import clip_grad_norm
+
         return clip_grad_norm(self._reducer.pipeline, self._every_parameter, max_norm, norm_type)
 
     def batch(self, samples: int) -> contextlib.AbstractContextManager[None]:
@@ -174,7 +177,7 @@ class DearState(HookState):
                     loss_fn(ddp(x), y).backward()
                 optimizer.step()
         """
-        return self._parts.weighted.batch(samples)
+        return self._weighted_training().batch(samples)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """With ``weighted=True``, yield the batches of ``loader``, then None while other ranks still have some.
@@ -197,9 +200,9 @@ class DearState(HookState):
                         loss_fn(ddp(batch[0]), batch[1]).backward()
                 optimizer.step()
         """
-        return self._parts.weighted.batches(loader)
+        return self._weighted_training().batches(loader)
 
-    def balance(self, sampler: BalancedSampler) -> None:
+    def balance(self, sampler: "BalancedSampler") -> None:
         """With ``weighted=True``, have ``sampler`` share batches by how fast ranks compute. Every rank must call it.
 
         It follows the times of :meth:`batch`, of batches whose sizes are the sampler's. A layer that waits for other
@@ -209,7 +212,7 @@ class DearState(HookState):
             RuntimeError: without ``weighted=True``; if it was called before.
             ValueError: if the sampler is for other ranks.
         """
-        self._parts.weighted.balance(sampler)
+        self._weighted_training().balance(sampler)
 
     def state_dict(self) -> dict[str, Any]:
         """What codes of gradients have left out on this rank, for a checkpoint; next to nothing without codes.
@@ -229,7 +232,8 @@ class DearState(HookState):
             torch.save(state.state_dict(), f"wire-{dist.get_rank()}.pt")
             state.load_state_dict(torch.load(f"wire-{dist.get_rank()}.pt"))
         """
-        return save_left_out(self._reducer, self._link)
+        codes, where = self._parts.plan_in_force.codes, {"rank": self._link.rank, "world_size": self._link.world_size}
+        return where | codes.state_dict(self._reducer.end_iteration)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` has returned on the same rank.
@@ -240,7 +244,7 @@ class DearState(HookState):
             ValueError: if it comes from another rank or another model.
             RuntimeError: in the middle of a backward.
         """
-        load_left_out(state, self._reducer, self._link)
+        self._parts.plan_in_force.codes.load_state_dict(state, self._reducer.end_iteration)
 
     def after_update(self, function: Callable[[list[Tensor]], object]) -> RemovableHandle:
         """Call ``function(parameters)`` right after parameters were updated, once for each parameter and ``step()``.
@@ -321,6 +325,12 @@ class DearState(HookState):
         their whole state back.
         """
         self._attachment.end()
+
+    def _weighted_training(self) -> "WeightedTraining":
+        from ddp_crossover.addons.weights.weighted_training import WeightedTraining
+
+        parts = self._parts
+        return WeightedTraining(parts.reducer, parts.batches, parts.link, parts.moments, parts.device)
 
     def __deepcopy__(self, memo: dict) -> NoReturn:  # type: ignore[type-arg]
         raise TypeError("a DearState belongs to one model: copy ddp.module, and attach to the copy")

@@ -1,8 +1,9 @@
 """Where the parts of a state are put together: the only place that knows all of them.
 
-What a user has given is checked first, then every part is made once, of parts that are finished, in one order: the
-link, what to wait for beside it, plans and memory, parameters and their updates, DDP's side. What the user has asked
-for stays as it is; what this model gets of it is decided here.
+An add-on is imported where its option is given, so that a model trains without those that it has not asked for. What a
+user has given is checked first, then every part is made once, of parts that are finished, in one order: the link, what
+to wait for beside it, plans and memory, parameters and their updates, DDP's side. What the user has asked for stays as
+it is; what this model gets of it is decided here.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,22 +22,12 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_crossover.addons.codes.coding import Coding
-from ddp_crossover.addons.codes.feedback import Feedback
-from ddp_crossover.addons.codes.wire import Wire
-from ddp_crossover.addons.lease.client import GpuLease
-from ddp_crossover.addons.lease.sharing.lease_holder import WITHOUT_MPS, mps_runs
-from ddp_crossover.addons.lease.sharing.turn_points import TurnPoints, why_turns_stand
-from ddp_crossover.addons.lease.sharing.turns import Turns
-from ddp_crossover.addons.shards.sharded_updates import ShardedUpdates
-from ddp_crossover.addons.shards.table import ShardTable, refuse_sharding
-from ddp_crossover.addons.weights.weighted_batches import WeightedBatches
-from ddp_crossover.addons.weights.weighted_training import WeightedTraining
 from ddp_crossover.comm.all_reduce import family_of
 from ddp_crossover.comm.fusion_buffer import FusionBuffer
 from ddp_crossover.comm.link import Link
 from ddp_crossover.comm.nodes import nodes_of
 from ddp_crossover.comm.sums import RankWeights
+from ddp_crossover.comm.wire import Wire
 from ddp_crossover.compute_waits import ComputeWaits, NoOtherJobs, OtherJobs
 from ddp_crossover.fusion import MB, FusionPlan
 from ddp_crossover.hook.buckets import Buckets
@@ -57,17 +49,26 @@ from ddp_crossover.log import say
 from ddp_crossover.moments import Moments
 from ddp_crossover.nccl.make_link import make_link
 from ddp_crossover.nccl.nccl_settings import refuse_unsafe_settings, why_streams_block
-from ddp_crossover.options import Options, switched_off
+from ddp_crossover.options import Norms, Options, switched_off
 from ddp_crossover.pending.early_reads import EarlyReads
 from ddp_crossover.pending.lazy_params import LazyParams
 from ddp_crossover.pipeline.arenas import make_arenas
+from ddp_crossover.pipeline.codes import NO_CODES, Codes
 from ddp_crossover.plan.session import Planning
 from ddp_crossover.report.clock import NOT_MEASURED
 from ddp_crossover.report.recording import recording
 from ddp_crossover.report.stats import DearStats, FallbackLog, in_force
 from ddp_crossover.report.trace import Trace
-from ddp_crossover.step.deferred_updates import DeferredUpdates
+from ddp_crossover.step.deferred_updates import DeferredUpdates, EarlyAnswers
 from ddp_crossover.torch_internals.ddp import bucket_cap_bytes, managed_parameters, process_group_timeout
+from ddp_crossover.torch_internals.gradient_calls import require_gradient_calls
+
+if TYPE_CHECKING:
+    from ddp_crossover.addons.lease.client import GpuLease
+    from ddp_crossover.addons.lease.sharing.turn_points import TurnPoints
+    from ddp_crossover.addons.lease.sharing.turns import Turns
+    from ddp_crossover.addons.shards.table import ShardTable
+    from ddp_crossover.addons.weights.weighted_batches import WeightedBatches
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Parts:
         updates: defers the optimizers' updates.
         plan_in_force: what reduces buckets now, and the gradients that it has left pending.
         reducer: follows DDP's forwards and buckets.
-        weighted: batches of different sizes.
+        batches: batches of different sizes; None without ``weighted=True``.
         turn_points: where a step begins and ends its turn; None without a lease.
     """
 
@@ -105,7 +106,7 @@ class Parts:
     updates: DeferredUpdates
     plan_in_force: PlanInForce
     reducer: Reducer
-    weighted: WeightedTraining
+    batches: WeightedBatches | None
     turn_points: TurnPoints | None
 
     @contextlib.contextmanager
@@ -178,7 +179,7 @@ def compose(
     is_nccl = family_of(group_of_legs, device) == "nccl"
     if plain_reason is None and is_nccl:
         refuse_unsafe_settings()
-    wire = Wire.of(asked.wire_dtype, asked.compress, device_type=device.type if is_nccl else "cpu")
+    wire = _wire(asked, device.type if is_nccl else "cpu")
     link = make_link(
         ddp.process_group,
         device,
@@ -222,20 +223,15 @@ def _compose_on(
         link.use_nodes(nodes_of(link.process_group, device))
     table: ShardTable | None = None
     if options.shard_optimizer:
+        from ddp_crossover.addons.shards.table import ShardTable, refuse_sharding
+
         refuse_sharding(link, device, plain_reason, ddp)
         table = ShardTable(named, optimizers, link)
-    turns: Turns | None = None
-    if lease is not None:
-        turns = Turns(lease, link.clock, fallbacks.note_here, link.streams, moments.inside.waiting)
+    turns = None if lease is None else _turns(lease, ddp, link, fallbacks, moments)
     others: OtherJobs = NoOtherJobs() if turns is None else turns
     compute_waits = ComputeWaits(moments, others)
-    if link.spins_on_device:
-        if lease is not None and not mps_runs():
-            fallbacks.note_here(WITHOUT_MPS)
-        if lease is not None and (reason := why_turns_stand(ddp)) is not None:
-            fallbacks.note_here(reason)
-        if (reason := why_streams_block()) is not None:
-            fallbacks.note_here(reason)
+    if link.spins_on_device and (reason := why_streams_block()) is not None:
+        fallbacks.note_here(reason)
     backend = dist.get_backend(link.process_group)
     has_choice = plain_reason is None and lease is None and options.leaves_the_choice
     bucket_cap_mb = bucket_cap_bytes(ddp) / MB if has_choice else None
@@ -244,10 +240,12 @@ def _compose_on(
     planning.load_tuned()
     buckets = Buckets(ddp, parameters)
     memory: dict[str, Tensor] = {}
-    feedback: Feedback | None = None
+    codes: Codes = NO_CODES
     if plain_reason is None and planning.why_not_at_all() is None:
-        memory, feedback = _memory(planning, named, link, wire, device, lands=table is not None)
-        coded = () if feedback is None or link.codes_on_host else _all_coded(planning, memory, link, wire)
+        memory = _memory(planning, named, link, wire, lands=table is not None)
+        coded: Sequence[FusionBuffer] = ()
+        if wire.has_codes:
+            codes, coded = _codes(planning, memory, link, wire, device)
         # Lets it create what it would otherwise create at its first legs.
         link.connect(memory.values(), coded, exchanges_numbers=options.weighted or table is not None)
         planning.measure_link()
@@ -256,17 +254,24 @@ def _compose_on(
     params = LazyParams(named)
     weights = RankWeights(link.rank, link.world_size)
     use_order = UseOrder(len(named))
-    batches = WeightedBatches(ddp, link, weights, compute_waits, params, use_order) if options.weighted else None
-    if batches is not None:
+    batches: WeightedBatches | None = None
+    if options.weighted:
+        from ddp_crossover.addons.weights.weighted_batches import WeightedBatches
+
+        batches = WeightedBatches(ddp, link, weights, compute_waits, params, use_order)
         moments.follow(batches, inside=True)
     weighing: Weighing = EqualWeights() if batches is None else batches
-    unreduced = UnreducedSteps(ddp, named, optimizers, fallbacks, link.world_size, batches)
+    unreduced = UnreducedSteps(ddp, named, optimizers, fallbacks, link.world_size, weighing)
     of_updates = (optimizers, params, early_reads, fallbacks, unreduced)
-    updates = (
-        DeferredUpdates(*of_updates, strict=options.strict, norms=options.norms)
-        if table is None
-        else ShardedUpdates(*of_updates, strict=options.strict, norms=options.norms, table=table, link=link)
-    )
+    early_answers = _early_answers() if options.norms is Norms.SHARDED else None
+    if table is None:
+        updates = DeferredUpdates(*of_updates, strict=options.strict, early_answers=early_answers)
+    else:
+        from ddp_crossover.addons.shards.sharded_updates import ShardedUpdates
+
+        updates = ShardedUpdates(
+            *of_updates, strict=options.strict, early_answers=early_answers, table=table, link=link
+        )
     in_force = PlanInForce(
         ddp,
         params,
@@ -281,7 +286,7 @@ def _compose_on(
         buckets=buckets,
         memory=memory,
         wire=wire,
-        feedback=feedback,
+        codes=codes,
         plain_reason=plain_reason,
         owners=None if table is None else table.owners,
     )
@@ -300,8 +305,11 @@ def _compose_on(
         use_order=use_order,
         on_leave=on_leave,
     )
-    turn_points = TurnPoints(turns, updates) if turns is not None else None
-    if turn_points is not None:
+    turn_points: TurnPoints | None = None
+    if turns is not None:
+        from ddp_crossover.addons.lease.sharing.turn_points import TurnPoints
+
+        turn_points = TurnPoints(turns, updates)
         moments.follow(turn_points)
     if options.weighted and (warning := statistics_of_a_rank(ddp.module)) is not None and link.rank == 0:
         say(warning, logging.WARNING)
@@ -319,40 +327,67 @@ def _compose_on(
         updates=updates,
         plan_in_force=in_force,
         reducer=reducer,
-        weighted=WeightedTraining(reducer, batches, link, moments, device),
+        batches=batches,
         turn_points=turn_points,
     )
 
 
 def _memory(
-    planning: Planning,
-    named: Sequence[tuple[str, Parameter]],
-    link: Link,
-    wire: Wire,
-    device: torch.device,
-    *,
-    lands: bool,
-) -> tuple[dict[str, Tensor], Feedback | None]:
-    """Arenas that are large enough for every plan, and what codes need to remember; made now, while there is room."""
+    planning: Planning, named: Sequence[tuple[str, Parameter]], link: Link, wire: Wire, *, lands: bool
+) -> dict[str, Tensor]:
+    """Arenas that are large enough for every plan; made now, while there is room."""
     parameters = [parameter for _, parameter in named]
     memory = make_arenas(planning.plain_specs, parameters, link, wire.plain, lands=lands)
     if not wire.has_codes:
-        return memory, None
+        return memory
     coded = make_arenas(planning.specs, parameters, link, wire, lands=lands)
     # A plan without codes has the same arena for more gradients than those that are not coded.
-    memory = {
+    return {
         name: max((each[name] for each in (memory, coded) if name in each), key=Tensor.numel)
         for name in memory | coded  # in one order on all ranks
     }
-    return memory, Feedback(wire, planning.specs, link, device)
 
 
-def _all_coded(planning: Planning, memory: dict[str, Tensor], link: Link, wire: Wire) -> list[FusionBuffer]:
-    """For each arena whose gradients are coded, a buffer over all of it."""
-    assert wire.scatter is not None
-    arenas = [memory[name] for name in dict.fromkeys(spec.arena for spec in planning.specs if spec.is_coded)]
-    quantum = link.world_size * wire.align_numel
-    return [
-        FusionBuffer((arena[: len(arena) // quantum * quantum].zero_(),), coding=Coding(wire.scatter, wire.gather))
-        for arena in arenas
-    ]
+# What add-ons put into the ports of the core.
+
+
+def _wire(options: Options, encoded_on: str) -> Wire:
+    if not options.has_codes:
+        return Wire(options.wire_dtype)
+    from ddp_crossover.addons.codes.wire import wire_of
+
+    return wire_of(options.wire_dtype, options.compress, device_type=encoded_on)
+
+
+def _codes(
+    planning: Planning, memory: dict[str, Tensor], link: Link, wire: Wire, device: torch.device
+) -> tuple[Codes, Sequence[FusionBuffer]]:
+    """The codes, and buffers with which the link may connect."""
+    from ddp_crossover.addons.codes.gradient_codes import GradientCodes, buffers_over
+    from ddp_crossover.addons.codes.wire import CodedWire
+
+    assert isinstance(wire, CodedWire)
+    coded = () if link.codes_on_host else buffers_over(memory, planning.specs, link, wire)
+    return GradientCodes(wire, planning.specs, link, device), coded
+
+
+def _turns(
+    lease: GpuLease, ddp: DistributedDataParallel, link: Link, fallbacks: FallbackLog, moments: Moments
+) -> Turns:
+    from ddp_crossover.addons.lease.sharing.lease_holder import WITHOUT_MPS, mps_runs
+    from ddp_crossover.addons.lease.sharing.turn_points import why_turns_stand
+    from ddp_crossover.addons.lease.sharing.turns import Turns
+
+    if link.spins_on_device:
+        if not mps_runs():
+            fallbacks.note_here(WITHOUT_MPS)
+        if (reason := why_turns_stand(ddp)) is not None:
+            fallbacks.note_here(reason)
+    return Turns(lease, link.clock, fallbacks.note_here, link.streams, moments.inside.waiting)
+
+
+def _early_answers() -> EarlyAnswers:
+    from ddp_crossover.addons.norms.stock_calls import answers_of_shards
+
+    require_gradient_calls()
+    return answers_of_shards

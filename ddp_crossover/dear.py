@@ -35,12 +35,11 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from ddp_crossover.addons.codes.feedback import CodedSteps, Feedback
-from ddp_crossover.addons.codes.wire import Wire
 from ddp_crossover.comm.fusion_buffer import FusionBuffer
 from ddp_crossover.comm.link import Link
 from ddp_crossover.comm.stream_order import StreamOrder
 from ddp_crossover.comm.sums import RankWeights, scale_into
+from ddp_crossover.comm.wire import Wire
 from ddp_crossover.compute_waits import ComputeWaits
 from ddp_crossover.fusion import FusionPlan
 from ddp_crossover.pending.kept_gradients import KeptGradients
@@ -48,6 +47,7 @@ from ddp_crossover.pending.lazy_params import LazyParam
 from ddp_crossover.pending.reduced_gradients import GradientUser, ReducedGradients
 from ddp_crossover.pending.slots import GroupInFlight, GroupState, Slot
 from ddp_crossover.pipeline.announcements import Announcements
+from ddp_crossover.pipeline.codes import Codes
 from ddp_crossover.pipeline.gathers import GatherOrder, Gathers
 from ddp_crossover.pipeline.layout import Layout
 from ddp_crossover.pipeline.pending_updates import GatherWaits, PendingUpdates
@@ -92,9 +92,8 @@ class Pipeline:
         memory: arenas of the previous plan, reused where they are large enough.
         wire: what gradients are on the wire.
         weights: what each rank's gradients are multiplied by; it changes between iterations.
-        feedback: memory for what codes leave out; needed if the plan has coded gradients.
+        codes: what travels as codes.
         owners: the ranks that reduce whole gradients, by index of the parameter; ranks share all others.
-        loss_scale: returns the factor of the loss of the backward that begins.
         every_group_arrives: False if DDP may leave out buckets.
         may_leave_out: whether DDP writes no ``.grad`` of a parameter that it takes for unused on all ranks.
         in_buckets: whether DDP writes by making ``.grad`` a part of a bucket.
@@ -122,9 +121,8 @@ class Pipeline:
         memory: Mapping[str, Tensor],
         wire: Wire,
         weights: RankWeights,
-        feedback: Feedback | None,
+        codes: Codes,
         owners: Mapping[int, int],
-        loss_scale: Callable[[], float | Tensor],
         every_group_arrives: bool,
         may_leave_out: bool,
         in_buckets: bool,
@@ -143,9 +141,7 @@ class Pipeline:
 
         self.device = params[0].parameter.device
         self.waits = GatherWaits(self.order, compute_waits, self.device)
-        if feedback is not None:
-            with link.beside_legs():
-                feedback.use(plan)
+        self._codes = codes.steps(plan, self.order)
         self.layout = Layout(
             plan,
             params,
@@ -154,15 +150,13 @@ class Pipeline:
             memory=memory,
             wire=wire,
             weights=weights,
-            feedback=feedback,
+            codes=self._codes,
             owners=owners,
             every_group_arrives=every_group_arrives,
         )
         self.slots, self.groups = self.layout.slots, self.layout.groups
         arenas = self.layout.arenas
-        self._codes: CodedSteps | None = None
-        if feedback is not None and plan.is_coded:
-            self._codes = CodedSteps(feedback, plan, link, self.order, arenas, loss_scale)
+        self._codes.use(arenas)
         link.use_arenas(arenas.values())
         self.gradients = ReducedGradients(
             self.slots,
@@ -198,8 +192,7 @@ class Pipeline:
         self.iteration += 1
         self.link.begin_iteration()
         self.phase = Phase.BACKWARD
-        if self._codes is not None:
-            self._codes.begin()
+        self._codes.begin()
         self.announcements.begin_backward()
 
     def reduce(self, bucket: GradBucket, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
@@ -354,7 +347,7 @@ class Pipeline:
         if self.phase is Phase.BACKWARD and not self.link.is_closed:
             self._close_broken_backward()
         self._end_legs()
-        if self._codes is not None and self.phase is Phase.REDUCED:
+        if self.phase is Phase.REDUCED:
             self._codes.end(self.groups, self.gradients.unassigned)
         self.phase = Phase.IDLE
 
@@ -377,8 +370,8 @@ class Pipeline:
             if group.state is GroupState.ANNOUNCED:
                 buffer = self.layout.buffer_of(group)
                 parts = tuple(torch.zeros_like(part) for part in buffer.parts)
-                coding = None if buffer.coding is None else buffer.coding.without_residuals()
-                group.scatter_by(self.link.reduce_scatter(index, FusionBuffer(parts, coding=coding)))
+                travel = None if buffer.travel is None else buffer.travel.of_nothing()
+                group.scatter_by(self.link.reduce_scatter(index, FusionBuffer(parts, travel=travel)))
 
     def release(self) -> dict[str, Tensor]:
         """Return the arenas by name, for the next plan's pipeline, and end this one."""

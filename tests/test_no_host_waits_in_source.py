@@ -33,7 +33,7 @@ ALLOWED = {
     ("nccl/nccl_link.py", "exchange_numbers"): "between hosts",
     ("addons/weights/weighted_training.py", "_least_and_most"): "once per epoch",
     ("addons/codes/feedback.py", "begin_step"): "makes one of a number only on the CPU",
-    ("step/grad_scaler.py", "agreed"): "torch's GradScaler waits there, too",
+    ("addons/norms/grad_scaler.py", "agreed"): "torch's GradScaler waits there, too",
     ("watching/clone.py", "_state_of_sample"): "at attach",
     ("addons/shards/shard_states.py", "_scalar"): "loads a checkpoint",
     ("addons/shards/shard_states.py", "_description"): "writes a checkpoint",

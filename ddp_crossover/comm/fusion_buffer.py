@@ -1,13 +1,25 @@
-"""The memory of a fusion group, as legs see it."""
+"""The memory of a fusion group, as legs see it, and how its slices travel."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
-from ddp_crossover.addons.codes.coding import Coding
-from ddp_crossover.comm.sums import RankWeights
+from ddp_crossover.comm.nodes import Nodes
+from ddp_crossover.comm.round import Rounds
+from ddp_crossover.comm.sums import RankWeights, ScratchPool
+
+
+class Travel(Protocol):
+    """How the slices of a fusion buffer travel, if not as they are."""
+
+    def rounds(self, memory: Memory, nodes: Nodes, scratch: ScratchPool, *, sums_in_fp32: bool) -> Rounds:
+        """What both legs do; see ``rounds_of``, which asks only if several ranks exchange slices across nodes."""
+
+    def of_nothing(self) -> Travel:
+        """The same for values that do not count, which change nothing here."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,13 +32,13 @@ class FusionBuffer:
         parts: flat tensors of one dtype.
         weights: what each rank's elements are multiplied by before they are added up; None: they are as they should be.
         owners: for each part, the rank that reduces all of it; None if ranks share every part.
-        coding: what the slices travel as; None: as they are. Needs one part, which ranks share equally.
+        travel: how the slices travel; None: as they are. Else there is one part, which ranks share equally.
     """
 
     parts: tuple[Tensor, ...]
     weights: RankWeights | None = None
     owners: tuple[int, ...] | None = None
-    coding: Coding | None = None
+    travel: Travel | None = None
     _slices: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def slices(self, number: int, count: int) -> list[Tensor]:
@@ -52,3 +64,20 @@ class FusionBuffer:
         [part] = self.parts
         assert self.weights is None
         return part
+
+
+class Memory:
+    """The memory of the legs of one fusion group, which may be moved until its scatter leg is started.
+
+    Attributes:
+        buffer: the fusion buffer.
+        landing: what gather legs send from and receive into; the buffer itself, but for sharded optimizers.
+    """
+
+    def __init__(self, buffer: FusionBuffer) -> None:
+        self.buffer = self.landing = buffer
+
+    def move(self, buffer: FusionBuffer, landing: FusionBuffer | None) -> None:
+        """Use other memory, with parts of the same sizes; without a landing gather legs use the buffer."""
+        self.buffer = buffer
+        self.landing = buffer if landing is None else landing

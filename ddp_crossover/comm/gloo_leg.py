@@ -24,12 +24,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ddp_crossover.comm.fusion_buffer import FusionBuffer
+from ddp_crossover.comm.fusion_buffer import FusionBuffer, Memory
 from ddp_crossover.comm.gloo_messages import (
     Message,
     MessageKind,
     PeerMessages,
-    Slice,
     message_tag,
     small_exchange_tag,
 )
@@ -37,7 +36,8 @@ from ddp_crossover.comm.gloo_threads import GlooThreads
 from ddp_crossover.comm.leg import Failures, HostWait, Latch, Leg, ScatterLeg
 from ddp_crossover.comm.meter import LinkMeter
 from ddp_crossover.comm.nodes import Nodes
-from ddp_crossover.comm.rounds import Route
+from ddp_crossover.comm.round import Slice
+from ddp_crossover.comm.rounds import rounds_of
 from ddp_crossover.comm.sums import ScratchPool
 from ddp_crossover.own_threads import refuse_to_wait
 from ddp_crossover.report.clock import LegTimes
@@ -140,7 +140,8 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
 
     Attributes:
         is_announced: whether ``Link.announce`` announced it; its receives are then posted earlier than its sends.
-        route: the rounds of both legs.
+        memory: the memory of both legs.
+        rounds: their rounds.
         gather_receives: receives of each round of the gather leg.
         sends: sends from the buffer, of both legs, which end before it is written to again.
     """
@@ -151,14 +152,15 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
         super().__init__(context, f"scatter leg of fusion group {group}")
         self.iteration = iteration
         self.group = group
-        self.route = Route(buffer, context.nodes, context.scratch, sums_in_fp32=context.sums_in_fp32)
+        self.memory = Memory(buffer)
+        self.rounds = rounds_of(self.memory, context.nodes, context.scratch, sums_in_fp32=context.sums_in_fp32)
         self.gather_receives: list[list[Message]] = []
         self.sends: list[Message] = []
         self._receives: list[list[Message]] = []
 
     def shards(self) -> list[Tensor]:
         messages = self._context.messages
-        return self.route.memory.buffer.slices(self._context.nodes.shard_of[messages.rank], messages.world_size)
+        return self.memory.buffer.slices(self._context.nodes.shard_of[messages.rank], messages.world_size)
 
     def start(self) -> None:
         """Queue the leg for the posting thread. Runs on the training thread."""
@@ -186,12 +188,12 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
             with named_range(f"ddp_crossover::reduce_scatter[{self.group}]"):
                 self.before_posting()
                 # Safe before our sends: a peer sends its reduced slice only after it has received our slice.
-                self._receives += [self._post_receives_of(number) for number in range(1, len(self.route.scatter))]
+                self._receives += [self._post_receives_of(number) for number in range(1, len(self.rounds.scatter))]
                 self.gather_receives = [
                     context.messages.receive(one.receives(), message_tag(kind, self.iteration, self.group))
-                    for kind, one in zip(GATHER_KINDS, self.route.gather, strict=False)
+                    for kind, one in zip(GATHER_KINDS, self.rounds.gather, strict=False)
                 ]
-                slices = self.route.scatter[0].sends()
+                slices = self.rounds.scatter[0].sends()
                 context.meter.clock.leg_posted(self.times)
                 self.sends = context.messages.send(slices, message_tag(SCATTER_KINDS[0], self.iteration, self.group))
         except Exception as error:
@@ -204,7 +206,7 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
 
     def _post_receives_of(self, number: int) -> list[Message]:
         tag = message_tag(SCATTER_KINDS[number], self.iteration, self.group)
-        return self._context.messages.receive(self.route.scatter[number].receives(), tag)
+        return self._context.messages.receive(self.rounds.scatter[number].receives(), tag)
 
     def _post_again(self) -> None:
         """Post the sends of the second round. Runs on the posting thread."""
@@ -213,7 +215,7 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
             context.failures.check()
             tag = message_tag(SCATTER_KINDS[1], self.iteration, self.group)
             with named_range(f"ddp_crossover::reduce_scatter[{self.group}]"):
-                self.sends += context.messages.send(self.route.scatter[1].sends(), tag)
+                self.sends += context.messages.send(self.rounds.scatter[1].sends(), tag)
         except Exception as error:
             self._end(error)
         else:
@@ -226,11 +228,11 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
             context.failures.check()
             # A peer sends the first slices as soon as its own backward has come so far, the next when its node has.
             context.messages.wait(self._receives[number], self.label, is_proof=number == 0)
-            self.route.scatter[number].finish()
+            self.rounds.scatter[number].finish()
         except Exception as error:
             self._end(error)
             return
-        if number + 1 < len(self.route.scatter):
+        if number + 1 < len(self.rounds.scatter):
             context.threads.posting.put(self._post_again)
         else:
             self._end(None)
@@ -322,7 +324,7 @@ class GlooGatherLeg(GlooLeg):
         scatter = self.scatter
         tag = message_tag(GATHER_KINDS[number], scatter.iteration, self.group)
         with named_range(f"ddp_crossover::all_gather[{self.group}]"):
-            scatter.sends.extend(self._context.messages.send(scatter.route.gather[number].sends(), tag))
+            scatter.sends.extend(self._context.messages.send(scatter.rounds.gather[number].sends(), tag))
 
     def _post_again(self) -> None:
         """Send what the first round has brought. Runs on the posting thread."""
@@ -339,13 +341,13 @@ class GlooGatherLeg(GlooLeg):
         try:
             context.failures.check()
             context.messages.wait(scatter.gather_receives[number], self.label)
-            scatter.route.gather[number].finish()
-            if number + 1 < len(scatter.route.gather):
+            scatter.rounds.gather[number].finish()
+            if number + 1 < len(scatter.rounds.gather):
                 context.threads.posting.put(self._post_again)
                 return
             # After this leg the caller may write into the buffer: scale it, step in place, stage new gradients.
             context.messages.wait(scatter.sends, self.label)
-            scatter.route.release()
+            scatter.rounds.release()
             self.after_receiving()
         except Exception as error:
             self._end(error)

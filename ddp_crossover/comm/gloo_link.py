@@ -163,7 +163,7 @@ class GlooLink(PeerLink):
         leg = self.early_receives.take(group, self.iteration)
         if leg is None:
             leg = GlooScatterLeg(self._context, self.iteration, group, buffer)
-        leg.route.memory.move(buffer, landing)
+        leg.memory.move(buffer, landing)
         leg.start()
         return leg
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ddp_crossover.comm.leg import MAX_GROUPS
 from ddp_crossover.comm.meter import LinkMeter
+from ddp_crossover.comm.round import Slice
 from ddp_crossover.log import say
 
 # A wait is reported once it is longer than this and than this share of the group's timeout: 30 s of 30 minutes.
@@ -119,13 +120,6 @@ class MessageKind(enum.IntEnum):
     GATHER = 1
     SCATTER_AGAIN = 2
     GATHER_AGAIN = 3
-
-
-class Slice(NamedTuple):
-    """Memory to send to one peer, or to fill with what one peer sends."""
-
-    peer: int
-    memory: Tensor
 
 
 class Message(NamedTuple):

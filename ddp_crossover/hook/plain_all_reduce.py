@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ddp_crossover.addons.codes.wire import Wire
 from ddp_crossover.comm.all_reduce import wait_for_futures
 from ddp_crossover.comm.link import Link
 from ddp_crossover.comm.sums import RankWeights, scale_into
+from ddp_crossover.comm.wire import Wire
 from ddp_crossover.compute_waits import ComputeWaits
 from ddp_crossover.torch_internals.ddp import GradBucket
 

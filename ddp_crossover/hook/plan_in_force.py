@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_crossover.addons.codes.feedback import Feedback
-from ddp_crossover.addons.codes.wire import Wire
 from ddp_crossover.comm.all_reduce import all_reduce_sum
 from ddp_crossover.comm.link import Link
 from ddp_crossover.comm.sums import RankWeights, scale_into
+from ddp_crossover.comm.wire import Wire
 from ddp_crossover.compute_waits import ComputeWaits
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.fusion import FusionPlan, Schedule
@@ -31,11 +30,11 @@ from ddp_crossover.moments import Moments
 from ddp_crossover.pending.kept_gradients import KeptGradients
 from ddp_crossover.pending.lazy_params import LazyParam, LazyParams
 from ddp_crossover.pending.reduced_gradients import ReducedGradients
+from ddp_crossover.pipeline.codes import NO_CODES, Codes
 from ddp_crossover.plan.compute_profiler import ComputeProfiler
 from ddp_crossover.plan.session import Orders, Planning
 from ddp_crossover.step.deferred_updates import DeferredUpdates
 from ddp_crossover.torch_internals.ddp import GradBucket
-from ddp_crossover.torch_internals.loss_scale import LossScale
 
 NOT_FASTER = (
     "the pipeline is not clearly faster than plain all-reduces here, so these are used and nothing is deferred; set "
@@ -60,7 +59,7 @@ class PlanInForce:
         buckets: DDP's buckets, which are changed with the plan.
         memory: arenas for the first pipeline, large enough for every plan.
         wire: what gradients are on the wire.
-        feedback: memory for what codes leave out; None if nothing is coded.
+        codes: what travels as codes.
         plain_reason: why every bucket goes through a plain all-reduce, or None.
         owners: with a sharded optimizer, the ranks that update whole parameters; else None.
 
@@ -85,14 +84,14 @@ class PlanInForce:
         buckets: Buckets,
         memory: Mapping[str, Tensor],
         wire: Wire,
-        feedback: Feedback | None,
+        codes: Codes,
         plain_reason: str | None,
         owners: Mapping[int, int] | None,
     ) -> None:
         self.pipeline: Pipeline | None = None
         self.layouts = LayoutRecorder([lazy.parameter for lazy in params.all])
         self.buckets = buckets
-        self.feedback = feedback
+        self.codes = codes
         self.plain_reason = plain_reason
         # Weak: DDP's C++ reducer, which is opaque to the garbage collector, holds this object.
         self._ddp = weakref.ref(ddp)
@@ -110,7 +109,6 @@ class PlanInForce:
         self._memory = memory
         self._wire = wire
         self._owners = owners
-        self._loss_scale = LossScale(is_watched=feedback is not None)
         self._kept = KeptGradients()
         device = params.all[0].parameter.device
         self._plain = PlainAllReduce(link, compute_waits, device, wire, weights)
@@ -235,9 +233,8 @@ class PlanInForce:
             memory=self._memory,
             wire=self._wire,
             weights=self._weights,
-            feedback=self.feedback,
+            codes=self.codes,
             owners=self._owners or {},
-            loss_scale=self._loss_scale.now,
             every_group_arrives=not may_skip_buckets(ddp),
             may_leave_out=ddp.find_unused_parameters,
             in_buckets=ddp.gradient_as_bucket_view,
@@ -268,9 +265,8 @@ class PlanInForce:
             return f"DDP trains {self.buckets.when_left}: {why}"
         if self._planning.has_begun and self.buckets.change(as_built=self._planning.takes_buckets_as_built):
             self.layouts.begin_anew()
-        has_declined = self._planning.settled and self.feedback is not None
-        if has_declined and (self.pipeline is None or not self.pipeline.plan.is_coded):
-            self.feedback = None  # the tuner has declined codes
+        if self._planning.settled and (self.pipeline is None or not self.pipeline.plan.is_coded):
+            self.codes = NO_CODES  # the tuner has declined them, if there were any
         if self._memory and self._planning.has_begun and self._planning.settled:
             self._memory = {}  # the pipeline has what it uses
             if self.pipeline is None:

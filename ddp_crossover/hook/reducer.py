@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover import device as gpu
-from ddp_crossover.addons.codes.feedback import Feedback
 from ddp_crossover.comm.link import Link
 from ddp_crossover.compute_waits import ComputeWaits
 from ddp_crossover.dear import Pipeline
@@ -151,17 +150,15 @@ class Reducer:
         self._memory_formats.drop_references()
         del self._compiled
 
-    def end_iteration_of_codes(self) -> Feedback | None:
-        """End the iteration, so that what its codes have left out is known; None if nothing is coded."""
-        feedback = self._in_force.feedback
-        if feedback is not None and self.pipeline is not None:
+    def end_iteration(self) -> None:
+        """End the iteration, so that what it leaves behind is known."""
+        if self.pipeline is not None:
             if self._in_backward and not self.is_detached:
                 raise RuntimeError(
-                    "what codes of gradients leave out is not known in the middle of a backward, or after one that has "
+                    "what an iteration leaves behind is not known in the middle of a backward, or after one that has "
                     "raised: call state.detach() first, on all ranks"
                 )
             self.pipeline.retire()
-        return feedback
 
     def become_plain(self) -> None:
         """Remove all hooks; nothing is deferred from now on."""

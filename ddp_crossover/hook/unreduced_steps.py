@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_crossover.addons.weights.weighted_batches import WeightedBatches
+from ddp_crossover.hook.weighing import Weighing
 from ddp_crossover.log import first_of
 from ddp_crossover.pending.early_reads import SOMEWHERE, caller
 from ddp_crossover.pending.gradient_marks import version_of
@@ -64,8 +64,8 @@ class UnreducedSteps:
         optimizers: its optimizers.
         fallbacks: told of the first such step.
         world_size: number of ranks; one has nobody to reduce with.
-        batches: batches of different sizes. With them such a step is an error, because its gradients would not be
-            weighted, and it is looked for from the first step on.
+        weighing: what ranks weigh. If it needs a reduction, such a step is an error, and is looked for from the first
+            step on.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class UnreducedSteps:
         optimizers: Sequence[Optimizer],
         fallbacks: FallbackLog,
         world_size: int,
-        batches: WeightedBatches | None,
+        weighing: Weighing,
     ) -> None:
         self._ddp = weakref.ref(ddp)
         self._names = {id(parameter): name for name, parameter in named}
         self._fallbacks = fallbacks
-        self._batches = batches
+        self._weighing = weighing
         self._is_over = world_size == 1
         self._reductions = 0
         self._reductions_at_step: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -90,7 +90,7 @@ class UnreducedSteps:
         self._watched: _WatchedGradient | None = None
         # Those that are trained already are said at attach.
         self._frozen = [(name, weakref.ref(p)) for name, p in unmanaged_parameters(ddp) if not p.requires_grad]
-        if batches is not None and not self._is_over:
+        if weighing.needs_reduction and not self._is_over:
             self._watch(parameter for optimizer in optimizers for parameter in self._parameters_of(optimizer))
 
     def remove(self) -> None:
@@ -117,9 +117,8 @@ class UnreducedSteps:
 
     def refuse_unreduced(self, optimizer: Optimizer, gradients: ReducedGradients | None) -> None:
         """See :class:`ddp_crossover.step.deferred_updates.Reductions`."""
-        if self._batches is not None:
-            were_added_to = gradients is not None and gradients.were_added_to
-            self._batches.refuse_unreduced(optimizer, were_added_to=were_added_to)
+        were_added_to = gradients is not None and gradients.were_added_to
+        self._weighing.refuse_unreduced(optimizer, were_added_to=were_added_to)
         if self._is_over:
             return
         if self._frozen:
@@ -190,7 +189,7 @@ class UnreducedSteps:
                 cause = _OUT_OF_SIGHT if self._awaits_reduction else _PAST_DDP
             step = f"{type(optimizer).__name__}.step() at {caller()}"
             self._say(f"{step}: the gradient of {self._names[id(parameter)]}", watched.written_at, cause)
-        if self._batches is None:
+        if not self._weighing.needs_reduction:
             self.remove()  # it is said, or the script averages gradients by itself
 
     def _say_what_thawed(self) -> None:
@@ -207,7 +206,7 @@ class UnreducedSteps:
             "Freeze parameters after DistributedDataParallel(find_unused_parameters=True) is built: what it was built "
             "with it goes on reducing when it thaws"
         )
-        if self._batches is not None:
+        if self._weighing.needs_reduction:
             raise RuntimeError(f"{what}; gradients that are not reduced are not weighted (weighted=True). {way_out}")
         self._fallbacks.note(what, way_out)
 
@@ -215,7 +214,7 @@ class UnreducedSteps:
         backward = "its backward" if written_at == SOMEWHERE else f"the backward at {written_at}"
         what = f"{gradient} was not reduced by DDP in this step"
         why = f"because {backward} {cause.why}"
-        if self._batches is not None:
+        if self._weighing.needs_reduction:
             raise RuntimeError(f"{what}, and so not weighted (weighted=True), {why}. {cause.way_out}")
         self._fallbacks.note(f"{what}, so ranks train apart, {why}", cause.way_out)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from torch.optim import Optimizer
+
 from ddp_crossover.pending.slots import Slot
 
 
@@ -14,9 +16,11 @@ class Weighing(Protocol):
     Attributes:
         may_leave_out_forwards: whether a rank may make no forward where others make one whose gradients are not
             reduced.
+        needs_reduction: whether gradients that DDP has not reduced are an error, because nothing has weighted them.
     """
 
     may_leave_out_forwards: bool
+    needs_reduction: bool
 
     @property
     def is_settled(self) -> bool:
@@ -27,6 +31,14 @@ class Weighing(Protocol):
 
     def refuse_unweighted(self, unassigned: Sequence[Slot]) -> None:
         """Raise RuntimeError if the backward has left gradients in ``.grad`` that DDP has not reduced."""
+
+    def refuse_unreduced(self, optimizer: Optimizer, *, were_added_to: bool) -> None:
+        """Raise RuntimeError if the step that begins would use samples whose gradients are not reduced.
+
+        Args:
+            optimizer: whose step it is.
+            were_added_to: whether a later backward has added to reduced gradients.
+        """
 
     def end(self) -> None:
         """Set the weights of a backward whose forward has begun, while ranks can still tell each other."""
@@ -40,11 +52,15 @@ class EqualWeights:
 
     is_settled = True
     may_leave_out_forwards = False
+    needs_reduction = False
 
     def weigh(self) -> None:
         pass
 
     def refuse_unweighted(self, unassigned: Sequence[Slot]) -> None:
+        pass
+
+    def refuse_unreduced(self, optimizer: Optimizer, *, were_added_to: bool) -> None:
         pass
 
     def end(self) -> None:

@@ -1,8 +1,8 @@
 """Legs over NCCL, on a CUDA stream of their own. The host enqueues and does not wait.
 
-Where slices travel as codes, a leg does the rounds of gloo, whose messages are one all-to-all, on the same stream:
-whether sums are finite stays on the device. A leg that does not end is named before NCCL's watchdog ends the process,
-which knows only sequence numbers.
+Where slices do not travel as they are, a leg does the rounds of gloo, whose messages are one all-to-all, on the same
+stream: what is computed from them stays on the device. A leg that does not end is named before NCCL's watchdog ends
+the process, which knows only sequence numbers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch import Tensor
 
 from ddp_crossover import device as gpu
 from ddp_crossover.comm.all_reduce import all_reduce_sum
-from ddp_crossover.comm.fusion_buffer import FusionBuffer
-from ddp_crossover.comm.gloo_messages import Slice
+from ddp_crossover.comm.fusion_buffer import FusionBuffer, Memory
 from ddp_crossover.comm.leg import HostWait, Leg, ScatterLeg
 from ddp_crossover.comm.link import Link
 from ddp_crossover.comm.nodes import Nodes
-from ddp_crossover.comm.rounds import Round, Route
+from ddp_crossover.comm.round import Round, Slice
+from ddp_crossover.comm.rounds import rounds_of
 from ddp_crossover.comm.stream_order import CudaStreams
 from ddp_crossover.comm.sums import ScratchPool
 from ddp_crossover.log import logger
@@ -131,11 +131,11 @@ class DeviceScratch(ScratchPool):
         pass  # the last reference frees it
 
 
-class CodedLegs:
-    """Both legs of one fusion group with codes.
+class LegsInRounds:
+    """Both legs of one fusion group whose slices do not travel as they are.
 
     Args:
-        buffer: its fusion buffer, with a coding.
+        buffer: its fusion buffer, which says how they travel.
         process_group: the group of the legs.
         device: device of the buffer.
     """
@@ -144,16 +144,16 @@ class CodedLegs:
         self._process_group = process_group
         self._world_size = dist.get_world_size(process_group)
         nodes = Nodes.flat(dist.get_rank(process_group), self._world_size)
-        self._route = Route(buffer, nodes, DeviceScratch(device), sums_in_fp32=False)
+        self._rounds = rounds_of(Memory(buffer), nodes, DeviceScratch(device), sums_in_fp32=False)
 
     def scatter(self) -> int:
         """Run the scatter leg on the current stream; returns the bytes that this rank has sent."""
-        return self._run(self._route.scatter)
+        return self._run(self._rounds.scatter)
 
     def gather(self) -> int:
         """Run the gather leg on the current stream; returns the bytes that this rank has sent."""
-        sent_bytes = self._run(self._route.gather)
-        self._route.release()
+        sent_bytes = self._run(self._rounds.gather)
+        self._rounds.release()
         return sent_bytes
 
     def _run(self, rounds: Sequence[Round]) -> int:
@@ -213,12 +213,12 @@ class _NcclScatterLeg(_NcclLeg, ScatterLeg):
         begun: gpu.Event,
         *,
         landing: FusionBuffer | None = None,
-        coded: CodedLegs | None = None,
+        in_rounds: LegsInRounds | None = None,
     ) -> None:
         super().__init__(link, f"scatter leg of fusion group {group}", group, stream, begun)
         self.buffer = buffer
         self.landing = landing
-        self.coded = coded
+        self.in_rounds = in_rounds
         self._shards = buffer.slices(link.rank, link.world_size)
 
     def shards(self) -> list[Tensor]:
@@ -274,19 +274,19 @@ class NcclLink(Link):
 
     def reduce_scatter(self, group: int, buffer: FusionBuffer, landing: FusionBuffer | None = None) -> _NcclScatterLeg:
         memory, [shard] = buffer.whole(), buffer.slices(self.rank, self.world_size)
-        coded = None if buffer.coding is None else CodedLegs(buffer, self.process_group, self._device)
+        in_rounds = None if buffer.travel is None else LegsInRounds(buffer, self.process_group, self._device)
         with self.meter.host.of("leg"), named_range(f"ddp_crossover::reduce_scatter[{group}]"):
             # Wait for the staging copies, which run on the caller's stream.
             self._stream.wait_stream(gpu.current_stream(self._device))
             begin, begun = self.clock.mark(self._stream), gpu.record(self._stream)
             with gpu.on_stream(self._stream):
-                if coded is not None:
-                    self.meter.sent(coded.scatter())
+                if in_rounds is not None:
+                    self.meter.sent(in_rounds.scatter())
                 else:
                     _reduce_scatter(shard, memory, group=self.process_group)
                     self._count(memory)
             self.clock.span("scatter", begin, self._stream, group=group)
-        return _NcclScatterLeg(self, group, buffer, self._stream, begun, landing=landing, coded=coded)
+        return _NcclScatterLeg(self, group, buffer, self._stream, begun, landing=landing, in_rounds=in_rounds)
 
     def all_gather(self, scatter: ScatterLeg, urgency: int | None = None) -> Leg:
         leg = cast(_NcclScatterLeg, scatter)
@@ -302,8 +302,8 @@ class NcclLink(Link):
             gpu.on_stream(self._stream),
         ):
             begin, begun = self.clock.mark(self._stream), gpu.record(self._stream)
-            if leg.coded is not None:
-                self.meter.sent(leg.coded.gather())
+            if leg.in_rounds is not None:
+                self.meter.sent(leg.in_rounds.gather())
             else:
                 self._gather(whole, own)
                 self._count(whole)

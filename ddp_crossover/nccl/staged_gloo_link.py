@@ -64,7 +64,7 @@ class _StagedGatherLeg(GlooGatherLeg):
 
     def after_receiving(self) -> None:
         with gpu.on_stream(self.copy_stream):
-            self.device_buffer.copy_(self.scatter.route.memory.buffer.whole(), non_blocking=True)
+            self.device_buffer.copy_(self.scatter.memory.buffer.whole(), non_blocking=True)
         self._on_device = gpu.record(self.copy_stream)
 
 
@@ -97,7 +97,7 @@ class StagedGlooLink(PeerLink):
         if host is None or host.numel() != memory.numel() or host.dtype != memory.dtype:
             host = torch.empty(memory.numel(), dtype=memory.dtype, pin_memory=True)
             self._host_buffers[group] = host
-        on_host = FusionBuffer((host,), coding=buffer.coding)
+        on_host = FusionBuffer((host,), travel=buffer.travel)
         leg = _StagedScatterLeg(self._context, self.iteration, group, memory, on_host, self._to_host_stream)
         leg.start()
         return leg

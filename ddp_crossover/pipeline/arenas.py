@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ddp_crossover.addons.codes.coding import Coding
-from ddp_crossover.addons.codes.wire import Wire
-from ddp_crossover.comm.fusion_buffer import FusionBuffer
+from ddp_crossover.comm.fusion_buffer import FusionBuffer, Travel
 from ddp_crossover.comm.link import Link
 from ddp_crossover.comm.sums import RankWeights
+from ddp_crossover.comm.wire import Wire
 from ddp_crossover.fusion import GradientSpec, arena_capacity
 from ddp_crossover.pending.slots import GroupInFlight, Place
 
@@ -125,7 +124,7 @@ def lay_out_in_arena(
     arena: Tensor,
     starts: Sequence[int],
     owners: Mapping[int, int],
-    coding: Coding | None,
+    travel: Travel | None,
 ) -> None:
     """Make the fusion buffer of a group whose gradients are copied to an arena.
 
@@ -134,13 +133,13 @@ def lay_out_in_arena(
         arena: the arena.
         starts: where its pieces begin in its range of the arena.
         owners: the ranks that reduce whole gradients, by parameter; either all of the group's have one, or none.
-        coding: what its slices travel as; None: as they are.
+        travel: how its slices travel; None: as they are.
     """
     spec = group.spec
     memory = arena.narrow(0, spec.offset, spec.numel)
     owned_by = tuple(owners[slot.index] for slot in group.slots if slot.index in owners)
     if not owned_by:
-        group.lay_out(FusionBuffer((memory,), coding=coding), [(0, start) for start in starts])
+        group.lay_out(FusionBuffer((memory,), travel=travel), [(0, start) for start in starts])
         return
     parts = tuple(memory[start : start + piece.numel] for start, piece in zip(starts, spec.pieces, strict=True))
     group.lay_out(FusionBuffer(parts, owners=owned_by), [(part, 0) for part in range(len(parts))])

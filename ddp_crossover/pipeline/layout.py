@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from ddp_crossover.addons.codes.feedback import Feedback
-from ddp_crossover.addons.codes.wire import Wire
 from ddp_crossover.comm.fusion_buffer import FusionBuffer
 from ddp_crossover.comm.link import Link
 from ddp_crossover.comm.sums import RankWeights
+from ddp_crossover.comm.wire import Wire
 from ddp_crossover.fusion import FusionGroup, FusionPlan
 from ddp_crossover.pending.lazy_params import LazyParam
 from ddp_crossover.pending.slots import GroupInFlight, Slot
 from ddp_crossover.pipeline.arenas import dtypes_of_arenas, lay_out, lay_out_in_arena, whole_of, zeros
+from ddp_crossover.pipeline.codes import CodedSteps
 from ddp_crossover.pipeline.staging import gradient_stride
 
 
@@ -30,7 +30,7 @@ class Layout:
         memory: arenas of the previous plan, reused where they are large enough.
         wire: what gradients are on the wire.
         weights: what each rank's gradients are multiplied by.
-        feedback: memory for what codes leave out, in use for this plan; needed if the plan has coded gradients.
+        codes: what travels as codes under this plan.
         owners: the ranks that reduce whole gradients, by index of the parameter; ranks share all others.
         every_group_arrives: False if DDP may leave out buckets: which came last time says nothing about this time.
 
@@ -51,7 +51,7 @@ class Layout:
         memory: Mapping[str, Tensor],
         wire: Wire,
         weights: RankWeights,
-        feedback: Feedback | None,
+        codes: CodedSteps,
         owners: Mapping[int, int],
         every_group_arrives: bool,
     ) -> None:
@@ -59,7 +59,7 @@ class Layout:
         self._lock = lock
         self._wire = wire if plan.is_coded else wire.plain
         self._weights = weights
-        self._feedback = feedback
+        self._codes = codes
         self._owners = owners
         self._every_group_arrives = every_group_arrives
         parameters = [lazy.parameter for lazy in params]
@@ -86,9 +86,7 @@ class Layout:
         for slot in group.slots:
             slot.groups.append(group)
         if (arena := self.arenas.get(spec.arena)) is not None:
-            is_coded = self._plan.gradients[spec.pieces[0].parameter].is_coded
-            coding = self._feedback.coding(spec) if is_coded and self._feedback is not None else None
-            lay_out_in_arena(group, arena, self._plan.places_of(spec), self._owners, coding)
+            lay_out_in_arena(group, arena, self._plan.places_of(spec), self._owners, self._codes.travel(spec))
         return group
 
     def is_copied(self, group: GroupInFlight) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ddp_crossover.addons.codes.wire import Wire
+from ddp_crossover.comm.wire import Wire
 from ddp_crossover.fusion import GradientSpec
 
 

@@ -1,16 +1,10 @@
-"""Measures before the first plan the link, with single legs and with bursts of legs, and what codes cost a rank."""
+"""Measures the link before the first plan, with single legs and with bursts of legs."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
 from ddp_crossover import device as gpu
-from ddp_crossover.addons.codes.codec import Codec
-from ddp_crossover.addons.codes.wire import Wire
 from ddp_crossover.comm.fusion_buffer import FusionBuffer
 from ddp_crossover.comm.leg import ScatterLeg
 from ddp_crossover.comm.link import Link
@@ -89,55 +83,3 @@ def _time_legs(link: Link, device: torch.device, legs: int, buffer_bytes: int, p
         gather.wait()
     gpu.synchronize(device)
     return seconds
-
-
-_NUMEL = 2**20
-_CODEC_REPEATS = 3
-_CPU = torch.device("cpu")
-
-
-def probe_codecs(wire: Wire, device: torch.device = _CPU) -> float:
-    """Seconds by which codes delay a leg, per element of its fusion buffer: the mean of the two legs.
-
-    Every element is encoded once and decoded once on the way to all ranks, with time for the sum in between.
-
-    Args:
-        wire: what gradients are on the wire.
-        device: where they are encoded.
-    """
-    codecs = [codec for codec in (wire.scatter, wire.gather) if codec is not None]
-    return sum(_seconds(codec, device) for codec in codecs) / 2 / _NUMEL
-
-
-def _seconds(codec: Codec, device: torch.device) -> float:
-    # Not all alike, or they would be found too easily.
-    values = torch.linspace(-1.0, 1.0, _NUMEL, device=device) ** 3
-    residual, left_out, out = values * 0.1, torch.empty_like(values), torch.zeros_like(values)
-    payload = torch.empty(codec.payload_bytes(_NUMEL), dtype=torch.uint8, device=device)
-
-    def job() -> None:
-        codec.encode(values, residual, left_out, payload)
-        codec.add(payload, out)
-
-    return _on_device(job, values) if gpu.has_streams(device) else _on_host(job)
-
-
-def _on_host(job: Callable[[], None]) -> float:
-    times_s = []
-    for _ in range(_CODEC_REPEATS):
-        begin_s = time.perf_counter()
-        job()
-        times_s.append(time.perf_counter() - begin_s)
-    return min(times_s)
-
-
-def _on_device(job: Callable[[], None], made: Tensor) -> float:
-    """The mean, between two events: the host enqueues the next one while the device is at the last."""
-    stream = gpu.current_stream(made.device)
-    job()
-    begin = gpu.record(stream, timed=True)
-    for _ in range(_CODEC_REPEATS):
-        job()
-    end = gpu.record(stream, timed=True)
-    gpu.synchronize(made.device)
-    return gpu.seconds_between(begin, end) / _CODEC_REPEATS

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_crossover.addons.codes.wire import Wire
 from ddp_crossover.comm.agreement import all_gather_json, require_equal
 from ddp_crossover.comm.leg import MAX_GROUPS
 from ddp_crossover.comm.link import Link
+from ddp_crossover.comm.wire import Wire
 from ddp_crossover.compute_waits import OtherJobs
 from ddp_crossover.fusion import MB, FusionPlan, Schedule, plan_fusion
 from ddp_crossover.log import logger, say
@@ -25,7 +25,7 @@ from ddp_crossover.plan.compute_profiler import ComputeProfiler, Stopwatch
 from ddp_crossover.plan.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.plan.ddp_buckets import leaves_nothing_to_gain
 from ddp_crossover.plan.gradient_specs import ShardKind, gradient_specs
-from ddp_crossover.plan.link_probe import probe_codecs, probe_link
+from ddp_crossover.plan.link_probe import probe_link
 from ddp_crossover.plan.model_profile import ModelProfile
 from ddp_crossover.plan.progress import coming, given_plan, outcome
 from ddp_crossover.plan.search import CANDIDATES_MB, HOST_PER_GROUP_S, PlannedStep, Problem, choose_plan
@@ -220,7 +220,7 @@ class Planning:
             return
         measured = probe_link(self._link, self._model_bytes, self._device)
         coded_on = torch.device("cpu") if self._link.codes_on_host else self._device
-        codec_s = probe_codecs(self._wire, coded_on) if self._has_codes else 0.0
+        codec_s = self._wire.codec_s_per_element(coded_on) if self._has_codes else 0.0
         of_rank_0 = self._exchange({"link": measured.to_json(), "codec": codec_s})[0]
         self.link_model = LinkModel.from_json(of_rank_0["link"])
         self._codec_s_per_element = of_rank_0["codec"]

@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 from ddp_crossover.comm.leg import LegError
 from ddp_crossover.comm.stream_order import StreamOrder
 from ddp_crossover.dear import Phase, Pipeline
-from ddp_crossover.options import Norms
 from ddp_crossover.pending.early_reads import EarlyReads, is_saving
 from ddp_crossover.pending.lazy_params import LazyParam, LazyParams
 from ddp_crossover.pending.reduced_gradients import ReducedGradients
@@ -32,9 +31,7 @@ from ddp_crossover.pipeline.gathers import Gathers, GradientGathers
 from ddp_crossover.report.stats import FallbackLog
 from ddp_crossover.step.after_update import AfterUpdate
 from ddp_crossover.step.step_call import Deferrable, StepCall, why_call_waits
-from ddp_crossover.step.stock_calls import StockCalls
 from ddp_crossover.step.update_runner import DeferredUpdate, UpdateRunner, run_updates
-from ddp_crossover.torch_internals.gradient_calls import require_gradient_calls
 from ddp_crossover.torch_internals.optimizers import has_hooks, move_to_back, move_to_front, step_pre_hooks
 from ddp_crossover.watching.known_optimizers import KnownOptimizers
 from ddp_crossover.watching.lazy_state import make_state_lazy, make_state_plain, why_state_is_shared
@@ -59,6 +56,10 @@ class Reductions(Protocol):
         """
 
 
+# Returns what answers torch functions without gathered gradients, see `PendingGrad.arm`.
+EarlyAnswers = Callable[[Pipeline], Callable[..., Any]]
+
+
 class DeferredUpdates:
     """Takes over the optimizers of one model.
 
@@ -69,7 +70,8 @@ class DeferredUpdates:
         fallbacks: records why a step or a parameter was not deferred.
         reductions: may refuse a step.
         strict: fill pending parameters with NaN until they are updated.
-        norms: where torch's own clipping and loss scaling take norms from.
+        early_answers: makes what answers torch's clipping and loss scaling for a pipeline, whose gradients are pending;
+            None: they wait for whole gradients.
         write: puts the updated values into parameters whose gather legs have arrived.
     """
 
@@ -82,7 +84,7 @@ class DeferredUpdates:
         reductions: Reductions,
         *,
         strict: bool,
-        norms: Norms,
+        early_answers: EarlyAnswers | None,
         write: Callable[[Pipeline, Mapping[Slot, DeferredUpdate]], None] = run_updates,
     ) -> None:
         self.pipeline: Pipeline | None = None
@@ -91,9 +93,7 @@ class DeferredUpdates:
         self._fallbacks = fallbacks
         self._reductions = reductions
         self._strict = strict
-        self._norms = norms
-        if norms is Norms.SHARDED:
-            require_gradient_calls()
+        self._early_answers = early_answers
         self._running: StepCall | None = None
         self._watch: StepWatch | None = None
         self.after_update = AfterUpdate()
@@ -180,8 +180,7 @@ class DeferredUpdates:
         self._runner.apply(slots)
 
     def early_answers(self, pipeline: Pipeline) -> Callable[..., Any] | None:
-        """What answers torch's clipping and loss scaling from shards; None if they wait for whole gradients."""
-        return StockCalls(pipeline).answer if self._norms is Norms.SHARDED else None
+        return None if self._early_answers is None else self._early_answers(pipeline)
 
     def gathers(self, pipeline: Pipeline, memory: Mapping[str, Tensor]) -> Gathers:
         return GradientGathers(pipeline.gather_order)

@@ -26,7 +26,7 @@ from accuracy_parts.tasks import TASKS, final_window, loss_of
 from accuracy_parts.wires import NODE_RANKS, WIRES, State
 from bench_kit.digest import digests
 from bench_kit.launch import tell
-from ddp_crossover.addons.codes.wire import Wire
+from ddp_crossover.addons.codes.wire import CodedWire
 from ddp_crossover.addons.weights.split import Speed, split
 from ddp_crossover.torch_internals.private import replaced
 from train import learning_rate_factor
@@ -207,7 +207,7 @@ def _attach(
     is_tuned = settings.fusion_mb is None or WIRES[settings.wire].is_relaxed
     pipeline = {} if is_tuned else {"tune": False, "fusion_mb": settings.fusion_mb}
     options = pipeline | make_options()
-    with replaced(Wire, "has_feedback", wire.has_feedback):
+    with replaced(CodedWire, "has_feedback", wire.has_feedback):
         state: State = dx.attach(ddp, optimizer, **options)
     return state, {name: str(value) for name, value in options.items()}
 

@@ -114,7 +114,7 @@ class CpuLink(Link):
         self._wire = wire
 
     def reduce_scatter(self, group: int, buffer: FusionBuffer, landing: FusionBuffer | None = None) -> ScatterLeg:
-        assert landing is None and buffer.coding is None, "no arm of this benchmark shards or codes"
+        assert landing is None and buffer.travel is None, "no arm of this benchmark shards or codes"
         leg = _CpuLeg(self, "scatter", group, buffer)
         return self._send(leg, self._wire.leg_s(leg.memory.nbytes), leg.shard)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import ddp_crossover as dx
-from ddp_crossover.addons.codes.wire import Wire
+from ddp_crossover.addons.codes.wire import CodedWire
 from equivalence import SGD, STEPS, Case, Run, assert_same, snapshot, train_step
 from models import DeepNet
 from node_groups import (
@@ -136,7 +136,7 @@ def _compare_with_simulation(
     """With a restart the simulation goes on with the residuals that it has. The first iterations after it are dense."""
     simulation = Simulation(layout, density, feedback=feedback)
     dear = {**SPARSE, **dear, "compress": dx.TopK(density, selector="exact")}
-    with on_nodes(layout), mock.patch.object(Wire, "has_feedback", feedback):
+    with on_nodes(layout), mock.patch.object(CodedWire, "has_feedback", feedback):
         steps = STEPS if restart_at < 0 else restart_at + 6
         run = Run(Case(model=DeepNet, optimizer=SGD, steps=steps, dear=dear), with_dear=True)
         run.attach()

@@ -17,14 +17,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
+from ddp_crossover.addons.codes import wire as coded_wire
 from ddp_crossover.addons.codes.block_int8 import BlockInt8
-from ddp_crossover.addons.codes.wire import Wire
+from ddp_crossover.addons.codes.wire import wire_of
 from ddp_crossover.addons.shards.parameter_gathers import ParameterGathers
 from ddp_crossover.dear import Pipeline
 from ddp_crossover.fusion import FusionPlan
 from ddp_crossover.nccl import nccl_link
 from ddp_crossover.plan import session as planning
-from ddp_crossover.plan.link_probe import probe_codecs
 from fake_streams import fake_gpu
 from models import INPUTS, DeepNet, MixedDtypeNet, OddNet
 from plans import random_plans
@@ -181,11 +181,12 @@ def first_uses(options: dict[str, Any]) -> FirstUses:
 
         return mock.patch.object(nccl_link, name, note)
 
-    probe = planning.probe_codecs
+    probe = coded_wire.seconds_per_element
     with ExitStack() as stack:
         stack.enter_context(fake_gpu())
         to_all = stack.enter_context(mock.patch.object(nccl_link, "_all_to_all", side_effect=nccl_link._all_to_all))
-        on_cpu = mock.patch.object(planning, "probe_codecs", lambda wire, device: probe(wire, torch.device("cpu")))
+        cpu = torch.device("cpu")
+        on_cpu = mock.patch.object(coded_wire, "seconds_per_element", lambda codec, device: probe(codec, cpu))
         stack.enter_context(on_cpu)
         for name in ("_reduce_scatter", "_all_gather"):
             stack.enter_context(noting(name))
@@ -227,7 +228,7 @@ def where_codes_are_probed(device_type: str) -> str:
             encode(codec, values, *rest)
 
     with mock.patch.object(BlockInt8, "encode", note), mock.patch.object(BlockInt8, "add", lambda *args: None):
-        probe_codecs(Wire.of(torch.int8), torch.device(device_type))
+        wire_of(torch.int8).codec_s_per_element(torch.device(device_type))
     [device] = devices
     return device
 

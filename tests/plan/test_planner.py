@@ -10,12 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_crossover.addons.codes.wire import Wire
+from ddp_crossover.addons.codes.wire import wire_of
 from ddp_crossover.fusion import FusionPlan, GradientSpec, plan_fusion
 from ddp_crossover.plan import search
 from ddp_crossover.plan.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.plan.gradient_specs import gradient_specs
-from ddp_crossover.plan.link_probe import probe_codecs
 from ddp_crossover.plan.search import (
     CANDIDATES_MB,
     TAPERS,
@@ -155,10 +154,10 @@ def test_a_group_waits_for_its_last_gradient_and_is_needed_by_its_first_use() ->
 
 def test_the_planner_knows_the_bytes_of_each_leg() -> None:
     named = list(DeepNet().named_parameters())
-    specs = gradient_specs(named, Wire.of(torch.int8, TopK(0.01)))
+    specs = gradient_specs(named, wire_of(torch.int8, TopK(0.01)))
     for spec, (name, parameter) in zip(specs, named, strict=True):
         assert spec.is_coded == (parameter.dim() > 1), name
         scatter_bytes, gather_bytes = spec.itemsize_bytes * spec.scatter_part, spec.itemsize_bytes * spec.gather_part
         expected = (0.06, 1 + 2 / 64) if spec.is_coded else (4.0, 4.0)
         assert (scatter_bytes, gather_bytes) == pytest.approx(expected, rel=0.01), name
-    assert 0 < probe_codecs(Wire.of(torch.int8)) < 1e-6
+    assert 0 < wire_of(torch.int8).codec_s_per_element(torch.device("cpu")) < 1e-6

@@ -108,7 +108,7 @@ class Training:
         self.optimizer = case.optimizer(self.model.module)
         with (
             on_nodes(case.nodes) if case.nodes else nullcontext(),
-            mock.patch.object(codecs.Wire, "has_feedback", case.feedback),
+            mock.patch.object(codecs.CodedWire, "has_feedback", case.feedback),
         ):
             self.state = dx.attach(self.model, self.optimizer, **({"fusion_mb": GROUPS_MB} | dict(case.options)))
 

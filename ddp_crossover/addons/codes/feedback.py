@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ddp_crossover.addons.codes.coding import BeforeAfter, Coding
+from ddp_crossover.addons.codes.rounds import CodedTravel
 from ddp_crossover.addons.codes.top_k import TopKCodec
-from ddp_crossover.addons.codes.wire import Wire
+from ddp_crossover.addons.codes.wire import CodedWire
 from ddp_crossover.comm.link import Link
-from ddp_crossover.comm.stream_order import StreamOrder
 from ddp_crossover.fusion import FusionGroup, FusionPlan, GradientSpec, arena_capacity
-from ddp_crossover.pending.slots import GroupInFlight, Slot
 
 # A loss scale that has changed by more than this factor is another one: residuals are dropped.
 _MOST_RESCALED = 16.0
@@ -62,7 +61,7 @@ class Feedback:
         scale: loss scale of the gradients of which these are residuals.
     """
 
-    def __init__(self, wire: Wire, specs: Sequence[GradientSpec], link: Link, device: torch.device) -> None:
+    def __init__(self, wire: CodedWire, specs: Sequence[GradientSpec], link: Link, device: torch.device) -> None:
         assert wire.scatter is not None
         coded_on, streams = (torch.device("cpu"), None) if link.codes_on_host else (device, link.streams)
         self.steps = 0
@@ -82,7 +81,7 @@ class Feedback:
             for pair in self._residuals.values():
                 for memory in (pair.before, pair.after):
                     streams.keep_until_done(memory)
-        self._codings: list[tuple[FusionGroup, Coding]] = []
+        self._codings: dict[FusionGroup, Coding] = {}
 
     def use(self, plan: FusionPlan) -> None:
         """Move all to the places that gradients have in this plan."""
@@ -101,11 +100,14 @@ class Feedback:
         self._plan = plan
         self._place_loaded()
 
-    def coding(self, group: FusionGroup) -> Coding:
-        """The coding of a group's fusion buffer in all steps under the plan in use."""
-        coding = Coding(self._scatter, self._wire.gather)
-        self._codings.append((group, coding))
-        return coding
+    def travel(self, group: FusionGroup) -> CodedTravel:
+        """How the slices of a group's fusion buffer travel in all steps under the plan in use."""
+        coding = self._codings[group] = Coding(self._scatter, self._wire.gather)
+        return CodedTravel(coding)
+
+    def finite_sums(self, groups: Iterable[FusionGroup]) -> list[Tensor]:
+        """0-dim tensors that tell whether the sums of these groups in this step are finite."""
+        return [one for group in groups for one in self._codings[group].finite]
 
     def begin_step(self, scale: float | Tensor) -> None:
         """Begin a step whose loss is multiplied by ``scale``, which may be a 0-dim tensor on the device."""
@@ -120,7 +122,7 @@ class Feedback:
             density = self._wire.top_k.density_at(self.steps)
             if density != self._scatter.density:
                 self._scatter = self._scatter.with_density(density)
-        for group, coding in self._codings:
+        for group, coding in self._codings.items():
             residual = self._residuals.get(group.arena)
             coding.begin_step(self._scatter, None if residual is None else residual.of(group))
 
@@ -187,78 +189,3 @@ class Feedback:
                 for state in (pair.before, pair.after):
                     state[low : low + spec.numel] = 0.0 if values is None else values
         self._loaded = None
-
-
-class CodedSteps:
-    """The steps of a plan, some of whose gradients are coded.
-
-    Args:
-        feedback: memory for what codes leave out, already in use for this plan.
-        plan: the plan.
-        link: runs the legs.
-        order: orders CUDA streams.
-        arenas: the memory of the fusion buffers, by name.
-        loss_scale: returns the factor of the loss of the backward that begins.
-    """
-
-    def __init__(
-        self,
-        feedback: Feedback,
-        plan: FusionPlan,
-        link: Link,
-        order: StreamOrder,
-        arenas: Mapping[str, Tensor],
-        loss_scale: Callable[[], float | Tensor],
-    ) -> None:
-        self._feedback = feedback
-        self._plan = plan
-        self._link = link
-        self._order = order
-        self._arenas = arenas
-        self._loss_scale = loss_scale
-        self._padding = {
-            arena: _padding(plan, arena).to(arenas[arena].device)
-            for arena in {spec.arena for spec in plan.gradients if spec.is_coded}
-        }
-
-    def begin(self) -> None:
-        self._clear_padding()
-        with self._link.beside_legs():
-            self._feedback.begin_step(self._loss_scale())
-
-    def end(self, groups: Sequence[GroupInFlight], unassigned: Collection[Slot]) -> None:
-        """Keep what the step has left out.
-
-        Args:
-            groups: all fusion groups, whose legs have ended.
-            unassigned: parameters that have not taken the gradients of this step.
-        """
-        coded = [group for group in groups if self._plan.gradients[group.slots[0].index].is_coded]
-        specs = [group.spec for group in coded if not group.is_launched]
-        unused = [ArenaRange(spec.arena, spec.offset, spec.offset + spec.numel) for spec in specs]
-        unused += [
-            ArenaRange(slot.groups[0].spec.arena, low := self._plan.offsets[slot.index], low + slot.parameter.numel())
-            for slot in unassigned
-            if self._plan.gradients[slot.index].is_coded
-        ]
-        buffers = [group.buffer for group in coded if group.is_launched]
-        finite = [one for b in buffers if b is not None and b.coding is not None for one in b.coding.finite]
-        with self._link.beside_legs():
-            self._feedback.end_step(unused, finite)
-
-    @torch.no_grad()
-    def _clear_padding(self) -> None:
-        """Remove what codes have brought into padding, such as NaN: no gradient overwrites it, and it is coded, too."""
-        self._order.join()
-        for arena, places in self._padding.items():
-            self._arenas[arena].index_fill_(0, places, 0.0)
-        self._order.mark()
-
-
-def _padding(plan: FusionPlan, arena: str) -> Tensor:
-    """The elements of an arena that belong to no gradient."""
-    is_padding = torch.ones(plan.arena_numel[arena], dtype=torch.bool)
-    for spec, low in zip(plan.gradients, plan.offsets, strict=True):
-        if spec.arena == arena:
-            is_padding[low : low + spec.numel] = False
-    return is_padding.nonzero().view(-1)

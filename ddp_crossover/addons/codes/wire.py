@@ -1,4 +1,4 @@
-"""What gradients are on the wire: as they are, cast, or as codes, for each parameter and each leg."""
+"""Gradients that are codes on the wire."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import Tensor
 from ddp_crossover.addons.codes.block_int8 import BlockInt8
 from ddp_crossover.addons.codes.cast import Cast
 from ddp_crossover.addons.codes.codec import Codec
+from ddp_crossover.addons.codes.probe import seconds_per_element
 from ddp_crossover.addons.codes.top_k import Selector, TopKCodec
+from ddp_crossover.comm.wire import Wire
 from ddp_crossover.top_k import TopK
 
 _CODED_DTYPE = torch.float32
@@ -23,49 +25,23 @@ _TYPICAL_NUMEL = 2**18
 
 
 @dataclass(frozen=True)
-class Wire:
-    """What gradients are on the wire.
+class CodedWire(Wire):
+    """Codes of most gradients; what is not coded travels as ``cast_to`` says.
 
     Attributes:
-        cast_to: dtype to which wider gradients are cast; None keeps every gradient's dtype.
         scatter: codec of scatter legs, for parameters that are coded; None if none is.
         gather: codec of gather legs, likewise; None sends sums as they are.
         top_k: the options of a sparse scatter leg.
         has_feedback: whether what codes leave out is made up for later; False only to see what that is worth.
     """
 
-    cast_to: torch.dtype | None = None
     scatter: Codec | None = None
     gather: Codec | None = None
     top_k: TopK | None = None
     has_feedback: ClassVar[bool] = True
 
-    @classmethod
-    def of(
-        cls,
-        wire_dtype: torch.dtype | None,
-        compress: TopK | None = None,
-        *,
-        device_type: str = "cpu",
-    ) -> Wire:
-        """What a user's options ask for; ``device_type`` is where gradients are encoded."""
-        code = CODES[wire_dtype]() if wire_dtype is not None and wire_dtype in CODES else None
-        cast_to = wire_dtype if code is None else None
-        if compress is not None:
-            gather = code if cast_to is None else Cast(cast_to)
-            auto = Selector.CHUNKED if device_type == "cpu" else Selector.EXACT
-            selector = auto if compress.selector == "auto" else Selector(compress.selector)
-            return cls(cast_to, TopKCodec(compress.density, selector), gather, compress)
-        return cls(cast_to, code, code)
-
-    @property
-    def plain(self) -> Wire:
-        """The wire without codes."""
-        return Wire(self.cast_to)
-
     @property
     def has_codes(self) -> bool:
-        """Whether some parameters may be coded."""
         return self.scatter is not None
 
     def is_coded(self, parameter: Tensor) -> bool:
@@ -73,13 +49,10 @@ class Wire:
         return self.has_codes and parameter.dim() > 1 and parameter.numel() > 0 and parameter.is_floating_point()
 
     def travels_as(self, dtype: torch.dtype, *, is_coded: bool = False) -> torch.dtype:
-        """The dtype of a gradient in a fusion buffer: that to which it is cast if that is narrower, fp32 for codes."""
-        if is_coded:
-            return _CODED_DTYPE
-        return self.cast_to if self.cast_to is not None and self.cast_to.itemsize < dtype.itemsize else dtype
+        """The dtype of a gradient in a fusion buffer: fp32 for codes."""
+        return _CODED_DTYPE if is_coded else super().travels_as(dtype)
 
     def leg_bytes(self) -> tuple[float, float]:
-        """Bytes per element of a coded gradient that a scatter leg and a gather leg send."""
         as_is = float(_CODED_DTYPE.itemsize)
         scatter, gather = (
             as_is if codec is None else codec.payload_bytes(_TYPICAL_NUMEL) / _TYPICAL_NUMEL
@@ -89,5 +62,23 @@ class Wire:
 
     @property
     def align_numel(self) -> int:
-        """Multiple of elements at which coded gradients and shards begin."""
-        return max((codec.align_numel for codec in (self.scatter, self.gather) if codec is not None), default=1)
+        return max((codec.align_numel for codec in self._codecs()), default=1)
+
+    def codec_s_per_element(self, device: torch.device) -> float:
+        """Every element is encoded once and decoded once on the way to all ranks, with time for the sum in between."""
+        return sum(seconds_per_element(codec, device) for codec in self._codecs()) / 2
+
+    def _codecs(self) -> list[Codec]:
+        return [codec for codec in (self.scatter, self.gather) if codec is not None]
+
+
+def wire_of(wire_dtype: torch.dtype | None, compress: TopK | None = None, *, device_type: str = "cpu") -> Wire:
+    """What a user's options ask for; ``device_type`` is where gradients are encoded."""
+    code = CODES[wire_dtype]() if wire_dtype is not None and wire_dtype in CODES else None
+    cast_to = wire_dtype if code is None else None
+    if compress is None:
+        return Wire(cast_to) if code is None else CodedWire(cast_to, code, code)
+    gather = code if cast_to is None else Cast(cast_to)
+    auto = Selector.CHUNKED if device_type == "cpu" else Selector.EXACT
+    selector = auto if compress.selector == "auto" else Selector(compress.selector)
+    return CodedWire(cast_to, TopKCodec(compress.density, selector), gather, compress)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ddp_crossover.addons.codes.wire import Wire
+from ddp_crossover.addons.codes.wire import wire_of
 from ddp_crossover.fusion import Schedule
 from ddp_crossover.log import short
 from ddp_crossover.plan.cost_model import LinkModel
@@ -167,7 +167,7 @@ def _with_int8_s(profile: ModelProfile, codec_s_per_element: float) -> float:
     """The step time if all gradients travel as 8-bit codes."""
     assert profile.link is not None
     _, step = best_of_sizes(
-        as_codes(profile.specs, Wire.of(torch.int8)),
+        as_codes(profile.specs, wire_of(torch.int8)),
         profile.compute,
         profile.link,
         profile.world_size,

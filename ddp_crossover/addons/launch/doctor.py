@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_crossover.addons.codes.wire import Wire
+from ddp_crossover.addons.codes.wire import wire_of
 from ddp_crossover.addons.launch.diagnosis import (
     StepTime,
     about_connections,
@@ -48,7 +48,7 @@ from ddp_crossover.log import short
 from ddp_crossover.nccl.make_link import make_link
 from ddp_crossover.plan.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.plan.ddp_buckets import DEFAULT_BUCKET_MB
-from ddp_crossover.plan.link_probe import probe_codecs, probe_link
+from ddp_crossover.plan.link_probe import probe_link
 from ddp_crossover.plan.model_profile import ModelProfile
 
 _TIMEOUT = timedelta(minutes=10)
@@ -175,7 +175,7 @@ def _report_on(runs: ThreeRuns, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _int8_s_per_element() -> float | None:
-    return None if torch.cuda.is_available() else probe_codecs(Wire.of(torch.int8))
+    return None if torch.cuda.is_available() else wire_of(torch.int8).codec_s_per_element(torch.device("cpu"))
 
 
 def _known_models(link: LinkModel, world_size: int) -> dict[str, Any]:

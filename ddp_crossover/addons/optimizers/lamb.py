@@ -65,6 +65,8 @@ class LAMB(LayerSumOptimizer):
         optimizer.step()
     """
 
+    updates_each_by_itself = True
+
     def __init__(
         self,
         params: ParamsT,

@@ -67,6 +67,8 @@ class LARS(LayerSumOptimizer):
         optimizer.step()
     """
 
+    updates_each_by_itself = True
+
     def __init__(
         self,
         params: ParamsT,

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_crossover.addons.codes.feedback import Feedback
-from ddp_crossover.addons.codes.wire import Wire
+from ddp_crossover.addons.codes.wire import CodedWire
 from ddp_crossover.comm.fusion_buffer import FusionBuffer
 from ddp_crossover.comm.leg import Leg
 from ddp_crossover.comm.link import Link
+from ddp_crossover.comm.wire import Wire
 from ddp_crossover.fusion import FusionGroup, plan_fusion
 from ddp_crossover.plan.gradient_specs import gradient_specs
 
@@ -56,7 +57,7 @@ class MeanExchange:
             for arena, numel in self._plan.arena_numel.items()
         }
         self.feedback: Feedback | None = None
-        if self._plan.is_coded:
+        if isinstance(wire, CodedWire) and self._plan.is_coded:
             self.feedback = Feedback(wire, specs, link, device)
             self.feedback.use(self._plan)
         link.connect(self._arenas.values())
@@ -70,7 +71,7 @@ class MeanExchange:
     def _buffer(self, group: FusionGroup) -> FusionBuffer:
         memory = self._arenas[group.arena].narrow(0, group.offset, group.numel)
         is_coded = self._plan.gradients[group.pieces[0].parameter].is_coded
-        return FusionBuffer((memory,), coding=self.feedback.coding(group) if self.feedback and is_coded else None)
+        return FusionBuffer((memory,), travel=self.feedback.travel(group) if self.feedback and is_coded else None)
 
     @property
     def sent_bytes(self) -> int:
@@ -101,8 +102,8 @@ class MeanExchange:
         for leg in self._legs:
             leg.wait()
         if self._legs and self.feedback is not None:
-            finite = [one for b in self._buffers if b.coding is not None for one in b.coding.finite]
-            self.feedback.end_step((), finite)
+            coded = [group for group, b in zip(self._plan.groups, self._buffers, strict=True) if b.travel is not None]
+            self.feedback.end_step((), self.feedback.finite_sums(coded))
         self._legs = []
         return self._views
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_crossover.addons.codes.wire import Wire
+from ddp_crossover.addons.codes.wire import wire_of
 from ddp_crossover.addons.relaxed.adasum import AdasumExchange
 from ddp_crossover.addons.relaxed.delta_merge import Exchange
 from ddp_crossover.addons.relaxed.mean_exchange import MeanExchange
@@ -81,7 +81,7 @@ class Partners:
         self._groups = OwnedGroups()
         self.node: dist.ProcessGroup | None = None
         shape = shape_of(policy.groups, dist.get_world_size(self._of_ddp)) if policy.groups in ("grid", "pairs") else ()
-        wire = Wire.of(policy.wire_dtype)
+        wire = wire_of(policy.wire_dtype)
         self.link = make_link(
             self._of_ddp, self._device, self._timeout, own_group=None, sums_in_fp32=wire.cast_to is not None
         )

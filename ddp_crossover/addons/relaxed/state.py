@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddp_crossover.addons.norms.grad_scaler import GradScaler, agree_on_overflow
 from ddp_crossover.addons.relaxed.delta_merge import DeltaMerge
 from ddp_crossover.addons.relaxed.partners import Partners
 from ddp_crossover.addons.relaxed.policy import Policy
@@ -28,7 +29,6 @@ from ddp_crossover.hook.refusals import allow_methods, refuse_methods, refuse_mo
 from ddp_crossover.hook.unwrapping import unwrapped_model, unwrapped_optimizer
 from ddp_crossover.options import SWITCH, switched_off
 from ddp_crossover.report.stats import about
-from ddp_crossover.step.grad_scaler import GradScaler, agree_on_overflow
 from ddp_crossover.torch_internals.ddp import (
     GradBucket,
     forget_comm_hooks,

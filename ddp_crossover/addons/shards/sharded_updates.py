@@ -37,7 +37,6 @@ from ddp_crossover.addons.shards.shard_states import ShardedState, ShardStates
 from ddp_crossover.addons.shards.table import ShardTable, why_attributes_matter
 from ddp_crossover.comm.link import Link
 from ddp_crossover.dear import Phase, Pipeline
-from ddp_crossover.options import Norms
 from ddp_crossover.pending.early_reads import EarlyReads
 from ddp_crossover.pending.flat import flat_of, shaped
 from ddp_crossover.pending.lazy_params import LazyParam, LazyParams
@@ -45,7 +44,7 @@ from ddp_crossover.pending.pending_gradient import PendingGrad
 from ddp_crossover.pending.slots import Slot
 from ddp_crossover.pipeline.gathers import Gathers
 from ddp_crossover.report.stats import FallbackLog
-from ddp_crossover.step.deferred_updates import DeferredUpdates, Reductions, closure_of, is_ours
+from ddp_crossover.step.deferred_updates import DeferredUpdates, EarlyAnswers, Reductions, closure_of, is_ours
 from ddp_crossover.step.step_call import why_call_waits
 from ddp_crossover.step.update_runner import DeferredUpdate, as_if_called_by_the_user, is_aligned
 from ddp_crossover.torch_internals.autograd import unrecorded
@@ -88,7 +87,7 @@ class ShardedUpdates(DeferredUpdates):
         fallbacks: records why a step was not deferred.
         reductions: may refuse a step.
         strict: fill pending parameters with NaN until they are updated.
-        norms: where torch's own clipping and loss scaling take norms from.
+        early_answers: as for :class:`DeferredUpdates`.
         table: how parameters are shared.
         link: link between the ranks.
     """
@@ -102,12 +101,19 @@ class ShardedUpdates(DeferredUpdates):
         reductions: Reductions,
         *,
         strict: bool,
-        norms: Norms,
+        early_answers: EarlyAnswers | None,
         table: ShardTable,
         link: Link,
     ) -> None:
         super().__init__(
-            optimizers, params, early_reads, fallbacks, reductions, strict=strict, norms=norms, write=self._copy_landed
+            optimizers,
+            params,
+            early_reads,
+            fallbacks,
+            reductions,
+            strict=strict,
+            early_answers=early_answers,
+            write=self._copy_landed,
         )
         self._gathers: ParameterGathers | None = None
         self._numbers = {optimizer: number for number, optimizer in enumerate(optimizers)}

@@ -24,11 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_crossover.addons.weights.batch_timer import BatchTimer
+from ddp_crossover.addons.weights.unreduced_samples import UnreducedSamples
 from ddp_crossover.comm.link import Link
 from ddp_crossover.comm.sums import RankWeights
 from ddp_crossover.compute_waits import ComputeWaits
 from ddp_crossover.hook.forwards import UseOrder
-from ddp_crossover.hook.unreduced_samples import UnreducedSamples
 from ddp_crossover.log import say
 from ddp_crossover.moments import BeforeBackward, Follower
 from ddp_crossover.pending.gradient_marks import Mark, are_empty, are_same, marks_of
@@ -118,6 +118,7 @@ class WeightedBatches(Follower):
     """
 
     may_leave_out_forwards = True  # a rank without samples in a micro-batch makes none
+    needs_reduction = True
 
     def __init__(
         self,

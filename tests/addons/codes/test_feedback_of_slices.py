@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ddp_crossover.addons.codes.feedback import Feedback
-from ddp_crossover.addons.codes.wire import Wire
+from ddp_crossover.addons.codes.wire import CodedWire, wire_of
 from ddp_crossover.fusion import FusionPlan, plan_fusion
 from ddp_crossover.plan.gradient_specs import gradient_specs
 from ddp_crossover.top_k import TopK
@@ -23,7 +23,8 @@ SIZES_MB = (1e-4, 3e-4, 1e-3, 8.0)
 NAMED = [
     (name, p) for name, p in nn.Sequential(nn.Linear(13, 17), nn.Linear(17, 11), nn.Linear(11, 5)).named_parameters()
 ]
-WIRE = Wire.of(None, TopK(0.25, selector="exact"))
+WIRE = wire_of(None, TopK(0.25, selector="exact"))
+assert isinstance(WIRE, CodedWire)
 SPECS = gradient_specs(NAMED, WIRE)
 
 
@@ -49,7 +50,7 @@ def _step(feedback: Feedback, plan: FusionPlan, codings: list, scale: float = 1.
 def _codings(feedback: Feedback, plan: FusionPlan) -> list:
     feedback.use(plan)
     coded = [group for group in plan.groups if SPECS[group.pieces[0].parameter].is_coded]
-    return [(group, feedback.coding(group)) for group in coded]
+    return [(group, feedback.travel(group).coding) for group in coded]
 
 
 def _untouched(state: dict, touched: set[tuple[str, int]]) -> dict[tuple[str, int], float]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ddp_crossover.addons.codes import top_k
 from ddp_crossover.addons.codes.top_k import CHUNK_NUMEL, Selector, TopKCodec, select, selected_numel
-from ddp_crossover.addons.codes.wire import Wire
+from ddp_crossover.addons.codes.wire import CodedWire, wire_of
 from ddp_crossover.top_k import TopK
 from wire_reference import largest_of
 
@@ -116,6 +116,8 @@ def test_other_devices_select_the_same_without_bins() -> None:
 
 @pytest.mark.parametrize(("device_type", "selector"), [("cpu", Selector.CHUNKED), ("cuda", Selector.EXACT)])
 def test_auto_is_chunked_on_cpu_and_exact_on_gpus(device_type: str, selector: Selector) -> None:
-    scatter = Wire.of(None, TopK(0.01), device_type=device_type).scatter
+    wire = wire_of(None, TopK(0.01), device_type=device_type)
+    assert isinstance(wire, CodedWire)
+    scatter = wire.scatter
     assert scatter is not None
     assert scatter.payload_bytes(10_000) == TopKCodec(0.01, selector).payload_bytes(10_000)

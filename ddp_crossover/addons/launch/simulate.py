@@ -23,11 +23,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ddp_crossover.addons.codes.wire import Wire
+from ddp_crossover.addons.codes.wire import wire_of
 from ddp_crossover.fusion import GradientSpec, Schedule
 from ddp_crossover.plan.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.plan.gradient_specs import as_codes
-from ddp_crossover.plan.link_probe import probe_codecs
 from ddp_crossover.plan.model_profile import ModelProfile
 from ddp_crossover.plan.search import CANDIDATES_MB, best_of_sizes
 
@@ -95,8 +94,9 @@ def run(args: argparse.Namespace) -> int:
         link, measured_at = LinkModel.preset(args.link or LINKS[0]), 2
     schedules = (args.schedule,) if args.schedule else SCHEDULES
     sizes_mb = CANDIDATES_MB if args.fusion_mb is None else (args.fusion_mb,)
-    wire = Wire.of(torch.int8)
-    codes, codec_s_per_element = as_codes(profile.specs, wire), probe_codecs(wire) if args.int8 else 0.0
+    wire = wire_of(torch.int8)
+    codes = as_codes(profile.specs, wire)
+    codec_s_per_element = wire.codec_s_per_element(torch.device("cpu")) if args.int8 else 0.0
     all_bytes = sum(spec.wire_bytes for spec in (codes if args.int8 else profile.specs))
     rows = []
     for world_size in args.world_sizes:
