@@ -146,7 +146,7 @@ class DearState(HookState):
         """
         from ddp_crossover.addons.norms.sharded_norms import clip_grad_norm
 
-        return clip_grad_norm(self._reducer.pipeline, self._every_parameter, max_norm, norm_type)
+        return clip_grad_norm(self._parts.plan_in_force.pipeline, self._every_parameter, max_norm, norm_type)
 
     def batch(self, samples: int) -> contextlib.AbstractContextManager[None]:
         """With ``weighted=True``, the context of forward and backward of a batch of ``samples`` samples on this rank.

@@ -32,6 +32,7 @@ from ddp_crossover.compute_waits import ComputeWaits, NoOtherJobs, OtherJobs
 from ddp_crossover.fusion import MB, FusionPlan
 from ddp_crossover.hook.buckets import Buckets
 from ddp_crossover.hook.forwards import UseOrder
+from ddp_crossover.hook.iterations import Iterations
 from ddp_crossover.hook.plan_in_force import PlanInForce
 from ddp_crossover.hook.ranks_apart import say_what_trains_apart
 from ddp_crossover.hook.reducer import Reducer
@@ -88,6 +89,7 @@ class Parts:
         params: the parameters, with their pending updates.
         updates: defers the optimizers' updates.
         plan_in_force: what reduces buckets now, and the gradients that it has left pending.
+        iterations: the record of what was trained.
         reducer: follows DDP's forwards and buckets.
         batches: batches of different sizes; None without ``weighted=True``.
         turn_points: where a step begins and ends its turn; None without a lease.
@@ -106,6 +108,7 @@ class Parts:
     updates: DeferredUpdates
     plan_in_force: PlanInForce
     reducer: Reducer
+    iterations: Iterations
     batches: WeightedBatches | None
     turn_points: TurnPoints | None
 
@@ -121,17 +124,17 @@ class Parts:
     @property
     def plan(self) -> FusionPlan | None:
         """The fusion plan in force; None in the first iterations and with plain all-reduce."""
-        pipeline = self.reducer.pipeline
+        pipeline = self.plan_in_force.pipeline
         return pipeline.plan if pipeline is not None else None
 
     def stats(self) -> DearStats:
         """The figures of this rank since attach."""
         sums = self.link.clock.sums()
         times = sums if sums.are_measured else NOT_MEASURED
-        steps = self.reducer.steps
+        steps = self.iterations.steps
         return DearStats(
-            iterations=self.reducer.iterations,
-            pipelined_iterations=self.reducer.pipelined_iterations,
+            iterations=self.iterations.count,
+            pipelined_iterations=self.iterations.pipelined,
             overlapped_steps=steps.overlapped,
             finished_steps=steps.finished,
             looks=dict(self.early_reads.counts),
@@ -290,19 +293,15 @@ def _compose_on(
         plain_reason=plain_reason,
         owners=None if table is None else table.owners,
     )
+    iterations = Iterations(link, early_reads, fallbacks)
     reducer = Reducer(
         moments,
         params,
-        early_reads,
-        link,
-        planning,
         updates,
-        fallbacks,
-        compute_waits,
-        in_force=in_force,
+        in_force,
         weighing=weighing,
         unreduced=unreduced,
-        use_order=use_order,
+        iterations=iterations,
         on_leave=on_leave,
     )
     turn_points: TurnPoints | None = None
@@ -327,6 +326,7 @@ def _compose_on(
         updates=updates,
         plan_in_force=in_force,
         reducer=reducer,
+        iterations=iterations,
         batches=batches,
         turn_points=turn_points,
     )

@@ -108,6 +108,8 @@ class Pipeline:
         awaits_backward: whether a forward has ended whose backward has not begun.
     """
 
+    is_pipelined = True
+
     def __init__(
         self,
         plan: FusionPlan,
@@ -128,6 +130,7 @@ class Pipeline:
         in_buckets: bool,
     ) -> None:
         self._every_group_arrives = every_group_arrives
+        self._may_leave_out = may_leave_out
         self.plan = plan
         self.link = link
         self.compute_waits = compute_waits
@@ -181,9 +184,10 @@ class Pipeline:
 
     # Backward.
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, *, same_buckets: bool) -> None:
         """Reset all groups for the next iteration and announce its first scatter legs."""
         assert self.phase is Phase.IDLE
+        self.announcements.expect_same_buckets(same_buckets)
         self.awaits_backward = False
         for group in self.groups:
             group.reset()
@@ -234,6 +238,12 @@ class Pipeline:
             group.scatter_by(self.link.reduce_scatter(index, buffer, self.gathers.landing(group)))
         self.gathers.launched(group)
 
+    def before_ddp_writes(self) -> None:
+        """Let others have the device if DDP waits for other ranks next, to learn what is unused on all of them."""
+        self.gradients.ddp_writes_next()
+        if self._may_leave_out:
+            self.compute_waits.others.release()
+
     def end_backward(self) -> None:
         """Launch the gather legs that are due, and make every ``.grad`` a PendingGrad unless a script keeps it."""
         self.order.join()
@@ -275,6 +285,19 @@ class Pipeline:
         return skipped
 
     # Forward, and other code that needs a result.
+
+    @property
+    def unassigned(self) -> Sequence[Slot]:
+        """Parameters that have not taken their gradients of this iteration."""
+        return self.gradients.unassigned
+
+    def expect_unreduced(self) -> None:
+        """Know that the backward of the forward that has ended adds what no rank has shared."""
+        self.gradients.expect_unreduced()
+
+    def follow(self, use_rank: Sequence[int]) -> None:
+        """Gather in the forward's new use order from now on."""
+        self.gather_order.follow(use_rank)
 
     @property
     def has_shared_gradients(self) -> bool:

@@ -202,7 +202,7 @@ def _legs_of_a_broken_backward(goes_on: bool) -> None:
         link, broken = run.state._link, list(legs)
         assert link.early_receives.legs and set(link.early_receives.legs.values()) < set(broken)
         if goes_on:
-            run.state._reducer.pipeline.retire()  # as the first bucket of the next backward does
+            run.state._reducer._in_force.pipeline.retire()  # as the first bucket of the next backward does
         else:
             run.state.detach()
         assert not link.early_receives.legs

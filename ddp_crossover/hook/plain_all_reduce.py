@@ -6,7 +6,7 @@ all-reduces are as fast. It sends in the wire dtype and adds up in the same orde
 # No `from __future__ import annotations`: DDP checks the annotations of what it calls, and expects types.
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ddp_crossover.torch_internals.ddp import GradBucket
 
 
 class PlainAllReduce:
-    """All-reduces one model's buckets; has the methods through which the reducer drives a :class:`Pipeline`, too.
+    """All-reduces one model's buckets; see :class:`ddp_crossover.hook.reduction.Reduction`.
 
     Args:
         link: sends the buckets.
@@ -30,6 +30,10 @@ class PlainAllReduce:
         weights: what each rank's gradients are multiplied by.
         all_reduce: sums a bucket, given its index, over all ranks; by default, the link does.
     """
+
+    is_pipelined = False
+    gradients = None
+    unassigned = ()
 
     def __init__(
         self,
@@ -55,7 +59,7 @@ class PlainAllReduce:
             future.wait()
         self._under_way.clear()
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, *, same_buckets: bool) -> None:
         self._link.begin_iteration()
 
     def reduce(self, bucket: GradBucket, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
@@ -70,7 +74,12 @@ class PlainAllReduce:
         self._last_bucket_s = time.perf_counter()
         return future if on_wire is buffer else future.then(lambda summed: buffer.copy_(summed.value()))
 
-    def wait(self) -> None:
+    def before_ddp_writes(self) -> None:
+        """Let others have the device, since DDP waits for other ranks next."""
+        self._wait()
+        self._compute_waits.others.release()
+
+    def _wait(self) -> None:
         """Wait on the host for the all-reduces, if a lease is held: DDP's C++ wait would block while holding it."""
         if not self._under_way:
             return
@@ -93,3 +102,14 @@ class PlainAllReduce:
         self._under_way.clear()
         if self._is_on_cpu:
             self._link.clock.waited(self._last_bucket_s, "all-reduces")
+
+    def expect_unreduced(self) -> None:
+        pass
+
+    def follow(self, use_rank: Sequence[int]) -> None:
+        pass
+
+    def end_forward(
+        self, call_before_backward: Callable[[Callable[[], None]], bool] | None, *, on_all_ranks: bool
+    ) -> None:
+        pass

@@ -25,6 +25,7 @@ from ddp_crossover.fusion import FusionPlan, Schedule
 from ddp_crossover.hook.buckets import Buckets, LayoutRecorder, may_skip_buckets
 from ddp_crossover.hook.forwards import UseOrder
 from ddp_crossover.hook.plain_all_reduce import PlainAllReduce
+from ddp_crossover.hook.reduction import Reduction
 from ddp_crossover.hook.weighing import Weighing
 from ddp_crossover.moments import Moments
 from ddp_crossover.pending.kept_gradients import KeptGradients
@@ -33,6 +34,7 @@ from ddp_crossover.pending.reduced_gradients import ReducedGradients
 from ddp_crossover.pipeline.codes import NO_CODES, Codes
 from ddp_crossover.plan.compute_profiler import ComputeProfiler
 from ddp_crossover.plan.session import Orders, Planning
+from ddp_crossover.report.stats import FallbackLog
 from ddp_crossover.step.deferred_updates import DeferredUpdates
 from ddp_crossover.torch_internals.ddp import GradBucket
 
@@ -129,7 +131,8 @@ class PlanInForce:
         return all_reduce_sum(buffer, self._process_group, stream=self._link.all_reduce_stream)
 
     @property
-    def reduction(self) -> PlainAllReduce | Pipeline:
+    def reduction(self) -> Reduction:
+        """What reduces buckets now."""
         if self.pipeline is not None:
             return self.pipeline
         as_built = self.buckets.are_as_built and self._planning.takes_buckets_as_built
@@ -208,8 +211,14 @@ class PlanInForce:
             self._moments.follow(profiler, inside=True)
         self._profiler = profiler
 
-    def timing(self, note_use: Callable[[LazyParam], None]) -> Callable[[LazyParam], None]:
-        """What notes the uses of a forward's parameters: ``note_use``, and the profiler while it measures."""
+    @property
+    def has_begun(self) -> bool:
+        """Whether a first plan was made."""
+        return self._planning.has_begun
+
+    def begin_forward(self) -> Callable[[LazyParam], None]:
+        """Begin a forward, and return what notes the uses of its parameters."""
+        note_use = self._use_order.begin_forward()
         if (profiler := self._profiler) is None:
             return note_use
 
@@ -218,6 +227,11 @@ class PlanInForce:
             profiler.used((lazy.index,))
 
         return note
+
+    def end_forward(self) -> None:
+        """Follow the order in which the forward that has ended used parameters, if it has changed."""
+        if self._use_order.end_forward():
+            self.reduction.follow(self._use_order.ranks())
 
     def _make_pipeline(self, plan: FusionPlan) -> Pipeline:
         ddp = self._ddp()
@@ -246,11 +260,11 @@ class PlanInForce:
         is_final = self._planning.settled and self.pipeline is None
         return is_final and self._can_leave and self._planning.may_leave_ddp_alone
 
-    def why_plain(self) -> str | None:
-        """Why gradients go through plain all-reduces for good; None if they do not, or DDP will be left alone."""
-        if self._planning.has_begun and self._planning.settled and not self._leaves:
-            return NOT_FASTER
-        return self.plain_reason
+    def say_why_plain(self, fallbacks: FallbackLog) -> None:
+        """Note why gradients go through plain all-reduces for good, if they do, and DDP will not be left alone."""
+        is_not_faster = self._planning.has_begun and self._planning.settled and not self._leaves
+        if (reason := NOT_FASTER if is_not_faster else self.plain_reason) is not None:
+            fallbacks.note(reason, is_said=self._planning.result is not None)  # the tuner says what it found
 
     def follow(self) -> str | None:
         """Give DDP the buckets that the plan wants; returns a sentence if DDP is to be left alone instead, or None.

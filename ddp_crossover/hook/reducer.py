@@ -15,23 +15,17 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover import device as gpu
-from ddp_crossover.comm.link import Link
-from ddp_crossover.compute_waits import ComputeWaits
-from ddp_crossover.dear import Pipeline
 from ddp_crossover.hook.buckets import MemoryFormats, may_skip_buckets
-from ddp_crossover.hook.forwards import CompiledCode, UseOrder
-from ddp_crossover.hook.plain_all_reduce import PlainAllReduce
+from ddp_crossover.hook.forwards import CompiledCode
+from ddp_crossover.hook.iterations import Iterations
 from ddp_crossover.hook.plan_in_force import PlanInForce
 from ddp_crossover.hook.refusals import allow_methods, refuse_methods
 from ddp_crossover.hook.unreduced_steps import UnreducedSteps
 from ddp_crossover.hook.weighing import Weighing
 from ddp_crossover.moments import Moments, call_before_backward
-from ddp_crossover.pending.early_reads import EarlyReads
 from ddp_crossover.pending.lazy_params import LazyParam, LazyParams, StaleParameterError
 from ddp_crossover.pending.reduced_gradients import unwrap_gradients
 from ddp_crossover.pending.stale_reads import StaleReadGuard
-from ddp_crossover.plan.session import Planning
-from ddp_crossover.report.stats import FallbackLog, StepLog
 from ddp_crossover.step.deferred_updates import DeferredUpdates
 from ddp_crossover.torch_internals.autograd import call_after_backward
 from ddp_crossover.torch_internals.ddp import GradBucket, comm_hooks_of, forget_comm_hooks, rebuild_buckets
@@ -53,16 +47,11 @@ class Reducer:
     Args:
         moments: hears of the model's forwards.
         params: the parameters that DDP manages, with their pending updates.
-        early_reads: records which code needs updates or gradients early.
-        link: runs the legs.
-        planning: makes the plans.
         updates: defers the optimizers' updates.
-        fallbacks: records what took a slower path.
-        compute_waits: what waits of compute go through.
         in_force: what reduces the buckets.
         weighing: says what the gradients of each rank weigh.
         unreduced: finds steps whose gradients were not reduced.
-        use_order: the order in which forward uses parameters.
+        iterations: the record of what was trained.
         on_leave: called when DDP should be left alone, with a sentence that says why. It has to detach.
 
     Attributes:
@@ -73,17 +62,12 @@ class Reducer:
         self,
         moments: Moments,
         params: LazyParams,
-        early_reads: EarlyReads,
-        link: Link,
-        planning: Planning,
         updates: DeferredUpdates,
-        fallbacks: FallbackLog,
-        compute_waits: ComputeWaits,
-        *,
         in_force: PlanInForce,
+        *,
         weighing: Weighing,
         unreduced: UnreducedSteps,
-        use_order: UseOrder,
+        iterations: Iterations,
         on_leave: Callable[[str], None],
     ) -> None:
         self._in_force = in_force
@@ -91,21 +75,16 @@ class Reducer:
         ddp = moments.model
         self._memory_formats = MemoryFormats(params.all)
         self._device = params.all[0].parameter.device
-        self._link = link
-        self._planning = planning
         self._updates = updates
-        self._fallbacks = fallbacks
-        self._compute_waits = compute_waits
         self._on_leave = on_leave
-        self.iterations = self.pipelined_iterations = 0
-        self.steps = StepLog()
+        self._iterations = iterations
         self._params = params
-        self._early_reads = early_reads
         self._layouts = in_force.layouts
-        self._use_order = use_order
         self._guard = StaleReadGuard(params, self._stale_read)
         self._watch = moments.watch_forwards(self._before_forward, self._after_forward)
-        self._compiled = CompiledCode(ddp.module, params, early_reads, fallbacks, in_force.finish_local_gradients)
+        self._compiled = CompiledCode(
+            ddp.module, params, iterations.early_reads, iterations.fallbacks, in_force.finish_local_gradients
+        )
         params.watch_uses(self._guard.note_touch)
         refuse_methods(ddp)
         self._weighing = weighing
@@ -121,11 +100,6 @@ class Reducer:
         """The model. Raises RuntimeError if it is gone."""
         return self._moments.model
 
-    @property
-    def pipeline(self) -> Pipeline | None:
-        """The pipeline, under the plan in force; None while buckets go through plain all-reduces."""
-        return self._in_force.pipeline
-
     def detach(self) -> None:
         """Apply pending updates, deliver pending gradients, and remove all hooks."""
         self.is_detached = True
@@ -133,8 +107,8 @@ class Reducer:
         if self._awaits_backward:
             self._weighing.end()
         try:
-            if self.pipeline is not None:
-                self.pipeline.retire()
+            if (reduction := self._in_force.reduction).is_pipelined:
+                reduction.retire()
             unwrap_gradients(lazy.parameter for lazy in self._params.all)
             self._params.use_all()
         finally:
@@ -152,13 +126,13 @@ class Reducer:
 
     def end_iteration(self) -> None:
         """End the iteration, so that what it leaves behind is known."""
-        if self.pipeline is not None:
+        if (reduction := self._in_force.reduction).is_pipelined:
             if self._in_backward and not self.is_detached:
                 raise RuntimeError(
                     "what an iteration leaves behind is not known in the middle of a backward, or after one that has "
                     "raised: call state.detach() first, on all ranks"
                 )
-            self.pipeline.retire()
+            reduction.retire()
 
     def become_plain(self) -> None:
         """Remove all hooks; nothing is deferred from now on."""
@@ -224,9 +198,7 @@ class Reducer:
         self._awaits_backward = False
         self._layouts.begin_backward()
         self._in_force.choose()
-        if self.pipeline is not None:
-            self.pipeline.announcements.expect_same_buckets(self._layouts.stays)
-        self._in_force.reduction.begin_backward()
+        self._in_force.reduction.begin_backward(same_buckets=self._layouts.stays)
         call_after_backward(self._graph_task_ended)
 
     def _backward_reaches_output(self) -> None:
@@ -241,12 +213,7 @@ class Reducer:
 
     def _graph_task_ended(self) -> None:
         if self._layouts.complete:
-            if isinstance(reduction := self._in_force.reduction, PlainAllReduce):
-                reduction.wait()
-            else:
-                reduction.gradients.ddp_writes_next()
-            if self.pipeline is None or self.model.find_unused_parameters:
-                self._compute_waits.others.release()  # DDP waits for other ranks next
+            self._in_force.reduction.before_ddp_writes()
         # Queue again, to run after DDP's own callback, which copies buckets into gradients.
         call_after_backward(self._backward_ended)
 
@@ -256,26 +223,19 @@ class Reducer:
         self._in_backward = False
         self._guard.end_backward()
         self._layouts.end_backward()
-        self.iterations += 1
+        self._iterations.count += 1
         self._moments.inside.backward_ends()
-        self._in_force.reduction.end_backward()
-        self._unreduced.backward_reduced(None if self.pipeline is None else self.pipeline.gradients)
-        if self.pipeline is not None:
-            self.pipelined_iterations += 1
-            self._weighing.refuse_unweighted(self.pipeline.gradients.unassigned)
+        reduction = self._in_force.reduction
+        reduction.end_backward()
+        self._unreduced.backward_reduced(reduction.gradients)
+        if reduction.is_pipelined:
+            self._weighing.refuse_unweighted(reduction.unassigned)
             if self._compiled.needs_gradients:
                 self._in_force.finish_gradients()
-        elif (reason := self._in_force.why_plain()) is not None:
-            self._fallbacks.note(reason, is_said=self._planning.result is not None)  # the tuner says what it found
+        else:
+            self._in_force.say_why_plain(self._iterations.fallbacks)
         self._moments.around.backward_ends()
-        self.steps.note(
-            self._link.clock.sums(),
-            self._link.sent_bytes,
-            self._fallbacks.counts,
-            is_pipelined=self.pipeline is not None,
-            was_looked_at=self._early_reads.is_explained,
-        )
-        self._early_reads.next_step()
+        self._iterations.ended(is_pipelined=reduction.is_pipelined)
 
     # Forwards, and other readers of parameters.
 
@@ -288,7 +248,7 @@ class Reducer:
         if not self._seen_forward:
             self._seen_forward = True
             if not self._is_registered():
-                self._fallbacks.note(
+                self._iterations.fallbacks.note(
                     "a DearState was built but its hook is not registered: call "
                     "ddp.register_comm_hook(state, dear_hook), or use attach(ddp, optimizer)"
                 )
@@ -302,12 +262,11 @@ class Reducer:
             return
         self._moments.inside.forward_begins(self.model)
         self._updates.refuse_to_go_on()
-        self._had_begun = self._planning.has_begun  # a plan may begin in the backward of this forward
+        self._had_begun = self._in_force.has_begun  # a plan may begin in the backward of this forward
         if self._in_force.plain_reason is None and not self._had_begun:
             self._params.arm_all()  # no update is pending yet: arm parameters only to learn the use order
-        note_use = self._use_order.begin_forward()
-        self._params.watch_uses(self._in_force.timing(note_use))
-        self._early_reads.begin_forward()
+        self._params.watch_uses(self._in_force.begin_forward())
+        self._iterations.early_reads.begin_forward()
         self._compiled.before_forward()
 
     def _follow_plan(self) -> bool:
@@ -319,7 +278,7 @@ class Reducer:
         return sentence is not None
 
     def _after_forward(self, returned: bool, output: object) -> None:
-        self._early_reads.end_forward()
+        self._iterations.early_reads.end_forward()
         self._params.watch_uses(self._guard.note_touch)
         if not torch.is_grad_enabled():
             return
@@ -328,18 +287,19 @@ class Reducer:
         # perhaps because of Ctrl-C in a wait for a peer, DDP prepares none.
         self._awaits_backward = self._awaits_backward or (reduces and returned)
         self._unreduced.forward_ended(reduces=reduces)
-        if not reduces and self.pipeline is not None:
-            self.pipeline.gradients.expect_unreduced()  # the backward of this forward adds what no rank has shared
+        reduction = self._in_force.reduction
+        if not reduces:
+            reduction.expect_unreduced()  # the backward of this forward adds what no rank has shared
         before_backward = functools.partial(call_before_backward, output)
         self._moments.inside.forward_ends(self.model, output, before_backward)
-        if returned and self._use_order.end_forward() and self.pipeline is not None:
-            self.pipeline.gather_order.follow(self._use_order.ranks())
+        if returned:
+            self._in_force.end_forward()
         if reduces and returned:
             before_backward(self._backward_reaches_output)
         self._guard.end_forward(before_backward)
-        if returned and self.pipeline is not None:
+        if returned:
             on_all_ranks = reduces or not self._weighing.may_leave_out_forwards
-            self.pipeline.end_forward(before_backward if reduces else None, on_all_ranks=on_all_ranks)
+            reduction.end_forward(before_backward if reduces else None, on_all_ranks=on_all_ranks)
 
     def _stale_read(self, lazy: LazyParam) -> None:
         """Handle a gradient that arrives for a parameter which this forward has not touched."""

@@ -124,7 +124,7 @@ def _time_step(device: torch.device, job: Arm) -> tuple[float, float]:
 
 
 def _timed_functions(state: Any) -> dict[str, tuple[Any, str]]:
-    link = type(state._reducer.pipeline.link)
+    link = type(state._reducer._in_force.pipeline.link)
     return {
         "bucket": (Reducer, "reduce"),
         "scatter leg": (link, "reduce_scatter"),

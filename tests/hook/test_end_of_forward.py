@@ -25,7 +25,7 @@ def _peers_take_their_time(run: Run) -> Iterator[Any]:
         complete(leg)
 
     def look(gradient: Any) -> None:
-        pipeline = run.state._reducer.pipeline if run.state is not None else None
+        pipeline = run.state._reducer._in_force.pipeline if run.state is not None else None
         if pipeline is not None:
             open_legs.append(sum(group.gather is not None and not group.gather.is_done() for group in pipeline.groups))
             pending.append(len(pipeline.updates))

@@ -167,7 +167,7 @@ def _look_at_the_state_while_an_update_is_written(run: Run) -> Iterator[Any]:
         return snapshot(list(run.optimizer.state.values()))
 
     def watched(*args: Any, **kwargs: Any) -> None:
-        if not run.state._reducer.pipeline.updates:
+        if not run.state._reducer._in_force.pipeline.updates:
             looks.append(thread.submit(look))
             wait(looks, timeout=LOOK_S)
         step(*args, **kwargs)

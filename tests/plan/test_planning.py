@@ -75,7 +75,7 @@ def stages(options: dict[str, Any]) -> tuple[list[tuple[Stage, int]], str]:
         job = Job(**options)
         for _ in range(SETTLING + PROFILING + TUNING + 5):
             job.train(1)
-            if job.state._reducer.pipeline is not None:
+            if job.state._reducer._in_force.pipeline is not None:
                 stage, steps = seen.pop() if seen and seen[-1][0] is job.planning.stage else (job.planning.stage, 0)
                 seen.append((stage, steps + 1))
     said = job.state.tuning_progress()
@@ -194,8 +194,8 @@ def _memory_of_a_tuning_run() -> tuple[int, int, int]:
         arenas: list[torch.Tensor] = []  # kept, so that no memory is used twice by chance
         for _ in range(SETTLING + PROFILING + TUNING + 5):
             job.train(1)
-            if job.state._reducer.pipeline is not None:
-                arenas += job.state._reducer.pipeline.layout.arenas.values()
+            if job.state._reducer._in_force.pipeline is not None:
+                arenas += job.state._reducer._in_force.pipeline.layout.arenas.values()
     gradients = sum(p.nbytes for p in job.ddp.parameters())
     job.state.synchronize()
     dist.barrier()

@@ -146,8 +146,8 @@ def _urgencies() -> list[dict[int, int]]:
         run.model.module.reverse = index >= 5
         train_step(run, x, y)
         if index in (4, 7):
-            seen.append(dict(run.state._reducer.pipeline.gather_order._urgency))
-    groups = run.state._reducer.pipeline.groups
+            seen.append(dict(run.state._reducer._in_force.pipeline.gather_order._urgency))
+    groups = run.state._reducer._in_force.pipeline.groups
     names = [{slot.name.rpartition(".")[0] for slot in group.slots} for group in groups]
     run.detach()
     return [

@@ -42,9 +42,9 @@ def watch_every_backward() -> None:
 
     @functools.wraps(end)
     def ending(self: Reducer) -> None:
-        iterations = self.iterations
+        iterations = self._iterations.count
         end(self)
-        if self.iterations > iterations and self.model in _as_built and not may_skip_buckets(self.model):
+        if self._iterations.count > iterations and self.model in _as_built and not may_skip_buckets(self.model):
             _require_all(self.model, self.arrived)  # type: ignore[attr-defined]
 
     DistributedDataParallel.__init__ = building  # type: ignore[method-assign]

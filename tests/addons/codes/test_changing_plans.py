@@ -40,13 +40,13 @@ def _plans_change(case: Coded) -> None:
 
     def changing() -> None:
         choose()
-        if reducer.pipeline is not None and step % 2:
-            specs = reducer.pipeline.plan.gradients
+        if (pipeline := reducer._in_force.pipeline) is not None and step % 2:
+            specs = pipeline.plan.gradients
             order = list(range(len(specs)))
             order = order[step % len(order) :] + order[: step % len(order)]
             kb = SIZES_KB[step // 2 % len(SIZES_KB)]
             plan = plan_fusion(specs, order, order, world_size=world_size, fusion_mb=kb / 1024)
-            reducer._in_force._use(reducer._planning._checked(plan))
+            reducer._in_force._use(reducer._in_force._planning._checked(plan))
 
     reducer._in_force.choose = changing
     for step in range(16):

@@ -353,7 +353,7 @@ def two_models(run: Run, foreach: bool | None = None) -> Iterator[Any]:
 
 def _assert_no_gradient_is_held(state: Any) -> None:
     """Else each backward would have to deliver the gradients of the step before."""
-    assert not any(slot.pending.held_elsewhere() for slot in state._reducer.pipeline.slots)
+    assert not any(slot.pending.held_elsewhere() for slot in state._reducer._in_force.pipeline.slots)
 
 
 def kept_on_rank_0(run: Run, set_to_none: bool) -> Iterator[Any]:
