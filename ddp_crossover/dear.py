@@ -2,8 +2,8 @@
 
 A pipeline owns the fusion buffers of one plan and follows each gradient from DDP's bucket to the optimizer update:
 staged, scattered, gathered, delivered to readers of ``.grad``, applied. It decides when each scatter leg is launched,
-``gathers`` when each gather leg is; ``pending_updates`` knows which code waits for one. It does not know DDP's hook
-contract (``hook.reducer``) or how updates are computed (``step``).
+``gathers`` when each gather leg is; ``pending_updates`` waits for gather legs and has updates applied. Of DDP it knows
+buckets, not who calls the hook and when (``hook.reducer``), nor how updates are computed (``step``).
 
 Source: DeAR, arXiv 2302.12445, section III. Unlike in the paper, gather legs carry gradients, not parameters, so they
 need no optimizer and may start before ``step()``. What else they may carry, and when they leave, ``gathers`` says.

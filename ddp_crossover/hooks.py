@@ -1,4 +1,4 @@
-"""Base class of everything that this package attaches to a user's module."""
+"""Base class of objects that a user's module refers to, as its hooks do, and that must not be copied with it."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 A case on ranks costs most of a processor second, one that starts ranks or interpreters several, and there are thousands
 of them: of each such test a quarter of the cases runs before each change, at least one, always the same. They are
 spread over the whole list by multiples of the golden ratio, which keep no step with lists that are crossed, and begin
-where the test's name says, so that short lists do not all run their first case. What meets what is drawn by the fuzzer;
-at night every case runs.
+where the test's name says, so that short lists do not all run their first case. `-m nightly` runs the others, and most
+meetings of features are the fuzzer's.
 """
 
 from __future__ import annotations

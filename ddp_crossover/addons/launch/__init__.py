@@ -1,1 +1,1 @@
-"""Attaches to scripts that do not know of this package: ``dx.auto``, ``run``, ``verify``."""
+"""Attaches to scripts that do not know of this package: ``dx.auto``, ``run``, ``verify``, ``doctor``."""
