@@ -15,7 +15,6 @@ the optimizer.
 from __future__ import annotations
 
 import builtins
-import dis
 import enum
 import gc
 import logging
@@ -45,6 +44,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from ddp_crossover.cpython import Lookup, is_static, lookups, with_inner
 from ddp_crossover.torch_internals.compiled import is_compiled_function
 from ddp_crossover.watching.outside_values import OutsideValues, Place, is_fixed, is_plain, leaves
 
@@ -64,13 +64,10 @@ _CONSTANTS = (
     TypeVar,
     UnionType,
 )
-_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
-_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _AT_BIRTH = ("__init__", "__new__", "__init_subclass__")  # run when an optimizer or its class is made, not in `step()`
 _UNKNOWN = object()
 _STATES_OF_GENERATORS = ("default_generator", "default_generators", "get_rng_state", "initial_seed")
 _MENTIONED = ("torch.distributed", "random", "numpy")
-_IS_MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE; other types are static, defined in C
 
 
 class Outside(NamedTuple):
@@ -233,17 +230,16 @@ class _Search:
                 self._add_place(function, name, what)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._add_place(cell, name, f"{name} of an enclosing function")
-        for code in _with_inner(function.__code__):
+        for code in with_inner(function.__code__):
             self._code(code, function.__globals__)
 
     def _code(self, code: CodeType, variables: dict[str, Any]) -> None:
-        for instruction in dis.get_instructions(code):
-            name = instruction.argval
-            if instruction.opname in _GLOBALS:
+        for lookup, name in lookups(code):
+            if lookup is Lookup.GLOBAL:
                 self._global(name, variables)
-            elif instruction.opname in _ATTRIBUTES:
+            elif lookup is Lookup.ATTRIBUTE:
                 self._read(name)
-            elif instruction.opname == "IMPORT_NAME":
+            else:
                 self._note_mentions(name)
                 if not _is_trusted(name):
                     self._add(f"the module {name} (imported while it runs)", _UNKNOWN)
@@ -263,7 +259,7 @@ class _Search:
 
     def _shared_private_variables(self) -> Iterator[str]:
         """Private variables that are also used by functions of their module which ``step()`` does not run."""
-        reached = {code for function in self._functions for code in _with_inner(function.__code__)}
+        reached = {code for function in self._functions for code in with_inner(function.__code__)}
         for name, variables in self._private:
             if any(name in code.co_names for code in set(_codes_of_module(variables)) - reached):
                 if is_plain(variables[name]):
@@ -296,7 +292,7 @@ def _codes_of_module(variables: dict[str, Any]) -> Iterator[CodeType]:
     """The code of all functions that use these globals."""
     for each in gc.get_referrers(variables):
         if type(each) is FunctionType:  # not by `isinstance()`, which would trigger objects that are loaded lazily
-            yield from _with_inner(each.__code__)
+            yield from with_inner(each.__code__)
 
 
 def _is_script(variables: dict[str, Any]) -> bool:
@@ -320,8 +316,7 @@ def _is_trusted_class(kind: type) -> bool:
     ``__module__`` is not enough: ``exec()`` and ``types.new_class()`` may give it a trusted name for a user's class.
     """
     return _is_trusted(kind.__module__) and (
-        not kind.__flags__ & _IS_MADE_AT_RUN_TIME
-        or getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+        is_static(kind) or getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
     )
 
 
@@ -361,10 +356,3 @@ def _wrapped(value: Any) -> Iterator[Any]:
     # `functools.singledispatch` dispatches to these.
     if isinstance(implementations := attributes.get("registry"), MappingProxyType):
         yield from implementations.values()
-
-
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _with_inner(constant)

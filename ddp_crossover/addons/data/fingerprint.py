@@ -8,7 +8,6 @@ training on them.
 from __future__ import annotations
 
 import contextlib
-import dis
 import enum
 import functools
 import hashlib
@@ -32,6 +31,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from ddp_crossover.cpython import Lookup, is_static, lookups, with_inner
 
 # Network disks answer one question slowly and many at once fast.
 _THREADS = 32
@@ -175,7 +176,7 @@ class _Writer:
         """An object of a Python class: its class and its attributes."""
         kind = type(value)
         slots = [name for base in kind.__mro__ for name in _slots(base) if hasattr(value, name)]
-        if _is_native(kind) or (not hasattr(value, "__dict__") and not slots):
+        if is_static(kind) or (not hasattr(value, "__dict__") and not slots):
             raise NoFingerprint(_class_of(value))
         return [kind, getattr(value, "__dict__", {}), {name: getattr(value, name) for name in slots}]
 
@@ -197,9 +198,9 @@ class _Writer:
         if _is_installed(module):
             return [*_name_and_version(module), code.co_qualname, settings]
         names = _names(code)
-        globals_used = sorted(_loaded(code, "LOAD_GLOBAL", "LOAD_NAME"))
+        globals_used = sorted(_looked_up(code, Lookup.GLOBAL))
         used = {name: function.__globals__[name] for name in globals_used if name in function.__globals__}
-        imports = sorted(_loaded(code, "IMPORT_NAME"))
+        imports = sorted(_looked_up(code, Lookup.MODULE) - {""})  # without a name if relative
         used |= {name: imported for name in imports if (imported := _module(name)) is not None}
         for name, value in used.items():
             if isinstance(value, types.ModuleType) and not _is_installed(value.__name__):
@@ -251,22 +252,12 @@ def _code(code: types.CodeType) -> list[Any]:
     return [sys.version_info[:2], code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants]
 
 
-def _loaded(code: types.CodeType, *instructions: str) -> set[str]:
-    """Names of what code loads with these instructions."""
-    steps = (step for one in _codes(code) for step in dis.get_instructions(one))
-    return {step.argval for step in steps if step.opname in instructions and step.argval}
+def _looked_up(code: types.CodeType, where: Lookup) -> set[str]:
+    return {name for one in with_inner(code) for lookup, name in lookups(one) if lookup is where}
 
 
 def _names(code: types.CodeType) -> set[str]:
-    return {name for one in _codes(code) for name in one.co_names}
-
-
-def _codes(code: types.CodeType) -> Iterable[types.CodeType]:
-    """A function's code and that of functions inside of it."""
-    yield code
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _codes(const)
+    return {name for one in with_inner(code) for name in one.co_names}
 
 
 def _is_own(name: str, member: Any) -> bool:
@@ -297,11 +288,6 @@ def _slots(kind: type) -> Iterable[str]:
     is_private = [name.startswith("__") and not name.endswith("__") for name in names]
     prefix = f"_{kind.__name__.lstrip('_')}"
     return [f"{prefix}{name}" if private else name for name, private in zip(names, is_private, strict=True)]
-
-
-def _is_native(kind: type) -> bool:
-    """Whether objects keep state that Python does not see, as generators of random numbers and files do."""
-    return not kind.__flags__ & (1 << 9)  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 
 
 @functools.cache

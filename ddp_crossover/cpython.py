@@ -1,0 +1,41 @@
+"""What CPython tells of code without running it: the names that bytecode looks up, and which classes C defines."""
+
+from __future__ import annotations
+
+import dis
+import enum
+from collections.abc import Iterator
+from types import CodeType
+
+_IS_MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE, as of what a class statement makes
+
+
+class Lookup(enum.Enum):
+    """Where an instruction looks a name up."""
+
+    GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+    ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+    MODULE = ("IMPORT_NAME",)
+
+
+_LOOKUPS = {instruction: lookup for lookup in Lookup for instruction in lookup.value}
+
+
+def lookups(code: CodeType) -> Iterator[tuple[Lookup, str]]:
+    """Names that this code looks up, in the order of its instructions; without the code of functions inside of it."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _LOOKUPS:
+            yield _LOOKUPS[instruction.opname], instruction.argval
+
+
+def with_inner(code: CodeType) -> Iterator[CodeType]:
+    """This code, and that of functions and classes inside of it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from with_inner(constant)
+
+
+def is_static(kind: type) -> bool:
+    """Whether C defines this class, so that its objects may keep state that Python does not see, as files do."""
+    return not kind.__flags__ & _IS_MADE_AT_RUN_TIME
