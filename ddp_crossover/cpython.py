@@ -7,7 +7,9 @@ import enum
 from collections.abc import Iterator
 from types import CodeType
 
-_IS_MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE, as of what a class statement makes
+# Of what a class statement makes; since Python 3.12 also of many classes of C, but these are immutable.
+_HEAP_TYPE = 1 << 9
+_IMMUTABLE_TYPE = 1 << 8
 
 
 class Lookup(enum.Enum):
@@ -36,6 +38,6 @@ def with_inner(code: CodeType) -> Iterator[CodeType]:
             yield from with_inner(constant)
 
 
-def is_static(kind: type) -> bool:
+def is_of_c(kind: type) -> bool:
     """Whether C defines this class, so that its objects may keep state that Python does not see, as files do."""
-    return not kind.__flags__ & _IS_MADE_AT_RUN_TIME
+    return kind.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) != _HEAP_TYPE

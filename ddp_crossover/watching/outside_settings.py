@@ -44,7 +44,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from ddp_crossover.cpython import Lookup, is_static, lookups, with_inner
+from ddp_crossover.cpython import Lookup, is_of_c, lookups, with_inner
 from ddp_crossover.torch_internals.compiled import is_compiled_function
 from ddp_crossover.watching.outside_values import OutsideValues, Place, is_fixed, is_plain, leaves
 
@@ -316,7 +316,7 @@ def _is_trusted_class(kind: type) -> bool:
     ``__module__`` is not enough: ``exec()`` and ``types.new_class()`` may give it a trusted name for a user's class.
     """
     return _is_trusted(kind.__module__) and (
-        is_static(kind) or getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+        is_of_c(kind) or getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
     )
 
 

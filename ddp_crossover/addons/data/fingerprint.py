@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_crossover.cpython import Lookup, is_static, lookups, with_inner
+from ddp_crossover.cpython import Lookup, is_of_c, lookups, with_inner
 
 # Network disks answer one question slowly and many at once fast.
 _THREADS = 32
@@ -176,7 +176,7 @@ class _Writer:
         """An object of a Python class: its class and its attributes."""
         kind = type(value)
         slots = [name for base in kind.__mro__ for name in _slots(base) if hasattr(value, name)]
-        if is_static(kind) or (not hasattr(value, "__dict__") and not slots):
+        if is_of_c(kind) or (not hasattr(value, "__dict__") and not slots):
             raise NoFingerprint(_class_of(value))
         return [kind, getattr(value, "__dict__", {}), {name: getattr(value, name) for name in slots}]
 
