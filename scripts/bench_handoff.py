@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,11 +27,13 @@ from typing import Any, NamedTuple
 from bench_kit import record
 from bench_kit.lease_processes import GpuLease, start_broker
 from bench_kit.options import add_results, make_parser, positive, positive_int
+from bench_kit.rank_processes import RankProcesses
 
 HAND_OFF, RELAY = "hand-off, us", "bare relay, us"
 FREE_TURN, CONTENDED = "free acquire + release, us", "a look at contended, us"
 TARGETS = {HAND_OFF: "<= 60 / <= 150", CONTENDED: "<= 2"}
 CONNECT_S = POLL_S = 10.0
+LIMIT_S = 600.0  # for the turns of one round
 TURN = bytes(24)  # as long as a message of the lease
 
 
@@ -100,25 +103,29 @@ def processes(work: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) ->
 
     At the barrier `begin` they can wait for each other before anything is timed.
     """
-    context = multiprocessing.get_context("spawn")
-    begin = context.Barrier(len(arguments))
-    pipes, started = [], []
+    begin = multiprocessing.get_context("spawn").Barrier(len(arguments))
+    started = RankProcesses(_answer, [(work, begin, of_one) for of_one in arguments], start_method="spawn")
     try:
-        for of_one in arguments:
-            ours, theirs = context.Pipe(duplex=False)
-            started.append(context.Process(target=_answer, args=(theirs, work, begin, of_one), daemon=True))
-            started[-1].start()
-            theirs.close()
-            pipes.append(ours)
-        yield lambda: [pipe.recv() for pipe in pipes]
+        yield lambda: _answers(started, len(arguments))
     finally:
-        for process in started:
-            process.kill()
-            process.join()
+        started.end()
 
 
-def _answer(pipe: Any, work: Callable[..., Any], begin: Barrier, arguments: tuple[Any, ...]) -> None:
+def _answer(
+    pipe: Connection, directory: Path, work: Callable[..., Any], begin: Barrier, arguments: tuple[Any, ...]
+) -> None:
     pipe.send(work(begin, *arguments))
+
+
+def _answers(started: RankProcesses, count: int) -> list[Any]:
+    answers: dict[int, Any] = {}
+    deadline_s = time.monotonic() + LIMIT_S
+    while waiting := [number for number in range(count) if number not in answers]:
+        said = started.receive(waiting, deadline_s)
+        if not said or None in said.values():
+            raise RuntimeError(f"no answer from all of the processes {waiting}{started.output(waiting)}")
+        answers |= said
+    return [answers[number] for number in range(count)]
 
 
 @contextmanager

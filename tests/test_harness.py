@@ -17,6 +17,7 @@ from harness import RankFailure, run_faulty_ranks, run_ranks
 
 def _raise_on_rank_1() -> None:
     if dist.get_rank() == 1:
+        print("rank 1 has something against it")
         raise ValueError("only rank 1 objects")
     time.sleep(60)
 
@@ -27,6 +28,12 @@ def _hang_on_rank_0() -> None:
 
 
 def _sleep_where_the_stack_shows_it() -> None:
+    time.sleep(60)
+
+
+def _crash_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
     time.sleep(60)
 
 
@@ -59,9 +66,14 @@ def test_a_rank_that_has_returned_stays_connected_until_all_have() -> None:
 
 def test_the_first_failure_ends_the_others_and_shows_its_traceback() -> None:
     start = time.monotonic()
-    with pytest.raises(RankFailure, match=r"rank 1 of 2 failed(.|\n)*only rank 1 objects"):
+    with pytest.raises(RankFailure, match=r"rank 1 of 2 failed(.|\n)*only rank 1 objects(.|\n)*something against it"):
         run_ranks(_raise_on_rank_1, 2)
     assert time.monotonic() - start < 20, "rank 0 sleeps for 60 s and must not be waited for"
+
+
+def test_a_rank_that_crashes_ends_the_others_and_shows_where() -> None:
+    with pytest.raises(RankFailure, match=r"rank 1 of 2 died, exit code -11(.|\n)*_crash_on_rank_1"):
+        run_ranks(_crash_on_rank_1, 2)
 
 
 def test_a_hang_is_reported_with_the_stack_it_hangs_in() -> None:
@@ -70,7 +82,7 @@ def test_a_hang_is_reported_with_the_stack_it_hangs_in() -> None:
 
 
 def test_a_thread_that_keeps_the_process_alive_is_a_failure(monkeypatch) -> None:
-    monkeypatch.setattr("harness.EXIT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("bench_kit.rank_processes.EXIT_TIMEOUT_S", 1.0)
     with pytest.raises(RankFailure, match="did not exit"):
         run_ranks(_leave_a_thread_behind, 1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import multiprocessing
 import os
 import re
 import tempfile
@@ -11,11 +10,14 @@ import time
 import traceback
 import unittest
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from bench_kit.rank_processes import RankProcesses
 
 from . import everywhere, without_gpu
 
@@ -64,58 +66,43 @@ def _mentions(about: re.Pattern[str], name: str, function: Any) -> bool:
 
 def run(tests: Any, name: str, ranks: int, *, attach: bool, timeout_s: float) -> Outcome:
     """Run one test."""
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="pytorch-ddp-test-") as directory:
-        os.environ["TEMP_DIR"] = directory
-        for folder in ("barrier", "test_dir", "init_dir"):
-            os.mkdir(os.path.join(directory, folder))
-        pipes, processes = [], []
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_rank_main, args=(tests, name, rank, ranks, directory, attach, theirs))
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        outcomes = _collect(pipes, timeout_s)
-        for process in processes:
-            process.join(timeout=2)
-            if process.is_alive():
-                process.kill()
-                process.join()
+    ranks_of_test = RankProcesses(
+        _rank_main,
+        [(tests, name, rank, ranks, attach) for rank in range(ranks)],
+        start_method="fork",  # with what `load` has changed in torch
+        have_children=True,
+    )
+    try:
+        outcomes = _collect(ranks_of_test, ranks, timeout_s)
+    finally:
+        ranks_of_test.end()
     order = ("hung", "failed", "skipped", "passed")
     return min(outcomes, key=lambda outcome: order.index(outcome.result))
 
 
-def _collect(pipes: list[Connection], timeout_s: float) -> list[Outcome]:
+def _collect(processes: RankProcesses, ranks: int, timeout_s: float) -> list[Outcome]:
     deadline_s = time.monotonic() + timeout_s
-    outcomes: list[Outcome] = []
-    waiting = list(pipes)
-    while waiting:
-        ready = wait(waiting, max(deadline_s - time.monotonic(), 0.0))
-        if not ready:
-            return [*outcomes, Outcome("hung", f"{len(waiting)} ranks still ran after {timeout_s:.0f} s")]
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            waiting.remove(pipe)
-            try:
-                outcomes.append(Outcome(*pipe.recv()))
-            except EOFError:
-                outcomes.append(Outcome("failed", "the process died"))
-    return outcomes
+    outcomes: dict[int, Outcome] = {}
+    while waiting := [rank for rank in range(ranks) if rank not in outcomes]:
+        answers = processes.receive(waiting, deadline_s)
+        if not answers:
+            return [*outcomes.values(), Outcome("hung", f"{len(waiting)} ranks still ran after {timeout_s:.0f} s")]
+        for rank, answer in answers.items():
+            outcomes[rank] = Outcome("failed", "the process died") if answer is None else Outcome(*answer)
+    return list(outcomes.values())
 
 
-def _rank_main(tests: Any, name: str, rank: int, ranks: int, directory: str, attach: bool, pipe: Connection) -> None:
+def _rank_main(pipe: Connection, directory: Path, tests: Any, name: str, rank: int, ranks: int, attach: bool) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if attach:
         everywhere.attach_everywhere()
-    with open(os.path.join(directory, f"output-{rank}"), "w") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
+    os.environ["TEMP_DIR"] = str(directory)
+    for folder in ("barrier", "test_dir", "init_dir"):
+        (directory / folder).mkdir(exist_ok=True)
     test = tests(name)
     test.rank = rank
-    test.file_name = os.path.join(directory, "store")
+    test.file_name = str(directory / "store")
     timeout = timedelta(seconds=_GROUP_TIMEOUT_S)
     dist.init_process_group("gloo", f"file://{test.file_name}", timeout, ranks, rank)
     result, reason = "passed", ""

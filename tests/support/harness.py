@@ -18,30 +18,14 @@ Functions to run are module-level (they travel by name), their results and argum
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-from rank_process import DUMP_SIGNAL, dump, load, rank_main, stacks_file
+from bench_kit.rank_processes import RankProcesses
+from rank_process import dump, load, rank_main
 
 DEFAULT_TIMEOUT_S = 120.0
-# How long ranks may take to leave once they have handed in their result.
-EXIT_TIMEOUT_S = 15.0
-
-_FORKSERVER_PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "torch.nn.parallel",
-    # DDP and every optimizer import it on first use, at 2 s in each rank.
-    "torch._dynamo",
-    "ddp_crossover.comm_hook",
-]
 
 
 class Outcome(NamedTuple):
@@ -120,27 +104,10 @@ class RankPool:
         start_method: str = "forkserver",
         have_children: bool = False,
     ) -> None:
-        context = multiprocessing.get_context(start_method)
-        if start_method == "forkserver":
-            context.set_forkserver_preload(_FORKSERVER_PRELOAD)
         self.world_size = world_size
         self.is_spent = False  # whether a function has left something behind that the next one would notice
-        # mkdtemp makes it 0700: whoever can write a rendezvous file can join the group.
-        self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=rank_main,
-                args=(theirs, rank, world_size, str(self._directory), group_timeout_s),
-                name=f"rank {rank} of {world_size}",
-                daemon=not have_children,
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        arguments = [(rank, world_size, group_timeout_s) for rank in range(world_size)]
+        self._ranks = RankProcesses(rank_main, arguments, start_method=start_method, have_children=have_children)
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
         """`fn(*args)` on every rank; the results in rank order, or `RankFailure` with the first
@@ -151,24 +118,18 @@ class RankPool:
         deadline = time.monotonic() + timeout_s
         while len(results) < self.world_size:
             waiting = [rank for rank in range(self.world_size) if rank not in results]
-            ready = wait([self._pipes[rank] for rank in waiting], deadline - time.monotonic())
-            if not ready:
-                stacks = self._dump_stacks(waiting)
-                self.kill()
+            answers = self._ranks.receive(waiting, deadline)
+            if not answers:
                 answered = "".join(f"rank {rank} answered: {str(result)[-3000:]}\n" for rank, result in results.items())
-                raise RankFailure(f"ranks {waiting} still ran after {timeout_s} s\n{answered}{stacks}")
-            for rank in (r for r in waiting if self._pipes[r] in ready):
-                answer = self._receive(rank)
+                self._fail(f"ranks {waiting} still ran after {timeout_s} s\n{answered}", waiting)
+            for rank, answer in answers.items():
                 if answer is None:
-                    self._processes[rank].join(EXIT_TIMEOUT_S)
-                    exitcode = self._processes[rank].exitcode
-                    self.kill()
-                    raise RankFailure(f"rank {rank} of {self.world_size} died, exit code {exitcode}")
-                result, error, is_disturbed = answer
+                    exitcode = self._ranks.exitcode(rank)
+                    self._fail(f"rank {rank} of {self.world_size} died, exit code {exitcode}", [rank])
+                result, error, is_disturbed = load(answer)
                 self.is_spent = self.is_spent or is_disturbed
                 if error is not None:
-                    self.kill()
-                    raise RankFailure(f"rank {rank} of {self.world_size} failed:\n{error}")
+                    self._fail(f"rank {rank} of {self.world_size} failed:\n{error}", [rank], stacks=False)
                 results[rank] = result
         return [results[rank] for rank in range(self.world_size)]
 
@@ -184,22 +145,20 @@ class RankPool:
         while survivors - ended_at.keys():
             if time.monotonic() - start > timeout_s:
                 hung = sorted(survivors - ended_at.keys())
-                stacks = self._dump_stacks(hung)
-                raise RankFailure(f"ranks {hung} still ran after {timeout_s} s\n{stacks}")
+                self._fail(f"ranks {hung} still ran after {timeout_s} s", hung)
             for rank in survivors - ended_at.keys():
-                # Read before looking at the exit: a rank that waits for its reader would never
-                # leave.
-                if rank not in answers and self._pipes[rank].poll():
-                    answers[rank] = (self._receive(rank) or (None, None, True))[:2]
-                if not self._processes[rank].is_alive():
+                if self._ranks.has_exited(rank):
                     ended_at[rank] = time.monotonic() - start
+            # Read behind that, to have the answer of each that has exited; a rank that waits for its reader never does.
+            for rank, answer in self._ranks.receive(survivors - answers.keys(), time.monotonic()).items():
+                answers[rank] = (None, None) if answer is None else load(answer)[:2]
             time.sleep(0.01)
         self.kill()
         return [
             Outcome(
                 rank,
                 *answers.get(rank, (None, None)),
-                exitcode=self._processes[rank].exitcode,
+                exitcode=self._ranks.exitcode(rank),
                 seconds=ended_at.get(rank, timeout_s),
             )
             for rank in range(self.world_size)
@@ -207,46 +166,24 @@ class RankPool:
 
     def leave(self) -> None:
         """Tell the ranks to exit by themselves and insist that they do."""
-        for pipe in self._pipes:
-            pipe.send_bytes(b"")
-        for rank, process in enumerate(self._processes):
-            process.join(EXIT_TIMEOUT_S)
-            if process.is_alive():
-                stacks = self._dump_stacks([rank])
-                raise RankFailure(f"rank {rank} returned but its process did not exit\n{stacks}")
-            if process.exitcode != 0:
-                raise RankFailure(f"rank {rank} returned but exited with {process.exitcode}")
+        self._ranks.send(b"")
+        for rank in range(self.world_size):
+            exitcode = self._ranks.exitcode(rank)
+            if exitcode is None:
+                self._fail(f"rank {rank} returned but its process did not exit", [rank])
+            if exitcode != 0:
+                self._fail(f"rank {rank} returned but exited with {exitcode}", [rank])
 
     def kill(self) -> None:
         """End whatever is left of the ranks, at once. Harmless when nothing is."""
-        for process in self._processes:
-            if process.is_alive():
-                process.kill()
-        for process, pipe in zip(self._processes, self._pipes, strict=True):
-            process.join()
-            pipe.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._ranks.end()
 
     def _submit(self, fn: Callable[..., Any], args: tuple[Any, ...], last: bool = False) -> None:
-        task = dump((fn, args, last))
-        for pipe in self._pipes:
-            pipe.send_bytes(task)
+        self._ranks.forget_output()
+        self._ranks.send(dump((fn, args, last)))
 
-    def _receive(self, rank: int) -> tuple[Any, str | None, bool] | None:
-        """The rank's result, error, and whether its process is disturbed; or None when it died instead of answering."""
-        try:
-            return load(self._pipes[rank].recv_bytes())
-        except (EOFError, ConnectionResetError):
-            return None
-
-    def _dump_stacks(self, ranks: list[int]) -> str:
-        for rank in ranks:
-            if self._processes[rank].is_alive():
-                os.kill(self._processes[rank].pid, DUMP_SIGNAL)
-        time.sleep(0.5)
-        stacks = [stacks_file(self._directory, rank) for rank in ranks]
-        return "\n".join(
-            f"--- stacks of rank {rank}:\n{file.read_text()}"
-            for rank, file in zip(ranks, stacks, strict=True)
-            if file.exists()
-        )
+    def _fail(self, what: str, ranks: list[int], *, stacks: bool = True) -> NoReturn:
+        """End all ranks; raise with the output of these, and where they hang."""
+        output = self._ranks.output(ranks, stacks=stacks)
+        self.kill()
+        raise RankFailure(f"{what}{output}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import io
 import os
@@ -19,38 +18,32 @@ import torch.distributed as dist
 
 from reduced_as_built import watch_every_backward
 
-# Every stack of a rank that hangs is written at this signal, so that a timeout says where it hung.
-DUMP_SIGNAL = signal.SIGUSR1
-
 _AT_EASE = ("_signal", "torch", "torch.utils.data._utils.signal_handling")
 
 
-def rank_main(pipe: Connection, rank: int, world_size: int, directory: str, group_timeout_s: float) -> None:
+def rank_main(pipe: Connection, directory: Path, rank: int, world_size: int, group_timeout_s: float) -> None:
     """Run one task after another, each on a process group of its own, until told to leave."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     watch_every_backward()
     gc.freeze()  # else each collection looks at all that torch has imported, for 0.2 s
-    store = dist.FileStore(os.path.join(directory, "store"), world_size)
+    store = dist.FileStore(str(directory / "store"), world_size)
     timeout = timedelta(seconds=group_timeout_s)
-    with open(stacks_file(Path(directory), rank), "w") as stacks:
-        faulthandler.register(DUMP_SIGNAL, stacks, all_threads=True)
-        run_number = 0
-        while task := _next_task(pipe):
-            _leave_group()
-            run_number += 1
-            dist.init_process_group(
-                "gloo",
-                store=dist.PrefixStore(f"run{run_number}", store),
-                rank=rank,
-                world_size=world_size,
-                timeout=timeout,
-            )
-            dist.barrier()  # a rank that dies at once must not break the connecting of the others
-            if _answer(pipe, task):
-                break
+    run_number = 0
+    while task := _next_task(pipe):
         _leave_group()
-        faulthandler.unregister(DUMP_SIGNAL)
+        run_number += 1
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"run{run_number}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+        dist.barrier()  # a rank that dies at once must not break the connecting of the others
+        if _answer(pipe, task):
+            break
+    _leave_group()
 
 
 def _leave_group() -> None:
@@ -63,7 +56,7 @@ def _leave_group() -> None:
 
 def _next_task(pipe: Connection) -> bytes:
     try:
-        return pipe.recv_bytes()
+        return pipe.recv()
     except EOFError:  # the test run itself has ended
         return b""
 
@@ -73,7 +66,7 @@ def _answer(pipe: Connection, task: bytes) -> bool:
     try:
         fn, args, last = load(task)
     except Exception:
-        pipe.send_bytes(dump((None, traceback.format_exc(), True)))
+        pipe.send(dump((None, traceback.format_exc(), True)))
         return True
     try:
         result = fn(*args)
@@ -81,7 +74,7 @@ def _answer(pipe: Connection, task: bytes) -> bool:
     # SystemExit and KeyboardInterrupt are outcomes as well, and tests of faults ask for them.
     except BaseException:
         answer = dump((None, traceback.format_exc(), True))
-    pipe.send_bytes(answer)
+    pipe.send(answer)
     return last
 
 
@@ -92,11 +85,6 @@ def _is_disturbed() -> bool:
         thread is not threading.main_thread() and not thread.name.startswith("ddp_crossover-")
         for thread in threading.enumerate()
     )
-
-
-def stacks_file(directory: Path, rank: int) -> Path:
-    """Where `DUMP_SIGNAL` makes the rank write its stacks."""
-    return directory / f"stacks-{rank}"
 
 
 def dump(value: Any) -> bytes:
