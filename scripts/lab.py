@@ -30,17 +30,13 @@ from lab_parts.commands import OnLine, Run
 from lab_parts.links import Shaping
 from lab_parts.results import HostResult, LabError
 from lab_parts.signals import ending_signals_raise, uninterrupted
+from lab_parts.torchrun import worker_variables
 
 __all__ = ["HostResult", "Lab", "LabError", "why_no_lab"]
 
 MAX_HOSTS = 8
 # Namespaces have ports of their own, so a fixed one is always free.
 MASTER_PORT = 29500
-# How long the others may go on after one host has failed: often enough to say what they saw of it.
-FAILURE_GRACE_S = 3.0
-# From SIGTERM to SIGKILL.
-END_GRACE_S = 2.0
-TAIL_LINES = 20
 TIMEOUT_EXIT_CODE = 124  # as of timeout(1)
 REFUSED_EXIT_CODE = 2
 
@@ -175,73 +171,26 @@ class Lab:
                 pinned = ["taskset", "-c", str(cores[rank % len(cores)]), *command]
                 inside = ["ip", "netns", "exec", host, *pinned]
                 run.start(rank, inside, {**os.environ, **self._environment(rank), **(env or {})})
-            run.follow(timeout_s, until=lambda: run.ended or run.failed is not None)
-            timed_out = not run.ended and run.failed is None
-            if run.failed is not None:
-                run.follow(FAILURE_GRACE_S, until=lambda: run.ended)
+            ended = run.follow_to_the_end(timeout_s)
         finally:
-            self._end(run)
+            run.end(lambda: namespaces.kill_processes(self._namespaces))
         results = [host.result() for host in run.hosts]
-        if timed_out:
+        if not ended:
             raise LabError(f"the hosts had not ended after {timeout_s:g} s", results)
         if run.failed is not None:
-            raise LabError(_failure(run.failed.result()), results, run.failed.rank)
+            raise LabError(f"host {run.failed.result().how_it_failed()}", results, run.failed.rank)
         return results
 
-    @uninterrupted
-    def _end(self, run: Run) -> None:
-        """End the commands that still run, and read the rest of their output."""
-        try:
-            run.send(signal.SIGTERM)
-            run.follow(END_GRACE_S, until=lambda: run.ended)
-        finally:
-            run.send(signal.SIGKILL)
-            namespaces.kill_processes(self._namespaces)
-            run.reap()
-        try:
-            # All writers have ended, so this reads the rest from the pipes and returns.
-            run.follow(END_GRACE_S, until=lambda: False)
-        finally:
-            run.close()
-
     def _environment(self, rank: int) -> dict[str, str]:
-        """The variables that torchrun gives a worker, and the interface to the other hosts.
-
-        Source: torch/distributed/elastic/agent/server/local_elastic_agent.py.
-        """
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": "0",
-            "GROUP_RANK": str(rank),
-            "NODE_RANK": str(rank),
-            "ROLE_RANK": str(rank),
-            "ROLE_NAME": "default",
-            "WORLD_SIZE": str(self.hosts),
-            "LOCAL_WORLD_SIZE": "1",
-            "GROUP_WORLD_SIZE": str(self.hosts),
-            "ROLE_WORLD_SIZE": str(self.hosts),
-            "MASTER_ADDR": links.address(0),
-            "MASTER_PORT": str(MASTER_PORT),
-            "TORCHELASTIC_RUN_ID": self._prefix.rstrip("."),
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
-            # There is no agent, so rank 0 holds the store.
-            "TORCHELASTIC_USE_AGENT_STORE": "False",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        """The variables that torchrun gives a worker, and the interface to the other hosts."""
+        run_id = self._prefix.rstrip(".")
+        master = links.address(0), MASTER_PORT
+        return worker_variables(rank, self.hosts, 1, master, run_id, agent_has_store=False) | {
             "GLOO_SOCKET_IFNAME": links.INTERFACE,
             "NCCL_SOCKET_IFNAME": links.INTERFACE,
             # NCCL takes ranks with equal ids for one machine and would go through its memory.
             "NCCL_HOSTID": self._namespaces[rank],
         }
-
-
-def _failure(result: HostResult) -> str:
-    how = f"exit code {result.returncode}"
-    if result.returncode < 0:
-        how = f"signal {signal.Signals(-result.returncode).name}"
-    tail = "\n".join((result.stderr.strip() or result.stdout.strip()).splitlines()[-TAIL_LINES:])
-    return f"host {result.rank} ended with {how}" + (f"; its last output:\n{tail}" if tail else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,6 +25,9 @@ from soak_parts.report import print_report
 from soak_parts.settings import LEAST_SAMPLES, WORLD_SIZE
 from soak_parts.verdict import courses, differences
 
+START_S = 300.0
+LONGEST_STEP_S = 2.0  # a step takes 30 to 60 ms on two cores that do nothing else
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a soak; returns 1 if anything grew, differs or failed, else 0."""
@@ -38,7 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
     record.show_configuration(configuration)
     console = Console()
     try:
-        with over_loopback(WORLD_SIZE) as run_ranks, Display(console, len(ARMS)) as display:
+        ranks = over_loopback(WORLD_SIZE, START_S + args.steps * LONGEST_STEP_S)
+        with ranks as run_ranks, Display(console, len(ARMS)) as display:
             runs, seconds = conduct(args.steps, run_ranks, display.begin, display.update)
     except CaseFailed as error:
         print(f"soak: {error}", file=sys.stderr)

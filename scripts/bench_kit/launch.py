@@ -4,14 +4,17 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from torch.distributed import TCPStore
+
 from lab import Lab, LabError
+from lab_parts.commands import END_GRACE_S, Run
 from lab_parts.links import INTERFACE
-from lab_parts.signals import ending_signals_raise, uninterrupted
+from lab_parts.signals import ending_signals_raise
+from lab_parts.torchrun import worker_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 # Long enough for BERT-base at 1 Gb/s with all arms; a case that hangs is ended by the ranks' own timeout.
@@ -68,40 +71,31 @@ def rank_environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def over_loopback(world_size: int) -> Iterator[RunRanks]:
-    """Ranks as processes of this machine, started by torchrun. No network lies between them."""
+def over_loopback(world_size: int, timeout_s: float = CASE_TIMEOUT_S) -> Iterator[RunRanks]:
+    """Ranks as processes of this machine. No network lies between them."""
 
     def run_ranks(arguments: list[str], environment: dict[str, str], on_line: Callable[[str], None]) -> None:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-        job = subprocess.Popen(
-            [sys.executable, *torchrun, *arguments],
-            env=os.environ | environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        assert job.stdout is not None
-        lines = []
+        # No rank serves the store, so no port has to be guessed.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        master = "127.0.0.1", store.port
+        run = Run(lambda rank, stream, line: on_line(line))
         try:
-            for line in job.stdout:
-                on_line(line)
-                lines.append(line)
-            if job.wait() != 0:
-                raise CaseFailed("".join(line for line in lines if not line.startswith(NEWS_BEGIN)))
+            for rank in range(world_size):
+                own = worker_variables(rank, world_size, world_size, master, "loopback", agent_has_store=True)
+                run.start(rank, [sys.executable, "-X", "faulthandler", *arguments], os.environ | own | environment)
+            if not (ended := run.follow_to_the_end(timeout_s)):
+                run.send(signal.SIGABRT)  # they say where they are
+                run.follow(END_GRACE_S, until=lambda: run.ended)
         finally:
-            _end(job)
+            run.end()
+        if not ended:
+            ranks = "".join(f"\nrank {rank.result().how_it_failed()}" for rank in run.hosts)
+            raise CaseFailed(f"the ranks had not ended after {timeout_s:g} s{ranks}")
+        if run.failed is not None:
+            raise CaseFailed(f"rank {run.failed.result().how_it_failed()}")
 
     with ending_signals_raise():
         yield run_ranks
-
-
-@uninterrupted
-def _end(job: subprocess.Popen[str]) -> None:
-    if job.poll() is None:
-        os.killpg(job.pid, signal.SIGTERM)  # torchrun then ends its ranks
-        job.wait()
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ Knows processes and pipes, and nothing of networks.
 import contextlib
 import os
 import selectors
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,11 @@ from lab_parts.signals import uninterrupted
 
 # Called with the rank, "stdout" or "stderr", and a line without its end.
 OnLine = Callable[[int, str, str], None]
+
+# How long the others may go on after one host has failed: often enough to say what they saw of it.
+FAILURE_GRACE_S = 3.0
+# From SIGTERM to SIGKILL.
+END_GRACE_S = 2.0
 
 
 class HostCommand:
@@ -104,6 +110,13 @@ class Run:
             for key, _ in self._selector.select(left_s):
                 self._take(key)
 
+    def follow_to_the_end(self, limit_s: float) -> bool:
+        """Read output until all have ended, or one has failed and a little longer; False if that takes too long."""
+        self.follow(limit_s, until=lambda: self.ended or self.failed is not None)
+        if self.failed is not None:
+            self.follow(FAILURE_GRACE_S, until=lambda: self.ended)
+        return self.ended or self.failed is not None
+
     def _take(self, key: selectors.SelectorKey) -> None:
         host, what = key.data
         if what == "end":
@@ -117,19 +130,37 @@ class Run:
             self._selector.unregister(key.fileobj)
         host.add_output(what, data, self._on_line)
 
+    @uninterrupted
+    def end(self, kill_others: Callable[[], None] = lambda: None) -> None:
+        """End the commands that still run and what they have left behind, and read the rest of their output.
+
+        Args:
+            kill_others: kills what has left the commands' process groups.
+        """
+        try:
+            self.send(signal.SIGTERM)
+            self.follow(END_GRACE_S, until=lambda: self.ended)
+        finally:
+            self.send(signal.SIGKILL)
+            kill_others()
+            self._reap()
+        try:
+            # All writers have ended, so this reads the rest from the pipes and returns.
+            self.follow(END_GRACE_S, until=lambda: False)
+        finally:
+            self._close()
+
     def send(self, signal_number: int) -> None:
         """Send a signal to all commands that still run."""
         for host in self.hosts:
             host.send(signal_number)
 
-    def reap(self) -> None:
-        """Wait for commands that have been killed."""
+    def _reap(self) -> None:
         for host in self.hosts:
             if not host.ended:
                 host.note_end()
 
-    def close(self) -> None:
-        """Close all pipes; no command may run any more."""
+    def _close(self) -> None:
         self._selector.close()
         for host in self.hosts:
             host.close()

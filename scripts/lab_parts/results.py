@@ -1,7 +1,10 @@
 """The results of a run of the lab, and its error."""
 
+import signal
 from collections.abc import Sequence
 from typing import NamedTuple
+
+TAIL_LINES = 20
 
 
 class HostResult(NamedTuple):
@@ -12,6 +15,14 @@ class HostResult(NamedTuple):
     stdout: str
     stderr: str
     seconds: float
+
+    def how_it_failed(self) -> str:
+        """Its rank, how it ended, and its last output."""
+        how = f"exit code {self.returncode}"
+        if self.returncode < 0:
+            how = f"signal {signal.Signals(-self.returncode).name}"
+        tail = "\n".join((self.stderr.strip() or self.stdout.strip()).splitlines()[-TAIL_LINES:])
+        return f"{self.rank} ended with {how}" + (f"; its last output:\n{tail}" if tail else "")
 
 
 class LabError(Exception):

@@ -46,7 +46,7 @@ def conduct(
         return [_read(settings, arm, rank) for rank in range(WORLD_SIZE)]
 
     seconds: dict[str, float] = {}
-    # Only this user may enter it, and all sockets and files are in it, torchrun's as well.
+    # Only this user may enter it, and all sockets and files are in it.
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         with _neighbours(directory) as (neighbours, watched):
             attached = run("attached", watched)

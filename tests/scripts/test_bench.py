@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,30 @@ def test_a_whole_run_over_loopback(tmp_path: Path) -> None:
     heading = next(line for line in output.splitlines() if line.startswith("paced, uniform, A/C 0.05"))
     assert "NOT a measurement of a network" in heading
     assert chart.startswith(PNG_SIGNATURE)
+
+
+def test_ranks_run_over_loopback_meet_and_end_together() -> None:
+    lines: list[str] = []
+    meet = "import torch.distributed as dist; dist.init_process_group('gloo'); dist.barrier(); print(dist.get_rank())"
+    with launch.over_loopback(2) as run_ranks:
+        run_ranks(["-c", meet], {}, lines.append)
+        assert sorted(lines) == ["0", "1"]
+        fail = f"import time; {meet}; dist.get_rank() == 0 or exit('out of paper'); time.sleep(60)"
+        began_s = time.monotonic()
+        with pytest.raises(launch.CaseFailed, match=r"rank 1 ended with exit code 1(.|\n)*out of paper"):
+            run_ranks(["-c", fail], {}, lines.append)
+        assert time.monotonic() - began_s < 50, "rank 0 sleeps for 60 s and must not be waited for"
+
+
+def test_ranks_over_loopback_that_take_too_long_are_ended_and_say_where_they_are(tmp_path: Path) -> None:
+    hang = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], str(os.getpid())).touch(); time.sleep(60)"
+    with (
+        launch.over_loopback(2, timeout_s=2.0) as run_ranks,
+        pytest.raises(launch.CaseFailed, match=r"not ended after 2 s(.|\n)*rank 1 ended(.|\n)*in <module>"),
+    ):
+        run_ranks(["-c", hang, str(tmp_path)], {}, print)
+    pids = [file.name for file in tmp_path.iterdir()]
+    assert len(pids) == 2 and not any(Path("/proc", pid).exists() for pid in pids)
 
 
 @pytest.mark.nightly

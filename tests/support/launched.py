@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
+END_S = 45.0  # torchrun gives its ranks 30 s to end
 
 
 def torchrun(ranks: int = 2) -> tuple[str, ...]:
@@ -38,12 +39,16 @@ def start(
 
 
 def finish(job: subprocess.Popen[str], timeout_s: float) -> str:
-    """Wait for a job; returns what it printed. One that hangs is told to end, and so ends its ranks."""
+    """Wait for a job; returns what it printed. One that hangs is told to end, and so ends its ranks, or else killed."""
     try:
         output, _ = job.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         job.terminate()
-        output, _ = job.communicate()
+        try:
+            output, _ = job.communicate(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            job.kill()
+            output, _ = job.communicate()
         pytest.fail(f"no end within {timeout_s} s:\n{output}")
     return output
 
