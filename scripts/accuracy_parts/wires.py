@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 import ddp_crossover as dx
+from ddp_crossover.addons.osp import OSPState
 
-State = dx.DearState | dx.relaxed.RelaxedState
+State = dx.DearState | dx.relaxed.RelaxedState | OSPState
 DENSITY = 0.01
 REFERENCE = "fp32"
 
@@ -55,6 +56,9 @@ _RELAXED: dict[str, tuple[str, Callable[[], Any]]] = {
     "adasum-1": ("Adasum, each step", lambda: dx.relaxed.LocalSGD(every=1, reduction="adasum")),
     "adasum-8": ("Adasum, 8 steps", lambda: dx.relaxed.LocalSGD(every=8, reduction="adasum")),
     "diloco-8": ("DiLoCo, 8 steps", lambda: dx.relaxed.DiLoCo(every=8)),
+    "selsync": ("local SGD when gradients change", lambda: dx.relaxed.SelSync(threshold=0.05)),
+    "osp-50": ("half of the gradients late", lambda: dx.relaxed.OSP(fraction=0.5)),
+    "osp-100": ("all gradients late", lambda: dx.relaxed.OSP(fraction=1.0)),
     "diloco-32": ("DiLoCo, 32 steps", lambda: dx.relaxed.DiLoCo(every=32)),
 }
 

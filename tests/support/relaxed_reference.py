@@ -83,6 +83,30 @@ def _rounds(groups: str | None, world_size: int) -> list[list[list[int]]]:
     return [[list(range(world_size))]]
 
 
+class GradientsChange:
+    """The decisions of `SelSync`, from the gradients of all ranks."""
+
+    def __init__(self, policy: dx.relaxed.SelSync, world_size: int) -> None:
+        self.policy = policy
+        self.averages: list[float | None] = [None] * world_size
+        self.flag = True
+        self.since = 0
+
+    def __call__(self, done: int, nets: Sequence[nn.Module]) -> bool:
+        flag_before = self.flag
+        self.flag = False
+        for rank, one in enumerate(nets):
+            square = sum(float(p.grad.square().sum()) for p in one.parameters() if p.grad is not None)
+            before = self.averages[rank]
+            now = square if before is None else before * (1 - 1 / self.policy.window) + square / self.policy.window
+            self.averages[rank] = now
+            self.flag |= before is None or abs(now - before) / before >= self.policy.threshold
+        self.since += 1
+        is_due = flag_before or done <= self.policy.window or self.since >= self.policy.every
+        self.since = 0 if is_due else self.since
+        return is_due
+
+
 def train_in_one_process(
     policy: dx.relaxed.LocalSGD,
     world_size: int,
@@ -105,10 +129,11 @@ def train_in_one_process(
     replicas = world_size if nodes is None else len(nodes)
     sent: list[Tensor] | None = None
     due = 0
+    changes = GradientsChange(policy, world_size) if isinstance(policy, dx.relaxed.SelSync) else None
     for done in range(1, steps + 1):
         for rank in range(world_size):
             backward_of(nets[rank], optimizers[rank], done - 1, rank)
-        is_due = done % policy.every == 0
+        is_due = done % policy.every == 0 if changes is None else changes(done, nets)
         for node in nodes or ():
             for of_ranks in zip(*(nets[rank].parameters() for rank in node), strict=True):
                 mean = torch.stack([parameter.grad for parameter in of_ranks]).mean(dim=0)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddp_crossover.addons.relaxed.rule import Exchange, Rule
 from ddp_crossover.options import WIRE_DTYPES
 
 GROUPS = (None, "node", "grid", "pairs")
@@ -68,6 +69,10 @@ class Policy:
     def is_partial(self) -> bool:
         """Whether a mean is that of some ranks only."""
         return self.groups in ("grid", "pairs")
+
+    def rule(self, exchange: Exchange) -> Rule:
+        """What decides after which steps of one model ranks share, and may ask them by ``exchange``."""
+        return Rule(self.every)
 
     @property
     def memories(self) -> int:

@@ -83,6 +83,7 @@ class RelaxedState:
         self._loss_scale = LossScale(is_watched=True)
         self._partners = Partners(ddp, named, policy)
         self._when_dropped = weakref.finalize(self, self._partners.shut_down)
+        self._rule = policy.rule(self._partners.link.exchange_numbers)
         self._merge = DeltaMerge(self._parameters, policy, self._partners.exchanges, self._partners.replicas)
         if self._detached:
             self._when_dropped()
@@ -152,6 +153,7 @@ class RelaxedState:
             "steps": self._steps,
             "seen": self._seen,
             "due": self._due,
+            "rule": self._rule.state_dict(),
             "merge": self._merge.state_dict(),
         }
 
@@ -181,6 +183,7 @@ class RelaxedState:
             self._end_warmup()
         self._warmup_steps, self._due = state["warmup_steps"], state["due"]
         self._steps, self._seen = state["steps"], state["seen"]
+        self._rule.load_state_dict(state["rule"])
         self._merge.load_state_dict(state["merge"])
 
     def detach(self) -> None:
@@ -252,6 +255,7 @@ class RelaxedState:
         if self._warmup is not None:
             self._warmup_steps += bucket.is_last()
             return allreduce_hook(self._model.process_group, bucket)
+        self._rule.note(bucket.buffer(), self._loss_scale.now)
         if bucket.is_last():
             self._steps += 1
             scaler = self._loss_scale.scaler()
@@ -285,7 +289,7 @@ class RelaxedState:
         if self._seen == self._steps:
             return
         self._seen = self._steps
-        is_due = self._steps % self.policy.every == 0
+        is_due = self._rule.is_due(self._steps)
         if self._merge.is_under_way and (is_due or self._steps >= self._due):
             self._merge.merge()
         if is_due:
