@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ddp_crossover import data as data
+    from ddp_crossover import integrations as integrations
     from ddp_crossover import optim as optim
     from ddp_crossover import relaxed as relaxed
     from ddp_crossover.addons.ddp_timer import DdpTimer
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ddp_crossover.addons.launch.auto import auto
     from ddp_crossover.addons.lease.client import GpuLease
     from ddp_crossover.addons.norms.grad_scaler import GradScaler
+    from ddp_crossover.addons.weights.sampler import BalancedSampler
     from ddp_crossover.attaching import attach
     from ddp_crossover.comm.agreement import DisagreementError
     from ddp_crossover.comm.leg import LegError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,12 @@ def _in_a_new_interpreter(*arguments: str, status: int = 0) -> str:
 def test_every_public_name_is_there(name) -> None:
     assert getattr(dx, name).__module__.startswith("ddp_crossover.")
     assert name in dir(dx)
+
+
+def test_type_checkers_know_every_public_name() -> None:
+    (known,) = (node for node in ast.parse(Path(dx.__file__).read_text()).body if isinstance(node, ast.If))
+    names = {alias.name for each in known.body if isinstance(each, ast.ImportFrom) for alias in each.names}
+    assert names == {*dx.__all__, "data", "integrations", "optim", "relaxed"}
 
 
 def test_integrations_are_there_without_an_import_of_their_own() -> None:
