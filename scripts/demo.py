@@ -104,15 +104,16 @@ class Demo:
         asked = None if why_not else float(f"{self._gradient_bytes / compute_s:.3g}")
         self._display.update("measuring the link", 0.04)
         communication_s = measure.communication_s(self._factory.ddp(None, asked), self._gradient_bytes)
+        measured = self._gradient_bytes / communication_s
         link = {
             "why_not": why_not,
             "asked_bytes_per_s": asked,
-            "measured_bytes_per_s": self._gradient_bytes / communication_s,
+            "measured_bytes_per_s": measured,
             "compute_s": compute_s,
             "communication_s": communication_s,
         }
         if asked is not None:
-            require_slow(asked, link["measured_bytes_per_s"])
+            require_slow(asked, measured)
         for line in (
             f"{self._args.model}, {self._parameters / 1e6:.1f} M parameters, on {self._images.batch_size} images of "
             f"{self._args.image_size} pixels per process and step: hand-written digits. 2 processes, gloo, CPU.",

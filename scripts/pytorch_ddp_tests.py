@@ -9,6 +9,7 @@ something that is refused; see DOCUMENTED. Exit code 1 if one does not.
 """
 
 import sys
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -47,7 +48,7 @@ def main() -> int:
     tests = runner.load(args.ranks)
     names = [name for name in runner.names(tests) if args.only in name]
     console = Console()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in track(names, "running", console=console, disable=not console.is_terminal):
         plain = runner.run(tests, name, args.ranks, attach=False, timeout_s=args.timeout)
         ours = runner.run(tests, name, args.ranks, attach=True, timeout_s=args.timeout)
@@ -55,7 +56,8 @@ def main() -> int:
         rows.append({"test": name, "plain": plain._asdict(), "attached": ours._asdict(), "documented": documented})
     title = f"torch {torch.__version__}, {args.ranks} ranks, gloo"
     headings = ("test", "plain", "attached", "why")
-    cells, failed = [], 0
+    cells: list[list[str]] = []
+    failed = 0
     for row in rows:
         plain, ours = row["plain"], row["attached"]
         is_new = plain["result"] == "passed" and ours["result"] != "passed"

@@ -15,7 +15,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,7 @@ class Trainer:
         net = build_model(args.model, classes, args.image_size).to(device)
         self.ddp = ddp = DistributedDataParallel(net, gradient_as_bucket_view=True)
         self.optimizer = optimizer = build_optimizer(args, ddp)
+        clip_grad_norm_: Callable[[float], torch.Tensor]
         clip_grad_norm_ = functools.partial(nn.utils.clip_grad_norm_, list(ddp.parameters()))
         scaler_type = torch.amp.GradScaler
         self.state: dx.DearState | None = None

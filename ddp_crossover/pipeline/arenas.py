@@ -34,7 +34,7 @@ def alias_of(bucket: Tensor) -> Tensor:
     counts; the alias keeps the object ``bucket``, which counts as one. It must not be used any more when a script moves
     the bucket's storage, as ``share_memory_()`` does, so no script gets to a bucket in which a leg is under way.
     """
-    return torch.from_dlpack(bucket)  # type: ignore[attr-defined]
+    return torch.from_dlpack(bucket)
 
 
 def lay_out(group: GroupInFlight, weights: RankWeights, owners: Mapping[int, int]) -> None:

@@ -20,7 +20,7 @@ BLOCKS, WIDTH, HEADS = 2, 128, 4
 BYTES = 256
 
 
-class SmallResNet18(ResNet):
+class SmallResNet18(ResNet):  # type: ignore[misc]  # torchvision has no types
     """torchvision's ResNet-18, narrower, and with a stem that keeps 8x8 pixels: 3x3, stride 1, no pooling."""
 
     def __init__(self, channels: int = RESNET_CHANNELS) -> None:

@@ -18,7 +18,7 @@ def make_parser(description: str | None, epilog: str | None = None) -> argparse.
     )
 
 
-def add_link_options(parser: argparse._ArgumentGroup) -> None:
+def add_link_options(parser: argparse._ActionsContainer) -> None:
     """The hosts of a lab and what each of them may send."""
     parser.add_argument("--hosts", type=int, choices=range(2, 9), default=2, help="(%(default)s)")
     parser.add_argument(

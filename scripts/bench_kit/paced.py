@@ -45,7 +45,7 @@ class PacedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` and the result have shape `[1]`."""
-        result: Tensor = _Paced.apply(x, self.weight, self._pace)  # type: ignore[no-untyped-call]
+        result: Tensor = _Paced.apply(x, self.weight, self._pace)
         return result
 
 
@@ -59,7 +59,7 @@ class _Paced(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         ctx.pace.spend(2 * ctx.pace.forward_s)
         # Costs nothing to make; autograd writes it out once, as a kernel would.
         return gradient, gradient.expand(ctx.shape), None

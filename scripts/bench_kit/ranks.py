@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -194,6 +194,6 @@ def _run(task: _Task, pipe: Connection, directory: Path) -> Figures:
     if not inspect.isgenerator(found):
         return dict(found)
     figures: Figures = {}
-    for figures in found:
+    for figures in cast(Iterator[Figures], found):
         pipe.send(("so far", figures))
     return figures

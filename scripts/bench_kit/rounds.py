@@ -17,7 +17,7 @@ class Turn(NamedTuple):
     """One turn of a round. `behind` is the share of all turns that are over when it begins."""
 
     round: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides the method of tuples, which nobody calls
     behind: float
 
 

@@ -29,7 +29,8 @@ def print_table(
         wrapped: left-aligned columns of text; where there are some, they are folded, and the table fits the console.
         options: of rich's table.
     """
-    table = Table(**{"box": box.SIMPLE, "padding": (0, 1)} | options)
+    of_all: dict[str, Any] = {"box": box.SIMPLE, "padding": (0, 1)}
+    table = Table(**of_all | options)
     for place, heading in enumerate(headings):
         is_left = place == 0 or heading in left or heading in wrapped
         is_wrapped = heading in wrapped

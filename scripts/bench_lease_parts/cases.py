@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import pickle
 from pathlib import Path
+from typing import Literal
 
 from bench_kit.options import add_link_options, add_results, make_parser, names, parse, positive, positive_int
 
@@ -32,7 +33,7 @@ class JobSettings:
     layers: int = 8
     first_layer_share: float | None = None
     weight: float = 1.0
-    role: str = "peer"
+    role: Literal["peer", "filler"] = "peer"
 
     @property
     def trains(self) -> bool:

@@ -64,8 +64,9 @@ def run_case(settings: CaseSettings, hosts: int, run_ranks: RunRanks, on_progres
                 with contextlib.suppress(OSError):
                     Client(listener.address, family="AF_UNIX").close()  # or the conductor would wait for ranks for ever
                 # Ranks that ended took the conductor with them, unless it was the other way round.
-                if not isinstance(conducted.exception(), EOFError | ConnectionError | None):
-                    raise conducted.exception() from error
+                its_own = conducted.exception()
+                if its_own is not None and not isinstance(its_own, EOFError | ConnectionError):
+                    raise its_own from error
                 raise
             return conducted.result()
 

@@ -24,7 +24,7 @@ DEFAULT_BUCKET_MB = 25.0
 POWER_SGD_RANK = 4
 POWER_SGD_START = 2
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "adamw": AdamW}
+OPTIMIZERS: dict[str, type[SGD] | type[AdamW]] = {"sgd": SGD, "adamw": AdamW}
 STATE_COPIES = {"sgd": 0, "adamw": 2}
 """Optimizer state of each parameter, in times of its size."""
 

@@ -33,8 +33,8 @@ def measure(mode: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4)
     options = MODES[mode]
     if options is not None:
-        fusion_mb = {} if "sync" in options else {"fusion_mb": FUSION_MB}
-        state = dx.attach(ddp, optimizer, **fusion_mb, **options)
+        fusion_mb: dict[str, Any] = {} if "sync" in options else {"fusion_mb": FUSION_MB}
+        state = dx.attach(ddp, optimizer, **fusion_mb | options)
         average = dx.Ema(state, 0.99) if mode == "ema" else None
     for _ in range(STEPS):
         optimizer.zero_grad()

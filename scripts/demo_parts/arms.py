@@ -163,6 +163,7 @@ class Factory:
         workload = Workload(self.build, course.loss, lambda network: [])
         with slow_groups(bytes_per_s) as links:
             group = dist.new_group()
+            assert isinstance(group, dist.ProcessGroup)
             ddp = DistributedDataParallel(network, process_group=group, gradient_as_bucket_view=True, **ddp_options)
             optimizer = SGD(ddp.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
             state = attach(ddp, optimizer)

@@ -167,7 +167,7 @@ def compare(arms: list[DemoArm]) -> Comparison:
     ranks: list[list[dict[str, str]]] = [[]] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
     # Each rank has losses of its own.
-    pairs = [(arms_of[0], other, arms_of[0].keys()) for arms_of in ranks for other in arms_of[1:]]
+    pairs = [(arms_of[0], other, set(arms_of[0])) for arms_of in ranks for other in arms_of[1:]]
     pairs += [(ranks[0][0], arms_of[0], own[0].keys() - {"losses"}) for arms_of in ranks[1:]]
     different = (name for one, other, names in pairs for name in one if name in names and one[name] != other[name])
     return Comparison(len(arms[0].state_dict()), arms[0].steps, next(different, ""))

@@ -15,6 +15,7 @@ from ddp_crossover import composition
 from ddp_crossover.comm import all_reduce
 from ddp_crossover.comm.link import Link
 from ddp_crossover.nccl import nccl_link
+from ddp_crossover.nccl.make_link import make_link
 from gpu_bench_parts.cpu_wire import CpuLink, CpuWire
 from gpu_bench_parts.wire import GpuWire
 
@@ -71,7 +72,7 @@ def plugged_in(wire: GpuWire | CpuWire) -> Iterator[None]:
             replace(nccl_link, "_all_gather", wire.all_gather)
             replace(nccl_link, "dist", _WiredDist(wire.all_reduce))
         replace(all_reduce, "dist", _WiredDist(wire.all_reduce))  # of plain DDP, timed or as the tuner tries it
-        replace(composition, "make_link", _link_maker(wire, composition.make_link))
+        replace(composition, "make_link", _link_maker(wire, make_link))
         yield
 
 

@@ -63,7 +63,7 @@ def _view_at(device: torch.device, numel: int, offset_bytes: int) -> Tensor:
     return memory[offset_bytes // 4 :]
 
 
-def _updates(gradients: list[Tensor], options: dict[str, bool]) -> Callable[[], None]:
+def _updates(gradients: list[Tensor], options: dict[str, Any]) -> Callable[[], None]:
     """A step of AdamW whose gradients are these."""
     parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):

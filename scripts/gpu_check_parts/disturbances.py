@@ -100,5 +100,5 @@ def without_wait_for_gradients(device: torch.device) -> Iterator[None]:
 class _DeafStream(torch.cuda.Stream):
     """A stream that waits for no other."""
 
-    def wait_stream(self, stream: torch.cuda.Stream) -> None:
+    def wait_stream(self, stream: torch.Stream) -> None:
         """Does nothing."""

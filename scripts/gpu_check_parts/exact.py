@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import ddp_crossover as dx
 from bench_kit.ranks import Launch
@@ -15,7 +16,7 @@ SGD = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
 SHARDED_NORMS = {"norms": "sharded"}
 SHARDED = {"shard_optimizer": True}
 # Groups of one large matrix each.
-WIDE = {"model": "wide", "fusion_mb": 4.0, "steps": 8}
+WIDE: dict[str, Any] = {"model": "wide", "fusion_mb": 4.0, "steps": 8}
 
 
 def run_exact(runner: Runner) -> None:
@@ -66,7 +67,7 @@ def core_recipes(device: str) -> Iterator[tuple[str, Recipe]]:
     yield "stock clipping", Recipe("AdamW", ADAMW, clip="stock")
     yield "own clipping", Recipe("SGD", SGD, clip="own")
     for scaler in ("stock", "own"):
-        scaled = {"scaler": scaler, "poisoned_step": 9, "autocast": "float16"}
+        scaled: dict[str, Any] = {"scaler": scaler, "poisoned_step": 9, "autocast": "float16"}
         yield f"fp16, {scaler} GradScaler, a skipped step", Recipe("AdamW", ADAMW, **scaled)
         yield f"fp16, {scaler} GradScaler, fused", Recipe("AdamW", ADAMW | {"fused": True}, **scaled)
     yield (

@@ -78,7 +78,8 @@ def _train(
 ) -> tuple[dict[str, Any], str]:
     job = Job(recipe, device, dist.get_rank(), with_dear)
     net, replayed = job.ddp.module, None
-    first: nn.Linear = net.first  # type: ignore[assignment]
+    first = net.first
+    assert isinstance(first, nn.Linear)
     seen: dict[str, Any] = {}
     try:
         for index in range(recipe.steps):
@@ -87,7 +88,7 @@ def _train(
                 if job.state is not None:
                     job.state.synchronize()
                 replayed = Replayed(first, batch[0])
-                first.forward = replayed.forward  # type: ignore[method-assign]
+                first.forward = replayed.forward  # type: ignore[method-assign, assignment]
             elif synchronizes and replayed is not None:
                 job.state.synchronize()
             seen[f"loss of step {index}"] = job.step([batch])["loss"].cpu()

@@ -1,5 +1,6 @@
 """Models that the checks train: odd sizes, batch norm, late gradients, branches on two streams."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ def device_sleep(device: torch.device, cycles: int = 10_000_000) -> None:
         torch.cuda._sleep(cycles)
 
 
-MODELS = {
+MODELS: dict[str, Callable[[], nn.Module]] = {
     "odd": OddNet,
     "conv": ConvNet,
     "branches": BranchNet,

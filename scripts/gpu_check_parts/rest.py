@@ -41,7 +41,7 @@ def run(runner: Runner) -> None:
 def _setups(device: str) -> Iterator[Case]:
     launch = one_rank(device)
     adamw = Recipe("AdamW", ADAMW)
-    wide = checks.on(Recipe("AdamW", {"lr": 0.001}, **WIDE), device)  # type: ignore[arg-type]
+    wide = checks.on(Recipe("AdamW", {"lr": 0.001}, **WIDE), device)
     yield Case(GROUP, "trace", trace, (wide,), launch, alone=True)
     built = built_on_another_stream
     yield Case(GROUP, "DDP built on another stream", built, (wide,), launch, alone=True, needs_cuda=True)

@@ -66,8 +66,10 @@ def share(device: torch.device, sharing: Sharing) -> Iterator[dict[str, Any]]:
 
 def _figures(job: "_Job", rates: dict[str, list[float]]) -> dict[str, Any]:
     """This job's rates; on the first rank also what both have got together."""
-    own = {"job": job.number, "steps_per_s": dict(rates), "lease": job.lease_figures()}
-    everybody = all_gather_json(own, dist.group.WORLD, torch.device("cpu"))
+    own: dict[str, Any] = {"job": job.number, "steps_per_s": dict(rates), "lease": job.lease_figures()}
+    world = dist.group.WORLD
+    assert world is not None
+    everybody = all_gather_json(own, world, torch.device("cpu"))
     if dist.get_rank() != 0:
         return own
     jobs = {found["job"]: found for found in everybody}
@@ -98,7 +100,9 @@ class _Job:
         is_filler = self.number == 1 and sharing.second == "filler"
         # All ranks make all groups.
         members = [range(first, first + per_job) for first in range(0, ranks, per_job)]
-        self._control = [dist.new_group(list(group), backend="gloo") for group in members][self.number]
+        control = [dist.new_group(list(group), backend="gloo") for group in members][self.number]
+        assert isinstance(control, dist.ProcessGroup)
+        self._control = control
         self.lease = lease = connected_lease(self.number, "filler" if is_filler else "peer")
         self.plain: GpuArm | Filler
         self.leased: GpuArm | Filler

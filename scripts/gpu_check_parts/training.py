@@ -94,8 +94,9 @@ class Recipe:
 
 
 def _zero_cta_group() -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+    nccl: Any = dist.ProcessGroupNCCL  # of which torch declares a part only
+    options = nccl.Options()
+    options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
     return dist.new_group(pg_options=options)
 
 
@@ -122,7 +123,7 @@ class Job:
     def __init__(self, recipe: Recipe, device: torch.device, rank: int, with_dear: bool) -> None:
         self.recipe, self.device, self.rank = recipe, device, rank
         torch.manual_seed(SEED)
-        net = MODELS[recipe.model]().to(device, getattr(torch, recipe.dtype))
+        net: Any = MODELS[recipe.model]().to(device, getattr(torch, recipe.dtype))
         if recipe.compiled:
             net = torch.compile(net, backend=recipe.compiled)
         device_ids = [device.index] if device.type == "cuda" else None
@@ -197,7 +198,8 @@ class Job:
 
     def train(self) -> dict[str, Any]:
         """Run all steps; returns what a script could log of each, and the state of model and optimizer afterwards."""
-        recipe, seen = self.recipe, {}
+        recipe = self.recipe
+        seen: dict[str, Any] = {}
         for index in range(recipe.steps):
             batches = [self.batch(index * recipe.accumulate + place) for place in range(recipe.accumulate)]
             poison = float("inf") if index == recipe.poisoned_step else 1.0

@@ -59,4 +59,4 @@ def attach_everywhere() -> None:
         return nn.Module.__call__(self, *args, **kwargs)
 
     Optimizer.__init__ = init  # type: ignore[method-assign]
-    DistributedDataParallel.__call__ = call  # type: ignore[method-assign, assignment]
+    DistributedDataParallel.__call__ = call  # type: ignore[method-assign]

@@ -47,7 +47,7 @@ def load(ranks: int) -> Any:
     os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp(prefix="pytorch-ddp-tests-"))
     from torch.testing._internal.distributed import distributed_test
 
-    class Tests(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):  # type: ignore[misc]
+    class Tests(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
         pass
 
     return Tests

@@ -64,13 +64,13 @@ def pretend(ranks: int) -> None:
     """Pretend that there are as many GPUs as ranks. Call it before the tests are imported."""
     for kind in (torch.Tensor, nn.Module):
         kind.cuda = _same  # type: ignore[assignment, method-assign]
-        kind.to = _to(kind.to)  # type: ignore[assignment, method-assign]
+        kind.to = _to(kind.to)  # type: ignore[method-assign]
     for name in _FACTORIES:
         setattr(torch, name, _without_device(getattr(torch, name)))
     for name in ("set_device", "synchronize", "manual_seed"):
         setattr(torch.cuda, name, _here)
     torch.cuda.current_device = lambda: 0
-    torch.cuda.device_count = lambda: ranks  # type: ignore[assignment]
+    torch.cuda.device_count = lambda: ranks
     torch.cuda.stream = torch.cuda.device = contextlib.nullcontext  # type: ignore[assignment, misc]
     DistributedDataParallel.__init__ = _ddp_init(DistributedDataParallel.__init__)  # type: ignore[method-assign]
     # Decorators, and what tests ask for the GPU of each rank.

@@ -63,7 +63,7 @@ def _neighbours(directory: str) -> Iterator[tuple[list[subprocess.Popen[str]], d
         for neighbour in neighbours:
             assert neighbour.stdout is not None
             if (line := neighbour.stdout.readline()) != "ready\n":
-                raise RuntimeError(f"{neighbour.args} did not start: it wrote {line!r}")
+                raise RuntimeError(f"{neighbour.args!r} did not start: it wrote {line!r}")
         pids = {f"neighbour {core}": neighbour.pid for core, neighbour in enumerate(neighbours)}
         yield neighbours, {"broker": broker} | pids
 

@@ -80,9 +80,10 @@ def adversarial(
     def decorate(loop: Callable[..., None]) -> Callable[..., None]:
         on_three = zlib.crc32(loop.__name__.encode()) % 5 == 0 if three is None else three
         world_size = 3 if on_three else 2
-        names = [(name, f"{name}-{world_size}") for name in cases or ()] or [(None, str(world_size))]
+        names: list[str | None] = [*cases] if cases else [None]
+        ids = [f"{name}-{world_size}" if name else str(world_size) for name in names]
 
-        @pytest.mark.parametrize("case", [pytest.param(name, id=id) for name, id in names])
+        @pytest.mark.parametrize("case", names, ids=ids)
         def test(on_ranks: Callable[..., list[Any]], case: str | None) -> None:
             if needs:
                 pytest.importorskip(needs)
@@ -168,7 +169,7 @@ class Script:
                 "frozen": [{n: p.requires_grad for n, p in model.named_parameters()} for model in self._models],
                 "optimizers": [o.state_dict() for o in self._optimizers if hasattr(o, "state_dict")],
                 "torch's generator": torch.get_rng_state(),
-                "numpy's generator": np.random.get_state()[1],
+                "numpy's generator": np.random.get_state(),
                 "python's generator": random.getstate(),
             }
         )

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from equivalence import Run, plain_loop, snapshot
+from comparison import snapshot
+from equivalence import Run, plain_loop
 from models import HIDDEN, INPUTS, OUTPUTS
 from stale_loops import LIMIT
 
@@ -103,7 +104,7 @@ def alias_made_in_forward(run: Run) -> Iterator[Any]:
     kept: dict[str, torch.Tensor] = {}
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
-        kept["weight"] = module.weight.data
+        kept["weight"] = module.get_parameter("weight").data
 
     run.model.module.second.register_forward_hook(keep)
     for loss in plain_loop(run):

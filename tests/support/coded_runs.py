@@ -105,7 +105,9 @@ class Training:
         network = case.model()
         self.at_start = copy.deepcopy(network)
         self.model = DistributedDataParallel(network, **case.ddp)
-        self.optimizer = case.optimizer(self.model.module)
+        optimizer = case.optimizer(self.model.module)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        self.optimizer = optimizer
         with (
             on_nodes(case.nodes) if case.nodes else nullcontext(),
             mock.patch.object(codecs.CodedWire, "has_feedback", case.feedback),

@@ -51,7 +51,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-Compile = Callable[..., Any]
+Compile = partial[Any]
 
 
 def blocks(net: Net, compiled: Compile) -> nn.Module:
@@ -80,7 +80,7 @@ def module_in_place(net: Net, compiled: Compile) -> nn.Module:
 
 def forward_method(net: Net, compiled: Compile) -> nn.Module:
     """`module.forward = torch.compile(module.forward)`."""
-    net.forward = compiled(net.forward)
+    net.forward = compiled(net.forward)  # type: ignore[method-assign]
     return net
 
 
@@ -138,7 +138,7 @@ def loop(
     `ddp`: "before" or "after" the attach the DDP object is compiled, "in place" it is by its method.
     """
     with torch._dynamo.config.patch(optimize_ddp=optimize_ddp):
-        model = torch.compile(run.model, **options) if ddp == "before" else run.model
+        model: Any = torch.compile(run.model, **options) if ddp == "before" else run.model
         run.attach()
         if ddp == "after":
             model = torch.compile(run.model, **options)

@@ -80,7 +80,7 @@ def compiled_clipping(run: Run) -> Iterator[Any]:
     """Compiled functions that take gradients in, by themselves and as arguments."""
     torch.compiler.reset()
     counters.clear()
-    parameters = list(run.model.parameters())
+    parameters: list[Any] = list(run.model.parameters())
 
     @torch.compile(backend="aot_eager")
     def norm_of(gradients: list[Tensor]) -> Tensor:

@@ -271,7 +271,7 @@ def assert_same(actual: Any, expected: Any, where: str, rtol: float = 0.0, atol:
                 atol=atol,
                 equal_nan=True,
                 check_stride=True,
-                msg=lambda text, path=path: f"{where}: {path.lstrip('.')}: {text}",
+                msg=partial("{}: {}: {}".format, where, path.lstrip(".")),
             )
         else:
             assert actual_leaves[path] == value, f"{where}: {path}: {actual_leaves[path]!r} != {value!r}"
@@ -287,7 +287,7 @@ def assert_same_on_all_ranks(state: dict[str, Any]) -> None:
     """Every rank holds the same bytes in parameters and optimizer state."""
     shared = dict(leaves({"model": state["model"], "optimizers": state["optimizers"]}))
     digests = {
-        path: hashlib.sha256(value.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+        path: hashlib.sha256(value.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
         for path, value in shared.items()
         # Batch statistics are each rank's own until DDP broadcasts them before the next forward.
         if isinstance(value, torch.Tensor) and "running_" not in path and value.numel()

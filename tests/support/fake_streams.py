@@ -327,6 +327,7 @@ def fake_gpu(
             messages = [dist.irecv(t, group=group, group_src=rank) for rank, t in enumerate(incoming) if t.numel()]
             messages += [dist.isend(t, group=group, group_dst=rank) for rank, t in enumerate(outgoing) if t.numel()]
             for message in messages:
+                assert message is not None
                 message.wait()
 
     def reduce(buffer: torch.Tensor, *, group: Any, async_op: bool = False) -> FakeWork | None:

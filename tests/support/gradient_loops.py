@@ -44,7 +44,8 @@ def spoil_gradients_after_step(run: Run) -> Iterator[Any]:
     """The step has been asked for: what happens to `.grad` now is too late to matter."""
     for index, loss in enumerate(_backward(run)):
         run.optimizer.step()
-        for p in run.model.parameters():
+        parameters: list[Any] = list(run.model.parameters())
+        for p in parameters:
             if index % 2:
                 p.grad.fill_(float("nan"))
             else:

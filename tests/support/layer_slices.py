@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from equivalence import SEED, assert_same, snapshot
+from comparison import snapshot
+from equivalence import SEED, assert_same
 
 STEPS = 7
 TIMEOUT_S = 20.0
@@ -127,7 +128,7 @@ class _Exchange:
         self._meeting = threading.Barrier(ranks, timeout=TIMEOUT_S)
         self._errors: list[BaseException] = []
 
-    def of(self, rank: int, layer_of: dict[Tensor, int]) -> Callable[[list[Tensor], Tensor], Tensor]:
+    def of(self, rank: int, layer_of: Mapping[Any, int]) -> Callable[[list[Tensor], Tensor], Tensor]:
         """What replaces `layer_sums` on this rank."""
 
         def layer_sums(parameters: list[Tensor], sums: Tensor) -> Tensor:
@@ -228,7 +229,7 @@ def calls_of_layer_sums(make: Make) -> list[int]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     parameters[4].grad = None
-    optimizer.step(lambda: torch.zeros(()))
+    optimizer.step(lambda: 0.0)
     optimizer.param_groups[1]["adapt"] = False
     optimizer.step()
     for group in optimizer.param_groups:

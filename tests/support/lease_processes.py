@@ -46,6 +46,7 @@ class Actor:
         self.process.stdin.flush()
 
     def has_answered(self, timeout_s: float = 0.0) -> bool:
+        assert self.process.stdout is not None
         return bool(select.select([self.process.stdout], [], [], timeout_s)[0])
 
     def result(self, timeout_s: float = TIMEOUT_S) -> Any:

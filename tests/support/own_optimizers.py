@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -26,7 +25,7 @@ class OwnOptimizer(Optimizer):
             self.update(group, [p for p in group["params"] if p.grad is not None])
         return loss
 
-    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def update(self, group: dict[str, Any], parameters: list[Any]) -> None:
         for p in parameters:
             p.add_(p.grad, alpha=-group["lr"])
 
@@ -47,7 +46,7 @@ class LooksAtItsGroupFirst(OwnOptimizer):
 class SlowsDown(OwnOptimizer):
     """Keeps nothing but the number of updates of each parameter, which no tensor beside it shows."""
 
-    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def update(self, group: dict[str, Any], parameters: list[Any]) -> None:
         for p in parameters:
             self.state[p]["updates"] = updates = self.state[p].get("updates", 0) + 1
             p.add_(p.grad, alpha=-group["lr"] / updates)

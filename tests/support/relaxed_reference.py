@@ -149,6 +149,7 @@ def train_in_one_process(
             is_late = now == "merge" and sent is not None and (done >= due or (is_due and due < done + policy.delay))
             if not is_late:
                 continue
+            assert sent is not None
             base = shared[-1]
             for line in rounds[means % len(rounds)]:
                 moves = [sent[rank] - base[rank] for rank in line]

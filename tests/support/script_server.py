@@ -53,7 +53,10 @@ class ScriptServer:
         self._server.stdin.write(json.dumps(job) + "\n")
         self._server.stdin.flush()
         ends = json.loads(self._server.stdout.readline())
-        return [Ended(*end, (directory / f"output{rank}").read_text()) for rank, end in enumerate(ends)]
+        return [
+            Ended(exitcode, seconds, (directory / f"output{rank}").read_text())
+            for rank, (exitcode, seconds) in enumerate(ends)
+        ]
 
     def close(self) -> None:
         """Let the server end."""

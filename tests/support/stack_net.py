@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence import Case, Run, assert_same, run_arm, snapshot
+from comparison import snapshot
+from equivalence import Case, Run, assert_same, run_arm
 from models import INPUTS, OUTPUTS
 from rank_process import dump, load
 

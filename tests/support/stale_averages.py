@@ -12,7 +12,8 @@ import loralib
 import torch
 from torch import nn
 
-from equivalence import Run, plain_loop, snapshot
+from comparison import snapshot
+from equivalence import Run, plain_loop
 from models import HIDDEN, INPUTS, OUTPUTS
 
 DECAY = 0.9
@@ -106,7 +107,7 @@ def sharpness_aware(run: Run, replaces_data: bool) -> Iterator[Any]:
         yield loss, snapshot(parameters)
 
 
-def _perturbations(parameters: Sequence[nn.Parameter], radius: float = 0.05) -> list[torch.Tensor]:
+def _perturbations(parameters: Sequence[Any], radius: float = 0.05) -> list[torch.Tensor]:
     gradients = [p.grad for p in parameters]
     norm = torch.stack([g.norm() for g in gradients]).norm()
     return [g * (radius / norm) for g in gradients]

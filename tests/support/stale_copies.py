@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from equivalence import Run, plain_loop, snapshot
+from comparison import snapshot
+from equivalence import Run, plain_loop
 from models import HIDDEN, INPUTS, OUTPUTS
 
 

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from equivalence import Run, plain_loop, snapshot
+from comparison import snapshot
+from equivalence import Run, plain_loop
 
 LIMIT = 0.2
 
@@ -54,7 +55,7 @@ def step_post_hook_of_all_optimizers(run: Run) -> Iterator[Any]:
 
 def foreach_over_a_list(run: Run) -> Iterator[Any]:
     """The fused list operators, reading and writing."""
-    parameters = [p for p in run.model.parameters() if p.numel()]
+    parameters: list[torch.Tensor] = [p for p in run.model.parameters() if p.numel()]
     for loss in plain_loop(run):
         norms = torch._foreach_norm(parameters)
         with torch.no_grad():

@@ -83,7 +83,7 @@ def identity(run: Run) -> Iterator[Any]:
 
 def attributes_of_parameters(run: Run) -> Iterator[Any]:
     """Marks that a framework leaves on parameters (Megatron's `p.shared`) stay, and no other appears."""
-    parameters = list(run.model.parameters())
+    parameters: list[Any] = list(run.model.parameters())
     for p in parameters:
         p.shared = False
     for index, loss in enumerate(plain_loop(run)):

@@ -21,7 +21,7 @@ FUSION_MB = 1e-3
 STEPS = 8
 
 
-def _data() -> list[dict[str, torch.Tensor]]:
+def _data() -> Any:
     generator = torch.Generator().manual_seed(5)
     return [{"x": torch.randn(8, generator=generator), "y": torch.randn(2, generator=generator)} for _ in range(64)]
 
@@ -55,7 +55,9 @@ def with_lightning(attached: bool) -> dict[str, Any]:
             return AdamW(self.parameters())
 
     module, dear, states = Module(), DearCallback(fusion_mb=FUSION_MB), []
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    quiet: dict[str, Any] = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
     trainer = Trainer(
         accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, callbacks=[dear] if attached else [], **quiet
     )
@@ -96,6 +98,7 @@ def with_transformers(attached: bool) -> dict[str, Any]:
             states.append(dear.state)
     if attached:
         _assert_attached(states)
+    assert trainer.model is not None and trainer.optimizer is not None
     return {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
 
 

@@ -39,8 +39,8 @@ class Script:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
         self.state: dx.DearState | None = None
         if dear is not None:
-            sizes = {} if dear.get("schedule") == "allreduce" else {"fusion_mb": SMALL_GROUPS_MB}
-            self.state = dx.attach(self.model, self.optimizer, **sizes, **dear)
+            sizes: dict[str, Any] = {} if dear.get("schedule") == "allreduce" else {"fusion_mb": SMALL_GROUPS_MB}
+            self.state = dx.attach(self.model, self.optimizer, **sizes | dear)
         self._weighs = bool(dear and dear.get("weighted"))
 
     def x(self, step: int) -> Tensor:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -62,13 +62,17 @@ class VirtualGpu:
     def intervals(self, job: str) -> list[Interval]:
         """When the device has computed for this job."""
         ended = self.hosts.now_s
-        return [(begin.s, end.s) for begin, end in self.computed[job] if end.s is not None and end.s <= ended]
+        return [
+            (begin.s, end.s)
+            for begin, end in self.computed[job]
+            if begin.s is not None and end.s is not None and end.s <= ended
+        ]
 
 
 class VirtualLease(GpuLease):
     """What training and fillers use of a lease."""
 
-    def __init__(self, gpu: VirtualGpu, job: str, role: str = "peer") -> None:
+    def __init__(self, gpu: VirtualGpu, job: str, role: Literal["peer", "filler"] = "peer") -> None:
         self.gpu, self.job, self.role = gpu, job, role
         self.is_drained: Callable[[], bool] | None = None
         self.ended_s = -1.0
@@ -124,8 +128,14 @@ class VirtualLease(GpuLease):
             self.gpu.look()
 
     def release(self, stream: Any = None) -> None:
-        last = FakeEvent(device.current_stream(torch.device("cpu")))
+        last = FakeEvent(_current_stream())
         self.release_when(last.query)
+
+
+def _current_stream() -> FakeStream:
+    stream: Any = device.current_stream(torch.device("cpu"))
+    assert isinstance(stream, FakeStream)
+    return stream
 
 
 @contextmanager
@@ -194,7 +204,7 @@ class Rank:
         hosts = self.gpu.hosts
         hosts.spend(begin_s)
         cpu, clock = torch.device("cpu"), CommClock()
-        comm = FakeStream()
+        comm: Any = FakeStream()
         streams = CudaStreams(cpu, (comm,))
         self.turns = Alone() if self.lease is None else Turns(self.lease, clock, lambda reason: None, streams)
         link: Any = SimpleNamespace(clock=clock, watch=SimpleNamespace(add=lambda *leg: None))
@@ -210,12 +220,13 @@ class Rank:
                 self._compute(self.forward_s)
             for group in reversed(range(self.groups)):
                 self._compute(self.backward_s)
-                comm.wait_stream(device.current_stream(cpu))
+                comm.wait_stream(_current_stream())
                 key = (self.job, step, group)
                 meeting = self.meetings.setdefault(key, Meeting(self.ranks, self.leg_s))
                 meeting.join(Instant(comm.done, not_before_s=hosts.now_s))
                 comm.done = meeting
-                legs[group] = _NcclLeg(link, f"leg {group}", group, comm, FakeEvent(comm))
+                event: Any = FakeEvent(comm)
+                legs[group] = _NcclLeg(link, f"leg {group}", group, comm, event)
             self.turns.release()
             self.turns.step_ended()
             if self.reads_early:
@@ -228,7 +239,7 @@ class Rank:
                 self._compute(self.forward_s)
                 self.turns.release()
             self.steps_s.append(hosts.now_s)
-        hosts.sleep_until(device.current_stream(cpu).done)
+        hosts.sleep_until(_current_stream().done)
 
     def _compute(self, seconds: float) -> None:
         compute(self.gpu, self.job, seconds, self.launch_s)
@@ -236,7 +247,7 @@ class Rank:
 
 def compute(gpu: VirtualGpu, job: str, seconds: float, launch_s: float = LAUNCH_S) -> None:
     """A kernel on the calling host's stream."""
-    stream = device.current_stream(torch.device("cpu"))
+    stream = _current_stream()
     computed = gpu.computed[job]
     if len(computed) >= MOST_QUEUED:
         gpu.hosts.sleep_until(computed[-MOST_QUEUED][1])
@@ -257,7 +268,7 @@ def fill(
         lease.release()
         gpu.hosts.spend(LAUNCH_S)
         # It does not run ahead: a turn is its kernel.
-        gpu.hosts.sleep_until(device.current_stream(torch.device("cpu")).done)
+        gpu.hosts.sleep_until(_current_stream().done)
 
 
 def both_s(one: Sequence[Interval], other: Sequence[Interval]) -> float:

@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,17 +77,14 @@ class WeightedRun:
         net = case.model().to(case.dtype)
         self.rank = dist.get_rank() if on_ranks else 0
         self.world_size = dist.get_world_size()
-        self.model: nn.Module = DistributedDataParallel(net, **case.ddp) if on_ranks else net
+        self.net = net
+        ddp = DistributedDataParallel(net, **case.ddp) if on_ranks else None
+        self.model: Any = ddp or net
         self.optimizer = case.optimizer(self.model.parameters())
         self.state: Any = None
-        if on_ranks:
-            options = {"fusion_mb": SMALL_GROUPS_MB, "strict": True} | dict(case.dear)
-            self.state = dx.attach(self.model, self.optimizer, weighted=True, **options)
-
-    @property
-    def net(self) -> nn.Module:
-        """The network itself."""
-        return self.model.module if self.state is not None else self.model
+        if ddp is not None:
+            options: dict[str, Any] = {"fusion_mb": SMALL_GROUPS_MB, "strict": True, "weighted": True} | dict(case.dear)
+            self.state = dx.attach(ddp, self.optimizer, **options)
 
     def steps(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's samples of each step."""
@@ -124,7 +122,7 @@ def train_both(case: Weighted) -> None:
     ours = {name: p.detach().clone() for name, p in run.net.named_parameters()}
     for name, other in alone.net.named_parameters():
         torch.testing.assert_close(
-            ours[name], other.detach(), rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            ours[name], other.detach(), rtol=tolerance, atol=tolerance, msg=partial("{}: {}".format, name)
         )
     for name, parameter in ours.items():
         of_first = parameter.clone()

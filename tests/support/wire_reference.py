@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 BLOCK = 64
 CHUNK = 4096
@@ -248,7 +247,7 @@ def _sum(terms: Sequence[Tensor]) -> Tensor:
 
 def in_memory_order(tensor: Tensor) -> Tensor:
     """Flat, as the elements of a dense tensor lie in memory."""
-    order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim))
+    order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride()[dim], dim))
     return tensor.permute(order).reshape(-1)
 
 
@@ -262,9 +261,7 @@ class OneProcess:
         world_size: number of ranks.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: Callable[[nn.Module], Optimizer], wire: Wire, world_size: int
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Callable[[nn.Module], Any], wire: Wire, world_size: int) -> None:
         self.model = copy.deepcopy(model)
         self.optimizer = optimizer(self.model)
         self.ranks = Ranks(wire, world_size)
@@ -288,7 +285,7 @@ class OneProcess:
         mean = self.ranks.mean(self.gradients(losses), plan)
         for name, parameter in self.model.named_parameters():
             if name in mean:
-                in_order = sorted(range(parameter.dim()), key=lambda dim: (-parameter.stride(dim), dim))
+                in_order = sorted(range(parameter.dim()), key=lambda dim: (-parameter.stride()[dim], dim))
                 shape = [parameter.shape[dim] for dim in in_order]
                 back = [in_order.index(dim) for dim in range(parameter.dim())]
                 parameter.grad = mean[name].view(shape).permute(back).clone()
