@@ -33,9 +33,10 @@ from ddp_crossover.step.after_update import AfterUpdate
 from ddp_crossover.step.step_call import Deferrable, StepCall, why_call_waits
 from ddp_crossover.step.update_runner import DeferredUpdate, UpdateRunner, run_updates
 from ddp_crossover.torch_internals.optimizers import has_hooks, move_to_back, move_to_front, step_pre_hooks
+from ddp_crossover.watching.caches import caches_among, why_updates_may_differ
 from ddp_crossover.watching.known_optimizers import KnownOptimizers
 from ddp_crossover.watching.lazy_state import make_state_lazy, make_state_plain, why_state_is_shared
-from ddp_crossover.watching.optimizer_snapshot import StandIn, optimizer_parameters
+from ddp_crossover.watching.optimizer_snapshot import StandIn, optimizer_parameters, shared_state
 from ddp_crossover.watching.step_watch import StepWatch
 
 _TOO_LATE = (
@@ -270,6 +271,10 @@ class DeferredUpdates:
         calls_closure = self._optimizers.verdict(optimizer).calls_closure
         if reason is None and user_closure is not None and not calls_closure:
             reason = "it was called with a closure, which its step() does not call exactly once"
+        if reason is None and user_closure is not None and shared_state(optimizer):
+            reason = "it was called with a closure, and its state has entries that belong to no parameter"
+        caches = caches_among(optimizer, self._optimizers.verdict(optimizer).counters)
+        reason = reason or why_updates_may_differ(optimizer, caches)
         if reason is not None:
             self._note_waits(optimizer, reason)
         # Hooks that were added since the last step run after this one, in this step only.
@@ -282,7 +287,7 @@ class DeferredUpdates:
             make_state_plain(optimizer, self)
             return self._step_as_it_is(optimizer, args, kwargs)
         make_state_lazy(optimizer, self)
-        step = self._running = StepCall(optimizer, StandIn(args[0], is_ours), self)
+        step = self._running = StepCall(optimizer, StandIn(args[0], is_ours), self, caches)
 
         def divide() -> None:
             if step.divide(self.pipeline, self._deferrable):
@@ -358,7 +363,9 @@ class DeferredUpdates:
         if not is_ours(step_pre_hooks(optimizer)[-1]):
             move_to_back(optimizer, self._before_step)
         if step is not None:
-            step.stand_in.give_back()
+            given_back = step.stand_in.give_back()
+            if step.snapshot is not None:
+                step.snapshot.given_back |= given_back
             later = [lazy for lazies in step.later for lazy in lazies]
             if later:
                 self._defer(step, optimizer)

@@ -10,18 +10,22 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ddp_crossover.torch_internals.operations import memory_of
 from ddp_crossover.torch_internals.optimizers import has_hooks, has_raw_step
 from ddp_crossover.watching.clone import is_exhausted
 from ddp_crossover.watching.optimizer_snapshot import (
     copyable,
     hyperparameters,
+    is_record,
     optimizer_parameters,
     reads_attributes,
     same,
+    tensors_in,
 )
 from ddp_crossover.watching.outside_settings import Outside
 
 _MOST_COEFFICIENTS = 3
+_MOST_ELEMENTS = 4096  # of a tensor, because it is copied in each step
 
 
 def why_not_at_sight(optimizer: Optimizer, found: Outside) -> str | None:
@@ -73,7 +77,9 @@ def _why_places_may_matter(optimizer: Optimizer, found: Outside) -> str | None:
 def _has_places(value: Any, numbers: set[int], *, or_more: bool) -> bool:
     """Whether a value is, or holds, a list of some length in ``numbers``, or a dict with numbers as keys."""
     if isinstance(value, Tensor):
-        return value.numel() > 1
+        value = value.flatten().tolist() if 1 < value.numel() <= _MOST_ELEMENTS else [0.0] * value.numel()
+    if is_record(value):
+        value = vars(value)
     if isinstance(value, dict):
         has_numbers = any(isinstance(key, (int, tuple)) for key in value)
         return has_numbers or any(_has_places(each, numbers, or_more=or_more) for each in value.values())
@@ -92,10 +98,18 @@ def _unknown_attribute(optimizer: Optimizer) -> str | None:
     """Name of an attribute that may hold parameters, an optimizer, or anything that a clone would share; or None."""
     # The last two are those of a GradScaler, during a step.
     usual = vars(torch.optim.SGD([torch.zeros(1)])).keys() | {"step", "grad_scale", "found_inf"}
+    storages = {place.storage for p in optimizer_parameters(optimizer) if (place := memory_of(p)) is not None}
     for name, value in vars(optimizer).items():
-        if name not in usual and not copyable(value) and not is_exhausted(value):
+        if name not in usual and not is_exhausted(value) and not _is_setting(value, storages):
             return name
     return None
+
+
+def _is_setting(value: Any, storages: set[int]) -> bool:
+    return copyable(value, Tensor) and all(
+        tensor.numel() <= _MOST_ELEMENTS and (place := memory_of(tensor)) is not None and place.storage not in storages
+        for tensor in tensors_in(value)
+    )
 
 
 def _why_settings_may_change(optimizer: Optimizer, found: Outside) -> str | None:
@@ -131,6 +145,8 @@ def _knows_parameters_by_id(optimizer: Optimizer) -> bool:
 
 def _integers(value: Any) -> Iterator[int]:
     """All integers in nested containers, including keys of dicts."""
+    if is_record(value):
+        value = vars(value)
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -18,9 +18,10 @@ from ddp_crossover.watching.optimizer_snapshot import (
     OptimizerSnapshot,
     StandIn,
     ToUpdate,
-    copyable,
+    attributes_of,
     hyperparameters,
     reads_attributes,
+    shared_state,
 )
 
 # Magnitudes on both sides of a threshold on gradients.
@@ -71,6 +72,7 @@ class Clone:
         self.optimizer.state = defaultdict(dict)
         for sample, original in originals.items() if reads_attributes(optimizer) else ():
             vars(sample).update((name, _state_of_sample(v, original, sample)) for name, v in vars(original).items())
+        self.optimizer.state.update(shared_state(optimizer) if with_state else {})
         for sample, original in originals.items() if with_state else ():
             for key, value in optimizer.state.get(original, {}).items():
                 self.optimizer.state[sample][key] = _state_of_sample(value, original, sample)
@@ -86,10 +88,12 @@ class Clone:
     def step_one_by_one(self) -> Any:
         """Step as ``deferred_updates`` does: once without parameters, then once for each parameter."""
         gradients = {parameter: parameter.grad for parameter in self.parameters}
-        snapshot, stand_in = OptimizerSnapshot(self.optimizer), StandIn(self.optimizer, lambda _: False)
+        every = attributes_of(self.optimizer).keys() | {name for group in self.optimizer.param_groups for name in group}
+        snapshot = OptimizerSnapshot(self.optimizer, caches=every - {"params", ".defaults"})
+        stand_in = StandIn(self.optimizer, lambda _: False)
         stand_in.take([[] for _ in self.optimizer.param_groups])
         result = raw_step(stand_in.optimizer)(stand_in.optimizer)
-        stand_in.give_back()
+        snapshot.given_back |= stand_in.give_back()
         for index, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
                 memory = torch.nn.Parameter(parameter.detach())
@@ -107,9 +111,10 @@ class Clone:
         }
         for index, group in enumerate(optimizer.param_groups):
             found |= {f"{name!r} in param group {index}": value for name, value in hyperparameters(group).items()}
-        for name, value in vars(optimizer).items():
-            if name not in ("param_groups", "state") and (isinstance(value, Tensor) or copyable(value)):
-                found[f"attribute .{name}"] = value
+        for name, value in attributes_of(optimizer).items():
+            found[f"attribute {name}"] = value
+        for name, value in shared_state(optimizer).items():
+            found[f"state under {name!r}"] = value
         return found
 
 

@@ -146,7 +146,8 @@ class _Known:
         """All but what its step changes itself, and what is no setting."""
         leave_out = self.verdict.counters
         return [
-            (name, value)
+            # Defaults may be the same lists as settings.
+            (name, {key: value[key] for key in value.keys() - leave_out} if name == ".defaults" else value)
             for name, value in settings.items()
             if name not in _NOT_READ and name not in leave_out and not name.startswith("._optimizer_")
         ]

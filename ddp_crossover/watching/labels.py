@@ -301,6 +301,11 @@ class LabelledMemory:
         if self.crossing is None and (others := self.of(tensor) & ~self._labels_of[owner]):
             self.crossing = Crossing("its state", self._first_owner(others), owner)
 
+    def keep_shared(self, tensor: Tensor, what: str) -> None:
+        """Note what belongs to no parameter and was there, or was made, in the step."""
+        if self.of(tensor) & self._data:
+            self.foreign.setdefault(f"{what}, with data of a parameter", "a tensor that it keeps there")
+
     def mixed_by_python(self) -> Crossing | None:
         """Where Python has read data of parameters and has then written to others, out of turn."""
         no_counters = self._no_counters()

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ddp_crossover.watching.optimizer_snapshot import is_record
+
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "pow")
 _COMPARISONS = {f"__{name}__": getattr(operator, name) for name in ("lt", "le", "eq", "ne", "gt", "ge")}
 _OF_THE_VALUE = ("__hash__", "__int__", "__trunc__", "__floor__", "__ceil__", "__round__", "__mod__", "__rmod__")
@@ -43,13 +45,15 @@ class Comparisons:
             self._is_listening = False
 
     def noted(self, name: str, value: Any) -> Any:
-        """The value of a setting, with numbers that note comparisons; also inside of containers."""
+        """The value of a setting, with numbers that note comparisons; also inside of containers and records."""
         if type(value) is float or isinstance(value, np.floating):
             return NotedNumber(float(value), self, (name,), is_itself=True)
         if type(value) in (tuple, list):
             return type(value)(self.noted(f"{name}[{index}]", each) for index, each in enumerate(value))
         if type(value) is dict:
             return {key: self.noted(f"{name}[{key!r}]", each) for key, each in value.items()}
+        if is_record(value):
+            vars(value).update((key, self.noted(f"{name}.{key}", each)) for key, each in vars(value).items())
         return value
 
     def note(self, names: tuple[str, ...], compared: tuple[Callable[[Any, Any], Any], float] | None) -> None:
@@ -65,6 +69,8 @@ class Comparisons:
             return tuple(self.kind(f"{name}[{index}]", each) for index, each in enumerate(value))
         if type(value) is dict:
             return tuple((key, self.kind(f"{name}[{key!r}]", each)) for key, each in value.items())
+        if is_record(value):
+            return type(value), tuple((key, self.kind(f"{name}.{key}", each)) for key, each in vars(value).items())
         if isinstance(value, Tensor):
             return value.dtype, value.dim()
         if not isinstance(value, (float, np.floating)):

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import enum
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from numbers import Number
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, NoneType
 from typing import Any, NamedTuple
@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ddp_crossover.cpython import is_of_c
 from ddp_crossover.torch_internals.optimizers import STEP_HOOKS, raw_step
 
 # Includes `step`, because a learning-rate scheduler wraps it on the instance, to count the calls.
 _NOT_TAKEN_OVER = frozenset(("param_groups", "state", "step", *STEP_HOOKS))
 _IMMUTABLE = frozenset((NoneType, bool, int, float, str))
+CONTAINERS = (list, dict)
 _PLAIN = (Number, str, enum.Enum, torch.dtype, torch.device, FunctionType, BuiltinFunctionType, type)
 
 
@@ -38,6 +40,10 @@ class ToUpdate(NamedTuple):
 
     parameter: Any
     memory: Tensor
+
+
+class DifferentWrites(RuntimeError):
+    """Two updates of a step have changed a setting, and not in the same way."""
 
 
 class StandIn:
@@ -78,11 +84,18 @@ class StandIn:
             {**group, "params": own} for group, own in zip(self._groups, parameters, strict=True)
         ]
 
-    def give_back(self) -> None:
-        """Copy what the step has set to the original, and show the original's groups to holders of the stand-in."""
-        _give_back(vars(self.optimizer), vars(self.original), self.original)
+    def give_back(self) -> set[str]:
+        """Copy what the step has set to the original, and show the original's groups to holders of the stand-in.
+
+        Returns:
+            The names of the attributes that the step has set.
+        """
+        names = _set_since(vars(self.optimizer), vars(self.original))
+        for name in names:
+            setattr(self.original, name, vars(self.optimizer)[name])
         self._give_back_settings()
         self.optimizer.param_groups = self.original.param_groups
+        return names
 
     def _give_back_settings(self) -> None:
         for mine, before, theirs in zip(
@@ -94,21 +107,34 @@ class StandIn:
 class OptimizerSnapshot:
     """An optimizer as it is now, to update some of its parameters later.
 
+    Attributes:
+        given_back: names of attributes that the step has set already, by itself or in another update.
+
     Args:
         optimizer: the optimizer. Its attributes, its hyperparameters and the attributes that users have set on its
             parameters are copied; its state is shared.
         state: the state to use instead of the optimizer's own.
+        caches: names of settings with content that an update may change, see ``caches``.
     """
 
-    def __init__(self, optimizer: Optimizer, state: dict[Any, dict[str, Any]] | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        state: dict[Any, dict[str, Any]] | None = None,
+        caches: Set[str] = frozenset(),
+    ) -> None:
         self.optimizer = optimizer
         self._state = optimizer.state if state is None else state
-        self._attributes = {
-            name: _copied(value) for name, value in vars(optimizer).items() if name not in _NOT_TAKEN_OVER
-        }
+        self._originals = {name: value for name, value in vars(optimizer).items() if name not in _NOT_TAKEN_OVER}
+        self._attributes = {name: _copied(value) for name, value in self._originals.items()}
+        self.given_back: set[str] = set()
+        self._shared_state = shared_state(optimizer)
         self._groups = [hyperparameters(group) for group in optimizer.param_groups]
+        self._caches = caches
         # A step may count in a tensor of a group, and each update begins with the same count.
-        self._have_tensors = any(isinstance(value, Tensor) for group in self._groups for value in group.values())
+        self._are_written = bool(caches) or any(
+            isinstance(value, Tensor) for group in self._groups for value in group.values()
+        )
         self._of_parameters: dict[Tensor, dict[str, Any]] | None = None
         if state is None and reads_attributes(optimizer):
             self._of_parameters = {p: _copied(vars(p)) for p in optimizer_parameters(optimizer) if vars(p)}
@@ -131,15 +157,19 @@ class OptimizerSnapshot:
         stand_in = _object_like(self.optimizer, self._attributes)
         for name in STEP_HOOKS:
             setattr(stand_in, name, OrderedDict())
+        vars(stand_in).update(
+            (name, _copied(value)) for name, value in self._attributes.items() if f".{name}" in self._caches
+        )
         # Includes all groups, because some optimizers read settings of the first group for all groups.
-        groups = map(hyperparameters, self._groups) if self._have_tensors else self._groups
+        groups = map(hyperparameters, self._groups) if self._are_written else self._groups
         stand_in.param_groups = [{**settings, "params": []} for settings in groups]
         for group, of_group in updates_of.items():
             stand_in.param_groups[group]["params"] = [memory for _, memory in of_group]
         # `dict.get`, because the methods of a LazyState would apply pending updates.
         states = [dict.get(self._state, parameter) for parameter, _ in updates]
-        stand_in.state = defaultdict(
-            dict, ((memory, own) for (_, memory), own in zip(updates, states, strict=True) if own is not None)
+        stand_in.state = defaultdict(dict, _copied(self._shared_state))
+        stand_in.state.update(
+            (memory, own) for (_, memory), own in zip(updates, states, strict=True) if own is not None
         )
         try:
             vars(stand_in).update(attributes)
@@ -152,7 +182,44 @@ class OptimizerSnapshot:
                 for (parameter, memory), before in zip(updates, states, strict=True):
                     if (own := stand_in.state.get(memory)) is not before:
                         dict.__setitem__(self._state, parameter, own)
-            _give_back(vars(stand_in), self._attributes, self.optimizer)
+            self._give_back(vars(stand_in))
+        if self._caches:
+            self._give_back_caches(stand_in)
+
+    def _give_back(self, attributes: Mapping[str, Any]) -> None:
+        """Copy attributes that an update has set to the optimizer, such as a flag that something was checked once.
+
+        Each update begins with the same attributes, and so sets the same; what was set since ``step()`` stays.
+        """
+        for name in _set_since(attributes, self._attributes) - self.given_back:
+            if f".{name}" in self._caches and isinstance(attributes[name], CONTAINERS):
+                continue
+            self.given_back.add(name)
+            if vars(self.optimizer).get(name) is self._originals.get(name):
+                setattr(self.optimizer, name, attributes[name])
+
+    def _give_back_caches(self, stand_in: Optimizer) -> None:
+        """Put what an update has made of a cache into the optimizer's own."""
+        attributes = {f".{name}": value for name, value in self._attributes.items()}
+        for made, before, own in zip(
+            [*stand_in.param_groups, attributes_of(stand_in)],
+            [*self._groups, attributes],
+            [*self.optimizer.param_groups, attributes_of(self.optimizer)],
+            strict=True,
+        ):
+            for name in self._caches & before.keys():
+                if isinstance(mine := made.get(name), CONTAINERS) and not same(mine, before[name]):
+                    if same(own.get(name), before[name]):
+                        _fill(own[name], mine)
+                    elif not same(own.get(name), mine):
+                        raise DifferentWrites(
+                            f"its updates change {name!r}, which belongs to no parameter, in different ways"
+                        )
+
+
+def shared_state(optimizer: Optimizer) -> dict[Any, Any]:
+    """A copy of what its state keeps for all parameters, under keys that are none, such as the number of steps."""
+    return {key: _copied(value) for key, value in dict.items(optimizer.state) if not isinstance(key, Tensor)}
 
 
 def was_skipped(attributes: Mapping[str, Any]) -> bool:
@@ -169,6 +236,11 @@ def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a param group without its parameters and their names."""
     return {key: _copied(value) for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Its attributes that may be settings, by their names with a dot."""
+    return {f".{name}": value for name, value in vars(optimizer).items() if name not in _NOT_TAKEN_OVER}
 
 
 def reads_attributes(optimizer: Optimizer) -> bool:
@@ -206,12 +278,9 @@ def _object_like(optimizer: Optimizer, attributes: Mapping[str, Any]) -> Optimiz
     return made
 
 
-def _give_back(attributes: Mapping[str, Any], before: dict[str, Any], optimizer: Optimizer) -> None:
-    """Copy attributes that a step has set to the optimizer, such as a flag that something was checked once."""
-    for name, value in attributes.items():
-        if name not in _NOT_TAKEN_OVER and value is not before.get(name):
-            before[name] = value
-            setattr(optimizer, name, value)
+def _set_since(attributes: Mapping[str, Any], before: Mapping[str, Any]) -> set[str]:
+    """Names of the attributes that a step has set."""
+    return {name for name, value in attributes.items() if name not in _NOT_TAKEN_OVER and value is not before.get(name)}
 
 
 def same(left: Any, right: Any) -> bool:
@@ -226,7 +295,7 @@ def same(left: Any, right: Any) -> bool:
         return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
     if isinstance(left, (list, tuple, deque)) and isinstance(right, (list, tuple, deque)):
         return len(left) == len(right) and all(map(same, left, right))
-    if type(left) is type(right) and not copyable(left) and hasattr(left, "__dict__"):
+    if type(left) is type(right) and hasattr(left, "__dict__") and not isinstance(left, _PLAIN):
         return same(vars(left), vars(right))
     return bool(left == right or (left != left and right != right))
 
@@ -237,7 +306,39 @@ def copyable(value: Any, *also: type) -> bool:
         return all(copyable(each, *also) for each in value)
     if isinstance(value, dict):
         return all(copyable(each, *also) for each in value.values())
+    if is_record(value):
+        # Not if there are records in it: one of them may be itself.
+        return not any(map(is_record, _leaves(vars(value)))) and copyable(vars(value), *also)
     return value is None or isinstance(value, (*_PLAIN, *also))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def is_record(value: Any) -> bool:
+    """Whether it is an object of a class in Python that has nothing but its attributes, as of a dataclass."""
+    kind: Any = type(value)
+    return (
+        kind.__new__ is object.__new__
+        and not callable(value)
+        and not isinstance(value, (*_PLAIN, torch.nn.Module, Optimizer))
+        and hasattr(value, "__dict__")
+        and all("__slots__" not in vars(each) and not is_of_c(each) for each in kind.__mro__[:-1])
+    )
+
+
+def _fill(container: Any, content: Any) -> None:
+    """Let a list or dict hold something else."""
+    if isinstance(container, list):
+        container[:] = content
+    else:
+        container.clear()
+        container.update(content)
 
 
 def _copied(value: Any) -> Any:
@@ -252,4 +353,22 @@ def _copied(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         items = map(_copied, value)
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if is_record(value):
+        record = object.__new__(type(value))
+        vars(record).update(_copied(vars(value)))
+        return record
     return copy.copy(value) if isinstance(value, set) else value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested containers, and in attributes of what is in them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in dict.values(value):
+            yield from tensors_in(each)
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        for each in value:
+            yield from tensors_in(each)
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)) and not callable(value):
+        yield from tensors_in(vars(value))

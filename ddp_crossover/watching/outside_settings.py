@@ -46,6 +46,7 @@ from torch.optim import Optimizer
 
 from ddp_crossover.cpython import Lookup, is_of_c, lookups, with_inner
 from ddp_crossover.torch_internals.compiled import is_compiled_function
+from ddp_crossover.watching.optimizer_snapshot import is_record
 from ddp_crossover.watching.outside_values import OutsideValues, Place, is_fixed, is_plain, leaves
 
 # Not `os`: environment variables are settings, too.
@@ -284,6 +285,8 @@ def _functions_given_to(optimizer: Optimizer) -> Iterator[Any]:
             todo += value.values()
         elif isinstance(value, (list, tuple, set, frozenset)):
             todo += value
+        elif is_record(value):
+            todo += [type(value), vars(value)]
         elif isinstance(value, (FunctionType, BuiltinFunctionType, type)):
             yield value
 

@@ -26,7 +26,15 @@ from ddp_crossover.torch_internals.optimizers import raw_step
 from ddp_crossover.watching.at_sight import why_not_at_sight
 from ddp_crossover.watching.clone import Clone
 from ddp_crossover.watching.noted_numbers import Comparisons
-from ddp_crossover.watching.optimizer_snapshot import hyperparameters, is_of_torch, optimizer_parameters, same
+from ddp_crossover.watching.optimizer_snapshot import (
+    DifferentWrites,
+    attributes_of,
+    hyperparameters,
+    is_of_torch,
+    optimizer_parameters,
+    same,
+    shared_state,
+)
 from ddp_crossover.watching.outside_settings import Outside, outside
 from ddp_crossover.watching.step_watch import Communicates, StepWatch
 
@@ -93,7 +101,7 @@ class Verdict(NamedTuple):
         why_not: why its updates must not be deferred; None if they may be.
         edits_gradients: whether its step writes to gradients.
         calls_closure: whether its step calls its closure exactly once.
-        counters: settings in its param groups that its step changes.
+        counters: what its step changes that belongs to no parameter, see :func:`_shared`.
         comparisons: how its step compares settings.
         outside: what its code refers to outside of the optimizer.
     """
@@ -132,7 +140,7 @@ def judge(optimizer: Optimizer) -> Verdict:
             optimizer,
             lambda error: Verdict(
                 str(error)
-                if isinstance(error, Communicates)
+                if isinstance(error, (Communicates, DifferentWrites))
                 else f"a trial step on a small clone of it failed ({type(error).__name__}: {error})"
             ),
         )
@@ -150,7 +158,7 @@ def _try(optimizer: Optimizer, with_state: bool) -> Verdict:
     comparisons = Comparisons()
     whole = Clone(optimizer, with_state, comparisons=comparisons)
     split = Clone(optimizer, with_state, comparisons=Comparisons())  # which makes numbers of NumPy Python's
-    groups = [hyperparameters(group) for group in whole.optimizer.param_groups]
+    before = _shared(whole.optimizer)
     edits_gradients = False
     for step in range(_STEPS):
         for clone in (whole, split):
@@ -168,7 +176,7 @@ def _try(optimizer: Optimizer, with_state: bool) -> Verdict:
             if is_last:  # some cannot go on with infinities, and raise in a plain step, too
                 break
             raise
-        reason = watch.seen(_changed(groups, whole.optimizer)).why_not
+        reason = watch.seen(_changed(before, whole.optimizer)).why_not
         if reason is not None and not is_tested(optimizer):
             return Verdict(reason)
         if not same([vars(parameter) for parameter in whole.parameters], attributes):
@@ -182,7 +190,7 @@ def _try(optimizer: Optimizer, with_state: bool) -> Verdict:
         edits_gradients |= not same([parameter.grad for parameter in whole.parameters], gradients)
         if is_last and (reason := _difference(whole, split)) is not None:
             return Verdict(reason)
-    counters = _changed(groups, whole.optimizer)
+    counters = _changed(before, whole.optimizer)
     calls_closure = _calls_closure(optimizer, with_state)
     return Verdict(None, edits_gradients, calls_closure, counters, comparisons)
 
@@ -208,13 +216,19 @@ def _make_special(parameters: list[Tensor], step: int) -> None:
             parameter.grad.view(-1)[-1:] = float("inf")
 
 
-def _changed(groups: list[dict[str, Any]], optimizer: Optimizer) -> frozenset[str]:
-    """Settings that are not what they were in ``groups``."""
+def _shared(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Copies of what belongs to no parameter: settings of param groups, ``.attributes``, ``[keys of the state]``."""
+    others = {**attributes_of(optimizer), **{f"[{key!r}]": value for key, value in shared_state(optimizer).items()}}
+    return [*map(hyperparameters, optimizer.param_groups), hyperparameters(others)]
+
+
+def _changed(then: list[dict[str, Any]], optimizer: Optimizer) -> frozenset[str]:
+    """Names of what is not as it was then."""
     return frozenset(
         name
-        for before, group in zip(groups, optimizer.param_groups, strict=True)
-        for name, value in group.items()
-        if name not in ("params", "param_names") and (name not in before or not same(before[name], value))
+        for before, now in zip(then, _shared(optimizer), strict=True)
+        for name, value in now.items()
+        if name not in before or not same(before[name], value)
     )
 
 

@@ -6,7 +6,6 @@ The watch is there for the undecorated ``step`` only, not for a closure, which r
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals.operations import Memory, Operation, OperationWatch, memory_of, number_of
 from ddp_crossover.watching.labels import Crossing, LabelledMemory
-from ddp_crossover.watching.optimizer_snapshot import optimizer_parameters
+from ddp_crossover.watching.optimizer_snapshot import attributes_of, optimizer_parameters, tensors_in
 from ddp_crossover.watching.update_guard import random_states, same_states
 
 
@@ -115,25 +114,27 @@ class StepWatch:
         for grad in {id(grad): grad for grad in self._gradients if grad is not None}.values():
             self._memory.own(grad, "gradient", gradients[id(grad)])
         owner_of = {id(parameter): owner for owner, parameter in zip(self._owners, parameters, strict=True)}
-        for key, state in dict.items(self._optimizer.state):
-            its = owner_of.get(id(key))
-            for tensor in _tensors_in(state):
-                what = f"its state under {key!r}" if its is None else "value" if tensor.dim() else "counter"
-                self._memory.own(tensor, what, its)
-        self._note_shared()
+        entries: dict[Any, Any] = self._optimizer.state
+        for key, state in dict.items(entries):
+            for tensor in tensors_in(state) if id(key) in owner_of else ():
+                self._memory.own(tensor, "value" if tensor.dim() else "counter", owner_of[id(key)])
+        for what, tensor in self._shared_tensors():
+            self._memory.own(tensor, what, None)
         self._random_states = random_states(torch.device("cpu"))
 
-    def _note_shared(self) -> None:
-        for name, value in vars(self._optimizer).items():
-            if name not in ("param_groups", "state"):
-                for tensor in _tensors_in(value):
-                    self._memory.own(tensor, f"its attribute .{name}", None)
+    def _shared_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of the optimizer that belong to no parameter, and what they are."""
+        entries: dict[Any, Any] = self._optimizer.state
+        for key, state in dict.items(entries):
+            if not isinstance(key, Tensor):
+                yield from ((_called(f"[{key!r}]"), tensor) for tensor in tensors_in(state))
+        for name, value in attributes_of(self._optimizer).items():
+            yield from ((_called(name), tensor) for tensor in tensors_in(value))
         # After the attributes, because the memory of a default may be that of a setting.
         for group in self._optimizer.param_groups:
             for name, value in group.items():
                 if name != "params":
-                    for tensor in _tensors_in(value):
-                        self._memory.own(tensor, _in_group(name), None)
+                    yield from ((_called(name), tensor) for tensor in tensors_in(value))
 
     def forget(self) -> None:
         """Let go of all tensors: the gradients' memory is looked at to tell whether anybody keeps it."""
@@ -176,15 +177,17 @@ class StepWatch:
         """What the step has done, after it.
 
         Args:
-            counters: settings in its param groups that it may change.
+            counters: what it may change that belongs to no parameter.
             name_of: what parameters are called.
         """
         memory = self._memory
         for owner, parameter in zip(self._owners, self._parameters, strict=True):
-            for tensor in _tensors_in(dict.get(self._optimizer.state, parameter)):
+            for tensor in tensors_in(dict.get(self._optimizer.state, parameter)):
                 memory.keep(tensor, owner)
+        for what, tensor in self._shared_tensors():
+            memory.keep_shared(tensor, what)
         return Seen(
-            next(self._reasons(set(map(_in_group, counters)), lambda index: name_of(self._parameters[index])), None),
+            next(self._reasons(set(map(_called, counters)), lambda index: name_of(self._parameters[index])), None),
             bool(memory.edited),
             memory.beyond_elements,
             self._communicates,
@@ -230,8 +233,11 @@ class _EndsWatch(tuple[Any, ...]):
         self.watch.forget()
 
 
-def _in_group(name: str) -> str:
-    return f"{name!r} in a param group"
+def _called(shared: str) -> str:
+    """What belongs to no parameter, in words; by its name in a param group, its ``.attribute`` or ``[key]``."""
+    if shared.startswith("."):
+        return f"its attribute {shared}"
+    return f"its state under {shared[1:-1]}" if shared.startswith("[") else f"{shared!r} in a param group"
 
 
 def _communicates(operation: str) -> str:
@@ -248,17 +254,3 @@ def _crosses(crossing: Crossing, name_of: Callable[[int], str]) -> str:
         f"it does not update each parameter independently: data of {source} decides about {target} "
         f"({crossing.operation})"
     )
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested containers, and in attributes of what is in them."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in dict.values(value):
-            yield from _tensors_in(each)
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        for each in value:
-            yield from _tensors_in(each)
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)) and not callable(value):
-        yield from _tensors_in(vars(value))

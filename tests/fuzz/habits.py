@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from own_optimizers import OwnOptimizer
+from own_optimizers import CountsInAttribute, CountsInState, HasObject, LooksUp, OwnOptimizer
 
 MAX_NORM = 0.1
 # The least edge of a large matrix: the models of programs have some, a trial on small samples may have none.
@@ -437,6 +437,10 @@ HABITS: dict[str, Callable[[Sequence[Tensor]], Optimizer]] = {
     "calls_attribute": CallsAttribute,
     "none_setting": NoneSetting,
     "counts_in_group": CountsInGroup,
+    "counts_in_state": CountsInState,
+    "counts_in_attribute": CountsInAttribute,
+    "looks_up": LooksUp,
+    "has_object": HasObject,
     "decays_gradient": DecaysGradient,
     "replaces_gradient": ReplacesGradient,
     "drops_gradient": DropsGradient,

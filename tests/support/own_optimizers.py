@@ -50,3 +50,80 @@ class SlowsDown(OwnOptimizer):
         for p in parameters:
             self.state[p]["updates"] = updates = self.state[p].get("updates", 0) + 1
             p.add_(p.grad, alpha=-group["lr"] / updates)
+
+
+# What belongs to no parameter.
+
+
+class CountsInState(OwnOptimizer):
+    """Counts steps in the state, under a key that is no parameter, as MADGRAD does."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if "k" not in self.state:
+            self.state["k"] = torch.zeros((), dtype=torch.int64, device="cpu")  # type: ignore[index]
+        loss = super().step(closure)
+        self.state["k"] += 1  # type: ignore[index]
+        return loss
+
+    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        for p in parameters:
+            p.add_(p.grad, alpha=-group["lr"] / (1 + self.state["k"].item()))  # type: ignore[index]
+
+
+class CountsInAttribute(OwnOptimizer):
+    """Counts steps in an attribute, as StableSPAM does, and notes in another one that it has begun, as SGD-SaI does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.steps = 0
+        self.has_begun = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if not self.has_begun:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["scale"] = 0.5
+            self.has_begun = True
+        self.steps += 1
+        return super().step(closure)
+
+    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        for p in parameters:
+            p.add_(p.grad, alpha=-group["lr"] * self.state[p]["scale"] / self.steps)
+
+
+class LooksUp(OwnOptimizer):
+    """Keeps in a table of its group, which is that of the defaults, what the step decides, as RAdam does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, table=[[None, None] for _ in range(3)])
+
+    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        for p in parameters:
+            self.state[p]["step"] = step = self.state[p].get("step", 0) + 1
+            entry = group["table"][step % 3]
+            if entry[0] != step:
+                entry[:] = step, group["lr"] / step
+            p.add_(p.grad, alpha=-entry[1])
+
+
+class _Rates:
+    """What a script configures."""
+
+    def __init__(self, lr: float) -> None:
+        self.lr = lr
+
+
+class HasObject(OwnOptimizer):
+    """Reads a setting from an object in an attribute, as nadir does, which changes in training."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.rates = _Rates(0.05)
+
+    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        for p in parameters:
+            p.add_(p.grad, alpha=-self.rates.lr)
+
+    def change(self) -> None:
+        self.rates.lr = 0.01

@@ -48,6 +48,7 @@ from ddp_crossover.step.deferred_updates import DeferredUpdates, EarlyAnswers, R
 from ddp_crossover.step.step_call import why_call_waits
 from ddp_crossover.step.update_runner import DeferredUpdate, as_if_called_by_the_user, is_aligned
 from ddp_crossover.torch_internals.autograd import unrecorded
+from ddp_crossover.watching.caches import why_no_shards
 from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate
 from ddp_crossover.watching.outside_settings import Outside
 from ddp_crossover.watching.update_guard import UnforeseenError, guarded
@@ -188,6 +189,7 @@ class ShardedUpdates(DeferredUpdates):
         self._optimizers.look_again(optimizer)
         reason = self._optimizers.why_not(optimizer) or why_call_waits(args, kwargs)
         reason = reason or why_attributes_matter(optimizer) or self._why_not_in_slices(optimizer)
+        reason = reason or why_no_shards(optimizer, self._optimizers.verdict(optimizer).counters)
         if reason is not None:
             raise RuntimeError(f"{type(optimizer).__name__}.step() cannot update shards, because {reason}")
         if self.pipeline is not None:
@@ -260,7 +262,7 @@ class ShardedUpdates(DeferredUpdates):
             )
         self._runner.note_written()  # of the state
         later: list[LazyParam] = []
-        call.stand_in.give_back()
+        call.snapshot.given_back |= call.stand_in.give_back()
         lazies = [self._params.all[index] for index in call.group_of]
         self._params.follow_moved(lazies)
         written = self._written(lazies)

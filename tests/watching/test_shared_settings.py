@@ -1,0 +1,82 @@
+"""What an optimizer keeps for all parameters, and changes in its steps, is what plain DDP makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp_crossover.watching.caches import caches_among, why_updates_may_differ
+from ddp_crossover.watching.separability import judge
+from equivalence import Case, Run, check_case
+from models import DeepNet
+from own_optimizers import CountsInAttribute, CountsInState, HasObject, LooksUp, OwnOptimizer
+
+
+def _steps(run: Run) -> Iterator[Any]:
+    """Settings change after `step()`, before an update is applied; and what the optimizer keeps is looked at."""
+    optimizer: Any = run.optimizer
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = run.loss(run.model(x), y)
+        loss.backward()
+        optimizer.step()
+        for settings in [*optimizer.param_groups, *([vars(optimizer.rates)] if hasattr(optimizer, "rates") else [])]:
+            settings["lr"] *= 0.9
+        yield loss
+    yield optimizer.state.get("k"), {name: vars(optimizer).get(name) for name in ("steps", "has_begun")}
+    yield optimizer.param_groups[0].get("table"), optimizer.defaults.get("table")
+
+
+@pytest.mark.parametrize("kind", [CountsInState, CountsInAttribute, LooksUp, HasObject])
+def test_it_has_the_bits_of_plain_ddp_and_overlaps(on_ranks, kind: Callable[[Any], Optimizer]) -> None:
+    check_case(Case(_steps, DeepNet, partial(_made, kind)), on_ranks)
+
+
+def _made(kind: Callable[[Any], Optimizer], model: nn.Module) -> Optimizer:
+    return kind(list(model.parameters()))
+
+
+def test_updates_of_parameters_with_other_counts_wait() -> None:
+    optimizer = LooksUp([nn.Parameter(torch.ones(3)) for _ in range(5)])
+    first, *others = parameters = optimizer.param_groups[0]["params"]
+    verdict = judge(optimizer)
+    caches = caches_among(optimizer, verdict.counters)
+    assert (verdict.why_not, caches) == (None, {"table"})
+
+    def step(*trained: Tensor) -> str | None:
+        for p in parameters:
+            p.grad = torch.ones_like(p) if any(p is each for each in trained) else None
+        reason = why_updates_may_differ(optimizer, caches)
+        optimizer.step()
+        return reason
+
+    assert step(first, *others) is None
+    assert step(first) is None
+    assert "not all parameters were updated equally often" in (step(first, *others) or "")
+    assert step(*others) is None
+    assert step(first, *others) is None
+
+
+def test_and_of_groups_that_share_one() -> None:
+    optimizer = LooksUp([{"params": [nn.Parameter(torch.ones(3))]} for _ in range(2)])
+    assert "which param groups share" in (why_updates_may_differ(optimizer, {"table"}) or "")
+
+
+class _Keeps(OwnOptimizer):
+    """Keeps the largest gradient of all in its state."""
+
+    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        state: dict[Any, Any] = self.state
+        for p in parameters:
+            state["largest"] = torch.maximum(p.grad.max(), state.get("largest", torch.zeros(())))
+            p.add_(p.grad, alpha=-group["lr"])
+
+
+def test_data_that_is_kept_for_all_is_no_count() -> None:
+    assert "under 'largest', with data of a parameter" in (judge(_Keeps([nn.Parameter(torch.ones(3))])).why_not or "")
