@@ -47,7 +47,7 @@ from torch.optim import Optimizer
 from ddp_crossover.cpython import Lookup, is_of_c, lookups, with_inner
 from ddp_crossover.torch_internals.compiled import is_compiled_function
 from ddp_crossover.watching.optimizer_snapshot import is_record
-from ddp_crossover.watching.outside_values import OutsideValues, Place, is_fixed, is_plain, leaves
+from ddp_crossover.watching.outside_values import ABSENT, OutsideValues, Place, is_fixed, is_plain, leaves
 
 # Not `os`: environment variables are settings, too.
 _TRUSTED = (sys.stdlib_module_names | {"numpy", "torch", "triton", "typing_extensions"}) - {"os"}
@@ -62,6 +62,7 @@ _CONSTANTS = (
     torch.dtype,
     torch.device,
     torch.layout,
+    ctypes.CDLL,
     TypeVar,
     UnionType,
 )
@@ -133,10 +134,14 @@ class _Search:
                         self._read(each)
                     elif each is not value:
                         self._add(what, each)
-            elif (parts := _parts(value)) is None:
-                return what
-            else:
+            elif value is ABSENT and place is not None and is_record(place.holder):
+                pass
+            elif (parts := _parts(value)) is not None:
                 self._add(what, *parts)
+            elif is_record(value):
+                self._record(value, what)
+            else:
+                return what
             if place is not None and not isinstance(value, ModuleType):
                 self._places[id(place.holder), place.name] = place
             if id(type(value)) not in self._holders:
@@ -193,6 +198,14 @@ class _Search:
             self._holders[id(holder)] = holder
             for name in list(vars(holder)):
                 self._look_up(holder, name)
+
+    def _record(self, record: Any, what: str) -> None:
+        """Follow all attributes of an object, also those that may come to hide those of its class."""
+        if id(record) not in self._holders:
+            self._holders[id(record)] = record
+            of_class = [name for kind in type(record).__mro__ for name in vars(kind) if not name.startswith("__")]
+            for name in dict.fromkeys([*vars(record), *of_class]):
+                self._add_place(record, name, f"{what}.{name}")
 
     def _look_up(self, holder: Any, name: str) -> None:
         if name not in vars(holder):

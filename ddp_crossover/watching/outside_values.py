@@ -20,7 +20,7 @@ _SIMPLE = frozenset((NoneType, bool, int, float, complex, str, bytes, torch.dtyp
 _CONTAINERS = (tuple, list, dict, set, frozenset)
 _THEMSELVES = (type, FunctionType, BuiltinFunctionType, type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 _MOST_LEAVES = 1000  # to compare more in each step takes time
-_ABSENT = object()
+ABSENT = object()
 
 
 class Place(NamedTuple):
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
     def read(self) -> Any:
         if (variables := self.variables()) is not None:
-            return variables.get(self.name, _ABSENT)
+            return variables.get(self.name, ABSENT)
         return _content(self.holder) if isinstance(self.holder, CellType) else getattr(self.holder, self.name)
 
     def variables(self) -> Mapping[str, Any] | None:
@@ -51,8 +51,8 @@ class Place(NamedTuple):
         if isinstance(self.holder, CellType):
             self.holder.cell_contents = value
         elif not isinstance(self.holder, dict):
-            delattr(self.holder, self.name) if value is _ABSENT else setattr(self.holder, self.name, value)
-        elif value is _ABSENT:
+            delattr(self.holder, self.name) if value is ABSENT else setattr(self.holder, self.name, value)
+        elif value is ABSENT:
             self.holder.pop(self.name, None)
         else:
             self.holder[self.name] = value
@@ -94,7 +94,7 @@ class OutsideValues:
 
     def changed(self) -> str | None:
         """One of them that is another one now, by its name; or None."""
-        if all(variables.get(name, _ABSENT) is value for variables, name, value in self._fixed) and all(
+        if all(variables.get(name, ABSENT) is value for variables, name, value in self._fixed) and all(
             then.is_now() for then in self._others
         ):
             return None
@@ -170,4 +170,4 @@ def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        return _ABSENT
+        return ABSENT

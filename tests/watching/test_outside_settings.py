@@ -68,6 +68,10 @@ class Config:
         return RATES["lr"]
 
 
+CONFIGURED = Config()
+CONFIGURED.decay = 0.1  # type: ignore[attr-defined]
+
+
 class Scaling:
     def __call__(self) -> float:
         return RATES["lr"]
@@ -270,6 +274,8 @@ FOLLOWED: dict[str, tuple[str, Callable[[Any], Any], Change]] = {
     "private": ("global variable _hidden", lambda self: _hidden["lr"], lambda: set_hidden(0.2)),
     "module": ("settings_of_a_user.lr", lambda self: MODULE.lr, _set(MODULE, "lr", 0.2)),
     "class": ("Config.lr", lambda self: Config.lr, _set(Config, "lr", 0.2)),
+    "object": ("CONFIGURED.decay", lambda self: CONFIGURED.decay, _set(CONFIGURED, "decay", 0.2)),
+    "hidden by an object": ("CONFIGURED.lr", lambda self: CONFIGURED.lr, _set(CONFIGURED, "lr", 0.2)),
     "classmethod": ("global variable RATES", lambda self: Config.rate(), HALF),
     "helper": ("global variable RATES", lambda self: _helper(), HALF),
     "another helper": ("global variable _helper", lambda self: _helper(), _set(HERE, "_helper", _memoized)),
@@ -361,7 +367,7 @@ def _changes(optimizer: Optimizer, change: Change) -> str | None:
 @pytest.fixture
 def as_before() -> Iterator[None]:
     """Undo what a test changes."""
-    holders = [HERE, RATES, _hidden]
+    holders = [HERE, RATES, _hidden, vars(CONFIGURED)]
     copies = [dict(holder) for holder in holders]
     scale = TABLE[torch.ops.aten.add]["scale"]
     attributes = [(MODULE, "lr"), (Config, "lr"), (Base, "factor"), (_with_attribute, "made")]
