@@ -15,6 +15,7 @@ the optimizer.
 from __future__ import annotations
 
 import builtins
+import ctypes
 import enum
 import gc
 import logging
