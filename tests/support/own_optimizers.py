@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -66,7 +65,7 @@ class CountsInState(OwnOptimizer):
         self.state["k"] += 1  # type: ignore[index]
         return loss
 
-    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def update(self, group: dict[str, Any], parameters: list[Any]) -> None:
         for p in parameters:
             p.add_(p.grad, alpha=-group["lr"] / (1 + self.state["k"].item()))  # type: ignore[index]
 
@@ -88,7 +87,7 @@ class CountsInAttribute(OwnOptimizer):
         self.steps += 1
         return super().step(closure)
 
-    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def update(self, group: dict[str, Any], parameters: list[Any]) -> None:
         for p in parameters:
             p.add_(p.grad, alpha=-group["lr"] * self.state[p]["scale"] / self.steps)
 
@@ -99,7 +98,7 @@ class LooksUp(OwnOptimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, table=[[None, None] for _ in range(3)])
 
-    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def update(self, group: dict[str, Any], parameters: list[Any]) -> None:
         for p in parameters:
             self.state[p]["step"] = step = self.state[p].get("step", 0) + 1
             entry = group["table"][step % 3]
@@ -122,7 +121,7 @@ class HasObject(OwnOptimizer):
         super().__init__(params)
         self.rates = _Rates(0.05)
 
-    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def update(self, group: dict[str, Any], parameters: list[Any]) -> None:
         for p in parameters:
             p.add_(p.grad, alpha=-self.rates.lr)
 
