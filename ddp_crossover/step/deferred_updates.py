@@ -365,7 +365,7 @@ class DeferredUpdates:
         if step is not None:
             given_back = step.stand_in.give_back()
             if step.snapshot is not None:
-                step.snapshot.given_back |= given_back
+                step.snapshot.leave_alone(given_back)
             later = [lazy for lazies in step.later for lazy in lazies]
             if later:
                 self._defer(step, optimizer)

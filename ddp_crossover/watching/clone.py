@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals.optimizers import raw_step
+from ddp_crossover.watching.caches import caches_among
 from ddp_crossover.watching.noted_numbers import Comparisons
 from ddp_crossover.watching.optimizer_snapshot import (
     OptimizerSnapshot,
@@ -89,11 +90,12 @@ class Clone:
         """Step as ``deferred_updates`` does: once without parameters, then once for each parameter."""
         gradients = {parameter: parameter.grad for parameter in self.parameters}
         every = attributes_of(self.optimizer).keys() | {name for group in self.optimizer.param_groups for name in group}
-        snapshot = OptimizerSnapshot(self.optimizer, caches=every - {"params", ".defaults"})
+        caches = caches_among(self.optimizer, every - {"params", ".defaults"})
+        snapshot = OptimizerSnapshot(self.optimizer, caches=caches)
         stand_in = StandIn(self.optimizer, lambda _: False)
         stand_in.take([[] for _ in self.optimizer.param_groups])
         result = raw_step(stand_in.optimizer)(stand_in.optimizer)
-        snapshot.given_back |= stand_in.give_back()
+        snapshot.leave_alone(stand_in.give_back())
         for index, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
                 memory = torch.nn.Parameter(parameter.detach())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import itertools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from numbers import Number
@@ -107,9 +108,6 @@ class StandIn:
 class OptimizerSnapshot:
     """An optimizer as it is now, to update some of its parameters later.
 
-    Attributes:
-        given_back: names of attributes that the step has set already, by itself or in another update.
-
     Args:
         optimizer: the optimizer. Its attributes, its hyperparameters and the attributes that users have set on its
             parameters are copied; its state is shared.
@@ -127,17 +125,24 @@ class OptimizerSnapshot:
         self._state = optimizer.state if state is None else state
         self._originals = {name: value for name, value in vars(optimizer).items() if name not in _NOT_TAKEN_OVER}
         self._attributes = {name: _copied(value) for name, value in self._originals.items()}
-        self.given_back: set[str] = set()
+        self._given_back: set[str] = set()
         self._shared_state = shared_state(optimizer)
         self._groups = [hyperparameters(group) for group in optimizer.param_groups]
         self._caches = caches
-        # A step may count in a tensor of a group, and each update begins with the same count.
-        self._are_written = bool(caches) or any(
-            isinstance(value, Tensor) for group in self._groups for value in group.values()
-        )
+        # A step may count in a tensor, or in an object, and each update begins with the same count.
+        self._written = [
+            name
+            for name, value in self._attributes.items()
+            if name != "defaults" and not name.startswith("_optimizer_") and _can_be_written(value)
+        ]
+        self._groups_are_written = any(map(_can_be_written, itertools.chain(*map(dict.values, self._groups))))
         self._of_parameters: dict[Tensor, dict[str, Any]] | None = None
         if state is None and reads_attributes(optimizer):
             self._of_parameters = {p: _copied(vars(p)) for p in optimizer_parameters(optimizer) if vars(p)}
+
+    def leave_alone(self, names: set[str]) -> None:
+        """Let updates set none of these attributes, which the step has set itself."""
+        self._given_back |= names
 
     @property
     def was_skipped(self) -> bool:
@@ -157,11 +162,10 @@ class OptimizerSnapshot:
         stand_in = _object_like(self.optimizer, self._attributes)
         for name in STEP_HOOKS:
             setattr(stand_in, name, OrderedDict())
-        vars(stand_in).update(
-            (name, _copied(value)) for name, value in self._attributes.items() if f".{name}" in self._caches
-        )
+        vars(stand_in).update((name, _copied(self._attributes[name])) for name in self._written)
+        before = dict(vars(stand_in))
         # Includes all groups, because some optimizers read settings of the first group for all groups.
-        groups = map(hyperparameters, self._groups) if self._are_written else self._groups
+        groups = map(hyperparameters, self._groups) if self._groups_are_written else self._groups
         stand_in.param_groups = [{**settings, "params": []} for settings in groups]
         for group, of_group in updates_of.items():
             stand_in.param_groups[group]["params"] = [memory for _, memory in of_group]
@@ -179,22 +183,22 @@ class OptimizerSnapshot:
             for name in attributes:
                 del vars(stand_in)[name]
             if stand_in.state:
-                for (parameter, memory), before in zip(updates, states, strict=True):
-                    if (own := stand_in.state.get(memory)) is not before:
+                for (parameter, memory), known in zip(updates, states, strict=True):
+                    if (own := stand_in.state.get(memory)) is not known:
                         dict.__setitem__(self._state, parameter, own)
-            self._give_back(vars(stand_in))
+            self._give_back(vars(stand_in), before)
         if self._caches:
             self._give_back_caches(stand_in)
 
-    def _give_back(self, attributes: Mapping[str, Any]) -> None:
+    def _give_back(self, attributes: Mapping[str, Any], before: Mapping[str, Any]) -> None:
         """Copy attributes that an update has set to the optimizer, such as a flag that something was checked once.
 
         Each update begins with the same attributes, and so sets the same; what was set since ``step()`` stays.
         """
-        for name in _set_since(attributes, self._attributes) - self.given_back:
+        for name in _set_since(attributes, before) - self._given_back:
             if f".{name}" in self._caches and isinstance(attributes[name], CONTAINERS):
                 continue
-            self.given_back.add(name)
+            self._given_back.add(name)
             if vars(self.optimizer).get(name) is self._originals.get(name):
                 setattr(self.optimizer, name, attributes[name])
 
@@ -330,6 +334,10 @@ def is_record(value: Any) -> bool:
         and hasattr(value, "__dict__")
         and all("__slots__" not in vars(each) and not is_of_c(each) for each in kind.__mro__[:-1])
     )
+
+
+def _can_be_written(value: Any) -> bool:
+    return isinstance(value, (Tensor, set, *CONTAINERS)) or is_record(value)
 
 
 def _fill(container: Any, content: Any) -> None:

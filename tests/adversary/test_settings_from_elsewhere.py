@@ -127,7 +127,7 @@ class Config:
     lr: float = 0.1
 
 
-@adversarial(fallback="hold a Config in 'config'")
+@adversarial()
 def test_settings_are_an_object_in_the_group(run: Script) -> None:
     class FromObject(Rated):
         def rate(self, group: dict[str, Any], p: Any) -> Any:

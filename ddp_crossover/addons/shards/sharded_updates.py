@@ -262,7 +262,7 @@ class ShardedUpdates(DeferredUpdates):
             )
         self._runner.note_written()  # of the state
         later: list[LazyParam] = []
-        call.snapshot.given_back |= call.stand_in.give_back()
+        call.snapshot.leave_alone(call.stand_in.give_back())
         lazies = [self._params.all[index] for index in call.group_of]
         self._params.follow_moved(lazies)
         written = self._written(lazies)
