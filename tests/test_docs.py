@@ -52,6 +52,20 @@ def test_the_design_page_has_every_room() -> None:
     assert set(re.findall(r"`addons/(\w+)(?:/|\.py)`", rooms)) == _rooms_in(package / "addons")
 
 
+def test_what_a_page_says_of_its_add_on_s_lines_is_so() -> None:
+    said = [
+        match
+        for page in DOCS.glob("*.md")
+        for match in re.findall(r"`addons/(\w+)/`,\s+of\s+([\d,]+)\s+lines", page.read_text())
+    ]
+    assert len(said) == 6
+    for add_on, lines in said:
+        files = (ROOT / "ddp_crossover" / "addons" / add_on).rglob("*.py")
+        assert sum(len(file.read_text().splitlines()) for file in files) == pytest.approx(
+            int(lines.replace(",", "")), rel=0.1
+        )
+
+
 def _rooms_in(folder: Path) -> set[str]:
     there = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     return there - {"__init__"}
