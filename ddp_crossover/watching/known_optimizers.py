@@ -146,13 +146,14 @@ class _Known:
         """All but what its step changes itself, and what is no setting."""
         leave_out = self.verdict.counters
         return [
-            # Defaults may be the same lists as settings.
-            (name, {key: value[key] for key in value.keys() - leave_out} if name == ".defaults" else value)
+            (name, value)
             for name, value in settings.items()
             if name not in _NOT_READ and name not in leave_out and not name.startswith("._optimizer_")
         ]
 
     def _kind(self, name: str, value: Any) -> Hashable:
+        if name == ".defaults" and isinstance(value, dict):  # they may be the same lists as settings
+            value = {key: each for key, each in value.items() if key not in self.verdict.counters}
         return (self.verdict.comparisons or _NO_COMPARISONS).kind(name, value)
 
     def has_watched(self, parameters: Iterable[Tensor]) -> bool:

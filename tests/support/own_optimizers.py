@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -107,11 +108,11 @@ class LooksUp(OwnOptimizer):
             p.add_(p.grad, alpha=-entry[1])
 
 
+@dataclass
 class _Rates:
     """What a script configures."""
 
-    def __init__(self, lr: float) -> None:
-        self.lr = lr
+    lr: float
 
 
 class HasObject(OwnOptimizer):
@@ -127,3 +128,15 @@ class HasObject(OwnOptimizer):
 
     def change(self) -> None:
         self.rates.lr = 0.01
+
+
+class CountsInObject(OwnOptimizer):
+    """Counts steps in an object of its group, beside a list."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, counted=_Rates(0.0), factors=[0.5, 2.0])
+
+    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        group["counted"].lr += 1.0
+        for p in parameters:
+            p.add_(p.grad, alpha=-group["lr"] * group["factors"][0] / group["counted"].lr)

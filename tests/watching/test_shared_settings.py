@@ -15,25 +15,27 @@ from ddp_crossover.watching.caches import caches_among, why_updates_may_differ
 from ddp_crossover.watching.separability import judge
 from equivalence import Case, Run, check_case
 from models import DeepNet
-from own_optimizers import CountsInAttribute, CountsInState, HasObject, LooksUp, OwnOptimizer
+from own_optimizers import CountsInAttribute, CountsInObject, CountsInState, HasObject, LooksUp, OwnOptimizer
 
 
 def _steps(run: Run) -> Iterator[Any]:
     """Settings change after `step()`, before an update is applied; and what the optimizer keeps is looked at."""
     optimizer: Any = run.optimizer
-    for x, y in run.batches():
+    for number, (x, y) in enumerate(run.batches()):
         optimizer.zero_grad()
         loss = run.loss(run.model(x), y)
         loss.backward()
         optimizer.step()
         for settings in [*optimizer.param_groups, *([vars(optimizer.rates)] if hasattr(optimizer, "rates") else [])]:
             settings["lr"] *= 0.9
+        if number == 4 and hasattr(optimizer, "steps"):
+            optimizer.steps = 1
         yield loss
     yield optimizer.state.get("k"), {name: vars(optimizer).get(name) for name in ("steps", "has_begun")}
     yield optimizer.param_groups[0].get("table"), optimizer.defaults.get("table")
 
 
-@pytest.mark.parametrize("kind", [CountsInState, CountsInAttribute, LooksUp, HasObject])
+@pytest.mark.parametrize("kind", [CountsInState, CountsInAttribute, CountsInObject, LooksUp, HasObject])
 def test_it_has_the_bits_of_plain_ddp_and_overlaps(on_ranks, kind: Callable[[Any], Optimizer]) -> None:
     check_case(Case(_steps, DeepNet, partial(_made, kind)), on_ranks)
 
