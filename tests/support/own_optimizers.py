@@ -136,7 +136,7 @@ class CountsInObject(OwnOptimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, counted=_Rates(0.0), factors=[0.5, 2.0])
 
-    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def update(self, group: dict[str, Any], parameters: list[Any]) -> None:
         group["counted"].lr += 1.0
         for p in parameters:
             p.add_(p.grad, alpha=-group["lr"] * group["factors"][0] / group["counted"].lr)
