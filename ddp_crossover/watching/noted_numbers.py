@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ddp_crossover.watching.optimizer_snapshot import is_record
+from ddp_crossover.watching.optimizer_snapshot import copyable, is_record
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "pow")
 _COMPARISONS = {f"__{name}__": getattr(operator, name) for name in ("lt", "le", "eq", "ne", "gt", "ge")}
@@ -69,7 +69,7 @@ class Comparisons:
             return tuple(self.kind(f"{name}[{index}]", each) for index, each in enumerate(value))
         if type(value) is dict:
             return tuple((key, self.kind(f"{name}[{key!r}]", each)) for key, each in value.items())
-        if is_record(value):
+        if is_record(value) and copyable(value, Tensor):  # others, as a hook's handle, count as themselves
             return type(value), tuple((key, self.kind(f"{name}.{key}", each)) for key, each in vars(value).items())
         if isinstance(value, Tensor):
             return value.dtype, value.dim()

@@ -128,7 +128,7 @@ def _is_refusal(arm: _Arm) -> bool:
     names = (
         r"(ValueError|TypeError|[\w.]*DisagreementError)"
         if arm.step < 0
-        else r"(ValueError|RuntimeError): .*(shard_optimizer|attach)"
+        else r"(ValueError|RuntimeError|[\w.]*UnforeseenError): .*(shard_optimizer|attach)"
     )
     return "/ddp_crossover/" in last_file and re.match(names, _last_line(arm.error)) is not None
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_crossover.watching.caches import caches_among, why_updates_may_differ
+from ddp_crossover.watching.known_optimizers import KnownOptimizers
 from ddp_crossover.watching.separability import judge
 from equivalence import Case, Run, check_case
 from models import DeepNet
@@ -82,3 +83,11 @@ class _Keeps(OwnOptimizer):
 
 def test_data_that_is_kept_for_all_is_no_count() -> None:
     assert "under 'largest', with data of a parameter" in (judge(_Keeps([nn.Parameter(torch.ones(3))])).why_not or "")
+
+
+def test_a_handle_in_an_attribute_is_a_reason_to_wait_and_no_error() -> None:
+    optimizer: Any = OwnOptimizer([nn.Parameter(torch.ones(3))])
+    optimizer.handle = optimizer.register_step_post_hook(lambda *_: None)
+    known = KnownOptimizers([optimizer], str)
+    assert "attribute .handle may hold parameters" in (known.why_not(optimizer) or "")
+    hash(known.settings(optimizer))
