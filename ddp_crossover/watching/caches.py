@@ -7,13 +7,16 @@ counts, and these are the same for all parameters that have a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Set
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_crossover.watching.optimizer_snapshot import CONTAINERS, attributes_of
+from ddp_crossover.watching.optimizer_snapshot import CONTAINERS, attributes_of, writable_parts
+
+_MOST_ENTRIES = 1000  # of a cache, which is copied in each step and for each update
 
 
 def caches_among(optimizer: Optimizer, changed: Collection[str]) -> frozenset[str]:
@@ -28,13 +31,16 @@ def why_no_shards(optimizer: Optimizer, changed: Collection[str]) -> str | None:
     return f"its step() writes to {min(caches)!r}, which belongs to no parameter" if caches else None
 
 
-def why_updates_may_differ(optimizer: Optimizer, caches: Collection[str]) -> str | None:
+def why_updates_may_differ(optimizer: Optimizer, caches: Set[str]) -> str | None:
     """Why updates may write different things to these caches in this step; None if they write the same."""
     if not caches:
         return None
     groups, written = optimizer.param_groups, f"its step() writes to {min(caches)!r}"
-    own = [id(group[name]) for group in groups for name in caches if name in group]
-    if len(set(own)) < len(own) or (len(groups) > 1 and any(name.startswith(".") for name in caches)):
+    for settings in [*groups, attributes_of(optimizer)]:
+        lists = [settings[name] for name in caches & settings.keys() if isinstance(settings[name], CONTAINERS)]
+        if any(len(each) > _MOST_ENTRIES for each in lists):
+            return f"{written}, which has more than {_MOST_ENTRIES} entries to copy for each update"
+    if len(groups) > 1 and any(name.startswith(".") for name in caches):
         return f"{written}, which param groups share"
     for group in groups:
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -42,6 +48,26 @@ def why_updates_may_differ(optimizer: Optimizer, caches: Collection[str]) -> str
         if any(each is None or each != counts[0] for each in counts):
             return f"{written}, and not all parameters were updated equally often"
     return None
+
+
+def why_found_twice(optimizer: Optimizer, changed: Collection[str]) -> str | None:
+    """Why a step that changes these settings does more than a deferred update would see; None if it does not.
+
+    Each deferred update, and each trial, has a copy of every setting, so what two settings share is two things there.
+    """
+    if ".defaults" in changed:
+        return "its step() writes to its .defaults"
+    settings = [*optimizer.param_groups, {**attributes_of(optimizer), ".defaults": None}, _shared_entries(optimizer)]
+    named = [(name, value) for each in settings for name, value in each.items() if name != "params"]
+    found = Counter(id(part) for _, value in named for part in writable_parts(value))
+    for name, value in named:
+        if name in changed and any(found[id(part)] > 1 for part in writable_parts(value)):
+            return f"its step() writes to {name!r}, which another setting or param group shares"
+    return None
+
+
+def _shared_entries(optimizer: Optimizer) -> dict[str, Any]:
+    return {f"[{key!r}]": each for key, each in dict.items(optimizer.state) if not isinstance(key, Tensor)}
 
 
 def _counts(state: dict[str, Any], parameter: Tensor) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals.optimizers import has_hooks
 from ddp_crossover.watching.noted_numbers import Comparisons
-from ddp_crossover.watching.optimizer_snapshot import optimizer_parameters
+from ddp_crossover.watching.optimizer_snapshot import entries_of, optimizer_parameters
 from ddp_crossover.watching.separability import Verdict, is_tested, judge
 from ddp_crossover.watching.step_watch import Seen
 
@@ -144,11 +144,15 @@ class _Known:
 
     def _readable(self, settings: dict[str, Any]) -> list[tuple[str, Any]]:
         """All but what its step changes itself, and what is no setting."""
-        leave_out = self.verdict.counters
-        return [
+        counters, constants = self.verdict.counters, self.verdict.constants
+        readable = [
             (name, value)
             for name, value in settings.items()
-            if name not in _NOT_READ and name not in leave_out and not name.startswith("._optimizer_")
+            if name not in _NOT_READ and name not in counters and not name.startswith("._optimizer_")
+        ]
+        changed = [(name, settings[name]) for name in counters if name in settings] if constants else []
+        return readable + [
+            entry for name, value in changed for entry in entries_of(name, value).items() if entry[0] in constants
         ]
 
     def _kind(self, name: str, value: Any) -> Hashable:

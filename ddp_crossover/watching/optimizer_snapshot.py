@@ -129,6 +129,7 @@ class OptimizerSnapshot:
         self._shared_state = shared_state(optimizer)
         self._groups = [hyperparameters(group) for group in optimizer.param_groups]
         self._caches = caches
+        self._left: list[dict[str, Any]] = []
         # A step may count in a tensor, or in an object, and each update begins with the same count.
         self._written = [
             name
@@ -141,8 +142,17 @@ class OptimizerSnapshot:
             self._of_parameters = {p: _copied(vars(p)) for p in optimizer_parameters(optimizer) if vars(p)}
 
     def leave_alone(self, names: set[str]) -> None:
-        """Let updates set none of these attributes, which the step has set itself."""
+        """Let updates set none of these attributes, which the step has set itself, nor add what it has put into caches.
+
+        The script may change both from now on.
+        """
         self._given_back |= names
+        self._left = self._contents()
+
+    def _contents(self) -> list[dict[str, Any]]:
+        """Copies of what is in the optimizer's caches now."""
+        settings = [*self.optimizer.param_groups, attributes_of(self.optimizer)] if self._caches else []
+        return [{name: _copied(each[name]) for name in self._caches & each.keys()} for each in settings]
 
     @property
     def was_skipped(self) -> bool:
@@ -205,15 +215,17 @@ class OptimizerSnapshot:
     def _give_back_caches(self, stand_in: Optimizer) -> None:
         """Put what an update has made of a cache into the optimizer's own."""
         attributes = {f".{name}": value for name, value in self._attributes.items()}
-        for made, before, own in zip(
+        for made, before, left, own in zip(
             [*stand_in.param_groups, attributes_of(stand_in)],
             [*self._groups, attributes],
+            self._left,
             [*self.optimizer.param_groups, attributes_of(self.optimizer)],
             strict=True,
         ):
-            for name in self._caches & before.keys():
-                if isinstance(mine := made.get(name), CONTAINERS) and not same(mine, before[name]):
-                    if same(own.get(name), before[name]):
+            for name in self._caches & before.keys() & left.keys():
+                mine = made.get(name)
+                if isinstance(mine, CONTAINERS) and not same(mine, before[name]) and not same(mine, left[name]):
+                    if same(own.get(name), left[name]):
                         _fill(own[name], mine)
                     elif not same(own.get(name), mine):
                         raise DifferentWrites(
@@ -337,7 +349,25 @@ def is_record(value: Any) -> bool:
 
 
 def _can_be_written(value: Any) -> bool:
-    return isinstance(value, (Tensor, set, *CONTAINERS)) or is_record(value)
+    return next(writable_parts(value), None) is not None
+
+
+def writable_parts(value: Any) -> Iterator[Any]:
+    """Everything in a setting that can be changed in place, itself included."""
+    if type(value) in _IMMUTABLE:
+        return
+    if isinstance(value, (Tensor, set, *CONTAINERS)) or is_record(value):
+        yield value
+    parts: Any = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    for each in vars(value).values() if is_record(value) else parts:
+        yield from writable_parts(each)
+
+
+def entries_of(name: str, setting: Any) -> dict[str, Any]:
+    """What is in a dict or a plain object, by the names that a trial gives it; empty for other settings."""
+    if type(setting) is dict:
+        return {f"{name}[{key!r}]": each for key, each in setting.items()}
+    return {f"{name}.{key}": each for key, each in vars(setting).items()} if is_record(setting) else {}
 
 
 def _fill(container: Any, content: Any) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,11 +24,13 @@ from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals.optimizers import raw_step
 from ddp_crossover.watching.at_sight import why_not_at_sight
+from ddp_crossover.watching.caches import why_found_twice
 from ddp_crossover.watching.clone import Clone
 from ddp_crossover.watching.noted_numbers import Comparisons
 from ddp_crossover.watching.optimizer_snapshot import (
     DifferentWrites,
     attributes_of,
+    entries_of,
     hyperparameters,
     is_of_torch,
     optimizer_parameters,
@@ -102,6 +104,7 @@ class Verdict(NamedTuple):
         edits_gradients: whether its step writes to gradients.
         calls_closure: whether its step calls its closure exactly once.
         counters: what its step changes that belongs to no parameter, see :func:`_shared`.
+        constants: what it leaves as it is in dicts and plain objects among these.
         comparisons: how its step compares settings.
         outside: what its code refers to outside of the optimizer.
     """
@@ -110,6 +113,7 @@ class Verdict(NamedTuple):
     edits_gradients: bool = False
     calls_closure: bool = True
     counters: frozenset[str] = frozenset()
+    constants: frozenset[str] = frozenset()
     comparisons: Comparisons | None = None
     outside: Outside = Outside()
 
@@ -146,7 +150,7 @@ def judge(optimizer: Optimizer) -> Verdict:
         )
     if written and verdict.why_not is None:
         return Verdict(f"its step() changes {written[0]}, which belongs to no parameter")
-    return verdict._replace(outside=found)
+    return verdict._replace(outside=found, why_not=verdict.why_not or why_found_twice(optimizer, verdict.counters))
 
 
 def is_tested(optimizer: Optimizer) -> bool:
@@ -192,7 +196,9 @@ def _try(optimizer: Optimizer, with_state: bool) -> Verdict:
             return Verdict(reason)
     counters = _changed(before, whole.optimizer)
     calls_closure = _calls_closure(optimizer, with_state)
-    return Verdict(None, edits_gradients, calls_closure, counters, comparisons)
+    return Verdict(
+        None, edits_gradients, calls_closure, counters, _unchanged_in(before, whole.optimizer, counters), comparisons
+    )
 
 
 def _difference(whole: Clone, split: Clone) -> str | None:
@@ -207,8 +213,8 @@ def _difference(whole: Clone, split: Clone) -> str | None:
 
 
 def _make_special(parameters: list[Tensor], step: int) -> None:
-    """Let one gradient be zero, or infinite: some optimizers skip a parameter then, and must not skip others."""
-    for parameter in parameters[:1]:
+    """Let a gradient or two be zero, or infinite: some optimizers skip a parameter then, and must not skip others."""
+    for parameter in parameters[: 1 if len(parameters) < 3 else 2]:  # two, because a step may count them
         assert parameter.grad is not None
         if step == _STEP_OF_ZEROS:
             parameter.grad.zero_()
@@ -230,6 +236,17 @@ def _changed(then: list[dict[str, Any]], optimizer: Optimizer) -> frozenset[str]
         for name, value in now.items()
         if name not in before or not same(before[name], value)
     )
+
+
+def _unchanged_in(then: list[dict[str, Any]], optimizer: Optimizer, counters: Set[str]) -> frozenset[str]:
+    """Names of what is as it was then, in dicts and plain objects of these names."""
+    pairs = [
+        (entries_of(name, before.get(name)), entries_of(name, now[name]))
+        for before, now in zip(then, _shared(optimizer), strict=True)
+        for name in counters & now.keys()
+    ]
+    entries = {name for before, now in pairs for name in (*before, *now)}
+    return frozenset(name for name in entries if all(same(before.get(name), now.get(name)) for before, now in pairs))
 
 
 def _calls_closure(optimizer: Optimizer, with_state: bool) -> bool:

@@ -66,9 +66,16 @@ def test_updates_of_parameters_with_other_counts_wait() -> None:
     assert step(first, *others) is None
 
 
-def test_and_of_groups_that_share_one() -> None:
+def test_groups_that_share_one_wait() -> None:
     optimizer = LooksUp([{"params": [nn.Parameter(torch.ones(3))]} for _ in range(2)])
-    assert "which param groups share" in (why_updates_may_differ(optimizer, {"table"}) or "")
+    assert "'table', which another setting or param group shares" in (judge(optimizer).why_not or "")
+
+
+def test_what_became_long_waits() -> None:
+    optimizer = LooksUp([nn.Parameter(torch.ones(3))])
+    assert why_updates_may_differ(optimizer, {"table"}) is None
+    optimizer.param_groups[0]["table"] *= 400
+    assert "more than 1000 entries" in (why_updates_may_differ(optimizer, {"table"}) or "")
 
 
 class _Keeps(OwnOptimizer):
