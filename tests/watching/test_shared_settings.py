@@ -67,7 +67,7 @@ def test_updates_of_parameters_with_other_counts_wait() -> None:
 
 
 def test_groups_that_share_one_wait() -> None:
-    optimizer = LooksUp([{"params": [nn.Parameter(torch.ones(3))]} for _ in range(2)])
+    optimizer = LooksUp([{"params": [nn.Parameter(torch.ones(3)) for _ in range(5)]} for _ in range(2)])
     assert "'table', which another setting or param group shares" in (judge(optimizer).why_not or "")
 
 
