@@ -149,5 +149,9 @@ def buffers_over(
     assert wire.scatter is not None
     arenas = [memory[name] for name in dict.fromkeys(spec.arena for spec in specs if spec.is_coded)]
     quantum = link.world_size * wire.align_numel
-    travel = CodedTravel(Coding(wire.scatter, wire.gather))
-    return [FusionBuffer((arena[: len(arena) // quantum * quantum].zero_(),), travel=travel) for arena in arenas]
+    return [
+        FusionBuffer(
+            (arena[: len(arena) // quantum * quantum].zero_(),), travel=CodedTravel(Coding(wire.scatter, wire.gather))
+        )
+        for arena in arenas
+    ]
