@@ -27,8 +27,12 @@ class Iterations:
         self.count = self.pipelined = 0
         self.steps = StepLog()
 
+    def reduced(self) -> None:
+        """Count a backward whose gradients are reduced, or will be."""
+        self.count += 1
+
     def ended(self, *, is_pipelined: bool) -> None:
-        """Note the end of a reduced backward."""
+        """Note the end of that backward, of which all have been told."""
         self.pipelined += is_pipelined
         self.steps.note(
             self._link.clock.sums(),

@@ -223,7 +223,7 @@ class Reducer:
         self._in_backward = False
         self._guard.end_backward()
         self._layouts.end_backward()
-        self._iterations.count += 1
+        self._iterations.reduced()
         self._moments.inside.backward_ends()
         reduction = self._in_force.reduction
         reduction.end_backward()

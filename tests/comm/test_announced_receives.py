@@ -21,7 +21,7 @@ def _announced_at_once(fusion_mb: float) -> tuple[list[int], list[int]]:
     announced: list[int] = []
     begin_backward = Pipeline.begin_backward
 
-    def noting(pipeline: Pipeline) -> None:
+    def noting(pipeline: Pipeline, *, same_buckets: bool) -> None:
         announced.clear()
 
         def announce(link: GlooLink, group: int, buffer: object) -> None:
@@ -30,7 +30,7 @@ def _announced_at_once(fusion_mb: float) -> tuple[list[int], list[int]]:
 
         original = GlooLink.announce
         with mock.patch.object(GlooLink, "announce", announce):
-            begin_backward(pipeline)
+            begin_backward(pipeline, same_buckets=same_buckets)
 
     with mock.patch.object(Pipeline, "begin_backward", noting), mock.patch.object(announcements, "_LITTLE_BYTES", 0):
         for x, y in run.batches():

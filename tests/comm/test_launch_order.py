@@ -30,9 +30,9 @@ def launched(seed: int | None) -> tuple[list[tuple[FusionPlan, Legs]], dict[str,
     iterations: list[tuple[FusionPlan, Legs]] = []
     begin = Pipeline.begin_backward
 
-    def note_begin(pipeline: Pipeline) -> None:
+    def note_begin(pipeline: Pipeline, *, same_buckets: bool) -> None:
         iterations.append((pipeline.plan, []))
-        begin(pipeline)
+        begin(pipeline, same_buckets=same_buckets)
 
     def noting(kind: str, name: str) -> Any:
         call = getattr(NcclLink, name)

@@ -60,7 +60,7 @@ def _arrived_early() -> list[bool]:
         if woken and run.state.plan is not None:
             woken = False
             leg = link.early_receives.legs.get(group)
-            incoming = [] if leg is None else leg.route.scatter[0].incoming  # type: ignore[attr-defined]
+            incoming = [] if leg is None else leg.rounds.scatter[0].incoming  # type: ignore[attr-defined]
             seen.append(bool(incoming) and not any(memory.isnan().any() for memory in incoming))
         return start(link, group, buffer, landing)
 

@@ -291,7 +291,7 @@ class AllReducesNumbers(_OneByOne):
     """One number for each parameter."""
 
     def direction(self, p: Tensor, gradient: Any, state: dict[str, Any]) -> Tensor:
-        return gradient / (1.0 + _mean(gradient.double().norm().view(1))).to(p.dtype)
+        return gradient / (1.0 + _mean(gradient.double().norm().view(1)).squeeze()).to(p.dtype)
 
 
 class Broadcasts(OwnOptimizer):
