@@ -182,7 +182,7 @@ def compose(
     is_nccl = family_of(group_of_legs, device) == "nccl"
     if plain_reason is None and is_nccl:
         refuse_unsafe_settings()
-    wire = _wire(asked, device.type if is_nccl else "cpu")
+    wire = _wire(asked, on_host=not is_nccl)
     link = make_link(
         ddp.process_group,
         device,
@@ -351,12 +351,12 @@ def _memory(
 # What add-ons put into the ports of the core.
 
 
-def _wire(options: Options, encoded_on: str) -> Wire:
+def _wire(options: Options, *, on_host: bool) -> Wire:
     if not options.has_codes:
         return Wire(options.wire_dtype)
     from ddp_crossover.addons.codes.wire import wire_of
 
-    return wire_of(options.wire_dtype, options.compress, device_type=encoded_on)
+    return wire_of(options.wire_dtype, options.compress, on_host=on_host)
 
 
 def _codes(

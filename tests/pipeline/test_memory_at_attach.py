@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_crossover as dx
 from ddp_crossover.addons.codes import wire as coded_wire
 from ddp_crossover.addons.codes.block_int8 import BlockInt8
+from ddp_crossover.addons.codes.choice import fastest
 from ddp_crossover.addons.codes.wire import wire_of
 from ddp_crossover.addons.shards.parameter_gathers import ParameterGathers
 from ddp_crossover.dear import Pipeline
@@ -220,15 +221,17 @@ def test_what_a_mode_needs_is_connected_at_attach(on_ranks, options, has_all_to_
 def where_codes_are_probed(device_type: str) -> str:
     """The device of what is encoded."""
     devices = set()
-    encode = BlockInt8.encode
+    wire = wire_of(torch.int8, on_host=device_type == "cpu")
+    kind = fastest(BlockInt8, on_host=device_type == "cpu")
+    encode = kind.encode
 
     def note(codec: BlockInt8, values: torch.Tensor, *rest: Any) -> None:
         devices.update(each.device.type for each in (values, *rest))
         if values.device.type == "cpu":
             encode(codec, values, *rest)
 
-    with mock.patch.object(BlockInt8, "encode", note), mock.patch.object(BlockInt8, "add", lambda *args: None):
-        wire_of(torch.int8).codec_s_per_element(torch.device(device_type))
+    with mock.patch.object(kind, "encode", note), mock.patch.object(kind, "add", lambda *args: None):
+        wire.codec_s_per_element(torch.device(device_type))
     [device] = devices
     return device
 

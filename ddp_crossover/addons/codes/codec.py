@@ -40,6 +40,17 @@ class Codec(ABC):
             payload: gets the code.
         """
 
+    def encode_sum(self, total: Tensor, left_out: Tensor, payload: Tensor) -> None:
+        """Write ``total`` into ``payload``, and replace it by what the payload stands for.
+
+        Args:
+            total: the slice.
+            left_out: gets what the payload leaves out; other memory.
+            payload: gets the code.
+        """
+        self.encode(total, None, left_out, payload)
+        self.decode(payload, total)
+
     @abstractmethod
     def decode(self, payload: Tensor, out: Tensor) -> None:
         """Write what ``payload`` stands for into ``out``."""

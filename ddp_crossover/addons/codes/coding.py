@@ -118,9 +118,9 @@ class Coding:
             self.note(total)
             return
         left_out = torch.empty_like(total) if residual is None else residual.after
-        self.gather.encode(total, None, left_out, payload)
+        self.gather.encode_sum(total, left_out, payload)
         self.payload = payload
-        self.decode_sum(payload, total)
+        self.finite.append(self.gather.is_finite(payload))
 
     def decode_sum(self, payload: Tensor, out: Tensor) -> None:
         """Write the sum of a slice, which its owner has sent, into ``out``."""

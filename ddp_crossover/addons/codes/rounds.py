@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,19 +78,15 @@ class _CodesOfAllRound(_CodedRound):
         self._coding.encode(*gradients, payload)
         return payload
 
-    def _add_up(self, own_term: Tensor, total: Tensor, *, own_is_coded: bool) -> None:
-        """Set ``total`` to the sum; this rank's term of it is a payload, or no code."""
+    def _decode_and_add(self, payloads: Sequence[Tensor], total: Tensor) -> None:
+        """Set ``total`` to the sum of what these codes stand for."""
         codec = self._coding.scatter
-        for place in range(len(self._members.ranks)):
-            is_own = place == self._members.own
-            term = own_term if is_own else self._incoming[place - (place > self._members.own)]
-            if is_own and not own_is_coded:
-                if place:  # as the first one it is where the sum will be
-                    total.add_(term)
-            elif place:
-                codec.add(term, total)
-            else:
-                codec.decode(term, total)
+        codec.decode(payloads[0], total)
+        self._add(payloads[1:], total)
+
+    def _add(self, payloads: Sequence[Tensor], total: Tensor) -> None:
+        for payload in payloads:
+            self._coding.scatter.add(payload, total)
 
 
 class CodedSumRound(_CodesOfAllRound):
@@ -99,9 +96,16 @@ class CodedSumRound(_CodesOfAllRound):
         return [Slice(peer, self._encoded(self._range(number))) for peer, number in self._members.peers]
 
     def finish(self) -> None:
-        coding, own = self._coding, self._own()
-        is_first = self._members.own == 0
-        self._add_up(coding.own_term(*own, in_place=is_first), own.values, own_is_coded=False)
+        coding, own, place = self._coding, self._own(), self._members.own
+        # The second may come first: x0 + x1 is x1 + x0, but for the sign of zeros where a sparse code sends nothing.
+        comes_first = place <= 1
+        own_term = coding.own_term(*own, in_place=comes_first)
+        if comes_first:
+            self._add(self._incoming, own.values)
+        else:
+            self._decode_and_add(self._incoming[:place], own.values)
+            own.values.add_(own_term)
+            self._add(self._incoming[place:], own.values)
         payload = None if coding.gather is None else self._payload(coding.gather, len(own.values))
         coding.encode_sum(*own, payload)
 
@@ -118,7 +122,8 @@ class SparseSumRound(_CodesOfAllRound):
 
     def finish(self) -> None:
         total = self._own().values
-        self._add_up(self._own_code, total, own_is_coded=True)
+        place = self._members.own
+        self._decode_and_add([*self._incoming[:place], self._own_code, *self._incoming[place:]], total)
         self._coding.note(total)
 
     def _own(self) -> _BoundedSlice:

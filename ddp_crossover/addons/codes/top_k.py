@@ -13,13 +13,14 @@ from __future__ import annotations
 import enum
 import functools
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ddp_crossover.addons.codes.codec import Codec, add_residual, all_finite
 
-# 12 bits name a place inside a chunk.
-CHUNK_NUMEL = 2**12
+PLACE_BITS = 12  # that name a place inside a chunk
+CHUNK_NUMEL = 1 << PLACE_BITS
 # EXACT on CPU sorts magnitudes into bins by their upper bits: how many lower bits to shift out, and the number of bins.
 # The exponent stays, and 4 bits of the mantissa: 16 bins for each power of 2.
 _BIN_SHIFT, _BINS = 19, 2**12
@@ -101,7 +102,7 @@ def _largest(values: Tensor, k: int) -> Tensor:
     from_top = int(torch.searchsorted(counts, k))
     k_above = int(counts[from_top - 1]) if from_top else 0
     low = (_BINS - 1 - from_top) << _BIN_SHIFT
-    places = (bits >= low).nonzero().view(-1)
+    places = torch.from_numpy(np.flatnonzero((bits >= low).numpy()))  # five times as fast as `nonzero`
     bits = bits[places]
     boundary_bin = bits if k_above == 0 else bits[bits < low + (1 << _BIN_SHIFT)]
     return places[_pick(bits, k, boundary_bin.topk(k - k_above, sorted=False).values.amin())]
@@ -159,7 +160,7 @@ class TopKCodec(Codec):
         self._index_dtype = torch.int16 if selector is Selector.CHUNKED else torch.int32
 
     def with_density(self, density: float) -> TopKCodec:
-        return TopKCodec(density, self._selector)
+        return type(self)(density, self._selector)
 
     def payload_bytes(self, numel: int) -> int:
         return self._selected(numel) * (_VALUE_BYTES + self._index_dtype.itemsize)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ddp_crossover.addons.codes.block_int8 import BlockInt8
 from ddp_crossover.addons.codes.cast import Cast
+from ddp_crossover.addons.codes.choice import fastest
 from ddp_crossover.addons.codes.codec import Codec
 from ddp_crossover.addons.codes.probe import seconds_per_element
 from ddp_crossover.addons.codes.top_k import Selector, TopKCodec
@@ -72,13 +73,14 @@ class CodedWire(Wire):
         return [codec for codec in (self.scatter, self.gather) if codec is not None]
 
 
-def wire_of(wire_dtype: torch.dtype | None, compress: TopK | None = None, *, device_type: str = "cpu") -> Wire:
-    """What a user's options ask for; ``device_type`` is where gradients are encoded."""
-    code = CODES[wire_dtype]() if wire_dtype is not None and wire_dtype in CODES else None
+def wire_of(wire_dtype: torch.dtype | None, compress: TopK | None = None, *, on_host: bool = True) -> Wire:
+    """What a user's options ask for; ``on_host`` is whether gradients are encoded there."""
+    code = fastest(CODES[wire_dtype], on_host=on_host)() if wire_dtype is not None and wire_dtype in CODES else None
     cast_to = wire_dtype if code is None else None
     if compress is None:
         return Wire(cast_to) if code is None else CodedWire(cast_to, code, code)
     gather = code if cast_to is None else Cast(cast_to)
-    auto = Selector.CHUNKED if device_type == "cpu" else Selector.EXACT
+    auto = Selector.CHUNKED if on_host else Selector.EXACT
     selector = auto if compress.selector == "auto" else Selector(compress.selector)
-    return CodedWire(cast_to, TopKCodec(compress.density, selector), gather, compress)
+    scatter = fastest(TopKCodec, on_host=on_host)(compress.density, selector)
+    return CodedWire(cast_to, scatter, gather, compress)

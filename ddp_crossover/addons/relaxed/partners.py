@@ -19,6 +19,7 @@ from ddp_crossover.addons.relaxed.delta_merge import Exchange
 from ddp_crossover.addons.relaxed.mean_exchange import MeanExchange
 from ddp_crossover.addons.relaxed.policy import Policy
 from ddp_crossover.comm.agreement import require_equal
+from ddp_crossover.comm.all_reduce import family_of
 from ddp_crossover.comm.link import Link
 from ddp_crossover.comm.nodes import nodes_of
 from ddp_crossover.nccl.make_link import make_link
@@ -81,7 +82,7 @@ class Partners:
         self._groups = OwnedGroups()
         self.node: dist.ProcessGroup | None = None
         shape = shape_of(policy.groups, dist.get_world_size(self._of_ddp)) if policy.groups in ("grid", "pairs") else ()
-        wire = wire_of(policy.wire_dtype)
+        wire = wire_of(policy.wire_dtype, on_host=family_of(self._of_ddp, self._device) != "nccl")
         self.link = make_link(
             self._of_ddp, self._device, self._timeout, own_group=None, sums_in_fp32=wire.cast_to is not None
         )

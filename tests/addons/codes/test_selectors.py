@@ -114,9 +114,9 @@ def test_other_devices_select_the_same_without_bins() -> None:
         assert top_k._pick(bits, 200, threshold).tolist() == _by_definition(values, 0.01, Selector.EXACT)
 
 
-@pytest.mark.parametrize(("device_type", "selector"), [("cpu", Selector.CHUNKED), ("cuda", Selector.EXACT)])
-def test_auto_is_chunked_on_cpu_and_exact_on_gpus(device_type: str, selector: Selector) -> None:
-    wire = wire_of(None, TopK(0.01), device_type=device_type)
+@pytest.mark.parametrize(("on_host", "selector"), [(True, Selector.CHUNKED), (False, Selector.EXACT)])
+def test_auto_is_chunked_on_cpu_and_exact_on_gpus(on_host: bool, selector: Selector) -> None:
+    wire = wire_of(None, TopK(0.01), on_host=on_host)
     assert isinstance(wire, CodedWire)
     scatter = wire.scatter
     assert scatter is not None
