@@ -188,6 +188,16 @@ def about_int8(prediction: Prediction) -> str | None:
     )
 
 
+def about_numba(int8: str | None, *, is_there: bool) -> str | None:
+    """One sentence about numba, if it is not there and :func:`about_int8` has said that codes would be worth it."""
+    if int8 is None or is_there:
+        return None
+    return (
+        "Install numba (pip install numba): it compiles the loops that make 8-bit codes, for which operations of torch "
+        "take several times the processor time."
+    )
+
+
 def about_connections(
     link: LinkModel, several: LinkModel, number: int, of_script: LinkModel | None = None
 ) -> str | None:

@@ -24,11 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_crossover.addons.codes.choice import compiled
 from ddp_crossover.addons.codes.wire import wire_of
 from ddp_crossover.addons.launch.diagnosis import (
     StepTime,
     about_connections,
     about_int8,
+    about_numba,
     about_plain_overlap,
     about_slow_ranks,
     costs,
@@ -149,6 +151,7 @@ def _report_on(runs: ThreeRuns, args: argparse.Namespace) -> dict[str, Any]:
         StepTime.of(attached["steps_s"], drift=drift) if overlaps and not models[0]["is_tuned"] else None,
         _int8_s_per_element(),
     )
+    int8 = about_int8(prediction)
     obstacles = {what: times for model in models for what, times in model["obstacles"].items()}
     advice = {what: advice for model in models for what, advice in model["advice"].items()}
     script = " ".join([*(["-m"] if args.is_module else []), *args.script[:1]])
@@ -163,7 +166,8 @@ def _report_on(runs: ThreeRuns, args: argparse.Namespace) -> dict[str, Any]:
         "steps": counted,
         "attached_by_script": by_script,
         "attached_link": profile.link.to_json(),
-        "int8": about_int8(prediction),
+        "int8": int8,
+        "numba": about_numba(int8, is_there=int8 is not None and bool(compiled())),
         # On CPUs backward and all-reduces share the cores, so how much is hidden says nothing about DDP.
         "plain_overlap": about_plain_overlap(prediction, plain_time) if torch.cuda.is_available() else None,
         "slow_ranks": about_slow_ranks(profile.rank_compute_s, plain_time),
@@ -227,5 +231,5 @@ def _in_words(report: dict[str, Any], pairs: list[MeasuredPair]) -> str:
     if report.get("attached_by_script"):
         lines.append("The script attaches by itself; plain is with DDP_CROSSOVER=off.")
     lines += [*report.get("costs", ()), report["verdict"]]
-    remarks = ("connections", "int8", "plain_overlap", "slow_ranks", "unsynchronized")
+    remarks = ("connections", "int8", "numba", "plain_overlap", "slow_ranks", "unsynchronized")
     return "\n".join([*lines, *filter(None, (report.get(what) for what in remarks))])

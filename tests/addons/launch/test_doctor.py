@@ -12,6 +12,8 @@ from scripts_of_users import TRAIN, python, torchrun, write_script
 from ddp_crossover.addons.launch.diagnosis import (
     StepTime,
     about_connections,
+    about_int8,
+    about_numba,
     about_plain_overlap,
     about_slow_ranks,
     costs,
@@ -68,6 +70,14 @@ def test_several_connections_are_named_where_one_is_the_limit(several_s_per_byte
 def test_connections_are_not_named_to_a_script_that_has_them(of_script_s_per_byte: float, is_said: bool) -> None:
     one, several, of_script = (LinkModel(1e-4, 1e-5, s_per_byte) for s_per_byte in (16e-9, 4e-9, of_script_s_per_byte))
     assert (about_connections(one, several, 4, of_script) is not None) is is_said
+
+
+def test_numba_is_named_where_codes_would_pay_and_it_is_not_there() -> None:
+    profile = _profile(3e-7)
+    pays, does_not = (about_int8(predict(profile, DEFAULT_BUCKET_MB, int8_s_per_element=s)) for s in (1e-9, 1e-5))
+    assert pays is not None and does_not is None
+    assert (about_numba(pays, is_there=False) or "").startswith("Install numba (pip install numba)")
+    assert about_numba(pays, is_there=True) is None and about_numba(does_not, is_there=False) is None
 
 
 def test_each_cost_and_each_way_out_is_said_once_and_no_count_exceeds_the_steps() -> None:
