@@ -36,30 +36,35 @@ class CompiledInt8(BlockInt8):
     def add(self, payload: Tensor, total: Tensor) -> None:
         kernels.add_int8(*_code(payload), _blocks(total))
 
+    def is_finite(self, payload: Tensor) -> Tensor:
+        answer = torch.empty(1, dtype=torch.bool)
+        kernels.are_finite(_code(payload)[1], answer.numpy())
+        return answer[0]
+
 
 class CompiledTopK(TopKCodec):
-    """:class:`TopKCodec`, whose selection is a loop of numba. To decode few elements is no work."""
+    """:class:`TopKCodec` in loops of numba. To decode is to write zeros, mostly."""
 
     def encode(self, values: Tensor, residual: Tensor | None, left_out: Tensor, payload: Tensor) -> None:
         if residual is None:
             super().encode(values, residual, left_out, payload)
             return
-        numel = values.numel()
-        chunk_numel, lowest_bit = (
-            (CHUNK_NUMEL, PLACE_BITS) if self._selector is Selector.CHUNKED else (max(numel, 1), 0)
-        )
-        sent, places = self._split(payload)
         kernels.encode_largest(
             values.numpy(),
             residual.numpy(),
             left_out.numpy(),
-            chunk_numel,
-            self._selected(chunk_numel),
-            self._selected(numel % chunk_numel),
-            lowest_bit,
-            sent.numpy(),
-            places.numpy(),
+            *map(Tensor.numpy, self._split(payload)),
+            *self._chunks(values.numel()),
+            PLACE_BITS if self._selector is Selector.CHUNKED else 0,
         )
+
+    def add(self, payload: Tensor, total: Tensor) -> None:
+        kernels.add_largest(*map(Tensor.numpy, self._split(payload)), total.numpy(), *self._chunks(total.numel()))
+
+    def _chunks(self, numel: int) -> tuple[int, int, int]:
+        """The size of a chunk, and how many elements are sent of each and of the last one."""
+        chunk_numel = CHUNK_NUMEL if self._selector is Selector.CHUNKED else max(numel, 1)
+        return chunk_numel, self._selected(chunk_numel), self._selected(numel % chunk_numel)
 
 
 COMPILED: Mapping[type[Codec], type[Codec]] = {BlockInt8: CompiledInt8, TopKCodec: CompiledTopK}

@@ -19,7 +19,7 @@ from numba import types
 from ddp_crossover.addons.codes.block_int8 import BLOCK_NUMEL, LARGEST_CODE, LOWER_HALF, NAN_BITS, SMALLEST_SCALE
 
 _int, _float = np.int32, np.float32  # numba computes in 64 bits what is not said to have 32
-_INFINITE_BITS = 0x7F800000
+_INFINITE_BITS, _INFINITE_HALF = 0x7F800000, 0x7F80
 _MAGNITUDE = 0x7FFFFFFF
 _SMALLEST_SCALE_BITS = int(_float(SMALLEST_SCALE).view(_int))
 # A chunk of 4096 has 128 runs: at a density of 1% few of them have large elements, and shorter ones take longer.
@@ -136,6 +136,15 @@ def add_int8(codes: Any, scales: Any, total: Any) -> None:
             total[block, i] += _float(codes[block, i]) * scale
 
 
+@_compiled(types.void(_halves, types.boolean[::1]))
+def are_finite(scales: Any, answer: Any) -> None:
+    """Set the one element of ``answer``."""
+    others = _int(0)
+    for block in range(len(scales)):
+        others = _int(others + _int((scales[block] & _INFINITE_HALF) == _INFINITE_HALF))
+    answer[0] = others == 0
+
+
 # --- The largest elements. A key is the bits of a magnitude, without those that do not count.
 
 
@@ -174,23 +183,32 @@ def _add_and_find_largest(values: Any, residual: Any, rest: Any, mask: Any, larg
         largest_of_runs[runs] = largest
 
 
-_selects = [
-    types.void(_floats, _floats, _floats, types.int64, types.int64, types.int64, types.int64, _floats, places)
-    for places in (_halves, types.int32[::1])
-]
+_places = (_halves, types.int32[::1])
+_three = (types.int64,) * 3
 
 
-@_compiled(*_selects)
+@_compiled(*(types.void(_floats, places, _floats, *_three) for places in _places))
+def add_largest(sent: Any, places: Any, total: Any, chunk_numel: Any, of_each: Any, of_rest: Any) -> None:
+    """Add what :func:`encode_largest` has sent to ``total``."""
+    done = 0
+    for low in range(0, len(total), chunk_numel):
+        chunk = total[low : low + chunk_numel]
+        for _ in range(of_each if len(chunk) == chunk_numel else of_rest):
+            chunk[places[done]] += sent[done]
+            done += 1
+
+
+@_compiled(*(types.void(_floats, _floats, _floats, _floats, places, *_three, types.int64) for places in _places))
 def encode_largest(
     values: Any,
     residual: Any,
     left_out: Any,
+    sent: Any,
+    places: Any,
     chunk_numel: Any,
     of_each: Any,
     of_rest: Any,
     lowest_bit: Any,
-    sent: Any,
-    places: Any,
 ) -> None:
     """Send the largest elements of each chunk of ``values + residual``, by ascending places in the chunk.
 

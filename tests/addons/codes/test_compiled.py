@@ -242,7 +242,7 @@ def test_numba_is_imported_for_codes_only() -> None:
 
 def test_each_loop_is_compiled_before_it_runs_and_for_nothing_else_later() -> None:
     loops = [one for one in vars(kernels).values() if hasattr(one, "nopython_signatures") and one.__name__[0] != "_"]
-    assert len(loops) == 5
+    assert len(loops) == 7
     assert all(one.nopython_signatures and not one._can_compile for one in loops)
 
 
