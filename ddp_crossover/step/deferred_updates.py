@@ -268,18 +268,18 @@ class DeferredUpdates:
         reason = self._optimizers.why_not(optimizer) or why_call_waits(args, kwargs) or why_state_is_shared(optimizer)
         if reason is None and pipeline.awaits_backward:
             reason = _TOO_LATE
-        calls_closure = self._optimizers.verdict(optimizer).calls_closure
-        if reason is None and user_closure is not None and not calls_closure:
+        verdict = self._optimizers.verdict(optimizer)
+        if reason is None and user_closure is not None and not verdict.calls_closure:
             reason = "it was called with a closure, which its step() does not call exactly once"
         if reason is None and user_closure is not None and shared_state(optimizer):
             reason = "it was called with a closure, and its state has entries that belong to no parameter"
-        caches = caches_among(optimizer, self._optimizers.verdict(optimizer).counters)
+        caches = caches_among(optimizer, verdict.counters)
         reason = reason or why_updates_may_differ(optimizer, caches)
         if reason is not None:
             self._note_waits(optimizer, reason)
         # Hooks that were added since the last step run after this one, in this step only.
         is_last = is_ours(step_pre_hooks(optimizer)[-1])
-        if reason is not None or self._is_to_be_watched(optimizer) or not (is_last or calls_closure):
+        if reason is not None or self._is_to_be_watched(optimizer) or not (is_last or verdict.calls_closure):
             self._runner.note_written()
             self._early_reads.explain()
             if pipeline.phase is Phase.REDUCED:
@@ -287,7 +287,7 @@ class DeferredUpdates:
             make_state_plain(optimizer, self)
             return self._step_as_it_is(optimizer, args, kwargs)
         make_state_lazy(optimizer, self)
-        step = self._running = StepCall(optimizer, StandIn(args[0], is_ours), self, caches)
+        step = self._running = StepCall(optimizer, StandIn(args[0], is_ours), self, verdict.counters, caches)
 
         def divide() -> None:
             if step.divide(self.pipeline, self._deferrable):
@@ -363,9 +363,9 @@ class DeferredUpdates:
         if not is_ours(step_pre_hooks(optimizer)[-1]):
             move_to_back(optimizer, self._before_step)
         if step is not None:
-            given_back = step.stand_in.give_back()
+            step.stand_in.give_back()
             if step.snapshot is not None:
-                step.snapshot.leave_alone(given_back)
+                step.snapshot.leave_alone()
             later = [lazy for lazies in step.later for lazy in lazies]
             if later:
                 self._defer(step, optimizer)

@@ -47,7 +47,8 @@ class StepCall:
         optimizer: the optimizer that the user called.
         stand_in: the stand-in that runs in its place.
         model: identifies the attached model, see ``lazy_state``.
-        caches: settings that updates write to, see ``caches``.
+        counters: what each update changes alike, see ``update_writes``.
+        caches: lists and dicts among these, see ``caches``.
 
     Attributes:
         pipeline: the pipeline that carries the deferred gradients; None if nothing is deferred.
@@ -55,13 +56,16 @@ class StepCall:
         snapshot: the optimizer as it is now, for the deferred updates; None if it defers none.
     """
 
-    def __init__(self, optimizer: Optimizer, stand_in: StandIn, model: object, caches: Set[str]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, stand_in: StandIn, model: object, counters: Set[str], caches: Set[str]
+    ) -> None:
         self.optimizer = optimizer
         self.stand_in = stand_in
         self.model = model
         self.pipeline: Pipeline | None = None
         self.later: list[list[LazyParam]] = []
         self.snapshot: OptimizerSnapshot | None = None
+        self._counters = counters
         self._caches = caches
 
     def divide(self, pipeline: Pipeline | None, deferrable: Deferrable) -> bool:
@@ -75,7 +79,7 @@ class StepCall:
         groups: list[list[Tensor]] = [group["params"] for group in self.stand_in.original.param_groups]
         if pipeline is not None and pipeline.phase is Phase.REDUCED:
             self.pipeline = pipeline
-            self.snapshot = OptimizerSnapshot(self.optimizer, caches=self._caches)
+            self.snapshot = OptimizerSnapshot(self.optimizer, counters=self._counters, caches=self._caches)
             self.later = deferrable.among(groups, pipeline)
             groups = [_without(group, later) for group, later in zip(groups, self.later, strict=True)]
         self.stand_in.take(groups)

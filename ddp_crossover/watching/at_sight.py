@@ -13,16 +13,9 @@ from torch.optim import Optimizer
 from ddp_crossover.torch_internals.operations import memory_of
 from ddp_crossover.torch_internals.optimizers import has_hooks, has_raw_step
 from ddp_crossover.watching.clone import is_exhausted
-from ddp_crossover.watching.optimizer_snapshot import (
-    copyable,
-    hyperparameters,
-    is_record,
-    optimizer_parameters,
-    reads_attributes,
-    same,
-    tensors_in,
-)
+from ddp_crossover.watching.optimizer_snapshot import hyperparameters, optimizer_parameters, reads_attributes
 from ddp_crossover.watching.outside_settings import Outside
+from ddp_crossover.watching.values import copyable, is_record, same, tensors_in
 
 _MOST_COEFFICIENTS = 3
 _MOST_ELEMENTS = 4096  # of a tensor, because it is copied in each step

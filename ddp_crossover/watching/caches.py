@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_crossover.watching.optimizer_snapshot import CONTAINERS, attributes_of, writable_parts
+from ddp_crossover.watching.optimizer_snapshot import attributes_of
+from ddp_crossover.watching.values import CONTAINERS, writable_parts
 
 _MOST_ENTRIES = 1000  # of a cache, which is copied in each step and for each update
 

@@ -95,7 +95,8 @@ class Clone:
         stand_in = StandIn(self.optimizer, lambda _: False)
         stand_in.take([[] for _ in self.optimizer.param_groups])
         result = raw_step(stand_in.optimizer)(stand_in.optimizer)
-        snapshot.leave_alone(stand_in.give_back())
+        stand_in.give_back()
+        snapshot.leave_alone()
         for index, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
                 memory = torch.nn.Parameter(parameter.detach())

@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals.optimizers import has_hooks
 from ddp_crossover.watching.noted_numbers import Comparisons
-from ddp_crossover.watching.optimizer_snapshot import entries_of, optimizer_parameters
+from ddp_crossover.watching.optimizer_snapshot import optimizer_parameters
 from ddp_crossover.watching.separability import Verdict, is_tested, judge
 from ddp_crossover.watching.step_watch import Seen
+from ddp_crossover.watching.values import entries_of
 
 _WATCHED_UPDATES = 2
 # A step that is watched defers nothing, so an optimizer whose settings change all the time would never overlap.

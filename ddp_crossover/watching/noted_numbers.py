@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ddp_crossover.watching.optimizer_snapshot import copyable, is_record
+from ddp_crossover.watching.values import copyable, is_record
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "pow")
 _COMPARISONS = {f"__{name}__": getattr(operator, name) for name in ("lt", "le", "eq", "ne", "gt", "ge")}

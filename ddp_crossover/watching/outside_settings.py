@@ -47,8 +47,8 @@ from torch.optim import Optimizer
 
 from ddp_crossover.cpython import Lookup, is_of_c, lookups, with_inner
 from ddp_crossover.torch_internals.compiled import is_compiled_function
-from ddp_crossover.watching.optimizer_snapshot import is_record
 from ddp_crossover.watching.outside_values import ABSENT, OutsideValues, Place, is_fixed, is_plain, leaves
+from ddp_crossover.watching.values import is_record
 
 # Not `os`: environment variables are settings, too.
 _TRUSTED = (sys.stdlib_module_names | {"numpy", "torch", "triton", "typing_extensions"}) - {"os"}

@@ -28,17 +28,16 @@ from ddp_crossover.watching.caches import why_found_twice
 from ddp_crossover.watching.clone import Clone
 from ddp_crossover.watching.noted_numbers import Comparisons
 from ddp_crossover.watching.optimizer_snapshot import (
-    DifferentWrites,
     attributes_of,
-    entries_of,
     hyperparameters,
     is_of_torch,
     optimizer_parameters,
-    same,
     shared_state,
 )
 from ddp_crossover.watching.outside_settings import Outside, outside
 from ddp_crossover.watching.step_watch import Communicates, StepWatch
+from ddp_crossover.watching.update_writes import DifferentWrites
+from ddp_crossover.watching.values import entries_of, same
 
 T = TypeVar("T")
 _MOST_ANSWERS = 256

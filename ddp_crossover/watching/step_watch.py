@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals.operations import Memory, Operation, OperationWatch, memory_of, number_of
 from ddp_crossover.watching.labels import Crossing, LabelledMemory
-from ddp_crossover.watching.optimizer_snapshot import attributes_of, optimizer_parameters, tensors_in
+from ddp_crossover.watching.optimizer_snapshot import attributes_of, optimizer_parameters
 from ddp_crossover.watching.update_guard import random_states, same_states
+from ddp_crossover.watching.values import tensors_in
 
 
 class Communicates(RuntimeError):

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ddp_crossover.torch_internals.operations import Operation, OperationWatch
 from ddp_crossover.watching.optimizer_snapshot import is_of_torch, optimizer_parameters
 from ddp_crossover.watching.outside_settings import Outside
+from ddp_crossover.watching.update_writes import DifferentWrites
 
 _WAY_OUT = (
     "which it did not do in the steps that were watched, and which a deferred update must not do. Leave this optimizer "
@@ -48,7 +49,10 @@ def guarded(optimizer: Optimizer, outside: Outside) -> Iterator[None]:
     before = random_states(device, outside.mentions)
     communicates = "torch.distributed" in outside.mentions
     with outside.values.shown() as written, _refused_communication(optimizer) if communicates else nullcontext():
-        yield
+        try:
+            yield
+        except DifferentWrites as error:
+            raise UnforeseenError(f"{type(optimizer).__name__}.step() goes wrong: {error}, {_WAY_OUT}") from error
     if written:
         raise UnforeseenError(f"{type(optimizer).__name__}.step() has changed {written[0]}, {_WAY_OUT}")
     if not same_states(before, random_states(device, outside.mentions)):

@@ -237,6 +237,23 @@ class CountsInGroup(OwnOptimizer):
 # Gradients.
 
 
+class CountsLate(_OneByOne):
+    """Counts in the group what happens to large matrices, in some steps only, not in the first ones."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, late=0)
+
+    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        for p in parameters:
+            self.state[p]["step"] = step = self.state[p].get("step", 0) + 1
+            if _is_large(p) and step > 2 * EACH and step % EACH:
+                group["late"] += 1
+        super().update(group, parameters)
+
+    def direction(self, p: Tensor, gradient: Any, state: dict[str, Any]) -> Tensor:
+        return gradient
+
+
 class DecaysGradient(OwnOptimizer):
     """Adds weight decay to the gradient, in place."""
 
@@ -440,6 +457,7 @@ HABITS: dict[str, Callable[[Sequence[Tensor]], Optimizer]] = {
     "counts_in_state": CountsInState,
     "counts_in_attribute": CountsInAttribute,
     "counts_in_object": CountsInObject,
+    "counts_late": CountsLate,
     "looks_up": LooksUp,
     "has_object": HasObject,
     "decays_gradient": DecaysGradient,

@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals.optimizers import raw_step
 from ddp_crossover.watching.clone import Clone
-from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, ToUpdate, is_of_torch, same
+from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, ToUpdate, is_of_torch
 from ddp_crossover.watching.separability import ask
 from ddp_crossover.watching.step_watch import StepWatch
+from ddp_crossover.watching.values import same
 
 # Enough for what acts every ten steps. In one of them a slice has zeros only, in the last one element is NaN: some
 # optimizers leave a parameter alone then, and must not leave a slice alone.

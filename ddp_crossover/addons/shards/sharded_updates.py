@@ -208,8 +208,10 @@ class ShardedUpdates(DeferredUpdates):
                 for parameter in group["params"]
                 if parameter.grad is not None
             }
+            counters = self._optimizers.verdict(optimizer).counters
+            # Before the stand-in gives back what it has counted before it called this: each update counts that itself.
+            snapshot = OptimizerSnapshot(optimizer, state=self.states.of_ranges, counters=counters)
             stand_in.take([[] for _ in groups])
-            snapshot = OptimizerSnapshot(optimizer, state=self.states.of_ranges)
             self._call = _Call(stand_in, snapshot, group_of)
             return loss
 
@@ -262,7 +264,8 @@ class ShardedUpdates(DeferredUpdates):
             )
         self._runner.note_written()  # of the state
         later: list[LazyParam] = []
-        call.snapshot.leave_alone(call.stand_in.give_back())
+        call.stand_in.give_back()
+        call.snapshot.leave_alone()
         lazies = [self._params.all[index] for index in call.group_of]
         self._params.follow_moved(lazies)
         written = self._written(lazies)
