@@ -216,6 +216,11 @@ class PlanInForce:
         """Whether a first plan was made."""
         return self._planning.has_begun
 
+    @property
+    def sees_all_uses(self) -> bool:
+        """Whether the first use of each parameter is of interest, and not only that of each fusion group."""
+        return self._profiler is not None or not self._planning.has_begun
+
     def begin_forward(self) -> Callable[[LazyParam], None]:
         """Begin a forward, and return what notes the uses of its parameters."""
         note_use = self._use_order.begin_forward()

@@ -85,7 +85,7 @@ class Reducer:
         self._compiled = CompiledCode(
             ddp.module, params, iterations.early_reads, iterations.fallbacks, in_force.finish_local_gradients
         )
-        params.watch_uses(self._guard.note_touch)
+        params.watch_uses(self._guard.note_touch, see_all=False)
         refuse_methods(ddp)
         self._weighing = weighing
         self._unreduced = unreduced
@@ -265,7 +265,7 @@ class Reducer:
         self._had_begun = self._in_force.has_begun  # a plan may begin in the backward of this forward
         if self._in_force.plain_reason is None and not self._had_begun:
             self._params.arm_all()  # no update is pending yet: arm parameters only to learn the use order
-        self._params.watch_uses(self._in_force.begin_forward())
+        self._params.watch_uses(self._in_force.begin_forward(), see_all=self._in_force.sees_all_uses)
         self._iterations.early_reads.begin_forward()
         self._compiled.before_forward()
 
@@ -279,7 +279,7 @@ class Reducer:
 
     def _after_forward(self, returned: bool, output: object) -> None:
         self._iterations.early_reads.end_forward()
-        self._params.watch_uses(self._guard.note_touch)
+        self._params.watch_uses(self._guard.note_touch, see_all=False)
         if not torch.is_grad_enabled():
             return
         reduces = self.model.require_backward_grad_sync

@@ -8,9 +8,10 @@ States of a parameter:
 * *updating*: the update is being written. The class is still ``PendingParameter``, and other threads wait for the lock.
   A signal handler that interrupts the update sees the memory half updated, as it would during a plain ``step()``.
 * *untouched*: a ``PendingParameter`` whose value is up to date, because its group was updated, but that has not been
-  touched since ``step()``. The first touch makes it plain.
+  touched since ``step()``. The first touch makes it plain. Only where that touch has to be seen, see ``see_all_uses``.
 
     plain, untouched --step()--> pending --touch, or its group's--> updating --> untouched --touch--> plain
+                                                                            \\----------------------^
 
 Updates are written through a second tensor of the same memory, so that they do not touch the parameters themselves.
 """
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ddp_crossover import device as gpu
 from ddp_crossover.own_threads import refuse_to_wait
 from ddp_crossover.pending.other_threads import OtherThreads
 from ddp_crossover.pending.pending_parameter import arm, disarm, is_armed, is_armed_by, touch
@@ -243,6 +245,7 @@ class LazyParams:
         deferrer: who has made parameters pending; None before the first time.
         why_none_is_lazy: why no update may be deferred, or None.
         on_use: called at the first touch of a parameter after it was armed.
+        see_all_uses: whether parameters whose updates were applied stay armed until each is touched itself.
     """
 
     def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
@@ -254,10 +257,12 @@ class LazyParams:
         self.deferrer: Deferrer | None = None
         self.why_none_is_lazy: str | None = None
         self.on_use: Callable[[LazyParam], None] = lambda _: None
+        self.see_all_uses = True
         # Reference counts of a storage without aliases. Measured, because they differ between versions of torch.
         self._references_alone = _references(LazyParam(self, 0, "", Parameter(torch.zeros(1))).storage)
         self.all = [LazyParam(self, index, name, parameter) for index, (name, parameter) in enumerate(named)]
         self.of_id = {id(lazy.parameter): lazy for lazy in self.all}
+        self._has_streams = any(gpu.has_streams(parameter.device) for _, parameter in named)
         self._find_neighbours()
 
     def make_none_lazy(self, why: str) -> None:
@@ -292,9 +297,28 @@ class LazyParams:
         """The parameters that have not been touched since they were armed."""
         return [lazy for lazy in self.all if is_armed(lazy.parameter)]
 
-    def watch_uses(self, on_use: Callable[[LazyParam], None]) -> None:
-        """Call ``on_use`` at the first touch of each parameter after it was armed, from now on."""
+    def watch_uses(self, on_use: Callable[[LazyParam], None], *, see_all: bool) -> None:
+        """Call ``on_use`` at the first touch of each parameter after it was armed, from now on.
+
+        Args:
+            on_use: what to call.
+            see_all: if False, it is enough to call it for all parameters of a fusion group when one is touched.
+        """
         self.on_use = on_use
+        self.see_all_uses = see_all
+
+    def end_updates(self, lazies: Iterable[LazyParam]) -> None:
+        """Make these parameters plain, whose updates were applied, if nobody has to see the first touch of each.
+
+        Where no cover has kept unobserved reads away, that touch shows that there was none. On a device with streams it
+        makes the stream wait on which the parameter is used.
+        """
+        if self.see_all_uses or self._has_streams:
+            return
+        for lazy in lazies:
+            if lazy.was_covered and is_armed_by(lazy.parameter, lazy):
+                self.on_use(lazy)
+                disarm(lazy.parameter)
 
     @contextmanager
     def being_updated(self, lazies: Iterable[LazyParam]) -> Iterator[None]:

@@ -388,7 +388,8 @@ class DeferredUpdates:
         # With `grad_scale` a fused optimizer unscales gradients in place.
         edits_gradient = verdict.edits_gradients or getattr(optimizer, "grad_scale", None) is not None
         updates = [
-            DeferredUpdate(step.snapshot, index, edits_gradient, verdict.outside) for index, _ in enumerate(step.later)
+            DeferredUpdate(step.snapshot, index, edits_gradient, verdict.outside, verdict.foreach)
+            for index, _ in enumerate(step.later)
         ]
         self._make_pending(pipeline, list(zip(step.later, updates, strict=True)))
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,13 @@ from ddp_crossover.watching.update_guard import guarded
 
 _ALIGNMENT_BYTES = 64  # of torch's own memory on CPU
 
+# On CPU a call of a kernel costs more than its arithmetic up to some thousand elements. An optimizer goes over a batch
+# about ten times, which stays in the cache meanwhile, with its gradients and state.
+_SMALL_ELEMENTS = 2**12
+_BATCH_ELEMENTS = 2**16
+_TOGETHER: Mapping[str, Any] = {"foreach": True}
+_AS_SET: Mapping[str, Any] = {}
+
 
 class DeferredUpdate(NamedTuple):
     """The deferred update of a parameter.
@@ -36,12 +43,14 @@ class DeferredUpdate(NamedTuple):
         group: index of the parameter's param group.
         edits_gradient: whether the update also changes the gradient in place.
         outside: what the optimizer's code refers to outside of it.
+        foreach: whether many small parameters may be updated in one call.
     """
 
     snapshot: OptimizerSnapshot
     group: int
     edits_gradient: bool
     outside: Outside
+    foreach: bool = False
 
 
 class UpdateRunner:
@@ -142,6 +151,7 @@ class UpdateRunner:
                         self._after_update.updated(
                             [slot.parameter for slot, update in claimed.items() if not update.snapshot.was_skipped]
                         )
+                params.end_updates(slot.lazy for slot in claimed)
         except BaseException as error:
             # As after a plain step() that raised: values can be read and saved, but training must not go on.
             self._broken = (
@@ -167,10 +177,30 @@ def run_updates(pipeline: Pipeline, claimed: Mapping[Slot, DeferredUpdate]) -> N
             members.setdefault(update, []).append(ToUpdate(slot.parameter, memory))
         for update, to_update in members.items():
             with guarded(update.snapshot.optimizer, update.outside):
-                update.snapshot.step({update.group: to_update})
+                for batch, settings in _batches(to_update) if update.foreach else [(to_update, _AS_SET)]:
+                    update.snapshot.step({update.group: batch}, settings=settings)
         for slot in edited:
             if (grad := slot.lazy.memory.grad) is not None and grad is not gradients[slot]:
                 gradients[slot].copy_(grad)
+
+
+def _batches(to_update: Sequence[ToUpdate]) -> list[tuple[Sequence[ToUpdate], Mapping[str, Any]]]:
+    """What to update together in turn, and how: small parameters by as many as the cache holds, then the others."""
+    batches: list[tuple[Sequence[ToUpdate], Mapping[str, Any]]] = []
+    others: list[ToUpdate] = []
+    batch: list[ToUpdate] = []
+    elements = 0
+    for each in to_update:
+        numel = each.memory.numel()
+        if numel > _SMALL_ELEMENTS:
+            others.append(each)
+            continue
+        if not batch or elements + numel > _BATCH_ELEMENTS:
+            batch, elements = [], 0
+            batches.append((batch, _TOGETHER))
+        batch.append(each)
+        elements += numel
+    return [*batches, (others, _AS_SET)] if others else batches
 
 
 def is_aligned(tensor: Tensor) -> bool:

@@ -135,13 +135,17 @@ class OptimizerSnapshot:
         return was_skipped(self._attributes)
 
     def step(
-        self, updates_of: Mapping[int, Sequence[ToUpdate]], attributes: Mapping[str, Any] = MappingProxyType({})
+        self,
+        updates_of: Mapping[int, Sequence[ToUpdate]],
+        attributes: Mapping[str, Any] = MappingProxyType({}),
+        settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Update parameters.
 
         Args:
             updates_of: what to update, by the index of its param group.
             attributes: further attributes that the optimizer has in this step only.
+            settings: those that param groups have in this step instead of their own.
         """
         updates = [update for of_group in updates_of.values() for update in of_group]
         stand_in = _object_like(self.optimizer, self._attributes)
@@ -150,7 +154,7 @@ class OptimizerSnapshot:
         vars(stand_in).update((name, copied(self._attributes[name])) for name in self._written)
         # Includes all groups, because some optimizers read settings of the first group for all groups.
         groups = map(hyperparameters, self._groups) if self._groups_are_written else self._groups
-        stand_in.param_groups = [{**settings, "params": []} for settings in groups]
+        stand_in.param_groups = [{**own, **settings, "params": []} for own in groups]
         for group, of_group in updates_of.items():
             stand_in.param_groups[group]["params"] = [memory for _, memory in of_group]
         # `dict.get`, because the methods of a LazyState would apply pending updates.

@@ -26,6 +26,7 @@ from ddp_crossover.torch_internals.optimizers import raw_step
 from ddp_crossover.watching.at_sight import why_not_at_sight
 from ddp_crossover.watching.caches import why_found_twice
 from ddp_crossover.watching.clone import Clone
+from ddp_crossover.watching.foreach import is_alike_with_foreach, may_use_foreach
 from ddp_crossover.watching.noted_numbers import Comparisons
 from ddp_crossover.watching.optimizer_snapshot import (
     attributes_of,
@@ -106,6 +107,7 @@ class Verdict(NamedTuple):
         constants: what it leaves as it is in dicts and plain objects among these.
         comparisons: how its step compares settings.
         outside: what its code refers to outside of the optimizer.
+        foreach: whether many small parameters may be updated in one call, see ``foreach``.
     """
 
     why_not: str | None
@@ -115,6 +117,7 @@ class Verdict(NamedTuple):
     constants: frozenset[str] = frozenset()
     comparisons: Comparisons | None = None
     outside: Outside = Outside()
+    foreach: bool = False
 
 
 # Enough steps for counters that act every few steps.
@@ -149,7 +152,9 @@ def judge(optimizer: Optimizer) -> Verdict:
         )
     if written and verdict.why_not is None:
         return Verdict(f"its step() changes {written[0]}, which belongs to no parameter")
-    return verdict._replace(outside=found, why_not=verdict.why_not or why_found_twice(optimizer, verdict.counters))
+    foreach = may_use_foreach(optimizer) and ask(is_alike_with_foreach, optimizer, lambda _: False)
+    why_not = verdict.why_not or why_found_twice(optimizer, verdict.counters)
+    return verdict._replace(outside=found, why_not=why_not, foreach=foreach)
 
 
 def is_tested(optimizer: Optimizer) -> bool:

@@ -43,7 +43,7 @@ def _steps_after_an_update_ran_out_of_memory() -> set[float] | str:
     _train(ddp, adam, 8)
     from torch.optim import adam as module
 
-    real, calls = module._single_tensor_adam, [0]
+    real, calls = module._multi_tensor_adam, [0]  # in which its small parameters are updated
 
     def fails_once(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
@@ -51,12 +51,12 @@ def _steps_after_an_update_ran_out_of_memory() -> set[float] | str:
             raise torch.OutOfMemoryError("out of memory")
         return real(*args, **kwargs)
 
-    module._single_tensor_adam = fails_once
+    module._multi_tensor_adam = fails_once
     try:
         with pytest.raises(torch.OutOfMemoryError):
             ddp(torch.ones(2, 7))  # the script skips this batch, as fairseq does
     finally:
-        module._single_tensor_adam = real
+        module._multi_tensor_adam = real
     try:
         _train(ddp, adam, 1)
         state.synchronize()
