@@ -185,7 +185,7 @@ class Buckets:
             return
         rebuild_buckets(ddp, self._small_bytes)
         if may_await_backward(ddp):
-            self._allow_backward = _refuse_backward_of_earlier_forward(ddp, parameters)
+            self._allow_backward = _refuse_backward_of_earlier_forward(parameters)
 
     def forward_begins(self) -> None:
         """Allow backward from now on, as this forward has one that reduces."""
@@ -238,9 +238,7 @@ def _small_bytes(total_bytes: int, *, on_gpu: bool) -> int:
     return max(least_bytes, min(total_bytes // _BUCKETS_ON_GPU, _MOST_BYTES_ON_GPU)) if on_gpu else least_bytes
 
 
-def _refuse_backward_of_earlier_forward(
-    ddp: DistributedDataParallel, parameters: Sequence[Tensor]
-) -> Callable[[], None]:
+def _refuse_backward_of_earlier_forward(parameters: Sequence[Tensor]) -> Callable[[], None]:
     """Refuse the backward of an earlier forward, because DDP's new reducer would not reduce its gradients.
 
     Returns:
@@ -254,13 +252,11 @@ def _refuse_backward_of_earlier_forward(
             "through DDP first"
         )
 
-    def allow(*_: object) -> None:
-        if torch.is_grad_enabled():  # an evaluation tells nothing about the forward before it
-            for handle in handles:
-                handle.remove()
+    def allow() -> None:
+        for handle in handles:
+            handle.remove()
 
     # Not hooks on the parameters: `torch.autograd.grad()` runs these, too, and it adds nothing to gradients.
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     handles = [get_gradient_edge(parameter).node.register_prehook(refuse) for parameter in trained]
-    handles.append(ddp.register_forward_pre_hook(torch.compiler.disable(allow)))  # also works after detach()
     return allow
