@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Protocol
 
 from ddp_crossover.comm.leg import HostWait
@@ -29,8 +29,14 @@ class OtherJobs(Protocol):
     def released(self) -> contextlib.AbstractContextManager[None]:
         """Let others have the device during a blocking exchange between ranks."""
 
-    def gap(self, what: Hashable) -> contextlib.AbstractContextManager[HostWait | None]:
-        """Let others have the device during a wait, if it is long; yields what to poll meanwhile, if anything."""
+    def gap(
+        self, what: Hashable, last_has_arrived: Callable[[], bool] | None = None
+    ) -> contextlib.AbstractContextManager[HostWait | None]:
+        """Let others have the device during a wait; yields what to poll meanwhile, if anything.
+
+        Before a forward it may last beyond the wait, until compute can run through: ``last_has_arrived()`` tells that
+        no more waits are to come.
+        """
 
     def before_stream_waits(self, stream: Stream) -> None:
         """Note that the current stream is going to wait for all that is queued on ``stream`` now."""
@@ -50,7 +56,9 @@ class NoOtherJobs:
     def released(self) -> contextlib.AbstractContextManager[None]:
         return _NO_GAP
 
-    def gap(self, what: Hashable) -> contextlib.AbstractContextManager[None]:
+    def gap(
+        self, what: Hashable, last_has_arrived: Callable[[], bool] | None = None
+    ) -> contextlib.AbstractContextManager[None]:
         return _NO_GAP
 
     def before_stream_waits(self, stream: Stream) -> None:
@@ -72,19 +80,24 @@ class ComputeWaits:
         self._moments = moments
         self.others = others
 
-    def of(self, what: Hashable) -> contextlib.AbstractContextManager[HostWait | None]:
+    def of(
+        self, what: Hashable, last_has_arrived: Callable[[], bool] | None = None
+    ) -> contextlib.AbstractContextManager[HostWait | None]:
         """The context of a wait of compute for other ranks.
 
         Args:
             what: key of the wait; waits with the same key take about the same time in each step.
+            last_has_arrived: for one of the waits of a forward: whether all that they are for has arrived.
 
         Returns:
             A context manager that yields the object to poll while the host waits, or None if there is none.
         """
         # Every wait of every step comes here, usually with nobody to tell.
-        return self._told(what) if self._moments.inside.hears("waiting") else self.others.gap(what)
+        if self._moments.inside.hears("waiting"):
+            return self._told(what, last_has_arrived)
+        return self.others.gap(what, last_has_arrived)
 
     @contextlib.contextmanager
-    def _told(self, what: Hashable) -> Iterator[HostWait | None]:
-        with self._moments.inside.waiting(what), self.others.gap(what) as host_wait:
+    def _told(self, what: Hashable, last_has_arrived: Callable[[], bool] | None) -> Iterator[HostWait | None]:
+        with self._moments.inside.waiting(what), self.others.gap(what, last_has_arrived) as host_wait:
             yield host_wait

@@ -143,7 +143,6 @@ class Pipeline:
         self.awaits_backward = False
 
         self.device = params[0].parameter.device
-        self.waits = GatherWaits(self.order, compute_waits, self.device)
         self._codes = codes.steps(plan, self.order)
         self.layout = Layout(
             plan,
@@ -158,6 +157,7 @@ class Pipeline:
             every_group_arrives=every_group_arrives,
         )
         self.slots, self.groups = self.layout.slots, self.layout.groups
+        self.waits = GatherWaits(self.order, compute_waits, self.groups, self.device)
         arenas = self.layout.arenas
         self._codes.use(arenas)
         link.use_arenas(arenas.values())

@@ -17,9 +17,9 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench_kit import record
-from bench_kit.options import add_results, make_parser, names, parse, positive, positive_int
+from bench_kit.options import add_results, make_parser, names, parse, positive_int
 from bench_kit.tables import print_table, say
-from sim_lease_parts.measure import ARMS, Case, measure
+from sim_lease_parts.measure import ARMS, SETTLE_STEPS, Case, measure
 from sim_lease_parts.models import MEASURED_MS, MODELS, RATIO_MODEL
 
 JOBS = {"filler": (1, True), "two": (2, False), "three": (3, False)}
@@ -44,7 +44,8 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
     add("--ratios", type=_numbers, default=[1.1, 1.7, 3.0], metavar="A/C,...", help="of an even model; 0: none")
     add("--jobs", type=names(list(JOBS)), default=list(JOBS), metavar="NAME,...", help=f"of {', '.join(JOBS)} (all)")
     add("--rounds", type=positive_int, default=3, help="(%(default)s)")
-    add("--window-s", type=positive, default=2.0, help="length of a window (%(default)g)")
+    add("--window", type=positive_int, default=30, help="length of a window in steps of a job alone (%(default)s)")
+    add("--settle", type=positive_int, default=SETTLE_STEPS, help="how long jobs run before, in the same (%(default)s)")
     add("--check", action="store_true", help="only ResNet-50 at 25 Gb/s, beside what was measured")
     add("--quick", action="store_true", help="one round")
     # fmt: on
@@ -85,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console()
     result: dict[str, Any] = {"configuration": record.configuration(args, arms=list(ARMS)), "cases": []}
     for case in make_cases(args):
-        figures = measure(case, args.rounds, args.window_s)
+        figures = measure(case, args.rounds, args.window, args.settle)
         print_case(console, figures)
         result["cases"].append(figures)
         record.write(result, args.json)

@@ -33,7 +33,7 @@ class Sharing(NoOtherJobs):
         self.heard = heard
 
     @contextlib.contextmanager
-    def gap(self, what: Hashable) -> Iterator[Any]:
+    def gap(self, what: Hashable, last_has_arrived: Any = None) -> Iterator[Any]:
         self.heard.append(f"gap {what}")
         yield "polled"
         self.heard.append("turn")

@@ -92,6 +92,7 @@ class GlooLeg(Leg):
         self.label = label
         self._context = context
         self._done = Latch()
+        self._ended_s = 0.0
         self._error: BaseException | None = None
 
     def wait(self, host_wait: HostWait | None = None) -> None:
@@ -104,6 +105,8 @@ class GlooLeg(Leg):
                 pass
             context.end_wait()
             context.meter.clock.waited(start_s, self.label, self.group, for_gather=self.is_gather)
+        if host_wait is not None:
+            host_wait.arrived(self._ended_s)
         if self._error is not None:
             raise context.failures.describe(self.label, self._error) from self._error
 
@@ -113,6 +116,7 @@ class GlooLeg(Leg):
     def finish(self, error: BaseException | None = None) -> None:
         """End the leg and wake its waiters; with an ``error``, their waits raise."""
         self._error = error
+        self._ended_s = time.perf_counter()
         self._done.set()
         self._context.open_legs.discard(self)
 

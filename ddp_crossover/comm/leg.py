@@ -47,8 +47,14 @@ class HostWait(Protocol):
     def poll(self) -> float:
         """Called while the host waits; returns the number of seconds after which to call again."""
 
+    def arrived(self, at_s: float) -> None:
+        """Called with the host time, as of ``time.perf_counter()``, at which the leg ended that the host needs."""
+
     def before_stream_waits(self, done: Event) -> None:
-        """Called before the current stream is made to wait for ``done``; blocks if the host must not run ahead."""
+        """Called before the current stream is made to wait for ``done``; blocks if the host must not run ahead.
+
+        ``done`` is timed (:func:`ddp_crossover.device.seconds_between`) if a leg ends there.
+        """
 
 
 # Fusion groups are numbered from 0. The tag of a message has 16 bits for this number, see ``gloo_messages``.

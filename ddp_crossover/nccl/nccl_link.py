@@ -187,7 +187,7 @@ class _NcclLeg(Leg):
         self.label = label
         self.group = group
         self._clock = link.clock
-        self._done = gpu.record(stream)
+        self._done = gpu.record(stream, timed=True)
         self._device = stream.device
         link.watch.add(label, begun, self._done)
 

@@ -31,11 +31,19 @@ class GatherWaits:
     Args:
         order: orders streams.
         compute_waits: what waits of compute go through.
+        groups: all fusion groups.
         device: where gradients are.
     """
 
-    def __init__(self, order: StreamOrder, compute_waits: ComputeWaits, device: torch.device) -> None:
+    def __init__(
+        self,
+        order: StreamOrder,
+        compute_waits: ComputeWaits,
+        groups: Collection[GroupInFlight],
+        device: torch.device,
+    ) -> None:
         self._order = order
+        self._groups = groups
         self._compute_waits = compute_waits
         self._device = device
 
@@ -56,9 +64,12 @@ class GatherWaits:
         # No profiler range if the leg is done, where it only costs time, or if `torch.jit.trace` would record it.
         unnamed = group.gather.is_done() or is_traced()
         named = contextlib.nullcontext() if unnamed else named_range(f"ddp_crossover::wait[{index}]")
-        with named, self._compute_waits.of(index) as host_wait:
+        with named, self._compute_waits.of(index, self._all_have_arrived) as host_wait:
             # Protects the optimizer and readers of `.grad` or of parameters from partly gathered values.
             group.gather.wait(host_wait)
+
+    def _all_have_arrived(self) -> bool:
+        return all(group.gather is None or group.gather.is_done() for group in self._groups)
 
     def _refuse_capture(self) -> None:
         if gpu.is_capturing(self._device):

@@ -76,11 +76,13 @@ class LeaseUse:
         given_s: total length of the gaps, from when the lease was free until the communication was over.
         filled_s: time inside gaps in which another job held the lease, sampled every millisecond.
         regrant_s: time in which compute waited for the lease.
-        slowed_s: the part of ``regrant_s`` by which sharing has slowed this job down: for each turn, by how much the
-            wait for it was longer than the turn.
+        predicted_s: for forwards that were held for another job, how long after the end of backward they were
+            predicted to be able to run through, in sum.
+        stalls_s: by how much they began too early, and so stalled while this job held the lease.
+        late_s: by how much they began too late, because of a wrong prediction or of another job's turn.
         hand_offs: how often the lease was given up while another job waited for it.
-        gain: ``filled_s`` minus ``slowed_s``, as a fraction of step time, over the latest ten steps with another job
-            around; None before.
+        gain: by how much steps beside another job were shorter with the lease than without it, as a fraction of the
+            latter, when some of each were last compared; None before.
         sharing: False during a break from sharing, which begins when the gain is below 2%.
         grants: how often the lease was granted.
         lost: how often the broker ended a turn, because it was too long or because the broker went away.
@@ -92,7 +94,9 @@ class LeaseUse:
     given_s: float
     filled_s: float
     regrant_s: float
-    slowed_s: float
+    predicted_s: float
+    stalls_s: float
+    late_s: float
     hand_offs: int
     gain: float | None
     sharing: bool

@@ -11,6 +11,7 @@ from ddp_crossover.addons.lease.client import GpuLease
 from ddp_crossover.addons.lease.client.lease import LeaseStats
 from ddp_crossover.addons.lease.protocol import Role
 from ddp_crossover.addons.lease.shared_memory import ResourceState, tag_of
+from sim_lease_parts.gpu import Event
 from sim_lease_parts.seam import SimEvent, World
 
 RESOURCE = "GPU-sim"
@@ -77,6 +78,8 @@ class SimLease(GpuLease):
         self._fence = 0
         self._number = 0
         self._done: Callable[[], bool] | None = None
+        self._is_closed = False
+        self._has_work = Event()
         self._ended_s = float("-inf")
         self._grants = 0
         self._waited_s = 0.0
@@ -147,17 +150,27 @@ class SimLease(GpuLease):
             self._end()
         else:
             self._done = is_drained
+            self._has_work.happen(self._hosts.now_s)
 
     def release(self, stream: Any = None) -> None:
         self.release_when(SimEvent(self._broker.world.current_stream()).query)
 
-    def watch(self, is_over: Callable[[], bool]) -> None:
-        """The thread that looks whether the GPU has done what was queued."""
-        while not is_over():
+    def watch(self) -> None:
+        """The thread that looks whether the GPU has done what was queued; ends with :meth:`close`."""
+        while not self._is_closed:
             done = self._done
-            if done is not None and done():
+            if done is None:
+                self._has_work = Event()
+                self._hosts.sleep_until(self._has_work)
+            elif done():
                 self._end()
-            self._hosts.spend(_POLL_S)
+            else:
+                self._hosts.spend(_POLL_S)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._has_work.happen(self._hosts.now_s)
 
     def stats(self) -> LeaseStats:
         return LeaseStats(self._grants, {}, 0, self._waited_s)

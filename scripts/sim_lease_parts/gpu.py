@@ -21,6 +21,7 @@ class Sharing:
 
     Attributes:
         mps: whether all processes run at once.
+        legs_on_host: whether legs are no kernels, as those of gloo.
         slice_s: how long a process keeps the GPU while another one has kernels to run.
         spin_slice_s: the same for a process whose kernels only spin.
         switch_s: what a change of process takes.
@@ -29,6 +30,7 @@ class Sharing:
     """
 
     mps: bool = False
+    legs_on_host: bool = False
     slice_s: float = 2e-3
     spin_slice_s: float = 1.7e-3
     switch_s: float = 1e-4
@@ -158,6 +160,7 @@ class Gpu:
         self.now_s = 0.0
         self._sharing = sharing
         self._processes: list[Process] = []
+        self._wires = Process(self, 0.0)  # on no GPU
         self._active: Process | None = None
         self._slice_ends_s = math.inf
         self._switched_s = 0.0  # until when a change of process lasts
@@ -165,6 +168,10 @@ class Gpu:
     def process(self, width: float = 1.0) -> Process:
         self._processes.append(Process(self, width))
         return self._processes[-1]
+
+    def wire(self, process: Process) -> Stream:
+        """A stream for the legs of a process."""
+        return (self._wires if self._sharing.legs_on_host else process).stream()
 
     def advance(self, until_s: float, awaited: tuple[Event, ...] = ()) -> None:
         """Let time pass until `until_s`, or until one of these events has happened."""
@@ -190,10 +197,11 @@ class Gpu:
 
     def _running(self) -> list[Process]:
         if self._sharing.mps:
-            return self._processes
+            return [*self._processes, self._wires]
         if self._active is None:
             self._schedule()
-        return [self._active] if self._active is not None and self.now_s >= self._switched_s else []
+        active = [self._active] if self._active is not None and self.now_s >= self._switched_s else []
+        return [*active, self._wires]
 
     def _schedule(self) -> None:
         """Pass the GPU on where its process has nothing to run, or has had its slice."""
@@ -233,7 +241,7 @@ class Gpu:
         running = self._running()
         rates = {}
         for process in running:
-            others = [other for other in running if other is not process]
+            others = [other for other in running if other not in (process, self._wires)]
             width = sum(other.width for other in others if other.computes())
             slower = 1 + width * (self._sharing.beside_compute - 1)
             if not width and any(other.heads() for other in others):

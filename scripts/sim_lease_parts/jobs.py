@@ -53,14 +53,16 @@ class Job:
     Args:
         world: where it runs.
         name: of the job.
+        lease: with which it takes turns, or None.
 
     Attributes:
         ended_s: when each step of the GPU ended.
     """
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World, name: str, lease: SimLease | None) -> None:
         self._world = world
         self.name = name
+        self.lease = lease
         self.ended_s: list[float] = []
         self._computed_s: list[float] = []
         self._under_way: deque[SimEvent] = deque()
@@ -100,8 +102,8 @@ class Training(Job):
     def __init__(
         self, world: World, name: str, model: Model, all_reduce_s: float, lease: SimLease | None, seed: int = 0
     ) -> None:
-        super().__init__(world, name)
-        self._model, self._lease = model, lease
+        super().__init__(world, name, lease)
+        self._model = model
         self._groups = groups_of(model, all_reduce_s, FUSION_MB)
         self._layers = layers_of(model)
         self._random = random.Random(f"{name} {seed}")
@@ -111,11 +113,11 @@ class Training(Job):
         """Train until then."""
         world, hosts = self._world, self._world.hosts
         process, compute = world.begin_process(WIDTH)
-        wire = world.new_stream(process)
+        wire = world.wire(process)
         clock = CommClock()
-        if self._lease is not None:
+        if self.lease is not None:
             legs: Any = (wire,)
-            self.turns = Turns(self._lease, clock, lambda reason: None, CudaStreams(DEVICE, legs))
+            self.turns = Turns(self.lease, clock, lambda reason: None, CudaStreams(DEVICE, legs))
         gathers: dict[Group, _NcclLeg] = {}
         link: Any = SimpleNamespace(clock=clock, watch=SimpleNamespace(add=lambda *leg: None))
         while hosts.now_s < until_s:
@@ -130,10 +132,14 @@ class Training(Job):
 
     def _forward(self, compute: SimStream, gathers: dict[Group, _NcclLeg]) -> None:
         first_uses = {group.first: group for group in gathers}
+
+        def have_arrived() -> bool:
+            return all(leg.is_done() for leg in gathers.values())
+
         for index, layer in enumerate(self._layers):
             group = first_uses.get(index)
             if group is not None:
-                with self.turns.gap(index) as host_wait:
+                with self.turns.gap(index, have_arrived) as host_wait:
                     gathers[group].wait(host_wait)
             self.turns.resume()
             self._launch(compute, layer.compute / 3)
@@ -183,8 +189,7 @@ class Filler(Job):
     """
 
     def __init__(self, world: World, lease: SimLease | None) -> None:
-        super().__init__(world, "filler")
-        self._lease = lease
+        super().__init__(world, "filler", lease)
 
     def run(self, until_s: float) -> None:
         """Compute until then."""
@@ -197,9 +202,9 @@ class Filler(Job):
 
         network = nn.Sequential(*(_Kernel(launch) for _ in range(FILLER_KERNELS)))
         instrument = None
-        if self._lease is not None:
+        if self.lease is not None:
             ahead = RunAhead(4e-3, lambda: _event(stream))
-            instrument = Instrument(self._lease, network, None, 5e-3, ahead)
+            instrument = Instrument(self.lease, network, None, 5e-3, ahead)
         x = torch.zeros(1)
         while hosts.now_s < until_s:
             with torch.no_grad():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from bench_kit.rounds import spread
@@ -13,16 +14,18 @@ from sim_lease_parts.jobs import Filler, Training
 from sim_lease_parts.models import Model
 from sim_lease_parts.seam import World
 
-# Predictions and breaks begin in it.
-SETTLE_S = 0.5
-_LOOKS_ON_S = 0.5
+# Jobs compare steps with the lease and without it meanwhile, and begin breaks.
+SETTLE_STEPS = 90
+_ALONE_SETTLE_STEPS, _ALONE_STEPS = 5, 20
 
-# In turns in each round: without a lease and with one, without MPS and with it.
+# In turns in each round: kernels of NCCL, which wait on the GPU, or legs of gloo, which do not.
 ARMS = {
-    "no lease": (False, False),
-    "lease": (True, False),
-    "MPS": (False, True),
-    "MPS, lease": (True, True),
+    "NCCL": (False, Sharing()),
+    "NCCL, lease": (True, Sharing()),
+    "NCCL, MPS": (False, Sharing(mps=True)),
+    "NCCL, MPS, lease": (True, Sharing(mps=True)),
+    "gloo": (False, Sharing(legs_on_host=True)),
+    "gloo, lease": (True, Sharing(legs_on_host=True)),
 }
 
 
@@ -48,17 +51,31 @@ class Case:
         return f"{self.model.name}, A {self.all_reduce_s * 1e3:.0f} ms, {jobs}{' + filler' if self.has_filler else ''}"
 
 
-def measure(case: Case, rounds: int, window_s: float) -> dict[str, Any]:
-    """All arms of a case, in rounds that differ in their jitter."""
-    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
+def measure(
+    case: Case,
+    rounds: int,
+    window_steps: int,
+    settle_steps: int = SETTLE_STEPS,
+    arms: Mapping[str, tuple[bool, Sharing]] = ARMS,
+) -> dict[str, Any]:
+    """All arms of a case, in rounds that differ in their jitter; steps are as long as those of a job alone."""
+    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     alone_s = []
+    longest_s = max(case.model.compute_s, case.all_reduce_s, case.model.host_s + case.model.between_s)
+    settle_alone_s, window_alone_s = _ALONE_SETTLE_STEPS * longest_s, _ALONE_STEPS * longest_s
     for seed in range(rounds):
-        alone = _run(dataclasses.replace(case, trainings=1, has_filler=False), Sharing(), False, window_s, seed)
+        alone = _run(
+            dataclasses.replace(case, trainings=1, has_filler=False),
+            Sharing(),
+            False,
+            (settle_alone_s, window_alone_s),
+            seed,
+        )
         [steps_per_s] = alone["steps_per_s"]
         alone_s.append(1 / steps_per_s)
         idle_s = 1 / steps_per_s - alone["computed_s"][0] / steps_per_s
-        for arm, (is_leased, mps) in ARMS.items():
-            together = _run(case, Sharing(mps=mps), is_leased, window_s, seed)
+        for arm, (is_leased, sharing) in arms.items():
+            together = _run(case, sharing, is_leased, (settle_steps / steps_per_s, window_steps / steps_per_s), seed)
             speeds = [rate / steps_per_s for rate in together["steps_per_s"]]
             figures: dict[str, Any] = {"speeds": speeds, "together": sum(speeds), "lease": together["lease"]}
             if case.has_filler:
@@ -82,11 +99,12 @@ def _over_rounds(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return figures | {"main": spread([one["speeds"][0] for one in rounds])}
 
 
-def _run(case: Case, sharing: Sharing, is_leased: bool, window_s: float, seed: int) -> dict[str, Any]:
+def _run(case: Case, sharing: Sharing, is_leased: bool, lasts_s: tuple[float, float], seed: int) -> dict[str, Any]:
     """Steps per second of the training jobs, and for how much of each second the GPU computed for each and a filler."""
+    settle_s, window_s = lasts_s
     world = World(sharing)
     broker = Broker(world)
-    end_s = SETTLE_S + window_s
+    end_s = settle_s + window_s
     leases: list[SimLease] = []
 
     def lease(name: str, role: Any) -> SimLease | None:
@@ -101,17 +119,17 @@ def _run(case: Case, sharing: Sharing, is_leased: bool, window_s: float, seed: i
     filler = Filler(world, lease("filler", "filler")) if case.has_filler else None
     jobs: list[Training | Filler] = [*trainings, *([filler] if filler is not None else [])]
 
-    def watch(lease: SimLease) -> None:
-        lease.watch(lambda: world.hosts.now_s > end_s + _LOOKS_ON_S)
+    def run(job: Training | Filler) -> None:
+        job.run(end_s)
+        if job.lease is not None:
+            job.lease.release()
+            job.lease.close()
 
     with world.in_place():
-        world.hosts.run(
-            *(lambda job=job: job.run(end_s) for job in jobs),
-            *(lambda lease=lease: watch(lease) for lease in leases),
-        )
-    shares = [job.computed_in(SETTLE_S, end_s) for job in jobs]
+        world.hosts.run(*(partial(run, job) for job in jobs), *(lease.watch for lease in leases))
+    shares = [job.computed_in(settle_s, end_s) for job in jobs]
     return {
-        "steps_per_s": [rate(job.ended_s, SETTLE_S, end_s) for job in trainings],
+        "steps_per_s": [rate(job.ended_s, settle_s, end_s) for job in trainings],
         "computed_s": shares,
         "filled_s": shares[-1] if filler is not None else 0.0,
         "lease": [dataclasses.asdict(job.turns.stats()) if is_leased else {} for job in trainings],

@@ -12,7 +12,7 @@ import torch
 
 from ddp_crossover import device
 from ddp_crossover.addons.lease.client import instrument
-from ddp_crossover.addons.lease.sharing import gap, lease_holder, turns
+from ddp_crossover.addons.lease.sharing import forward_times, gap, held_forward, lease_holder, turns
 from sim_lease_parts.gpu import Gpu, Process, Sharing, Stream
 from sim_lease_parts.hosts import HostClock, Hosts
 
@@ -76,8 +76,9 @@ class World:
         self._current.stream = stream = SimStream(self.hosts, process.stream())
         return process, stream
 
-    def new_stream(self, process: Process) -> SimStream:
-        return SimStream(self.hosts, process.stream())
+    def wire(self, process: Process) -> SimStream:
+        """A stream for the legs of a process."""
+        return SimStream(self.hosts, self.gpu.wire(process))
 
     def current_stream(self, of: Any = None) -> SimStream:
         stream: SimStream = self._current.stream
@@ -91,7 +92,10 @@ class World:
             (device, "current_stream", self.current_stream),
             (device, "record", SimEvent),
             (device, "seconds_between", seconds_between),
-            *((module, "time", clock) for module in (gap, lease_holder, turns, instrument)),
+            *(
+                (module, "time", clock)
+                for module in (forward_times, gap, held_forward, lease_holder, turns, instrument)
+            ),
         ]
         with ExitStack() as stack:
             for owner, name, replacement in replacements:

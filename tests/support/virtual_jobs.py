@@ -15,7 +15,8 @@ import torch
 
 from ddp_crossover import device
 from ddp_crossover.addons.lease.client import GpuLease
-from ddp_crossover.addons.lease.sharing import gap, lease_holder, turns
+from ddp_crossover.addons.lease.client.lease import LeaseStats
+from ddp_crossover.addons.lease.sharing import forward_times, gap, held_forward, lease_holder, turns
 from ddp_crossover.addons.lease.sharing.turns import Turns
 from ddp_crossover.comm.stream_order import CudaStreams
 from ddp_crossover.compute_waits import NoOtherJobs
@@ -103,6 +104,9 @@ class VirtualLease(GpuLease):
     def wait_until_connected(self, timeout_s: float) -> bool:
         return True
 
+    def stats(self) -> LeaseStats:
+        return LeaseStats(0, {}, 0, 0.0)
+
     def acquire(self, *, eager: bool = False) -> bool:
         gpu = self.gpu
         gpu.look()
@@ -154,7 +158,7 @@ def virtual_hosts() -> Iterator[Hosts]:
         (device, "current_stream", current),
         (device, "record", FakeEvent),
         (device, "seconds_between", seconds_between),
-        *((module, "time", HostClock(hosts)) for module in (lease_holder, gap, lease_holder, turns)),
+        *((module, "time", HostClock(hosts)) for module in (forward_times, gap, held_forward, lease_holder, turns)),
     ]
     with ExitStack() as stack:
         for owner, name, replacement in replacements:
@@ -181,6 +185,7 @@ class Rank:
         forward_s, backward_s: of one group.
         leg_s: of both legs of one group.
         launch_s: host time of each kernel.
+        fast_from_step: from which step on the wire takes no time; never by default.
         reads_early: whether a script waits for all legs between turns, as one that reads gradients does, and then
             updates in a turn of its own.
         steps_s: when each step of the host ended.
@@ -196,6 +201,7 @@ class Rank:
     backward_s: float = 2e-3
     leg_s: float = 6e-3
     launch_s: float = LAUNCH_S
+    fast_from_step: int = 10**6
     reads_early: bool = False
     steps_s: list[float] = field(default_factory=list)
     turns: Any = None
@@ -214,7 +220,7 @@ class Rank:
             self.turns.want()
             for group in range(self.groups):
                 if group in legs:
-                    with self.turns.gap(group) as host_wait:
+                    with self.turns.gap(group, lambda: all(leg.is_done() for leg in legs.values())) as host_wait:
                         legs[group].wait(host_wait)
                 self.turns.resume()
                 self._compute(self.forward_s)
@@ -222,7 +228,9 @@ class Rank:
                 self._compute(self.backward_s)
                 comm.wait_stream(_current_stream())
                 key = (self.job, step, group)
-                meeting = self.meetings.setdefault(key, Meeting(self.ranks, self.leg_s))
+                meeting = self.meetings.setdefault(
+                    key, Meeting(self.ranks, self.leg_s if step < self.fast_from_step else 1e-5)
+                )
                 meeting.join(Instant(comm.done, not_before_s=hosts.now_s))
                 comm.done = meeting
                 event: Any = FakeEvent(comm)

@@ -143,6 +143,8 @@ def _shares(job: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[st
     return {
         "held": _share(passed["held_s"], present_s),
         "waited": _share(passed["waited_s"], present_s),
+        # The rest of its time is what it would have taken without the waits.
+        "slower": _share(passed["waited_s"], present_s - passed["waited_s"]),
         "gap": _share(passed["gap_s"], present_s),
         "gap_filled": _share(passed["filled_s"], passed["gap_s"]),
         "handoffs_per_s": _share(passed["handoffs"], present_s),

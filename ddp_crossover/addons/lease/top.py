@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 _LEGEND = (
-    "held, waits, gap: shares of a job's time. filled: share of its gaps in which another job held. "
-    "/s: hand-offs to the job per second."
+    "slower: by what waits made the job slower. held, gap: shares of its time. filled: share of its gaps in which "
+    "another job held. /s: hand-offs to the job per second."
 )
 
 
@@ -37,14 +37,14 @@ def _jobs(resource: dict[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True, header_style="dim")
     table.add_column("job", ratio=1, no_wrap=True, overflow="ellipsis")
     table.add_column("role", no_wrap=True, min_width=6)
-    for name in ("held", "waits", "gap", "filled", "/s"):
+    for name in ("slower", "held", "gap", "filled", "/s"):
         table.add_column(name, justify="right", no_wrap=True, min_width=6 if name == "/s" else 4)
     for job in sorted(resource["jobs"], key=lambda j: (j["role"] != "peer", -j["held"], j["job"])):
         style = "green" if job["job"] == resource["holder"] else ""
         table.add_row(
             Text(job["job"], style=style),
             job["role"],
-            *(f"{job[share]:.0%}" for share in ("held", "waited", "gap")),
+            *(f"{job[share]:.0%}" for share in ("slower", "held", "gap")),
             f"{job['gap_filled']:.0%}" if job["gap"] else "-",
             f"{job['handoffs_per_s']:.1f}",
         )

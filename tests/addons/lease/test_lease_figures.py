@@ -155,7 +155,7 @@ def test_top_of_a_pipe_is_plain_text(processes: LeaseProcesses, lease_directory:
     lines = shown.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("cpu:0  held by holder, nobody waiting")
-    assert lines[2].split()[:5] == ["holder", "peer", "100%", "0%", "0%"]
+    assert lines[2].split()[:5] == ["holder", "peer", "0%", "100%", "0%"]
     command = _top("--once", "--json", "--interval", "0.1", directory=lease_directory)
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
     [job] = json.loads(shown.stdout)["resources"][0]["jobs"]

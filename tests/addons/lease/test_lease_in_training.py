@@ -49,7 +49,7 @@ def test_with_another_job_the_parameters_are_the_same_bits_and_both_get_on(
     seen = on_ranks(run, 2, str(lease_directory), STEPS, LATE_S)
     for (parameters, stats), (plain, _) in zip(seen, expected, strict=True):
         assert same(parameters, plain)
-        assert stats.lease.grants > STEPS / 2
+        assert stats.lease.grants > STEPS / 3  # some steps are without it, to compare
         assert stats.lease.unleased == {}
     # Rank 0 waits for rank 1 in each step, and that is another job's turn.
     lease = seen[0][1].lease
@@ -63,7 +63,7 @@ def test_where_nobody_waits_no_gap_is_given(on_ranks, processes: LeaseProcesses,
     processes.broker()
     for _, stats in on_ranks(train, 2, str(lease_directory), STEPS, LATE_S):
         lease = stats.lease
-        assert (lease.gaps, lease.given_s, lease.filled_s, lease.slowed_s, lease.hand_offs) == (0, 0, 0, 0, 0)
+        assert (lease.gaps, lease.given_s, lease.filled_s, lease.predicted_s, lease.hand_offs) == (0, 0, 0, 0, 0)
         assert lease.gain is None and lease.sharing
         # One turn a step, and some more while plans are made.
         assert STEPS <= lease.grants < 2 * STEPS
@@ -241,7 +241,8 @@ def test_where_sharing_gains_nothing_it_takes_a_break_and_says_so(
     on_ranks, processes: LeaseProcesses, lease_directory: Path
 ) -> None:
     processes.broker()
-    contenders(processes, 8.0)
+    # It computes nothing, so without the lease it is in nobody's way, and each of its turns is longer than a step.
+    processes.actor("other", resource="cpu:0").start("take_turns", 20.0, 0.03, 0.0005)
     # A single rank waits for nobody: it has nothing to give.
     [(stats, held)] = on_ranks(train_without_gaps, 1, str(lease_directory), 60)
     assert not stats.lease.sharing and stats.lease.gain < 0.02

@@ -1,10 +1,11 @@
-"""One wait of compute for communication: in a turn, the lease may be given away meanwhile."""
+"""One wait of compute for communication: outside of a turn others have the device, in a turn only if it is too long."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
+from ddp_crossover.addons.lease.sharing.forward_times import Moment
 from ddp_crossover.addons.lease.sharing.lease_holder import Backlog, LeaseHolder
 from ddp_crossover.device import Event
 
@@ -18,47 +19,45 @@ _IDLE_POLL_S = 1.0
 
 
 class Gap:
-    """A ``HostWait`` that gives the lease away if another job wants it and the wait is long.
+    """A ``HostWait`` that leaves the device to other jobs.
 
     Args:
         what: key of the wait; waits with the same key take about the same time in each step.
         holder: holds the lease.
+
+    Attributes:
+        arrival: when that for which compute waits has arrived; None if that is not known yet.
+        was_given: whether this job has given its lease away.
     """
 
     def __init__(self, what: Hashable, holder: LeaseHolder) -> None:
+        self.arrival: Moment | None = None
+        self.was_given = False
         self._what = what
         self._holder = holder
         self._began_s: float | None = None
         self._free_since_s: float | None = None
         self._polled_s = 0.0
-        self._was_given = False
-        self._is_unmeasured = False
         self._filled_s = 0.0
 
-    def before_stream_waits(self, done: Event) -> None:
-        """Keep the host from running ahead of the device while it is shared with another job.
+    def arrived(self, at_s: float) -> None:
+        self.arrival = at_s
 
-        What is queued behind a wait goes on by itself when the leg ends, whoever has the device then. So nothing more
-        is queued until the leg is done, and the lease can be given away as soon as the device has nothing to do.
+    def before_stream_waits(self, done: Event) -> None:
+        """Outside of a turn, wait on the host while the device is shared: the next turn begins when the leg is done.
+
+        What is queued behind a wait goes on by itself when the leg ends, whoever has the device then. In a turn that is
+        this job, and the host may run ahead.
         """
         backlog = self._holder.backlog
         assert backlog is not None
         backlog.wait_begins(done)
-        if done.query():
-            return
-        if not self._is_worth_blocking():
-            self._is_unmeasured = True
+        self.arrival = done
+        if self._holder.is_holding or not self._holder.has_seen_others():
             return
         while not done.query():
-            if not self._holder.is_holding or backlog.stands_at_last_wait() or backlog.stands_for_long():
-                self.poll()
+            self.poll()
             time.sleep(_DEVICE_POLL_S)
-
-    def _is_worth_blocking(self) -> bool:
-        if not self._holder.has_seen_others():
-            return False
-        # Without a turn, the next one should begin only when the leg is done.
-        return not self._holder.is_holding or self._holder.expected.is_worth_trying(self._what)
 
     def poll(self) -> float:
         """Give the lease away if that pays now; returns the seconds until the next poll."""
@@ -71,19 +70,24 @@ class Gap:
             self._sample(now_s)
         elif holder.lease.contended and holder.expected.is_worth_giving(self._what, now_s - self._began_s):
             holder.release()
-            self._was_given = True
+            self.was_given = True
             self._free_since_s = self._polled_s = time.perf_counter()
         return _POLL_S
+
+    def hold_until(self, ends_s: float, is_over: Callable[[], bool]) -> None:
+        """Wait on for a turn that has not begun, at most until ``ends_s``, as of ``time.perf_counter()``."""
+        while (left_s := ends_s - time.perf_counter()) > 0 and not is_over():
+            time.sleep(min(left_s, self.poll()))
 
     def end(self) -> None:
         """Account for the wait, which is over."""
         holder, now_s = self._holder, time.perf_counter()
-        if not self._is_unmeasured:
+        if holder.backlog is None:
             holder.expected.note(self._what, 0.0 if self._began_s is None else now_s - self._began_s)
         if self._free_since_s is None:
             return
         self._sample(now_s)
-        if self._was_given or self._filled_s:
+        if self.was_given or self._filled_s:
             holder.ledger.gap_ended(now_s - self._free_since_s, self._filled_s)
             if holder.clock.trace is not None:
                 holder.clock.trace.add("gap", self._free_since_s, now_s, detail=holder.lease.job)
@@ -102,6 +106,9 @@ class WaitOutsideOfTurn:
 
     def poll(self) -> float:
         return _IDLE_POLL_S
+
+    def arrived(self, at_s: float) -> None:
+        pass
 
     def before_stream_waits(self, done: Event) -> None:
         self._backlog.wait_begins(done)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -12,11 +13,13 @@ _PAYS_HAND_OFFS = 10
 _FIRST_HAND_OFF_S = 100e-6
 _LONGEST_HAND_OFF_S = 1e-3
 _WAITS_KEPT = 5
-_TRY_EVERY = 50
 _HAND_OFFS_KEPT = 9
 
 MIN_GAIN = 0.02
-_WINDOW_STEPS = 10
+_WINDOW_STEPS = 20
+# At the beginning of a window the host runs ahead of the device, and jobs are not in step yet.
+_UNSTEADY_STEPS = 10
+_COMPARE_EVERY_STEPS = 1000
 _MOST_LOST_S = 1.0
 _FIRST_BREAK_STEPS = 250
 _LONGEST_BREAK_STEPS = 4000
@@ -27,7 +30,6 @@ class ExpectedWaits:
 
     def __init__(self) -> None:
         self._waits_s: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_WAITS_KEPT))
-        self._untried: Counter[Hashable] = Counter()
         self._acquires_s: deque[float] = deque(maxlen=_HAND_OFFS_KEPT)
         self._releases_s: deque[float] = deque(maxlen=_HAND_OFFS_KEPT)
 
@@ -60,72 +62,80 @@ class ExpectedWaits:
         expected_s = statistics.median(known_s) if known_s else 0.0
         return abs(expected_s - waited_s) >= _PAYS_HAND_OFFS * self.hand_off_s
 
-    def is_worth_trying(self, key: Hashable) -> bool:
-        """Whether to measure a wait although measuring blocks the host: it was long, or was not measured lately."""
-        if not self._waits_s.get(key) or self.is_worth_giving(key, 0.0):
-            return True
-        self._untried[key] += 1
-        return self._untried[key] % _TRY_EVERY == 0
-
 
 class StepFigures(NamedTuple):
     """What the ledger of a job has added up in one step.
 
     Attributes:
         elapsed_s: duration of the step.
-        filled_s: time inside gaps in which another job held the lease.
-        slowed_s: time by which sharing has slowed this job down.
         was_disturbed: whether another job has wanted or held the device.
     """
 
     elapsed_s: float
-    filled_s: float
-    slowed_s: float
     was_disturbed: bool
 
 
 class Gain:
-    """Decides whether sharing the device pays, and takes breaks from sharing where it does not.
+    """Decides whether sharing pays, and takes breaks from it where it does not: is this job faster with its lease?
 
-    The gain of a step is the time of its waits in which another job held the device, less the time by which this job
-    was slowed down, as a fraction of the step. A turn slows the job down only by the time for which it waited beyond
-    the time for which it then held the lease. The comparison is with both jobs using the device at once: each would get
-    half of it, so a turn that waits no longer than it holds would have ended as late without a lease.
+    Steps in which another job wanted or held the device are compared, some with the lease and some without it. That is
+    all that a job can know of what matters to its user: with MPS, or beside kernels that wait, two jobs may do better
+    at once than in turns, whatever gaps they fill.
 
     Attributes:
-        sharing: False during a break.
-        last: the gain in the latest window of steps; None before the first.
+        sharing: False in a break, and in the steps without the lease that others are compared with.
+        last: by how much steps were shorter with the lease, as a part of those without, when last compared; None before
+            that.
     """
 
     def __init__(self) -> None:
         self.sharing = True
         self.last: float | None = None
-        self._steps = 0
+        self._shared_s = math.inf  # the median of the latest steps with the lease
+        self._plain_s: float | None = None  # the same without it, when last compared
+        self._window_s: list[float] = []
+        self._compared_before_steps = 0
+        self._left_steps = 0  # of a break
         self._break_steps = _FIRST_BREAK_STEPS
-        self._elapsed_s = self._gained_s = 0.0
+
+    @property
+    def takes_break(self) -> bool:
+        """Whether sharing has not paid."""
+        return self._left_steps > 0
 
     def step(self, step: StepFigures) -> None:
-        """Account for a step. Steps in which no other job wanted the device are not counted, except in a break."""
+        """Account for a step. With the lease those in which no other job wanted the device are not counted."""
+        if self.takes_break:
+            self._left_steps -= 1
+            if self._left_steps == 0:
+                self.sharing, self._plain_s = True, None
+        elif step.was_disturbed or not self.sharing:
+            self._compared_before_steps += 1
+            window_s = self._window_s
+            window_s.append(step.elapsed_s)
+            lost_s = sum(window_s) - len(window_s) * (self._plain_s or min(window_s))
+            if len(window_s) >= _WINDOW_STEPS or (self.sharing and lost_s > _MOST_LOST_S):
+                self._window_s = []
+                self._window_ended(statistics.median(window_s[_UNSTEADY_STEPS:] or window_s))
+
+    def _window_ended(self, step_s: float) -> None:
         if not self.sharing:
-            self._steps += 1
-            if self._steps >= self._break_steps:
-                self._break_steps = min(2 * self._break_steps, _LONGEST_BREAK_STEPS)
-                self._start(sharing=True)
-        elif step.was_disturbed:
-            self._steps += 1
-            self._elapsed_s += step.elapsed_s
-            self._gained_s += step.filled_s - step.slowed_s
-            if self._steps >= _WINDOW_STEPS or self._gained_s < -_MOST_LOST_S:
-                self._decide()
+            self._compare(step_s)
+            return
+        self._shared_s = step_s
+        is_known = self._plain_s is not None and self._compared_before_steps < _COMPARE_EVERY_STEPS
+        if not (is_known and step_s <= (self._plain_s or 0.0)):
+            self.sharing = False
 
-    def _decide(self) -> None:
-        self.last = self._gained_s / self._elapsed_s if self._elapsed_s else 0.0
-        pays = self.last >= MIN_GAIN
-        if pays:
+    def _compare(self, plain_s: float) -> None:
+        self._plain_s, self._compared_before_steps = plain_s, 0
+        self.last = 1 - self._shared_s / plain_s
+        self.sharing = self._pays(plain_s)
+        if self.sharing:
             self._break_steps = _FIRST_BREAK_STEPS
-        self._start(sharing=pays)
+        else:
+            self._left_steps = self._break_steps
+            self._break_steps = min(2 * self._break_steps, _LONGEST_BREAK_STEPS)
 
-    def _start(self, *, sharing: bool) -> None:
-        self.sharing = sharing
-        self._steps = 0
-        self._elapsed_s = self._gained_s = 0.0
+    def _pays(self, plain_s: float) -> bool:
+        return self._shared_s <= (1 - MIN_GAIN) * plain_s

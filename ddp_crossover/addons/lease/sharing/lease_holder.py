@@ -31,10 +31,10 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.held_s = self.given_s = self.filled_s = self.regrant_s = self.slowed_s = 0.0
+        self.held_s = self.given_s = self.filled_s = self.regrant_s = 0.0
         self.gaps = self.hand_offs = self.disturbances = 0
-        # When the last step ended, and filled_s, slowed_s and disturbances at that time.
-        self._last_step: tuple[float, float, float, int] | None = None
+        # When the last step ended, and disturbances at that time.
+        self._last_step: tuple[float, int] | None = None
 
     def hand_over(self) -> None:
         """Note that the lease was given up while another job waited for it."""
@@ -48,16 +48,8 @@ class Ledger:
     def wait_for_grant(self, waited_s: float) -> None:
         self.regrant_s += waited_s
 
-    def slow_down(self, late_s: float) -> None:
-        self.slowed_s += late_s
-
-    def turn_ended(self, held_s: float, late_s: float) -> None:
-        """Note a turn that was held for ``held_s``, after a wait of ``late_s`` for another job.
-
-        A turn that waits no longer than it holds would have ended as late on a device that is shared in slices.
-        """
+    def turn_ended(self, held_s: float) -> None:
         self.held_s += held_s
-        self.slow_down(max(0.0, late_s - held_s))
 
     def gap_ended(self, given_s: float, filled_s: float) -> None:
         """Note a gap: for how long the lease was free, and for how long another job has held it meanwhile."""
@@ -68,13 +60,11 @@ class Ledger:
 
     def step_ended(self, now_s: float) -> StepFigures | None:
         """Return the figures since the last step ended; None for the first step."""
-        before, self._last_step = self._last_step, (now_s, self.filled_s, self.slowed_s, self.disturbances)
+        before, self._last_step = self._last_step, (now_s, self.disturbances)
         if before is None:
             return None
-        since_s, filled_s, slowed_s, disturbances = before
-        return StepFigures(
-            now_s - since_s, self.filled_s - filled_s, self.slowed_s - slowed_s, self.disturbances > disturbances
-        )
+        since_s, disturbances = before
+        return StepFigures(now_s - since_s, self.disturbances > disturbances)
 
 
 # A stream that stands at a leg for longer may do so until another job has had its turn: the leg may need a peer that
@@ -199,9 +189,8 @@ class LeaseHolder:
         self.backlog = backlog
         self.expected = ExpectedWaits()
         self.is_wanted = False
-        # The present turn: when it was granted, and how long it had to wait for another job.
+        # When the present turn was granted.
         self._granted_s: float | None = None
-        self._late_s = 0.0
         self._others_seen_s = -math.inf
         # When the host left the present turn, which the device has not finished.
         self._left_s: float | None = None
@@ -241,7 +230,6 @@ class LeaseHolder:
             # It ended while this job waited for the next one, so another job wanted that.
             was_taken = was_taken or ended_s > start_s
             start_s = max(start_s, ended_s)
-        self._late_s = now_s - start_s if was_taken else 0.0
         ledger.wait_for_grant(now_s - start_s)
         if was_taken:
             ledger.disturb()
@@ -251,7 +239,6 @@ class LeaseHolder:
             self._granted_s = now_s
         else:
             self.is_wanted = False  # do not ask again before the next turn is wanted
-            ledger.slow_down(self._late_s)
         if self.clock.trace is not None:
             self.clock.trace.add("lease_wait", start_s, now_s, detail=lease.job)
 
@@ -275,7 +262,7 @@ class LeaseHolder:
     def _end_turn(self, now_s: float) -> None:
         if self._granted_s is None:
             return
-        self.ledger.turn_ended(now_s - self._granted_s, self._late_s)
+        self.ledger.turn_ended(now_s - self._granted_s)
         if self.clock.trace is not None:
             self.clock.trace.add("held", self._granted_s, now_s, detail=self.lease.job)
         self._granted_s = self._left_s = None

@@ -14,6 +14,7 @@ from ddp_crossover import device as gpu
 from ddp_crossover.addons.lease.client import GpuLease
 from ddp_crossover.addons.lease.sharing.gap import Gap, WaitOutsideOfTurn
 from ddp_crossover.addons.lease.sharing.gap_policy import MIN_GAIN, Gain
+from ddp_crossover.addons.lease.sharing.held_forward import HeldForward
 from ddp_crossover.addons.lease.sharing.lease_holder import Backlog, LeaseHolder, Ledger
 from ddp_crossover.comm.leg import HostWait
 from ddp_crossover.comm.stream_order import CudaStreams
@@ -53,6 +54,7 @@ class Turns:
         self._gain = Gain()
         self._waiting = waiting
         self._holder = LeaseHolder(lease, clock, self.ledger, None if streams is None else Backlog(streams))
+        self._forward = HeldForward(self._holder, streams)
         # Otherwise the first turns would run unleased, before the client has connected.
         lease.wait_until_connected(_CONNECT_S)
 
@@ -89,11 +91,15 @@ class Turns:
             self.resume()
 
     @contextlib.contextmanager
-    def gap(self, what: Hashable) -> Iterator[HostWait | None]:
-        """Wrap a wait of compute for communication. Gives the lease away if another job wants it and the wait is long.
+    def gap(self, what: Hashable, last_has_arrived: Callable[[], bool] | None = None) -> Iterator[HostWait | None]:
+        """Wrap a wait of compute for communication. The first one of a forward is held until that can run through.
+
+        In a turn the lease is given away if another job wants it and the wait is much longer than expected: it may be
+        part of a deadlock.
 
         Args:
             what: key of the wait; waits with the same key take about the same time in each step.
+            last_has_arrived: for the waits of a forward: whether all that they are for has arrived.
 
         Returns:
             A context manager that yields the object to poll while the host waits, or None without a turn.
@@ -103,13 +109,18 @@ class Turns:
             yield None if holder.backlog is None else WaitOutsideOfTurn(holder.backlog)
             return
         gap = Gap(what, holder)
+        before = None if last_has_arrived is None else self._forward.comes_to_wait()
         try:
             yield gap
+            if last_has_arrived is not None and not holder.is_holding and not gap.was_given:
+                self._forward.hold(gap, last_has_arrived)
         except BaseException:
             self.release()  # a leg failed, or Ctrl-C: training may not go on
             raise
         gap.end()
+        asked_s = time.perf_counter()
         holder.acquire()
+        self._forward.ended_wait(before, gap, granted_after_s=time.perf_counter() - asked_s)
 
     def before_stream_waits(self, stream: Stream) -> None:
         """Note that the current stream is going to wait for all that is queued on ``stream`` now."""
@@ -117,32 +128,35 @@ class Turns:
             self._holder.backlog.wait_begins(gpu.record(stream))
 
     def step_ended(self) -> None:
-        """Account for the iteration that has ended, and start or end a break from sharing."""
+        """Account for the iteration that has ended with its backward, and start or end a break from sharing."""
+        self._forward.backward_ended()
         step = self.ledger.step_ended(time.perf_counter())
         # A filler takes no breaks: without the lease it would slow down the peer.
         if step is None or self._holder.lease.role == "filler":
             return
-        was_sharing = self._gain.sharing
+        took_break = self._gain.takes_break
         self._gain.step(step)
-        if was_sharing and not self._gain.sharing:
+        if self._gain.takes_break and not took_break:
             self._note_fallback(
-                f"gaps filled by other jobs gained less than {MIN_GAIN:.0%} of a step: the lease takes a break"
+                f"beside another job, steps were not {MIN_GAIN:.0%} shorter with the lease than without it: it takes a "
+                "break"
             )
-            self.release()
 
     def stats(self) -> LeaseUse:
         """Use of the lease so far, times in seconds."""
-        seen, ledger = self._holder.lease.stats(), self.ledger
+        seen, ledger, held = self._holder.lease.stats(), self.ledger, self._forward.figures
         return LeaseUse(
             held_s=ledger.held_s,
             gaps=ledger.gaps,
             given_s=ledger.given_s,
             filled_s=ledger.filled_s,
             regrant_s=ledger.regrant_s,
-            slowed_s=ledger.slowed_s,
+            predicted_s=held.predicted_s,
+            stalls_s=held.stalls_s,
+            late_s=held.late_s,
             hand_offs=ledger.hand_offs,
             gain=self._gain.last,
-            sharing=self._gain.sharing,
+            sharing=not self._gain.takes_break,
             grants=seen.grants,
             lost=seen.lost,
             unleased=seen.unleased,

@@ -52,13 +52,6 @@ def test_old_waits_are_forgotten() -> None:
     assert not expected.is_worth_giving("changing", 0.0)
 
 
-def test_a_wait_that_is_not_seen_is_tried_now_and_then() -> None:
-    expected = waits(long=[0.1], short=[0.0])
-    assert expected.is_worth_trying("never seen")
-    assert expected.is_worth_trying("long")
-    assert [expected.is_worth_trying("short") for _ in range(100)].count(True) == 2
-
-
 @given(st.lists(st.floats(0, 10), max_size=8), st.floats(1e-6, 1e-3))
 def test_no_wait_is_kept_for_ever(known: list[float], hand_off_s: float) -> None:
     """Else two jobs on two devices could each hold what the other's ranks need."""
@@ -68,45 +61,75 @@ def test_no_wait_is_kept_for_ever(known: list[float], hand_off_s: float) -> None
     assert expected.is_worth_giving("key", max(known, default=0.0) + 0.1)
 
 
-def run(gain: Gain, steps: int, filled_s: float, slowed_s: float = 0.0, *, contended: bool = True) -> None:
+def run(gain: Gain, shared_s: float, plain_s: float, steps: int, *, disturbed: bool = True) -> list[bool]:
+    """Steps of one length with the lease and of another one without it; whether each had the lease."""
+    had = []
     for _ in range(steps):
-        gain.step(StepFigures(1.0, filled_s, slowed_s, was_disturbed=contended))
+        had.append(gain.sharing)
+        gain.step(StepFigures(shared_s if gain.sharing else plain_s, was_disturbed=disturbed))
+    return had
 
 
-def test_below_the_least_gain_sharing_ends() -> None:
-    for filled_s, slowed_s, pays in ((0.021, 0.0, True), (0.019, 0.0, False), (0.5, 0.49, False), (0.5, 0.4, True)):
-        gain = Gain()
-        run(gain, 10, filled_s, slowed_s)
-        assert gain.sharing == pays
-        assert abs(gain.last - (filled_s - slowed_s)) < 1e-9
+COMPARED_STEPS = 40
+
+
+@pytest.mark.parametrize(("shared_s", "pays"), [(0.97, True), (0.99, False), (1.0, False), (1.3, False), (0.5, True)])
+def test_it_takes_a_break_unless_steps_are_shorter_with_the_lease(shared_s: float, pays: bool) -> None:
+    gain = Gain()
+    had = run(gain, shared_s, 1.0, COMPARED_STEPS)
+    assert had == [True] * 20 + [False] * 20
+    assert gain.sharing == pays and gain.takes_break == (not pays)
+    assert gain.last == pytest.approx(1 - shared_s)
     assert MIN_GAIN == 0.02
 
 
-def test_nothing_is_decided_from_a_few_steps_or_without_another_job() -> None:
+def test_nothing_is_compared_without_another_job() -> None:
     gain = Gain()
-    run(gain, 9, 0.0)
-    run(gain, 1000, 0.0, contended=False)
-    assert gain.sharing and gain.last is None
-    run(gain, 1, 0.0)
-    assert not gain.sharing
+    assert all(run(gain, 1.0, 1.0, 19))
+    assert all(run(gain, 1.0, 1.0, 1000, disturbed=False))
+    assert gain.last is None
+    run(gain, 1.0, 1.0, 1)
+    assert not gain.sharing and not gain.takes_break
+
+
+def test_the_first_steps_of_a_window_do_not_count_because_the_host_runs_ahead() -> None:
+    gain = Gain()
+    run(gain, 1.0, 1.0, 20)
+    run(gain, 1.0, 0.1, 10)
+    run(gain, 1.0, 1.5, 10)
+    assert gain.sharing and gain.last == pytest.approx(1 / 3)
 
 
 def test_a_job_that_is_kept_waiting_does_not_wait_for_the_end_of_the_window() -> None:
     gain = Gain()
-    run(gain, 1, 0.0, slowed_s=10.0)
+    run(gain, 0.1, 0.1, 1)
+    run(gain, 10.0, 0.1, 1)
     assert not gain.sharing
+
+
+def test_it_is_compared_again_after_a_thousand_steps_or_when_it_becomes_slower() -> None:
+    gain = Gain()
+    run(gain, 0.5, 1.0, COMPARED_STEPS)
+    assert run(gain, 0.5, 1.0, 1001).index(False) == 1000
+    gain = Gain()
+    run(gain, 0.5, 1.0, COMPARED_STEPS)
+    # It has lost a second before the window is over.
+    assert not all(run(gain, 1.1, 1.0, 20))
+    run(gain, 1.1, 1.0, 20)
+    assert gain.takes_break
 
 
 def test_it_is_tried_again_after_a_break_that_doubles() -> None:
     def steps_of_break() -> int:
-        run(gain, 10, 0.0)
+        run(gain, 1.0, 1.0, COMPARED_STEPS)
         steps = 0
-        while not gain.sharing:
-            run(gain, 1, 0.0, contended=False)
+        while gain.takes_break:
+            run(gain, 1.0, 1.0, 1, disturbed=False)
             steps += 1
         return steps
 
     gain = Gain()
     assert [steps_of_break() for _ in range(6)] == [250, 500, 1000, 2000, 4000, 4000]
-    run(gain, 10, 0.5)
-    assert steps_of_break() == 250
+    run(gain, 0.5, 1.0, COMPARED_STEPS)
+    run(gain, 1.01, 1.0, 20)
+    assert steps_of_break() == 230  # of 250: its first 20 were those in which it was compared again

@@ -53,6 +53,71 @@ def test_gaps_are_filled_from_the_first_wait_of_a_forward_on_and_the_main_job_is
     assert 0.6 * gaps_s < rank.turns.ledger.filled_s <= 1.1 * both_s(filler, idle(main))
 
 
+def test_a_step_is_one_turn_whose_forward_is_held_until_it_runs_through() -> None:
+    rank, gpu = _beside_a_filler()
+    held = rank.turns.stats()
+    # The first steps are not predicted; those at the end were not looked at.
+    assert held.predicted_s > (STEPS - 6) * 15e-3
+    assert held.stalls_s < 0.05 * held.predicted_s
+    assert held.late_s < 0.1 * held.predicted_s
+    turns = [gap for gap in idle(gpu.intervals("main")) if gap[1] - gap[0] > 2 * KERNEL_S]
+    assert len(turns) < STEPS + 6
+
+
+def test_in_a_held_forward_the_host_runs_ahead() -> None:
+    """It queues all of a forward and a backward at once, as without a lease."""
+    rank, gpu = _beside_a_filler()
+    ended_s = [end for _, end in gpu.intervals("main")]
+    of_a_step = 2 * rank.groups
+    behind = [ended_s[(step + 1) * of_a_step - 1] - rank.steps_s[step] for step in range(6, STEPS)]
+    assert min(behind) > COMPUTE_S / 2
+
+
+def test_a_forward_is_not_held_for_what_has_arrived_although_it_was_predicted_to_come_later() -> None:
+    rank, _ = _beside_a_filler(fast_from_step=10)
+    step_s = [later - earlier for earlier, later in pairwise(rank.steps_s)]
+    # From the first step with a fast wire on; a prediction alone would take five steps to follow.
+    assert max(step_s[12:14]) < 0.6 * ALONE_S
+
+
+def _two_unequal_ranks(*, share: bool) -> tuple[list[Rank], list[VirtualGpu]]:
+    """One job on two GPUs, whose second rank computes for longer; with a filler on each, or alone."""
+    with virtual_hosts() as hosts:
+        gpus, meetings = [VirtualGpu(hosts) for _ in range(2)], {}
+        ranks = [
+            Rank(gpu, VirtualLease(gpu, "main") if share else None, "main", 2, meetings, forward_s=forward_s)
+            for gpu, forward_s in zip(gpus, (1e-3, 2e-3), strict=True)
+        ]
+        jobs = [partial(rank.train, STEPS) for rank in ranks]
+
+        def has_ended() -> bool:
+            return all(len(rank.steps_s) == STEPS for rank in ranks)
+
+        if share:
+            jobs += [partial(fill, gpu, VirtualLease(gpu, "filler", "filler"), KERNEL_S, has_ended) for gpu in gpus]
+        hosts.run(*jobs)
+        return ranks, gpus
+
+
+def test_ranks_of_different_speed_hold_so_that_they_come_to_their_legs_together() -> None:
+    _, alone = _two_unequal_ranks(share=False)
+    ranks, gpus = _two_unequal_ranks(share=True)
+    for gpu, before in zip(gpus, alone, strict=True):
+        assert gpu.intervals("main")[-1][1] < 1.1 * before.intervals("main")[-1][1]
+    # The faster one begins its forwards later.
+    fast, slow = (rank.turns.stats().predicted_s for rank in ranks)
+    assert fast > slow + (STEPS - 6) * 1e-3
+
+
+def test_alone_nothing_is_held_and_nothing_measured() -> None:
+    with virtual_hosts() as hosts:
+        gpu = VirtualGpu(hosts)
+        rank = Rank(gpu, VirtualLease(gpu, "main"), "main", 1, {})
+        hosts.run(partial(rank.train, STEPS))
+    assert rank.turns.stats().predicted_s == rank.turns.stats().late_s == 0.0
+    assert gpu.intervals("main")[-1][1] == pytest.approx(_alone()[-1], rel=0.01)
+
+
 @pytest.mark.parametrize("begin_ms", [31, 47, 76, 95, 133])
 def test_a_job_that_comes_later_does_not_compute_beside_what_is_queued(begin_ms) -> None:
     # Short legs: the host is more than a step ahead, and has long left the turn of the device.
@@ -90,7 +155,7 @@ def test_nor_where_scripts_wait_for_gradients_between_turns() -> None:
     assert longest_s < HOLD_LIMIT_S
 
 
-def test_a_turn_is_late_by_what_another_job_held_and_not_by_the_end_of_the_last_one() -> None:
+def test_a_turn_lasts_until_the_device_has_done_what_was_queued_in_it() -> None:
     with virtual_hosts() as hosts:
         gpu = VirtualGpu(hosts)
         # Without legs: the next turn is wanted while the device still works on the last one.
@@ -101,8 +166,6 @@ def test_a_turn_is_late_by_what_another_job_held_and_not_by_the_end_of_the_last_
             partial(fill, gpu, other, 20 * KERNEL_S, lambda: len(rank.steps_s) == STEPS, 5e-3),
         )
     ledger = rank.turns.ledger
-    # The other job's turns are longer than this one's, by 2 ms or more in each step.
-    assert ledger.slowed_s > 1e-3 * STEPS / 2
     assert ledger.held_s < 1.2 * sum(end - begin for begin, end in gpu.intervals("main"))
 
 
