@@ -52,6 +52,7 @@ class Begin(NamedTuple):
 class _Wait(NamedTuple):
     before: Moment
     arrived: Moment
+    resumed: Moment
 
 
 class ForwardTimes:
@@ -68,19 +69,14 @@ class ForwardTimes:
         self.begin: Begin | None = None
         self._end = end
         self._waits: list[_Wait] = []
-        self._is_broken = False
 
-    def waited(self, before: Moment, arrived: Moment) -> None:
-        """Note a wait: when forward came to it, and when the leg had arrived."""
-        self._waits.append(_Wait(before, arrived))
+    def waited(self, before: Moment, arrived: Moment, resumed: Moment) -> None:
+        """Note a wait: when forward came to it, when the leg had arrived, and when forward could go on."""
+        self._waits.append(_Wait(before, arrived, resumed))
 
     def begins(self, begin: Begin) -> None:
         """Note that forward begins, behind its first wait."""
         self.begin = begin
-
-    def breaks(self) -> None:
-        """Note that other jobs have had the device within the forward: its times mean nothing."""
-        self._is_broken = True
 
     def are_known(self) -> bool:
         """Whether the device has come to the end of all waits."""
@@ -88,9 +84,9 @@ class ForwardTimes:
         return all(DeviceClock.has_happened(moment) for moment in moments)
 
     def uses(self) -> list[Use]:
-        """All waits, where they are known; empty if they mean nothing."""
+        """All waits, where they are known; empty if no forward has begun."""
         begin = self.begin
-        if begin is None or self._is_broken:
+        if begin is None:
             return []
         end_s, stalled_s, uses = begin.at_s(self._end), 0.0, []
         for place, wait in enumerate(self._waits):
@@ -98,7 +94,7 @@ class ForwardTimes:
             # The first wait is over when forward begins.
             computed_s = before_s - begin.host_s - stalled_s if place else 0.0
             uses.append(Use(arrived_s - end_s, computed_s))
-            stalled_s += max(0.0, arrived_s - before_s) if place else 0.0
+            stalled_s += max(0.0, begin.at_s(wait.resumed) - before_s) if place else 0.0
         return uses
 
     def begin_s(self) -> float:

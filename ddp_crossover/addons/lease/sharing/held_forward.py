@@ -89,9 +89,9 @@ class HeldForward:
         if times.begin is None:
             times.begins(Begin(time.perf_counter(), self._clock.now()))
             self._starts.note_grant(granted_after_s)
-        elif gap.was_given:
-            times.breaks()
-        times.waited(before, gap.arrival)
+        # On the host another job may have had a turn since; a stream goes on when the leg is there.
+        resumed = time.perf_counter() if isinstance(gap.arrival, float) else gap.arrival
+        times.waited(before, gap.arrival, resumed)
 
     def _learn(self) -> None:
         """Note the times of forwards that the device has ended."""
