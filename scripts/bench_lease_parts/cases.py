@@ -52,6 +52,8 @@ class CaseSettings:
         window_s: length of a window.
         settle_s: how long the jobs run before a window begins.
         stagger_s: jobs start so long after each other, in opposite orders on hosts of even and of odd number.
+        rehearsed_steps: how many steps they make together before they are measured. Beside another job, steps with the
+            lease are compared with some without it before it is known whether it pays.
     """
 
     name: str
@@ -60,6 +62,7 @@ class CaseSettings:
     window_s: float
     settle_s: float
     stagger_s: float = 0.0
+    rehearsed_steps: int = 0
 
     def start_delay_s(self, job: int, host: int) -> float:
         """How long after the first job this one starts on this host."""
@@ -107,7 +110,7 @@ MEANING = {
 def make_case(name: str, args: argparse.Namespace) -> CaseSettings:
     """The case with what the command line says of measuring."""
     stagger_s = 0.1 if name == "opposite" else 0.0
-    return CaseSettings(name, JOBS[name], args.rounds, args.window_s, args.settle_s, stagger_s)
+    return CaseSettings(name, JOBS[name], args.rounds, args.window_s, args.settle_s, stagger_s, args.rehearse)
 
 
 def parse_args(description: str | None, arguments: list[str] | None) -> argparse.Namespace:
@@ -121,6 +124,7 @@ def parse_args(description: str | None, arguments: list[str] | None) -> argparse
     add("--rounds", type=positive_int, default=5, help="windows of each arm (%(default)s)")
     add("--window-s", type=positive, default=8.0, help="length of a window (%(default)g)")
     add("--settle-s", type=positive, default=1.5, help="how long jobs run before a window begins (%(default)g)")
+    add("--rehearse", type=positive_int, default=50, help="steps that all make together before (%(default)s)")
     add("--quick", action="store_true", help="a first look: 2 rounds of 4 s, unless given")
     # fmt: on
     add_results(parser)

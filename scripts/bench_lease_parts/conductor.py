@@ -96,24 +96,26 @@ class Conductor:
         return {"jobs": prepared, "rounds": rounds}
 
     def _rounds(self) -> list[dict[str, Any]]:
-        arms = arms_of(self._settings)
+        settings = self._settings
+        arms = arms_of(settings)
         self._progress("rehearsing", 0.0)
-        for arm in arms[-2:]:  # the leased network learns here how long its waits are
-            self._window(arm)
+        step_s = max(job.compute_s + job.link_s for job in settings.jobs) * len(settings.jobs)
+        # The leased network learns here how long its waits are, and whether the lease pays.
+        self._window(arms[-1], max(settings.window_s, settings.rehearsed_steps * step_s))
         rounds: list[dict[str, Any]] = [{} for _ in range(self._settings.rounds)]
         for turn in turns(len(arms), len(rounds)):
             arm = arms[turn.index]
             self._progress(f"round {turn.round + 1} of {len(rounds)}: {arm.name}", turn.behind)
-            rounds[turn.round][arm.name] = self._window(arm)
+            rounds[turn.round][arm.name] = self._window(arm, settings.window_s)
         return rounds
 
-    def _window(self, arm: Arm) -> dict[int, dict[str, Any]]:
+    def _window(self, arm: Arm, window_s: float) -> dict[int, dict[str, Any]]:
         """For each job of the arm: its steps in the window on each host, how long it ran, and turns of its lease."""
         settings = self._settings
         self._windows += 1
         begin_s = time.monotonic() + BEGIN_AHEAD_S
         start_s = begin_s + settings.settle_s
-        end_s = start_s + settings.window_s
+        end_s = start_s + window_s
 
         def command(job: int, host: int) -> tuple[Any, ...]:
             return "run", arm.network, Window(self._windows, begin_s + settings.start_delay_s(job, host), end_s)

@@ -146,7 +146,7 @@ def test_a_case_without_its_ranks_ends(end: BaseException) -> None:
 @pytest.mark.timeout(RUN_TIMEOUT_S + 30)
 def test_a_whole_run(tmp_path: Path) -> None:
     json_file = tmp_path / "new" / "lease.json"
-    small = "--cases filler --rounds 1 --window-s 1 --settle-s 0.5"
+    small = "--cases filler --rounds 1 --window-s 1 --settle-s 0.5 --rehearse 2"
     arguments = [*small.split(), "--json", json_file]
     output = launched.run(launched.SCRIPTS / "bench_lease.py", *arguments, timeout_s=RUN_TIMEOUT_S)
     record = json.loads(json_file.read_text())

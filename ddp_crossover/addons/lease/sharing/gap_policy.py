@@ -113,7 +113,7 @@ class Gain:
             self._compared_before_steps += 1
             window_s = self._window_s
             window_s.append(step.elapsed_s)
-            lost_s = sum(window_s) - len(window_s) * (self._plain_s or min(window_s))
+            lost_s = sum(window_s) - len(window_s) * (self._plain_s or statistics.median_low(window_s))
             if len(window_s) >= _WINDOW_STEPS or (self.sharing and lost_s > _MOST_LOST_S):
                 self._window_s = []
                 self._window_ended(statistics.median(window_s[_UNSTEADY_STEPS:] or window_s))
