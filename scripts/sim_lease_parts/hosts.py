@@ -8,7 +8,8 @@ from sim_lease_parts.gpu import Event, Gpu
 
 # A host that looks again and again at something costs this much time per look, at least.
 _LOOK_S = 1e-6
-_HANGS_S = 60.0
+# In real time. A host that has nothing to do sleeps for as long as the others run.
+_HANGS_S = 3600.0
 
 
 class _Host:

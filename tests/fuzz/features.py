@@ -163,6 +163,7 @@ ARM = (
     Feature("own_group", (False, True)),
     # As `run` does: a script that has no state in its hands.
     Feature("by_auto", (False, True), has("weighted", "own_group", "after_update", average="own"), often=2),
+    Feature("lease", (False, True), has("by_auto")),  # beside another job on the device
     Feature("trace", (False, True), has(habit=("wraps_without_init", "wraps_and_forwards"))),  # refused
 )
 

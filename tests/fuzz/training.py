@@ -25,6 +25,7 @@ from reference import rank_order_hook, wire_dtype_hook
 
 from . import optimizers
 from .events import EVENTS
+from .neighbour import shared_device
 from .nets import NETS
 from .program import Choices, Event, Program
 
@@ -130,6 +131,7 @@ class Run:
         self.parts = [self.main]
         self.trainable = [p for p in self.main.parameters if p.requires_grad]  # DDP reduces these
         self._beside = contextlib.ExitStack()
+        self._lease: Any = None
         begin_beside(script.get("beside", ""), self._beside)
         self.events: dict[tuple[int, str], list[Event]] = {}
         for event in program.events:
@@ -266,6 +268,8 @@ class Run:
             options["compress"] = dx.TopK(density=top_k)
         if arm.pop("own_group", False):
             options["process_group"] = dist.new_group()
+        if arm.pop("lease", False):
+            options["lease"] = self._lease = self._lease or self._beside.enter_context(shared_device())
         for name in ("trace", "plans", "by_auto"):
             arm.pop(name, None)
         return options | arm

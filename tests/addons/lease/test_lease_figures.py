@@ -51,6 +51,13 @@ def test_each_moment_of_a_job_is_held_waited_or_gap() -> None:
     assert [job["handoffs"] for job in figures.as_dicts()] == [1, 1]
 
 
+def test_waits_are_told_as_what_they_have_made_the_job_slower_by() -> None:
+    job = {"job": "a", "uid": 0, "held_s": 3.0, "waited_s": 1.0, "gap_s": 1.0, "filled_s": 0.5, "handoffs": 0}
+    status = with_shares({"pid": 1, "resources": [{"resource": "cpu:0", "jobs": [job]}]})
+    [shares] = status["resources"][0]["jobs"]
+    assert (shares["slower"], shares["waited"], shares["gap_filled"]) == (0.25, 0.2, 0.5)
+
+
 def test_only_what_goes_straight_from_job_to_job_is_a_hand_off() -> None:
     figures = ResourceFigures(0.0)
     for key in (A, B):

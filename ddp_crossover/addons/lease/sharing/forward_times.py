@@ -41,13 +41,6 @@ class Begin(NamedTuple):
     host_s: float
     device: Moment
 
-    def at_s(self, moment: Moment) -> float:
-        """Host time of a moment that has happened."""
-        if isinstance(moment, float):
-            return moment
-        assert not isinstance(self.device, float)
-        return self.host_s + gpu.seconds_between(self.device, moment)
-
 
 class _Wait(NamedTuple):
     before: Moment
@@ -80,7 +73,9 @@ class ForwardTimes:
 
     def are_known(self) -> bool:
         """Whether the device has come to the end of all waits."""
-        moments = (moment for wait in self._waits for moment in wait)
+        moments = [moment for wait in self._waits for moment in wait]
+        if self.begin is not None:
+            moments.append(self.begin.device)
         return all(DeviceClock.has_happened(moment) for moment in moments)
 
     def uses(self) -> list[Use]:
@@ -88,13 +83,12 @@ class ForwardTimes:
         begin = self.begin
         if begin is None:
             return []
-        end_s, stalled_s, uses = begin.at_s(self._end), 0.0, []
+        begin_s, stalled_s, uses = self.since_end_s(begin), 0.0, []
         for place, wait in enumerate(self._waits):
-            before_s, arrived_s = begin.at_s(wait.before), begin.at_s(wait.arrived)
+            before_s, arrived_s, resumed_s = (self._at_s(moment) for moment in wait)
             # The first wait is over when forward begins.
-            computed_s = before_s - begin.host_s - stalled_s if place else 0.0
-            uses.append(Use(arrived_s - end_s, computed_s))
-            stalled_s += max(0.0, begin.at_s(wait.resumed) - before_s) if place else 0.0
+            uses.append(Use(arrived_s, before_s - begin_s - stalled_s if place else 0.0))
+            stalled_s += max(0.0, resumed_s - before_s) if place else 0.0
         return uses
 
     def begin_s(self) -> float:
@@ -104,4 +98,15 @@ class ForwardTimes:
 
     def since_end_s(self, moment: Begin) -> float:
         """Seconds from the end of backward to a moment at which the device has nothing to do."""
-        return moment.host_s - moment.at_s(self._end)
+        if isinstance(self._end, float):
+            return moment.host_s - self._end
+        assert not isinstance(moment.device, float)
+        return gpu.seconds_between(self._end, moment.device)
+
+    def _at_s(self, moment: Moment) -> float:
+        """When something happened, in seconds from the end of backward on."""
+        if not isinstance(moment, float):
+            assert not isinstance(self._end, float)
+            return gpu.seconds_between(self._end, moment)
+        assert self.begin is not None
+        return moment - self.begin.host_s + self.begin_s()
