@@ -157,6 +157,8 @@ def _is_refused(event: Event, script: Choices, arm: Choices) -> bool:
     return bool(
         (arm.get("weighted") and (event.name in OUTSIDE_OF_BATCHES or skips_a_batch))
         or (arm.get("shard_optimizer") and reads_alone)
+        # A turn begins in a hook of the module inside of DDP.
+        or (arm.get("lease") and event.name == "module_pickled")
     )
 
 
