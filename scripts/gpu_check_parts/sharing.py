@@ -23,6 +23,8 @@ from gpu_bench_parts.workloads import make_workload
 
 ROUNDS = 2
 WINDOW_S = 2.5
+# Beside another job a lease compares some 40 steps, with it and without it, before it is known whether it pays.
+REHEARSAL_S = 7.0
 # Long enough to be split, short enough that no tuner has to find it.
 FUSION_MB = 8.0
 WARM_UP_STEPS = 20  # the pipeline begins after about ten
@@ -50,6 +52,8 @@ def share(device: torch.device, sharing: Sharing) -> Iterator[dict[str, Any]]:
     with ExitStack() as stack:
         job = _Job(device, sharing, stack)
         rates: dict[str, list[float]] = defaultdict(list)
+        dist.barrier()
+        job.steps_per_s(True, REHEARSAL_S)
         for _ in range(ROUNDS):
             for phase, active, has_lease in (
                 ("alone", (0,), False),
@@ -130,11 +134,11 @@ class _Job:
             GpuArm(arm, sharing.case, workload, wire, self._device, FUSION_MB, group, given) for given in (None, lease)
         ]
 
-    def steps_per_s(self, has_lease: bool) -> float:
+    def steps_per_s(self, has_lease: bool, seconds: float = WINDOW_S) -> float:
         """Work for a window; the host is two steps ahead of the device at most."""
         arm = self.leased if has_lease else self.plain
         steps, marks, start_s = 0, deque[Any](), time.monotonic()
-        while not self._is_over(start_s):
+        while not self._is_over(start_s, seconds):
             arm.step()
             steps += 1
             marks.append(now(self._device))
@@ -145,9 +149,9 @@ class _Job:
         synchronize(self._device)
         return steps / (time.monotonic() - start_s)
 
-    def _is_over(self, start_s: float) -> bool:
+    def _is_over(self, start_s: float, seconds: float) -> bool:
         """Whether the window is over, on all ranks of the job after the same number of steps."""
-        over = torch.tensor(int(time.monotonic() - start_s >= WINDOW_S))
+        over = torch.tensor(int(time.monotonic() - start_s >= seconds))
         if dist.get_world_size(self._control) > 1:
             dist.all_reduce(over, op=dist.ReduceOp.MAX, group=self._control)
         return bool(over.item())
