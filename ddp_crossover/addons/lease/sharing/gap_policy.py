@@ -67,11 +67,13 @@ class StepFigures(NamedTuple):
     """What the ledger of a job has added up in one step.
 
     Attributes:
-        elapsed_s: duration of the step.
+        elapsed_s: duration of the step, with all that the script has done since the one before.
+        waited_s: the part of it in which compute waited for the lease.
         was_disturbed: whether another job has wanted or held the device.
     """
 
     elapsed_s: float
+    waited_s: float
     was_disturbed: bool
 
 
@@ -93,7 +95,7 @@ class Gain:
         self.last: float | None = None
         self._shared_s = math.inf  # the median of the latest steps with the lease
         self._plain_s: float | None = None  # the same without it, when last compared
-        self._window_s: list[float] = []
+        self._window: list[StepFigures] = []
         self._compared_before_steps = 0
         self._left_steps = 0  # of a break
         self._break_steps = _FIRST_BREAK_STEPS
@@ -111,12 +113,15 @@ class Gain:
                 self.sharing, self._plain_s = True, None
         elif step.was_disturbed or not self.sharing:
             self._compared_before_steps += 1
-            window_s = self._window_s
-            window_s.append(step.elapsed_s)
-            lost_s = sum(window_s) - len(window_s) * (self._plain_s or statistics.median_low(window_s))
-            if len(window_s) >= _WINDOW_STEPS or (self.sharing and lost_s > _MOST_LOST_S):
-                self._window_s = []
-                self._window_ended(statistics.median(window_s[_UNSTEADY_STEPS:] or window_s))
+            window = self._window
+            window.append(step)
+            waits_s = [one.waited_s for one in window]
+            # Against the usual wait: a script may pause between steps, but not within a wait for the lease.
+            lost_s = sum(waits_s) - len(waits_s) * statistics.median_low(waits_s)
+            if len(window) >= _WINDOW_STEPS or lost_s > _MOST_LOST_S:
+                self._window = []
+                steady = window[_UNSTEADY_STEPS:] or window
+                self._window_ended(statistics.median(one.elapsed_s for one in steady))
 
     def _window_ended(self, step_s: float) -> None:
         if not self.sharing:

@@ -33,8 +33,8 @@ class Ledger:
     def __init__(self) -> None:
         self.held_s = self.given_s = self.filled_s = self.regrant_s = 0.0
         self.gaps = self.hand_offs = self.disturbances = 0
-        # When the last step ended, and disturbances at that time.
-        self._last_step: tuple[float, int] | None = None
+        # When the last step ended, and regrant_s and disturbances at that time.
+        self._last_step: tuple[float, float, int] | None = None
 
     def hand_over(self) -> None:
         """Note that the lease was given up while another job waited for it."""
@@ -60,11 +60,11 @@ class Ledger:
 
     def step_ended(self, now_s: float) -> StepFigures | None:
         """Return the figures since the last step ended; None for the first step."""
-        before, self._last_step = self._last_step, (now_s, self.disturbances)
+        before, self._last_step = self._last_step, (now_s, self.regrant_s, self.disturbances)
         if before is None:
             return None
-        since_s, disturbances = before
-        return StepFigures(now_s - since_s, self.disturbances > disturbances)
+        since_s, regrant_s, disturbances = before
+        return StepFigures(now_s - since_s, self.regrant_s - regrant_s, self.disturbances > disturbances)
 
 
 # A stream that stands at a leg for longer may do so until another job has had its turn: the leg may need a peer that

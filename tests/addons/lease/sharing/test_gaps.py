@@ -66,7 +66,7 @@ def run(gain: Gain, shared_s: float, plain_s: float, steps: int, *, disturbed: b
     had = []
     for _ in range(steps):
         had.append(gain.sharing)
-        gain.step(StepFigures(shared_s if gain.sharing else plain_s, was_disturbed=disturbed))
+        gain.step(StepFigures(shared_s if gain.sharing else plain_s, 0.0, was_disturbed=disturbed))
     return had
 
 
@@ -103,8 +103,17 @@ def test_the_first_steps_of_a_window_do_not_count_because_the_host_runs_ahead() 
 def test_a_job_that_is_kept_waiting_does_not_wait_for_the_end_of_the_window() -> None:
     gain = Gain()
     run(gain, 0.1, 0.1, 1)
-    run(gain, 10.0, 0.1, 1)
+    gain.step(StepFigures(10.0, 9.9, was_disturbed=True))
     assert not gain.sharing
+
+
+def test_a_pause_of_the_script_is_no_wait_for_the_lease() -> None:
+    gain = Gain()
+    run(gain, 0.3, 0.4, 1)
+    run(gain, 12.0, 0.4, 1)
+    assert all(run(gain, 0.3, 0.4, 18))
+    run(gain, 0.3, 0.4, 20)
+    assert gain.sharing and gain.last == pytest.approx(0.25)
 
 
 def test_it_is_compared_again_after_a_thousand_steps_or_when_it_becomes_slower() -> None:
@@ -113,9 +122,7 @@ def test_it_is_compared_again_after_a_thousand_steps_or_when_it_becomes_slower()
     assert run(gain, 0.5, 1.0, 1001).index(False) == 1000
     gain = Gain()
     run(gain, 0.5, 1.0, COMPARED_STEPS)
-    # It has lost a second before the window is over.
-    assert not all(run(gain, 1.1, 1.0, 20))
-    run(gain, 1.1, 1.0, 20)
+    assert run(gain, 1.1, 1.0, COMPARED_STEPS) == [True] * 20 + [False] * 20
     assert gain.takes_break
 
 
