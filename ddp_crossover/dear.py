@@ -199,18 +199,19 @@ class Pipeline:
         self._codes.begin()
         self.announcements.begin_backward()
 
-    def reduce(self, bucket: GradBucket, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: GradBucket, index: int, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
         """Take one DDP bucket and launch the scatter legs of groups that became complete.
 
         Args:
             bucket: the bucket.
+            index: its number in this backward.
             parameters: its parameters, of which DDP makes a new list at every call.
 
         Returns:
             A completed future of the bucket's own gradients: DDP takes them for reduced, and backward does not wait.
         """
         buffer = bucket.buffer()
-        staging = self._buckets.arrive(bucket, buffer, parameters)
+        staging = self._buckets.arrive(bucket, index, buffer, parameters)
         if staging.copies:
             self.link.stage(functools.partial(self._copy, staging.buffer, staging.copies))
         gradients = len(staging.slots)

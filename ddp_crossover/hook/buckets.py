@@ -77,6 +77,11 @@ class LayoutRecorder:
             )
         self._now[bucket] = indices
 
+    def have_arrived(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether the gradient of any of these has arrived in this backward."""
+        arrived = {index for bucket in self._now.values() for index in bucket}
+        return any(self._index_of.get(id(parameter)) in arrived for parameter in parameters)
+
     @property
     def complete(self) -> bool:
         """Whether every gradient of this backward has arrived."""

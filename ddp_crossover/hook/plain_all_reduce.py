@@ -62,14 +62,14 @@ class PlainAllReduce:
     def begin_backward(self, *, same_buckets: bool) -> None:
         self._link.begin_iteration()
 
-    def reduce(self, bucket: GradBucket, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: GradBucket, index: int, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
         """All-reduce one bucket; the future's value are its gradients, averaged over ranks."""
         buffer = bucket.buffer().detach()  # only values are sent, even under backward(create_graph=True)
         on_wire = buffer
         if (dtype := self._wire.travels_as(buffer.dtype)) is not buffer.dtype:
             on_wire = torch.empty_like(buffer, dtype=dtype)
         scale_into(on_wire, buffer, self._weights.own)
-        future = self._all_reduce(bucket.index(), on_wire)
+        future = self._all_reduce(index, on_wire)
         self._under_way.append(future)
         self._last_bucket_s = time.perf_counter()
         return future if on_wire is buffer else future.then(lambda summed: buffer.copy_(summed.value()))

@@ -8,7 +8,7 @@ For the terms see [Note: DeAR's terms] in ``dear.py``.
 # No `from __future__ import annotations`: DDP checks the annotations of what it calls, and expects types.
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -169,15 +169,17 @@ class Reducer:
                 "dear_hook cannot be captured in a CUDA graph, because its step spans two iterations: "
                 "capture without the hook, or call state.detach() first"
             )
-        # A bucket index that repeats or decreases means that the previous backward raised.
-        is_first = not self._in_backward or bucket.index() <= self._last_bucket
+        index, parameters = bucket.index(), bucket.parameters()
+        # An index that repeats or decreases means that the previous backward raised.
+        is_first = not self._in_backward or index <= self._last_bucket
+        if is_first and self._learns_graph(index, parameters):
+            index, is_first = self._last_bucket + 1, False
         if is_first:
             self._begin_backward()
-        self._last_bucket = bucket.index()
-        parameters = bucket.parameters()
-        self._layouts.record(bucket.index(), parameters)
+        self._last_bucket = index
+        self._layouts.record(index, parameters)
         self._moments.bucket_arrives(parameters, is_first=is_first)
-        future = self._in_force.reduction.reduce(bucket, parameters)
+        future = self._in_force.reduction.reduce(bucket, index, parameters)
         if self._layouts.complete:
             # Queue again, for the graph task of the last bucket: reentrant checkpointing runs several graph tasks.
             call_after_backward(self._graph_task_ended)
@@ -188,6 +190,11 @@ class Reducer:
                 "reducer: call state.detach() before that, and attach after it"
             )
         return future
+
+    def _learns_graph(self, index: int, parameters: Sequence[Tensor]) -> bool:
+        """Whether DDP learns a static graph in this backward: all buckets come at its end then, each as number 0."""
+        is_next = self._in_backward and index == 0 and not self._layouts.have_arrived(parameters)
+        return is_next and self.model.static_graph
 
     def _begin_backward(self) -> None:
         self._in_force.reduction.retire()

@@ -36,8 +36,8 @@ class Reduction(Protocol):
     def begin_backward(self, *, same_buckets: bool) -> None:
         """Begin an iteration; ``same_buckets`` if those of the last one are expected to come again."""
 
-    def reduce(self, bucket: GradBucket, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
-        """Take one bucket, and return a future of its flat gradients."""
+    def reduce(self, bucket: GradBucket, index: int, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
+        """Take one bucket, by its number in this backward, and return a future of its flat gradients."""
 
     def before_ddp_writes(self) -> None:
         """Called when all buckets have come, before DDP writes gradients."""

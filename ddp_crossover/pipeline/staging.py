@@ -60,9 +60,8 @@ class ArrivedBuckets:
     def begin_backward(self) -> None:
         self._arrived.clear()
 
-    def arrive(self, bucket: GradBucket, buffer: Tensor, parameters: list[Tensor]) -> Staging:
-        """Note a bucket, with its flat gradients; returns how these get into fusion buffers."""
-        index = bucket.index()
+    def arrive(self, bucket: GradBucket, index: int, buffer: Tensor, parameters: list[Tensor]) -> Staging:
+        """Note a bucket, by its number, with its flat gradients; returns how these get into fusion buffers."""
         staging = self._stagings.get(index)
         if staging is None or not staging.fits(buffer, parameters):
             slots = [self._slot_of[parameter] for parameter in parameters]

@@ -23,7 +23,8 @@ _as_built: weakref.WeakKeyDictionary[DistributedDataParallel, _Parameters] = wea
 
 def watch_every_backward() -> None:
     """Check it in this process from now on."""
-    build, reduce, end = DistributedDataParallel.__init__, Reducer.reduce, Reducer._backward_ended
+    build, begin = DistributedDataParallel.__init__, Reducer._begin_backward
+    reduce, end = Reducer.reduce, Reducer._backward_ended
 
     @functools.wraps(build)
     def building(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
@@ -35,10 +36,13 @@ def watch_every_backward() -> None:
     @functools.wraps(reduce)
     def reducing(self: Reducer, bucket: GradBucket) -> Any:
         future = reduce(self, bucket)
-        if bucket.index() == 0:
-            self.arrived = set()  # type: ignore[attr-defined]
         self.arrived |= set(map(id, bucket.parameters()))  # type: ignore[attr-defined]
         return future
+
+    @functools.wraps(begin)
+    def beginning(self: Reducer) -> None:
+        self.arrived = set()  # type: ignore[attr-defined]
+        begin(self)
 
     @functools.wraps(end)
     def ending(self: Reducer) -> None:
@@ -49,6 +53,7 @@ def watch_every_backward() -> None:
 
     DistributedDataParallel.__init__ = building  # type: ignore[method-assign]
     Reducer.reduce = reducing  # type: ignore[method-assign]
+    Reducer._begin_backward = beginning  # type: ignore[method-assign]
     Reducer._backward_ended = ending  # type: ignore[method-assign]
 
 
