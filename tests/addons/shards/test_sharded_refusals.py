@@ -17,7 +17,7 @@ import ddp_crossover as dx
 from ddp_crossover.addons.shards.by_element import why_not_by_element, why_not_shared
 from harness import run_faulty_ranks, run_ranks
 from models import INPUTS, OddNet
-from own_optimizers import OwnOptimizer
+from own_optimizers import CountsInAttribute, OwnOptimizer
 
 pytestmark = pytest.mark.launches
 
@@ -91,6 +91,14 @@ def test_state_that_cannot_travel() -> None:
     assert "under 'all'" in (why_not_shared(twisted(counts)(OddNet().parameters())) or "")
     assert "dict in 'more'" in (why_not_shared(twisted(keeps_a_dict)(OddNet().parameters())) or "")
     assert why_not_shared(AdamW(OddNet().parameters())) is None
+
+
+def test_state_of_frozen_parameters_is_not_shared() -> None:
+    parameters = list(OddNet().parameters())
+    assert why_not_shared(CountsInAttribute(parameters)) is None  # it makes state of all in its first step
+    parameters[0].requires_grad = False
+    assert "parameters that have no gradient" in (why_not_shared(CountsInAttribute(parameters)) or "")
+    assert why_not_shared(AdamW(parameters)) is None
 
 
 def _model() -> DistributedDataParallel:
