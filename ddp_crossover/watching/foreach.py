@@ -8,6 +8,7 @@ same order gives other bits, because ``torch._foreach_mul_`` rounds a number tha
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals.optimizers import raw_step
@@ -27,6 +28,7 @@ def may_use_foreach(optimizer: Optimizer) -> bool:
         is_of_torch(optimizer)
         and all("foreach" in group and group["foreach"] is None for group in optimizer.param_groups)
         and not any(group.get(way) for group in optimizer.param_groups for way in _OTHER_WAYS)
+        and not any(isinstance(value, Tensor) for group in optimizer.param_groups for value in group.values())  # `lr`
         and all(p.device.type == "cpu" and p.dtype in _DTYPES for p in optimizer_parameters(optimizer))
     )
 
