@@ -62,7 +62,6 @@ class UpdateWrites:
         self._originals = [dict(_readable(each)) for each in places(optimizer)]
         self._kept: set[_Place] = set()  # what the step has set itself
         self._given: dict[_Place, Any] = {}
-        self._late: set[_Place] = set()  # those of `_given` that are no counters
         self._left: list[Settings] = []
 
     def leave_alone(self) -> None:
@@ -85,8 +84,8 @@ class UpdateWrites:
     def begin(self, stand_in: Optimizer) -> list[Settings]:
         """What an update begins with, which is about to run on this stand-in."""
         made = places(stand_in)
-        for place, key in self._late:
-            if type(begun := self._begun[place].get(key)) is int:
+        for place, key in self._given:
+            if not self._is_counter(place, key) and type(begun := self._begun[place].get(key)) is int:
                 made[place][key] = _Count(begun)
         return [dict(_readable(each)) for each in made]
 
@@ -117,9 +116,8 @@ class UpdateWrites:
                 return
             if not self._add_up:
                 raise self._different(at)
-            if at in self._late:
+            if at in self._given:
                 value = self._joined(at, begun, value)
-            self._late.add(at)
         elif at in self._given:
             return
         if dict.get(own, key) is self._given.get(at, self._originals[place].get(key)):
