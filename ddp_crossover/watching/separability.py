@@ -152,8 +152,9 @@ def judge(optimizer: Optimizer) -> Verdict:
         )
     if written and verdict.why_not is None:
         return Verdict(f"its step() changes {written[0]}, which belongs to no parameter")
-    foreach = may_use_foreach(optimizer) and ask(is_alike_with_foreach, optimizer, lambda _: False)
     why_not = verdict.why_not or why_found_twice(optimizer, verdict.counters)
+    is_open = why_not is None and may_use_foreach(optimizer)
+    foreach = is_open and ask(is_alike_with_foreach, optimizer, lambda _: False)
     return verdict._replace(outside=found, why_not=why_not, foreach=foreach)
 
 
