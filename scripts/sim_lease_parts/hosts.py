@@ -108,16 +108,3 @@ class Hosts:
         assert first is not None
         first.turn.release()
         return first
-
-
-class HostClock:
-    """What the package uses of the module `time`."""
-
-    def __init__(self, hosts: Hosts) -> None:
-        self.sleep = hosts.spend
-        self._hosts = hosts
-
-    def perf_counter(self) -> float:
-        return self._hosts.now_s
-
-    monotonic = perf_counter

@@ -10,11 +10,12 @@ from unittest import mock
 
 import torch
 
+from bench_kit.virtual_clock import HostClock
 from ddp_crossover import device
 from ddp_crossover.addons.lease.client import instrument
 from ddp_crossover.addons.lease.sharing import forward_times, gap, held_forward, lease_holder, turns
 from sim_lease_parts.gpu import Gpu, Process, Sharing, Stream
-from sim_lease_parts.hosts import HostClock, Hosts
+from sim_lease_parts.hosts import Hosts
 
 DEVICE = torch.device("cpu")
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
+from bench_kit.virtual_clock import HostClock
 from ddp_crossover import dear, device
 from ddp_crossover.addons import ddp_timer
 from ddp_crossover.comm import meter
@@ -33,7 +34,7 @@ from ddp_crossover.pending.pending_gradient import PendingGrad
 from ddp_crossover.pipeline import pending_updates
 from ddp_crossover.torch_internals.autograd import call_after_backward
 from ddp_crossover.torch_internals.current_streams import CurrentStreams
-from virtual_time import HostClock, Hosts, Instant
+from virtual_time import Hosts, Instant
 
 # They make another tensor of the same memory, and neither read nor write it.
 _ALIASING = ("aten::slice", "aten::detach", "aten::as_strided", "aten::narrow", "aten::alias", "aten::t")

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 
+from bench_kit.virtual_clock import HostClock
 from ddp_crossover import device
 from ddp_crossover.addons.lease.client import GpuLease
 from ddp_crossover.addons.lease.client.lease import LeaseStats
@@ -23,7 +24,7 @@ from ddp_crossover.compute_waits import NoOtherJobs
 from ddp_crossover.nccl.nccl_link import _NcclLeg
 from ddp_crossover.report.clock import CommClock
 from fake_streams import FakeEvent, FakeStream, seconds_between
-from virtual_time import HostClock, Hosts, Instant, Meeting
+from virtual_time import Hosts, Instant, Meeting
 
 # A driver queues about a thousand kernels, which is some step.
 MOST_QUEUED = 18

@@ -136,14 +136,3 @@ class Hosts:
             if self._failed is not None:
                 raise SystemExit("another host has failed")
             assert self._changed.wait(60), "the other hosts hang"
-
-
-class HostClock:
-    """What the package uses of the module `time`."""
-
-    def __init__(self, hosts: Hosts) -> None:
-        self.sleep = hosts.spend
-        self._hosts = hosts
-
-    def perf_counter(self) -> float:
-        return self._hosts.now_s
