@@ -16,7 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from own_optimizers import CountsInAttribute, CountsInObject, CountsInState, HasObject, LooksUp, OwnOptimizer
+from own_optimizers import (
+    BeginsForAll,
+    CountsInAttribute,
+    CountsInObject,
+    CountsInState,
+    HasObject,
+    LooksUp,
+    OwnOptimizer,
+)
 
 MAX_NORM = 0.1
 # The least edge of a large matrix: the models of programs have some, a trial on small samples may have none.
@@ -456,6 +464,7 @@ HABITS: dict[str, Callable[[Sequence[Tensor]], Optimizer]] = {
     "counts_in_group": CountsInGroup,
     "counts_in_state": CountsInState,
     "counts_in_attribute": CountsInAttribute,
+    "begins_for_all": BeginsForAll,
     "counts_in_object": CountsInObject,
     "counts_late": CountsLate,
     "looks_up": LooksUp,

@@ -72,11 +72,26 @@ class CountsInState(OwnOptimizer):
 
 
 class CountsInAttribute(OwnOptimizer):
-    """Counts steps in an attribute, as StableSPAM does, and notes in another one that it has begun, as SGD-SaI does."""
+    """Counts steps in an attribute, as StableSPAM does."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         self.steps = 0
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+    def update(self, group: dict[str, Any], parameters: list[Any]) -> None:
+        for p in parameters:
+            p.add_(p.grad, alpha=-group["lr"] / self.steps)
+
+
+class BeginsForAll(CountsInAttribute):
+    """Makes state of all parameters in its first step, and notes in an attribute that it has, as SGD-SaI does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
         self.has_begun = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -85,7 +100,6 @@ class CountsInAttribute(OwnOptimizer):
                 for p in group["params"]:
                     self.state[p]["scale"] = 0.5
             self.has_begun = True
-        self.steps += 1
         return super().step(closure)
 
     def update(self, group: dict[str, Any], parameters: list[Any]) -> None:

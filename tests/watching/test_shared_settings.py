@@ -16,7 +16,15 @@ from ddp_crossover.watching.known_optimizers import KnownOptimizers
 from ddp_crossover.watching.separability import judge
 from equivalence import Case, Run, check_case
 from models import DeepNet
-from own_optimizers import CountsInAttribute, CountsInObject, CountsInState, HasObject, LooksUp, OwnOptimizer
+from own_optimizers import (
+    BeginsForAll,
+    CountsInAttribute,
+    CountsInObject,
+    CountsInState,
+    HasObject,
+    LooksUp,
+    OwnOptimizer,
+)
 
 
 def _steps(run: Run) -> Iterator[Any]:
@@ -36,7 +44,7 @@ def _steps(run: Run) -> Iterator[Any]:
     yield optimizer.param_groups[0].get("table"), optimizer.defaults.get("table")
 
 
-@pytest.mark.parametrize("kind", [CountsInState, CountsInAttribute, CountsInObject, LooksUp, HasObject])
+@pytest.mark.parametrize("kind", [CountsInState, CountsInAttribute, BeginsForAll, CountsInObject, LooksUp, HasObject])
 def test_it_has_the_bits_of_plain_ddp_and_overlaps(on_ranks, kind: Callable[[Any], Optimizer]) -> None:
     check_case(Case(_steps, DeepNet, partial(_made, kind)), on_ranks)
 

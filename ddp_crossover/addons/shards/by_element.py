@@ -6,6 +6,7 @@ a parameter has one owner, which updates it as a whole.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals.optimizers import raw_step
 from ddp_crossover.watching.clone import Clone
-from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, ToUpdate, is_of_torch, optimizer_parameters
+from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, ToUpdate, is_of_torch
 from ddp_crossover.watching.separability import ask
 from ddp_crossover.watching.step_watch import StepWatch
 from ddp_crossover.watching.values import same
@@ -114,26 +115,25 @@ def _make_special(parameters: list[Tensor], step: int) -> None:
 
 def why_not_shared(optimizer: Optimizer) -> str | None:
     """Why ranks cannot share the state that this optimizer makes, whoever has it; None if they can."""
-    questions = [_has_odd_state]
-    if not all(parameter.requires_grad for parameter in optimizer_parameters(optimizer)):
-        questions.append(_has_state_of_frozen)
+    questions = (_has_odd_state, _has_state_without_gradient)
     # `why_not_separable` tells of an error.
     return next(filter(None, (ask(question, optimizer, lambda error: None) for question in questions)), None)
 
 
-def _has_state_of_frozen(optimizer: Optimizer, with_state: bool) -> str | None:
+def _has_state_without_gradient(optimizer: Optimizer, with_state: bool) -> str | None:
+    # Shards are updated when their gradients have come, so a rank never steps a parameter that has none. Which have
+    # one is known in no step before it: a layer may be unused, or frozen at any time.
     clone = Clone(optimizer, with_state)
-    clone.set_gradients(0)
-    frozen = clone.parameters[0]
-    frozen.grad = None
-    before = set(clone.optimizer.state.get(frozen, ()))
-    raw_step(clone.optimizer)(clone.optimizer)
-    if before == set(clone.optimizer.state.get(frozen, ())):
-        return None
-    return (
-        "its step() makes state of parameters that have no gradient, and some are frozen, which ranks do not share: "
-        "give it those that are trained"
-    )
+    without = clone.parameters[0]
+    for step in range(3):
+        clone.set_gradients(step)
+        if step != 1:
+            without.grad = None
+        before = copy.deepcopy(clone.optimizer.state.get(without, {}))
+        raw_step(clone.optimizer)(clone.optimizer)
+        if without.grad is None and not same(before, clone.optimizer.state.get(without, {})):
+            return "its step() makes or changes state of parameters that have no gradient, which ranks do not share"
+    return None
 
 
 def _has_odd_state(optimizer: Optimizer, with_state: bool) -> str | None:

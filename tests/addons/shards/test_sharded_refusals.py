@@ -17,7 +17,7 @@ import ddp_crossover as dx
 from ddp_crossover.addons.shards.by_element import why_not_by_element, why_not_shared
 from harness import run_faulty_ranks, run_ranks
 from models import INPUTS, OddNet
-from own_optimizers import CountsInAttribute, OwnOptimizer
+from own_optimizers import BeginsForAll, CountsInAttribute, OwnOptimizer
 
 pytestmark = pytest.mark.launches
 
@@ -93,12 +93,24 @@ def test_state_that_cannot_travel() -> None:
     assert why_not_shared(AdamW(OddNet().parameters())) is None
 
 
-def test_state_of_frozen_parameters_is_not_shared() -> None:
-    parameters = list(OddNet().parameters())
-    assert why_not_shared(CountsInAttribute(parameters)) is None  # it makes state of all in its first step
-    parameters[0].requires_grad = False
-    assert "parameters that have no gradient" in (why_not_shared(CountsInAttribute(parameters)) or "")
-    assert why_not_shared(AdamW(parameters)) is None
+class _CountsAbsences(OwnOptimizer):
+    """Counts for each parameter that has been updated how often it had no gradient."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is None and self.state[p]:
+                self.state[p]["absences"] += 1
+        return super().step(closure)
+
+    def update(self, group: dict[str, Any], parameters: list[Any]) -> None:
+        for p in parameters:
+            p.add_(p.grad, alpha=-group["lr"] / (1 + self.state[p].setdefault("absences", 0)))
+
+
+@pytest.mark.parametrize("kind", [BeginsForAll, _CountsAbsences])
+def test_state_of_parameters_without_gradients_is_not_shared(kind: type[OwnOptimizer]) -> None:
+    assert "that have no gradient" in (why_not_shared(kind(OddNet().parameters())) or "")
+    assert why_not_shared(CountsInAttribute(OddNet().parameters())) is None
 
 
 def _model() -> DistributedDataParallel:
