@@ -211,7 +211,7 @@ class LazyParam:
                 "shares its memory with another tensor (p.data, p.detach(), a view, or an autograd graph that is still "
                 "alive). Drop that tensor before optimizer.step(), or keep a clone instead, to have the update deferred"
             )
-        if self.memory.device.type == "cpu" and self.storage.is_shared():
+        if self.memory.is_cpu and self.storage.is_shared():
             return "is in shared memory, where another process may read it at any time"
         return None
 

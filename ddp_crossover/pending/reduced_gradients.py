@@ -106,6 +106,7 @@ class ReducedGradients:
         self.are_reduced = self.were_added_to = False
         self.is_retiring = False
         self.unassigned: list[Slot] = []
+        self._unfinished: Sequence[Slot] = ()  # those whose gradients may still be pending
         self._thread = 0
         # By index. Made once: every backward arms every gradient with them.
         self._delivers = [functools.partial(self._deliver, slot) for slot in slots]
@@ -115,6 +116,7 @@ class ReducedGradients:
     def drop_references(self) -> None:
         """Drop all parameters and gradients now, not at the next garbage collection."""
         self.unassigned.clear()
+        self._unfinished = ()
         self._delivers.clear()
         self._zeroes.clear()
 
@@ -142,6 +144,7 @@ class ReducedGradients:
         self.were_added_to = False
         doubtful = []
         self.unassigned.clear()
+        self._unfinished = self._slots
         seen: set[int] = set()
         for slot in self._slots:
             grad = slot.parameter.grad
@@ -185,7 +188,8 @@ class ReducedGradients:
 
     def _make_one_pending(self, slot: Slot, grad: Tensor, pending: PendingGrad) -> None:
         memory = grad.resolve() if type(grad) is PendingGrad else grad
-        self._require_own_place(slot, memory)
+        if self._in_buckets:
+            self._require_own_place(slot, memory)
         slot.note_memory(memory)
         deliver, zero = self._delivers[slot.index], self._zeroes[slot.index]
         pending.arm(deliver, memory, zero, self._answer_early, self._note_sum)
@@ -194,7 +198,7 @@ class ReducedGradients:
 
     def _require_own_place(self, slot: Slot, memory: Tensor) -> None:
         """Refuse a ``.grad`` that is the part of a bucket where DDP has the gradient of another parameter."""
-        is_elsewhere = self._in_buckets and memory.numel() and memory.data_ptr() != slot.address
+        is_elsewhere = memory.numel() and memory.data_ptr() != slot.address
         if is_elsewhere and self._kept.is_in_bucket(memory):
             raise RuntimeError(_EXCHANGED.format(slot.name))
 
@@ -232,7 +236,8 @@ class ReducedGradients:
         for group in slot.neighbours or slot.groups:
             self._complete(group)
         memory = grad.resolve() if isinstance(grad, PendingGrad) else grad
-        self._require_own_place(slot, memory)
+        if self._in_buckets:
+            self._require_own_place(slot, memory)
         self._copy_out(slot, memory)
         if self._answer_early is not None and memory is grad:
             # Another rank, whose script does not keep it, may call `answer_early`: so must this one.
@@ -382,13 +387,16 @@ class ReducedGradients:
             RuntimeError: if a gradient that a script holds may have been overwritten.
         """
         self.is_retiring = True
+        left = []
         try:
-            for slot in self._slots:
+            for slot in self._unfinished:
                 pool = slot.pending  # no local name for the PendingGrad: held_elsewhere() would count it
                 if pool.current.resolved:
                     continue
                 if slot.parameter.grad is pool.current:
-                    if not leave_in_grad or slot.is_shared:
+                    if leave_in_grad and not slot.is_shared:
+                        left.append(slot)
+                    else:
                         pool.current.resolve()
                 elif not pool.held_elsewhere():
                     pool.current.disarm()
@@ -396,6 +404,7 @@ class ReducedGradients:
                     pool.current.abandon(_LOST.format(slot.name))
                 else:
                     pool.current.resolve()
+            self._unfinished = left
         finally:
             self.is_retiring = False
 

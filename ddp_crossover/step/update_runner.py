@@ -167,15 +167,17 @@ class UpdateRunner:
 def run_updates(pipeline: Pipeline, claimed: Mapping[Slot, DeferredUpdate]) -> None:
     """Run these updates of parameters whose gradients are complete."""
     edited = [slot for slot, update in claimed.items() if update.edits_gradient]
-    members: dict[DeferredUpdate, list[ToUpdate]] = {}
+    members: dict[int, list[ToUpdate]] = {}
+    updates = {id(update): update for update in claimed.values()}  # one object for each param group of a step
     with as_if_called_by_the_user():  # also what copies gradients, which the update may write to
         gradients = pipeline.gradients.for_update(claimed, edited)
+        moves = {key: not is_of_torch(update.snapshot.optimizer) for key, update in updates.items()}
         for slot, update in claimed.items():
-            memory = slot.lazy.memory
-            is_moved = not is_of_torch(update.snapshot.optimizer) and not is_aligned(gradients[slot])
-            memory.grad = gradients[slot].clone() if is_moved else gradients[slot]
-            members.setdefault(update, []).append(ToUpdate(slot.parameter, memory))
-        for update, to_update in members.items():
+            memory, gradient, key = slot.lazy.memory, gradients[slot], id(update)
+            memory.grad = gradient.clone() if moves[key] and not is_aligned(gradient) else gradient
+            members.setdefault(key, []).append(ToUpdate(slot.parameter, memory))
+        for key, to_update in members.items():
+            update = updates[key]
             with guarded(update.snapshot.optimizer, update.outside):
                 for batch, settings in _batches(to_update) if update.foreach else [(to_update, _AS_SET)]:
                     update.snapshot.step({update.group: batch}, settings=settings)
@@ -209,7 +211,7 @@ def is_aligned(tensor: Tensor) -> bool:
     BLAS adds up in another order elsewhere (seen with MKL on AMD processors), so an optimizer that multiplies gradients
     as matrices or vectors, such as Shampoo, would not have the bits of plain DDP. Torch's own do not do so themselves.
     """
-    return tensor.device.type != "cpu" or not tensor.data_ptr() % _ALIGNMENT_BYTES
+    return not tensor.is_cpu or not tensor.data_ptr() % _ALIGNMENT_BYTES
 
 
 @contextlib.contextmanager
