@@ -35,7 +35,6 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from ddp_crossover.comm.fusion_buffer import FusionBuffer
 from ddp_crossover.comm.link import Link
 from ddp_crossover.comm.stream_order import StreamOrder
 from ddp_crossover.comm.sums import RankWeights, scale_into
@@ -45,8 +44,8 @@ from ddp_crossover.fusion import FusionPlan
 from ddp_crossover.pending.kept_gradients import KeptGradients
 from ddp_crossover.pending.lazy_params import LazyParam
 from ddp_crossover.pending.reduced_gradients import GradientUser, ReducedGradients
-from ddp_crossover.pending.slots import GroupInFlight, GroupState, Slot
-from ddp_crossover.pipeline.announcements import Announcements
+from ddp_crossover.pending.slots import Group, Slot
+from ddp_crossover.pipeline.announcements import legs_ahead
 from ddp_crossover.pipeline.codes import Codes
 from ddp_crossover.pipeline.gathers import GatherOrder, Gathers
 from ddp_crossover.pipeline.layout import Layout
@@ -100,7 +99,6 @@ class Pipeline:
 
     Attributes:
         layout: where gradients lie.
-        announcements: tells peers of scatter legs beforehand.
         gather_order: the order in which gather legs leave.
         gathers: what gather legs carry.
         waits: waits for gather legs.
@@ -180,14 +178,19 @@ class Pipeline:
             updater.apply, self.waits, self.gather_order, link, self.order, compute_waits, lock
         )
         self.gathers = updater.gathers(self, memory)
-        self.announcements = Announcements(plan, link, self.layout, every_group_arrives=every_group_arrives)
+        self._legs_ahead = legs_ahead(plan)
+        self._same_buckets = False
 
     # Backward.
 
     def begin_backward(self, *, same_buckets: bool) -> None:
-        """Reset all groups for the next iteration and announce its first scatter legs."""
+        """Reset all groups for the next iteration and announce its first scatter legs.
+
+        Args:
+            same_buckets: whether DDP's buckets are where they were in the last iteration, and will stay.
+        """
         assert self.phase is Phase.IDLE
-        self.announcements.expect_same_buckets(same_buckets)
+        self._same_buckets = same_buckets
         self.awaits_backward = False
         for group in self.groups:
             group.reset()
@@ -197,7 +200,8 @@ class Pipeline:
         self.link.begin_iteration()
         self.phase = Phase.BACKWARD
         self._codes.begin()
-        self.announcements.begin_backward()
+        for index in range(self._legs_ahead):
+            self._announce(index)
 
     def reduce(self, bucket: GradBucket, index: int, parameters: list[Tensor]) -> torch.futures.Future[Tensor]:
         """Take one DDP bucket and launch the scatter legs of groups that became complete.
@@ -229,15 +233,15 @@ class Pipeline:
             scale_into(target, buffer[low:high], self._weights.own)
         self.order.mark()
 
-    def _launch(self, group: GroupInFlight) -> None:
-        index = group.spec.index
-        self.announcements.before(index)
-        buffer = self.layout.buffer_of(group)
-        if not group.spec.split:
-            group.reduce_by(self.link.all_reduce_leg(index, buffer))
-        else:
-            group.scatter_by(self.link.reduce_scatter(index, buffer, self.gathers.landing(group)))
+    def _launch(self, group: Group) -> None:
+        self._announce(group.spec.index + self._legs_ahead)
+        group.launch(self.gathers.landing)
         self.gathers.launched(group)
+
+    def _announce(self, index: int) -> None:
+        # Not if DDP may leave out buckets: a leg that was announced must be started.
+        if self._every_group_arrives and index < len(self.groups):
+            self.groups[index].announce(same_buckets=self._same_buckets)
 
     def before_ddp_writes(self) -> None:
         """Let others have the device if DDP waits for other ranks next, to learn what is unused on all of them."""
@@ -305,7 +309,7 @@ class Pipeline:
         """Whether gradients are the sum over all ranks; else some are each rank's own, as after ``no_sync()``."""
         return self.phase is Phase.REDUCED and self.gradients.are_reduced
 
-    def complete(self, group: GroupInFlight) -> None:
+    def complete(self, group: Group) -> None:
         """Wait until the group's buffer holds the reduced gradients."""
         self.gathers.bring_gradients(group)
         if self.waits.complete(group):
@@ -369,7 +373,9 @@ class Pipeline:
         if self.phase is Phase.REDUCED:
             self.gradients.finish()
         if self.phase is Phase.BACKWARD and not self.link.is_closed:
-            self._close_broken_backward()
+            self.link.finish_staging()
+            for group in self.groups:
+                group.end_announcement()
         self._end_legs()
         if self.phase is Phase.REDUCED:
             self._codes.end(self.groups, self.gradients.unassigned)
@@ -383,19 +389,6 @@ class Pipeline:
                 if group.gather is not None:
                     # Protects peers that still receive from this buffer.
                     group.gather.wait(host_wait)
-
-    def _close_broken_backward(self) -> None:
-        """Complete the announced legs of a backward that raised on all ranks, so that no receive stays open.
-
-        The values that they carry do not matter.
-        """
-        self.link.finish_staging()
-        for index, group in enumerate(self.groups):
-            if group.state is GroupState.ANNOUNCED:
-                buffer = self.layout.buffer_of(group)
-                parts = tuple(torch.zeros_like(part) for part in buffer.parts)
-                travel = None if buffer.travel is None else buffer.travel.of_nothing()
-                group.scatter_by(self.link.reduce_scatter(index, FusionBuffer(parts, travel=travel)))
 
     def release(self) -> dict[str, Tensor]:
         """Return the arenas by name, for the next plan's pipeline, and end this one."""

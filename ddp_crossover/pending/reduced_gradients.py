@@ -19,7 +19,7 @@ from ddp_crossover.comm.stream_order import StreamOrder
 from ddp_crossover.pending.gradient_marks import version_of
 from ddp_crossover.pending.kept_gradients import KeptGradients
 from ddp_crossover.pending.pending_gradient import PendingGrad
-from ddp_crossover.pending.slots import GroupInFlight, GroupState, Slot
+from ddp_crossover.pending.slots import Group, GroupState, Slot
 from ddp_crossover.torch_internals.autograd import graph_task, is_in_backward
 from ddp_crossover.torch_internals.dispatch import outside_of_modes
 
@@ -85,7 +85,7 @@ class ReducedGradients:
         link: Link,
         order: StreamOrder,
         kept: KeptGradients,
-        complete: Callable[[GroupInFlight], None],
+        complete: Callable[[Group], None],
         is_overwritten: Callable[[Slot], bool],
         user: GradientUser,
         answer_early: Callable[..., Any] | None,

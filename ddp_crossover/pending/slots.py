@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ddp_crossover.comm.fusion_buffer import FusionBuffer
 from ddp_crossover.comm.leg import Leg, ScatterLeg
+from ddp_crossover.comm.link import Link
 from ddp_crossover.fusion import FusionGroup
 from ddp_crossover.pending.lazy_params import LazyParam
 from ddp_crossover.pending.pending_gradient import PendingGradPool
@@ -88,10 +89,10 @@ class Slot:
         self.is_in_place = is_in_place
         self.address = 0
         self.place: Place | None = None
-        self.neighbours: list[GroupInFlight] = []
+        self.neighbours: list[Group] = []
         self.view: Tensor
         self.is_cast = wire_dtype is not parameter.dtype
-        self.groups: list[GroupInFlight] = []
+        self.groups: list[Group] = []
         self.pending = PendingGradPool(parameter.shape, stride, parameter.dtype, parameter.device, lock)
         self.scales: tuple[Tensor, ...] = ()
         self.is_kept = self.is_shared = False
@@ -101,7 +102,7 @@ class Slot:
         """Note where in a bucket DDP has put the gradient."""
         self.address = address
 
-    def put(self, place: Place, view: Tensor, neighbours: list[GroupInFlight]) -> None:
+    def put(self, place: Place, view: Tensor, neighbours: list[Group]) -> None:
         """Note where DDP has put the gradient; its fusion buffers have to be made anew.
 
         Args:
@@ -126,7 +127,7 @@ class Slot:
             del self.view
 
     @property
-    def groups_to_await(self) -> list[GroupInFlight]:
+    def groups_to_await(self) -> list[Group]:
         """The fusion groups that write where its gradient is: all those of the bucket, if ``.grad`` is a part of it."""
         return self.neighbours if self.is_shared else self.groups
 
@@ -193,15 +194,22 @@ class ShardPiece(NamedTuple):
         return shards[self.part][self.low : self.low + self.stop - self.start]
 
 
-class GroupInFlight:
-    """A fusion group in the current iteration.
+class Group:
+    """A fusion group in the current iteration; it drives its own legs.
+
+    Args:
+        spec: what it carries, from the plan.
+        slots: its parameters.
+        link: runs its legs.
+        make_buffer: calls :meth:`lay_out` with a fusion buffer of the places where DDP has put its gradients; None if
+            copies of them travel from an arena, where it is laid out for good.
+        changes_each_time: whether that buffer is another one in each iteration, as far as is known.
 
     Attributes:
-        spec: what it carries, from the plan.
-        buffer: its fusion buffer; None while it has to be made, see ``pipeline.arenas``.
+        spec, slots: as above.
+        buffer: its fusion buffer; None while it has to be made.
         places: for each of its pieces, the index of its part of the buffer, and its first element there; None for a
             piece that is not in the buffer.
-        slots: its parameters.
         state: how far it has come.
         missing: number of its gradients, or parts of them, that have not arrived.
         scatter: its scatter leg, from ``SCATTERING`` on.
@@ -209,11 +217,22 @@ class GroupInFlight:
         put_aside: this rank's slices of the reduced gradients, if its gather leg carries something else.
     """
 
-    def __init__(self, spec: FusionGroup, slots: list[Slot]) -> None:
+    def __init__(
+        self,
+        spec: FusionGroup,
+        slots: list[Slot],
+        link: Link,
+        make_buffer: Callable[[Group], None] | None,
+        *,
+        changes_each_time: bool,
+    ) -> None:
         self.spec = spec
         self.slots = slots
         self.buffer: FusionBuffer | None = None
         self.places: Sequence[tuple[int, int] | None] = ()
+        self._link = link
+        self._make_buffer = make_buffer
+        self._changes_each_time = changes_each_time
         self.reset()
         self.state = GroupState.UNUSED
 
@@ -225,6 +244,11 @@ class GroupInFlight:
 
     # Where it travels from.
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether copies of its gradients travel from an arena, and not the gradients from DDP's buckets."""
+        return self._make_buffer is None
+
     def lay_out(self, buffer: FusionBuffer, places: Sequence[tuple[int, int] | None]) -> None:
         """Travel from this buffer, with the pieces at these places in it."""
         self.buffer = buffer
@@ -234,6 +258,12 @@ class GroupInFlight:
         """Have the buffer made anew before the group travels again."""
         self.buffer = None
 
+    def _laid_out(self) -> FusionBuffer:
+        if self._make_buffer is not None and (self.buffer is None or self._changes_each_time):
+            self._make_buffer(self)
+        assert self.buffer is not None
+        return self.buffer
+
     def forget_legs(self) -> None:
         """Drop the legs, which hold DDP's buckets."""
         self.scatter: ScatterLeg | None = None
@@ -242,9 +272,16 @@ class GroupInFlight:
 
     # Transitions, see `GroupState`.
 
-    def announce(self) -> None:
-        """Peers may send from now on."""
-        self.state = GroupState.ANNOUNCED
+    def announce(self, *, same_buckets: bool) -> None:
+        """Let faster peers send from now on, if it is known from where it is going to travel.
+
+        Args:
+            same_buckets: whether DDP's buckets are where they were in the last iteration, and will stay.
+        """
+        is_known = self.is_copied or (same_buckets and self.buffer is not None)
+        if is_known and not self.is_launched:
+            self.state = GroupState.ANNOUNCED
+            self._link.announce(self.spec.index, self._laid_out())
 
     def arrive(self, pieces: int) -> bool:
         """Note that so many pieces are staged; returns whether none is missing."""
@@ -255,18 +292,41 @@ class GroupInFlight:
         """Send nothing: no rank has used its parameters."""
         self.state = GroupState.UNUSED
 
-    def reduce_by(self, leg: ScatterLeg) -> None:
-        """One leg does both."""
-        self.scatter = self.gather = leg
-        self.state = GroupState.GATHERING
+    def launch(self, landing_of: Callable[[Group], FusionBuffer | None]) -> None:
+        """Start its scatter leg, or one leg that does both.
 
-    def scatter_by(self, leg: ScatterLeg) -> None:
-        self.scatter = leg
+        Args:
+            landing_of: where the gather leg of a group arrives that is laid out; None: in the fusion buffer.
+        """
+        buffer = self._laid_out()
+        if self.spec.split:
+            self._scatter(buffer, landing_of(self))
+        else:
+            self.scatter = self.gather = self._link.all_reduce_leg(self.spec.index, buffer)
+            self.state = GroupState.GATHERING
+
+    def _scatter(self, buffer: FusionBuffer, landing: FusionBuffer | None = None) -> None:
+        self.scatter = self._link.reduce_scatter(self.spec.index, buffer, landing)
         self.state = GroupState.SCATTERING
 
-    def gather_by(self, leg: Leg) -> None:
-        self.gather = leg
-        self.state = GroupState.GATHERING
+    def end_announcement(self) -> None:
+        """Have an announced leg carry zeros, as on all ranks, whose backward has raised: no receive must stay open."""
+        if self.state is GroupState.ANNOUNCED:
+            buffer = self._laid_out()
+            travel = None if buffer.travel is None else buffer.travel.of_nothing()
+            self._scatter(FusionBuffer(tuple(map(torch.zeros_like, buffer.parts)), travel=travel))
+
+    def start_gather(self, urgency: int | None = None) -> None:
+        """Start its gather leg behind its scatter leg, unless one was started, see :meth:`Link.all_gather`."""
+        if self.state is GroupState.SCATTERING:
+            assert self.scatter is not None
+            self.gather = self._link.all_gather(self.scatter, urgency)
+            self.state = GroupState.GATHERING
+
+    def close(self) -> None:
+        """Start a gather leg that carries nothing, and changes nothing: peers have posted their receives."""
+        assert self.scatter is not None
+        self.gather = self._link.all_gather(self.scatter)
 
     def complete(self) -> None:
         """What the gather leg brings is there."""
@@ -280,10 +340,6 @@ class GroupInFlight:
         """The reduced gradients were brought in another way than by the gather leg, and none is put aside."""
         self.put_aside = []
         self.state = GroupState.COMPLETE
-
-    def close_by(self, leg: Leg) -> None:
-        """A gather leg was started that carries nothing, and changes nothing."""
-        self.gather = leg
 
     def shard_pieces(self, number: int, world_size: int) -> Iterator[ShardPiece]:
         """What is in the shard with this number, without padding and without what the buffer does not hold."""

@@ -16,7 +16,7 @@ from ddp_crossover.comm.link import Link
 from ddp_crossover.comm.sums import RankWeights
 from ddp_crossover.comm.wire import Wire
 from ddp_crossover.fusion import GradientSpec, arena_capacity
-from ddp_crossover.pending.slots import GroupInFlight, Place
+from ddp_crossover.pending.slots import Group, Place
 
 
 def travels_in_place(dtype: torch.dtype, link: Link, wire: Wire) -> bool:
@@ -37,7 +37,7 @@ def alias_of(bucket: Tensor) -> Tensor:
     return torch.from_dlpack(bucket)
 
 
-def lay_out(group: GroupInFlight, weights: RankWeights, owners: Mapping[int, int]) -> None:
+def lay_out(group: Group, weights: RankWeights, owners: Mapping[int, int]) -> None:
     """Make the fusion buffer of a group of the places of its gradients, with as few parts as possible.
 
     Gradients that have no place yet, because DDP leaves out their bucket, are left out.
@@ -120,7 +120,7 @@ def dtypes_of_arenas(
 
 
 def lay_out_in_arena(
-    group: GroupInFlight,
+    group: Group,
     arena: Tensor,
     starts: Sequence[int],
     owners: Mapping[int, int],

@@ -10,7 +10,7 @@ from torch import Tensor
 from ddp_crossover.comm.fusion_buffer import Travel
 from ddp_crossover.comm.stream_order import StreamOrder
 from ddp_crossover.fusion import FusionGroup, FusionPlan
-from ddp_crossover.pending.slots import GroupInFlight, Slot
+from ddp_crossover.pending.slots import Group, Slot
 
 
 class CodedSteps(Protocol):
@@ -25,7 +25,7 @@ class CodedSteps(Protocol):
     def begin(self) -> None:
         """Called when a backward begins."""
 
-    def end(self, groups: Sequence[GroupInFlight], unassigned: Collection[Slot]) -> None:
+    def end(self, groups: Sequence[Group], unassigned: Collection[Slot]) -> None:
         """Called when all legs of a step have ended.
 
         Args:
@@ -72,7 +72,7 @@ class NoCodes:
     def begin(self) -> None:
         pass
 
-    def end(self, groups: Sequence[GroupInFlight], unassigned: Collection[Slot]) -> None:
+    def end(self, groups: Sequence[Group], unassigned: Collection[Slot]) -> None:
         pass
 
 

@@ -16,16 +16,16 @@ from torch import Tensor
 from ddp_crossover.comm.fusion_buffer import FusionBuffer
 from ddp_crossover.comm.link import Link
 from ddp_crossover.fusion import FusionPlan, Schedule, gathers_behind_scatters, order_of_use
-from ddp_crossover.pending.slots import GroupInFlight, GroupState
+from ddp_crossover.pending.slots import Group
 
 
 class Gathers(Protocol):
     """What gather legs carry, and when they leave. The pipeline tells it how far an iteration has come."""
 
-    def landing(self, group: GroupInFlight) -> FusionBuffer | None:
+    def landing(self, group: Group) -> FusionBuffer | None:
         """Where the gather leg arrives of a group that is laid out; None: in the fusion buffer, as gradients."""
 
-    def launched(self, group: GroupInFlight) -> None:
+    def launched(self, group: Group) -> None:
         """Called when the scatter leg of a group was started."""
 
     def end_backward(self) -> None:
@@ -34,7 +34,7 @@ class Gathers(Protocol):
     def before_exchange(self) -> None:
         """Called before ranks exchange norms of reduced gradients."""
 
-    def bring_gradients(self, group: GroupInFlight) -> None:
+    def bring_gradients(self, group: Group) -> None:
         """Have this group's gradients gathered, for which somebody is about to wait, if they are not under way."""
 
     def end_legs(self, *, on_all_ranks: bool) -> None:
@@ -61,7 +61,7 @@ class GatherOrder:
             ranks.
     """
 
-    def __init__(self, plan: FusionPlan, link: Link, groups: Sequence[GroupInFlight]) -> None:
+    def __init__(self, plan: FusionPlan, link: Link, groups: Sequence[Group]) -> None:
         self._plan = plan
         self._link = link
         self._groups = groups
@@ -76,23 +76,17 @@ class GatherOrder:
             order = order_of_use(self._plan.groups, use_rank)
             self._urgency = {group: place for place, group in enumerate(order)}
 
-    def urgency(self, group: GroupInFlight) -> int:
+    def urgency(self, group: Group) -> int:
         """Place of a group in this rank's use order."""
         return self._urgency[group.spec.index]
 
-    def followers(self, group: GroupInFlight) -> list[GroupInFlight]:
+    def followers(self, group: Group) -> list[Group]:
         """The groups whose gather legs go behind the scatter leg of this one."""
         return [self._groups[index] for index in self._followers.get(group.spec.index, ())]
 
-    def in_use_order(self) -> list[GroupInFlight]:
+    def in_use_order(self) -> list[Group]:
         """All groups, in the use order of the plan, which is the same on all ranks."""
         return [self._groups[index] for index in self._plan.use_order]
-
-    def start(self, group: GroupInFlight, urgency: int | None = None) -> None:
-        """Start a gather leg of gradients behind the group's scatter leg, unless one was started."""
-        if group.state is GroupState.SCATTERING:
-            assert group.scatter is not None
-            group.gather_by(self._link.all_gather(group.scatter, urgency))
 
 
 class GradientGathers:
@@ -101,26 +95,26 @@ class GradientGathers:
     def __init__(self, order: GatherOrder) -> None:
         self._order = order
 
-    def landing(self, group: GroupInFlight) -> FusionBuffer | None:
+    def landing(self, group: Group) -> FusionBuffer | None:
         """Gradients arrive in the fusion buffer. For what is asked here and below see :class:`Gathers`."""
         return None
 
-    def launched(self, group: GroupInFlight) -> None:
+    def launched(self, group: Group) -> None:
         """Start the gather legs that go behind this scatter leg."""
         if self._order.leaves_when_idle:
-            self._order.start(group, self._order.urgency(group))
+            group.start_gather(self._order.urgency(group))
         for follower in self._order.followers(group):
-            self._order.start(follower)
+            follower.start_gather()
 
     def end_backward(self) -> None:
         """Start the others."""
         for group in self._order.in_use_order():
-            self._order.start(group)
+            group.start_gather()
 
     def before_exchange(self) -> None:
         """Nothing to do."""
 
-    def bring_gradients(self, group: GroupInFlight) -> None:
+    def bring_gradients(self, group: Group) -> None:
         """Nothing to do: they are under way since the end of backward."""
 
     def end_legs(self, *, on_all_ranks: bool) -> None:

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from ddp_crossover.comm.fusion_buffer import FusionBuffer
 from ddp_crossover.comm.link import Link
 from ddp_crossover.comm.sums import RankWeights
 from ddp_crossover.comm.wire import Wire
 from ddp_crossover.fusion import FusionGroup, FusionPlan
 from ddp_crossover.pending.lazy_params import LazyParam
-from ddp_crossover.pending.slots import GroupInFlight, Slot
+from ddp_crossover.pending.slots import Group, Slot
 from ddp_crossover.pipeline.arenas import dtypes_of_arenas, lay_out, lay_out_in_arena, whole_of, zeros
 from ddp_crossover.pipeline.codes import CodedSteps
 from ddp_crossover.pipeline.staging import gradient_stride
@@ -56,6 +55,7 @@ class Layout:
         every_group_arrives: bool,
     ) -> None:
         self._plan = plan
+        self._link = link
         self._lock = lock
         self._wire = wire if plan.is_coded else wire.plain
         self._weights = weights
@@ -81,30 +81,29 @@ class Layout:
             slot.view = arena.as_strided(parameter.shape, stride, self._plan.offsets[lazy.index])
         return slot
 
-    def _group(self, spec: FusionGroup) -> GroupInFlight:
-        group = GroupInFlight(spec, [self.slots[p.parameter] for p in spec.pieces])
+    def _group(self, spec: FusionGroup) -> Group:
+        arena = self.arenas.get(spec.arena)
+        group = Group(
+            spec,
+            [self.slots[p.parameter] for p in spec.pieces],
+            self._link,
+            self._lay_out if arena is None else None,
+            changes_each_time=not self._every_group_arrives,
+        )
         for slot in group.slots:
             slot.groups.append(group)
-        if (arena := self.arenas.get(spec.arena)) is not None:
+        if arena is not None:
             lay_out_in_arena(group, arena, self._plan.places_of(spec), self._owners, self._codes.travel(spec))
         return group
 
-    def is_copied(self, group: GroupInFlight) -> bool:
-        """Whether copies of its gradients travel from an arena, and not the gradients from DDP's buckets."""
-        return group.spec.arena in self.arenas
+    def _lay_out(self, group: Group) -> None:
+        lay_out(group, self._weights, self._owners)
+        self.changes += 1
 
     @property
     def has_all_copied(self) -> bool:
         """Whether no gradient travels from DDP's buckets."""
         return len(self.arenas) == len(self._plan.arena_numel)
-
-    def buffer_of(self, group: GroupInFlight) -> FusionBuffer:
-        """The group's fusion buffer, made anew if DDP has put its gradients in another place."""
-        if group.buffer is None or not (self._every_group_arrives or self.is_copied(group)):
-            lay_out(group, self._weights, self._owners)
-            self.changes += 1
-        assert group.buffer is not None
-        return group.buffer
 
     def release(self) -> dict[str, Tensor]:
         """All memory of the arenas by name, for the next plan."""

@@ -18,7 +18,7 @@ from ddp_crossover import device as gpu
 from ddp_crossover.comm.link import Link
 from ddp_crossover.comm.stream_order import StreamOrder
 from ddp_crossover.compute_waits import ComputeWaits
-from ddp_crossover.pending.slots import GroupInFlight, Slot
+from ddp_crossover.pending.slots import Group, Slot
 from ddp_crossover.pipeline.gathers import GatherOrder
 from ddp_crossover.torch_internals.dispatch import is_traced, outside_of_modes
 from ddp_crossover.torch_internals.profiling import named_range
@@ -39,7 +39,7 @@ class GatherWaits:
         self,
         order: StreamOrder,
         compute_waits: ComputeWaits,
-        groups: Collection[GroupInFlight],
+        groups: Collection[Group],
         device: torch.device,
     ) -> None:
         self._order = order
@@ -47,7 +47,7 @@ class GatherWaits:
         self._compute_waits = compute_waits
         self._device = device
 
-    def complete(self, group: GroupInFlight) -> bool:
+    def complete(self, group: Group) -> bool:
         """Complete the group, on the current stream alone; whether nobody had done so before."""
         self._order.join()
         if group.is_complete:
@@ -56,7 +56,7 @@ class GatherWaits:
         group.complete()
         return True
 
-    def arrival(self, group: GroupInFlight) -> None:
+    def arrival(self, group: Group) -> None:
         """Wait until the group's gather leg has arrived, on the current stream alone."""
         self._refuse_capture()
         assert group.gather is not None
@@ -135,7 +135,7 @@ class PendingUpdates(dict[Slot, object]):
         """Whether the gradient in the fusion buffer is what an update that is pending will use."""
         return slot in self and not any(group.put_aside for group in slot.groups)
 
-    def _arrived_behind(self, groups: Collection[GroupInFlight]) -> list[GroupInFlight]:
+    def _arrived_behind(self, groups: Collection[Group]) -> list[Group]:
         """The groups that forward uses next, as far as their gather legs have ended, to be updated together with these.
 
         If they have, a GPU waits for the host, whose time goes into calls of the optimizer: one for many groups costs
@@ -161,6 +161,6 @@ class PendingUpdates(dict[Slot, object]):
         self._order.publish()
 
 
-def _has_arrived_as_it_is(group: GroupInFlight) -> bool:
+def _has_arrived_as_it_is(group: Group) -> bool:
     """Whether the gather leg has ended, and what it has brought needs no copy in another dtype."""
     return group.gather is not None and group.gather.is_done() and not any(slot.is_cast for slot in group.slots)

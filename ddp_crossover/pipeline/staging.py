@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_crossover.pending.slots import GroupInFlight, Place, Slot
+from ddp_crossover.pending.slots import Group, Place, Slot
 from ddp_crossover.pipeline.arenas import alias_of
 from ddp_crossover.torch_internals.ddp import GradBucket
 
@@ -30,7 +30,7 @@ class Staging(NamedTuple):
 
     parameters: list[Tensor]
     slots: list[Slot]
-    arrivals: list[tuple[GroupInFlight, int]]
+    arrivals: list[tuple[Group, int]]
     buffer: Tensor
     address: int
     copies: list[tuple[int, int, Tensor]]

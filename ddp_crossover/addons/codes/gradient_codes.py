@@ -17,7 +17,7 @@ from ddp_crossover.comm.link import Link
 from ddp_crossover.comm.stream_order import StreamOrder
 from ddp_crossover.fusion import FusionGroup, FusionPlan, GradientSpec
 from ddp_crossover.log import say
-from ddp_crossover.pending.slots import GroupInFlight, Slot
+from ddp_crossover.pending.slots import Group, Slot
 from ddp_crossover.pipeline.codes import NO_CODES, CodedSteps
 from ddp_crossover.torch_internals.loss_scale import LossScale
 
@@ -105,7 +105,7 @@ class StepsOfPlan:
         with self._link.beside_legs():
             self._feedback.begin_step(self._loss_scale.now())
 
-    def end(self, groups: Sequence[GroupInFlight], unassigned: Collection[Slot]) -> None:
+    def end(self, groups: Sequence[Group], unassigned: Collection[Slot]) -> None:
         """Keep what the step has left out.
 
         Args:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ddp_crossover.dear import Pipeline
 from ddp_crossover.pending.flat import flat_of, table_of
 from ddp_crossover.pending.pending_gradient import PendingGrad
-from ddp_crossover.pending.slots import GroupInFlight, Slot
+from ddp_crossover.pending.slots import Group, Slot
 from ddp_crossover.torch_internals.gradient_calls import require_on_device
 
 EVERY_RANK = (
@@ -193,7 +193,7 @@ def _own_pieces(
                 yield piece.slot, (), flat[piece.slot][piece.start : piece.stop]
 
 
-def _reduced_shards(pipeline: Pipeline, group: GroupInFlight) -> list[Tensor]:
+def _reduced_shards(pipeline: Pipeline, group: Group) -> list[Tensor]:
     assert group.buffer is not None
     if group.put_aside:
         return group.put_aside  # the buffer may hold updated parameters

@@ -9,7 +9,7 @@ waits until the others get to where they ask, too: before norms are exchanged, a
 exchanged at once in that step. A read after ``step()`` is a collective, which every rank must make; all updates are
 applied first.
 
-A group whose gather leg carries parameters has its reduced shards in ``GroupInFlight.put_aside``, which tells it from
+A group whose gather leg carries parameters has its reduced shards in ``Group.put_aside``, which tells it from
 one whose gradients are on the way. For the terms see [Note: DeAR's terms] in ``dear.py``.
 """
 
@@ -31,7 +31,7 @@ from ddp_crossover.comm.fusion_buffer import FusionBuffer
 from ddp_crossover.comm.leg import LegError
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.pending.flat import flat_of, shaped
-from ddp_crossover.pending.slots import GroupInFlight, GroupState, ShardPiece, Slot
+from ddp_crossover.pending.slots import Group, GroupState, ShardPiece, Slot
 from ddp_crossover.pipeline.arenas import landing_of, whole_of, zeros
 from ddp_crossover.watching.optimizer_snapshot import ToUpdate
 
@@ -76,16 +76,16 @@ class ParameterGathers:
         self._gather_order = pipeline.gather_order
         self._owners = owners
         self._arenas = _landing_arenas(pipeline, memory)
-        self._landings: dict[GroupInFlight, _Landing] = {}
+        self._landings: dict[Group, _Landing] = {}
         self._decided_in = -1  # the iteration in which ranks have agreed for the last time
 
     # Where parameters arrive.
 
-    def landing(self, group: GroupInFlight) -> FusionBuffer:
+    def landing(self, group: Group) -> FusionBuffer:
         """Where the group's parameters arrive, in their own dtype."""
         return self._landing(group).buffer
 
-    def _landing(self, group: GroupInFlight) -> _Landing:
+    def _landing(self, group: Group) -> _Landing:
         buffer, known = group.buffer, self._landings.get(group)
         assert buffer is not None
         if known is None or known.of is not buffer:
@@ -116,7 +116,7 @@ class ParameterGathers:
                 ranges[self._owners.get(slot.index, 0)].append(ParameterRange(slot.index, 0, 0))
         return tuple(map(tuple, ranges))
 
-    def _ranges(self, groups: Iterable[GroupInFlight]) -> Ownership:
+    def _ranges(self, groups: Iterable[Group]) -> Ownership:
         groups, world_size = list(groups), self._link.world_size
         return tuple(
             tuple(_elements(piece) for group in groups for piece in group.shard_pieces(rank, world_size))
@@ -127,14 +127,14 @@ class ParameterGathers:
         """Whether gather legs can carry the updated values of these parameters in this iteration."""
         return all(group.scatter is not None and group.gather is None for slot in slots for group in slot.groups)
 
-    def in_order_of_updates(self, slots: Iterable[Slot]) -> list[GroupInFlight]:
+    def in_order_of_updates(self, slots: Iterable[Slot]) -> list[Group]:
         groups = dict.fromkeys(group for slot in slots for group in slot.groups if group.gather is None)
         if self._gather_order.leaves_when_idle:
             return sorted(groups, key=lambda group: group.spec.index)  # the order in which scatter legs end
         return [group for group in self._gather_order.in_use_order() if group in groups]
 
     @torch.no_grad()
-    def begin_update(self, group: GroupInFlight, gradients: Mapping[Slot, Tensor | None]) -> list[ToUpdate]:
+    def begin_update(self, group: Group, gradients: Mapping[Slot, Tensor | None]) -> list[ToUpdate]:
         """Wait for the group's scatter leg, and put this rank's parameters where its gather leg sends from.
 
         Args:
@@ -157,7 +157,7 @@ class ParameterGathers:
             if piece.slot in gradients
         ]
 
-    def _keep_gradients(self, group: GroupInFlight) -> None:
+    def _keep_gradients(self, group: Group) -> None:
         """Wait for the reduced gradients, and put them aside, where parameters will take their place."""
         assert group.scatter is not None
         with self._pipeline.compute_waits.of(f"scatter {group.spec.index}") as host_wait:
@@ -174,10 +174,10 @@ class ParameterGathers:
         group.keep(memory)
         torch._foreach_copy_(group.put_aside, shards)
 
-    def _lands_apart(self, group: GroupInFlight) -> bool:
+    def _lands_apart(self, group: Group) -> bool:
         return group.spec.arena in self._arenas
 
-    def _to_update(self, piece: ShardPiece, out: Tensor, in_memory: Tensor | None, group: GroupInFlight) -> ToUpdate:
+    def _to_update(self, piece: ShardPiece, out: Tensor, in_memory: Tensor | None, group: Group) -> ToUpdate:
         slot, has_owner = piece.slot, piece.slot.index in self._owners
         if in_memory is not None:
             gradient = in_memory.detach()
@@ -194,16 +194,15 @@ class ParameterGathers:
             out = shaped(out, slot.parameter.shape, slot.stride)
         return shard_to_update(_elements(piece), out, gradient, slot.parameter.requires_grad)
 
-    def send_update(self, group: GroupInFlight) -> None:
+    def send_update(self, group: Group) -> None:
         """Start the gather leg, now that this rank's parameters are updated."""
-        assert group.scatter is not None
+        assert group.state is GroupState.SCATTERING
         self._pipeline.order.mark()
-        urgency = self._gather_order.urgency(group) if self._gather_order.leaves_when_idle else None
-        group.gather_by(self._link.all_gather(group.scatter, urgency))
+        group.start_gather(self._gather_order.urgency(group) if self._gather_order.leaves_when_idle else None)
 
     # Readers of gradients.
 
-    def bring_gradients(self, group: GroupInFlight) -> None:
+    def bring_gradients(self, group: Group) -> None:
         """Have all gradients gathered, if this group's are spread; a collective, on all ranks."""
         if self._link.is_closed and (group.is_spread or not group.is_complete):
             raise LegError("the model was given up, and its gradients are spread over the ranks (shard_optimizer=True)")
@@ -284,12 +283,12 @@ class ParameterGathers:
         self._exchange_gradients(apart)
         self._start_all()
 
-    def _is_taken(self, group: GroupInFlight) -> bool:
+    def _is_taken(self, group: Group) -> bool:
         """Whether the gather leg cannot bring gradients, on this rank or another."""
         return group.gather is not None or self._lands_apart(group)
 
     @torch.no_grad()
-    def _exchange_gradients(self, groups: Sequence[GroupInFlight]) -> None:
+    def _exchange_gradients(self, groups: Sequence[Group]) -> None:
         """Exchange the reduced gradients of these groups, which every rank has kept its shards of."""
         rank, world_size, plan = self._link.rank, self._link.world_size, self._pipeline.plan
         by_arena = sorted(groups, key=lambda group: (group.spec.arena, group.spec.index))
@@ -311,7 +310,7 @@ class ParameterGathers:
 
     # How far an iteration has come.
 
-    def launched(self, group: GroupInFlight) -> None:
+    def launched(self, group: Group) -> None:
         """Nothing to do: ``step()`` decides what gather legs carry."""
 
     def end_backward(self) -> None:
@@ -329,15 +328,15 @@ class ParameterGathers:
         for group in self._gather_order.in_use_order():
             self._start(group)
 
-    def _start(self, group: GroupInFlight) -> None:
+    def _start(self, group: Group) -> None:
         if group.scatter is None or group.gather is not None:
             return
         if not self._is_taken(group):
-            self._gather_order.start(group)
+            group.start_gather()
             return
         if not self._lands_apart(group) and not group.put_aside:
             self._keep_gradients(group)
-        group.close_by(self._link.all_gather(group.scatter))  # peers have posted receives
+        group.close()
 
     def release(self) -> dict[str, Tensor]:
         """Return the arenas in which parameters arrive, and drop what refers to DDP's buckets."""
@@ -358,7 +357,7 @@ def _landing_arenas(pipeline: Pipeline, memory: Mapping[str, Tensor]) -> dict[st
     return arenas
 
 
-def _carries_update(group: GroupInFlight) -> bool:
+def _carries_update(group: Group) -> bool:
     return bool(group.put_aside) and group.state in (GroupState.GATHERING, GroupState.COMPLETE)
 
 
