@@ -63,4 +63,4 @@ def outcome(
 
 def in_groups(candidate: Candidate) -> str:
     """The candidate as a part of a sentence."""
-    return str(candidate) if candidate.schedule is Schedule.ALLREDUCE else f"groups of {candidate}"
+    return str(candidate) if candidate.is_plain else f"groups of {candidate}"

@@ -139,7 +139,8 @@ class Planning:
         self._exposed_s.clear()
         self._timer.reset()
         self.profiler = None
-        plan = self._checked(self._cut(self._first_mb(), self._options.schedule))
+        is_coded = self._options.schedule is not Schedule.ALLREDUCE
+        plan = self._checked(self._cut(self._first_mb(), self._options.schedule, is_coded=is_coded))
         self.stage = Stage.SETTLED
         is_planned = self._options.fusion_mb is None or not self._link.chooses_gather_order
         if self._options.schedule is Schedule.AUTO and is_planned:
@@ -262,6 +263,7 @@ class Planning:
             tries_as_built=self._bucket_cap_mb is not None,
             tries_plain=self._may_be_plain,
             as_they_are=as_they_are,
+            dear=Candidate(self._first_mb(), Schedule.DEAR, is_coded=self._has_codes),
             low_mb=max(0.25, self._lowest_mb()),
         )
         self.stage = Stage.TUNING
@@ -283,14 +285,14 @@ class Planning:
 
     def _end_trial(self) -> FusionPlan | None:
         assert self._tuner is not None
-        steps_s, exposed_s = self._timer.end()
-        if not steps_s:
+        timed = self._timer.end()
+        if timed is None:
             return None
-        if exposed_s is not None:
-            self._exposed_s[self._tuner.candidate] = exposed_s
+        if timed.exposed_s is not None:
+            self._exposed_s[self._tuner.candidate] = timed.exposed_s
         change = None
-        for step_s in steps_s:
-            change = self._tuner.observe(step_s)
+        for step_s, processor_s in zip(timed.steps_s, timed.processors_s, strict=True):
+            change = self._tuner.observe(step_s, processor_s)
         had_buckets_as_built = self.takes_buckets_as_built
         plan = None if change is None else self._plan_of(change)
         if self._tuner.result is not None:
@@ -324,8 +326,8 @@ class Planning:
     def _plan_of(self, candidate: Candidate) -> FusionPlan:
         # A tuned file may ask for buckets as they were where that is no choice.
         self.takes_buckets_as_built = candidate.as_built and self._bucket_cap_mb is not None
-        if candidate.schedule is Schedule.ALLREDUCE:
-            return self._checked(self._cut(candidate.fusion_mb, Schedule.ALLREDUCE))
+        if candidate.schedule is not Schedule.AUTO:
+            return self._checked(self._cut(candidate.fusion_mb, candidate.schedule, is_coded=candidate.is_coded))
         return self._checked(self._search([candidate.fusion_mb], is_coded=candidate.is_coded).plan)
 
     def _search(self, sizes_mb: Sequence[float], *, is_coded: bool = True) -> PlannedStep:
@@ -345,10 +347,10 @@ class Planning:
         )
         return choose_plan(problem, self.plain_specs, sizes_mb)
 
-    def _cut(self, fusion_mb: float, schedule: Schedule) -> FusionPlan:
+    def _cut(self, fusion_mb: float, schedule: Schedule, *, is_coded: bool) -> FusionPlan:
         orders = self._orders
         plan = plan_fusion(
-            self.plain_specs if schedule is Schedule.ALLREDUCE else self.specs,
+            self.specs if is_coded else self.plain_specs,
             orders.arrival,
             orders.use_rank,
             world_size=self._link.world_size,

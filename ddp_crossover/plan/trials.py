@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -15,9 +16,10 @@ from ddp_crossover.fusion import Schedule
 
 # A candidate that is faster by less than this does not count as faster: not worth the risk of a change of plan.
 MIN_GAIN = 0.01
-# How much slower groups of twice the size may be and still win: half as many groups cost the host up to a third less
-# processor time, which other work on it can use. A larger allowance often took noise of 3% a step for such a tie.
+# How much slower a candidate may be and still win, if it takes at least that part less of the processors' time, which
+# other work on the host can use. A larger allowance often took noise of 3% a step for such a tie.
 THRIFT = 0.005
+LEAST_SPARED = 0.03
 # Ratio of standard deviation to median absolute deviation for normal noise, and of the standard deviation of a median
 # to that of a mean (asymptotically, the median's variance is pi / 2 times the mean's). Rough, as samples are few.
 STD_PER_MAD = 1.4826
@@ -33,7 +35,7 @@ class Candidate:
 
     Attributes:
         fusion_mb: target size of a fusion group in MiB; plain all-reduce ignores it.
-        schedule: ``AUTO`` or ``ALLREDUCE``.
+        schedule: when legs are sent.
         as_built: whether plain all-reduce takes DDP's buckets as they were before attach, not our small ones.
         is_coded: whether legs carry codes of gradients.
     """
@@ -46,20 +48,24 @@ class Candidate:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.fusion_mb) and self.fusion_mb > 0):
             raise ValueError(f"fusion_mb={self.fusion_mb!r}: give a size in MiB greater than 0")
-        if self.schedule not in (Schedule.AUTO, Schedule.ALLREDUCE):
-            raise ValueError(f"schedule={str(self.schedule)!r}: only 'auto' and 'allreduce' can be tuned")
-        if self.as_built and self.schedule is Schedule.AUTO:
-            raise ValueError("as_built=True: DDP's own buckets go with schedule='allreduce'")
-        if self.is_coded and self.schedule is Schedule.ALLREDUCE:
-            raise ValueError("is_coded=True: plain all-reduces carry gradients as they are")
         object.__setattr__(self, "schedule", Schedule(self.schedule))  # a string, if it was read from a file
+        if self.as_built and not self.is_plain:
+            raise ValueError("as_built=True: DDP's own buckets go with schedule='allreduce'")
+        if self.is_coded and self.is_plain:
+            raise ValueError("is_coded=True: plain all-reduces carry gradients as they are")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is pipelined."""
+        return self.schedule is Schedule.ALLREDUCE
 
     def __str__(self) -> str:
         if self.as_built:
             return "DDP as it was"
-        if self.schedule is Schedule.ALLREDUCE:
+        if self.is_plain:
             return "plain all-reduces"
-        return f"{self.fusion_mb:.3g} MiB{' of codes' if self.is_coded else ''}"
+        gathers = " (schedule dear)" if self.schedule is Schedule.DEAR else ""
+        return f"{self.fusion_mb:.3g} MiB{' of codes' if self.is_coded else ''}{gathers}"
 
 
 @dataclass(frozen=True)
@@ -69,10 +75,12 @@ class Trial:
     Attributes:
         candidate: the candidate under which the steps ran.
         steps_s: length of each step in seconds, without warm-up steps. Never empty.
+        processor_s: seconds of processors that a step has taken, on average over steps and ranks; 0 if not measured.
     """
 
     candidate: Candidate
     steps_s: tuple[float, ...]
+    processor_s: float = 0.0
 
     @property
     def median_s(self) -> float:
@@ -91,24 +99,20 @@ class TrialLog:
     A shared machine or link gets slower and faster during the measurements. Candidates that were tried more than once
     show by how much; a steady drift is estimated from them and removed from all trials.
 
-    Args:
-        thrifty_mb: up to this size in MiB a larger one is preferred to a smaller one that is hardly faster.
-
     Attributes:
         trials: all trials in the order in which they ran.
     """
 
-    def __init__(self, thrifty_mb: float = 0.0) -> None:
-        self._thrifty_mb = thrifty_mb
+    def __init__(self) -> None:
         self.trials: list[Trial] = []
 
     def count(self, candidate: Candidate) -> int:
         return sum(trial.candidate == candidate for trial in self.trials)
 
-    def candidates(self, schedule: Schedule) -> list[Candidate]:
-        """The candidates of this schedule that were tried, in the order of their first trials."""
+    def candidates(self, *schedules: Schedule) -> list[Candidate]:
+        """The candidates of these schedules that were tried, in the order of their first trials."""
         tried = dict.fromkeys(trial.candidate for trial in self.trials)
-        return [candidate for candidate in tried if candidate.schedule is schedule]
+        return [candidate for candidate in tried if candidate.schedule in schedules]
 
     def steps(self, candidate: Candidate) -> int:
         return sum(len(trial.steps_s) for trial in self.trials if trial.candidate == candidate)
@@ -122,6 +126,10 @@ class TrialLog:
             if trial.candidate == candidate
             for step_s in trial.steps_s
         )
+
+    def processor_s(self, candidate: Candidate) -> float:
+        """Seconds of processors that a step takes under a candidate, the least of its trials: others share a host."""
+        return min(trial.processor_s for trial in self.trials if trial.candidate == candidate)
 
     def faster(self, one: Candidate, other: Candidate) -> bool:
         """Whether ``one`` is faster than ``other`` by more than the noise, and by more than 1%."""
@@ -137,7 +145,7 @@ class TrialLog:
         return min(dict.fromkeys(trial.candidate for trial in self.trials), key=self.time_s)
 
     def fastest(self) -> Candidate:
-        """The fastest ``AUTO`` candidate; an earlier one is kept unless a later one is clearly faster, or thriftier.
+        """The fastest pipelined candidate; an earlier one is kept unless a later one is clearly faster, or thriftier.
 
         One with codes must be clearly faster than all without, since codes cost accuracy.
         """
@@ -148,9 +156,11 @@ class TrialLog:
             return best
         return coded if self.faster(coded, as_they_are) else as_they_are
 
-    def fastest_if(self, *, is_coded: bool) -> Candidate | None:
-        """The same among the candidates with or without codes; None if there is none."""
-        alike = [candidate for candidate in self.candidates(Schedule.AUTO) if candidate.is_coded == is_coded]
+    def fastest_if(
+        self, *, is_coded: bool, schedules: Sequence[Schedule] = (Schedule.DEAR, Schedule.AUTO)
+    ) -> Candidate | None:
+        """The same among the candidates with or without codes, the simpler schedule first; None if there is none."""
+        alike = [each for schedule in schedules for each in self.candidates(schedule) if each.is_coded == is_coded]
         best = alike[0] if alike else None
         for other in alike[1:]:
             if best is not None and (self.faster(other, best) or self._thriftier(other, best)):
@@ -165,16 +175,15 @@ class TrialLog:
         return next((other for other in small if self.faster(other, best)), best)
 
     def winner(self) -> Candidate:
-        """The fastest ``AUTO`` candidate if it is clearly faster than all plain ones, else :meth:`plain`."""
+        """The fastest pipelined candidate if it is clearly faster than all plain ones, else :meth:`plain`."""
         fastest, plain = self.fastest(), self.plain()
         beaten = all(self.faster(fastest, other) for other in self.candidates(Schedule.ALLREDUCE))
         return fastest if beaten or plain is None else plain
 
     def _thriftier(self, one: Candidate, other: Candidate) -> bool:
-        """Whether ``one`` has larger groups, of a size that is worth having, and is hardly slower."""
-        octaves = math.log2(one.fusion_mb / other.fusion_mb)
-        slower = self._gain(other, one)
-        return octaves > 0 and one.fusion_mb <= self._thrifty_mb and slower < THRIFT * octaves
+        """Whether ``one`` takes less of the processors' time, and is hardly slower."""
+        spares = self.processor_s(one) < (1 - LEAST_SPARED) * self.processor_s(other)
+        return spares and self._gain(other, one) < THRIFT
 
     def _gain(self, one: Candidate, other: Candidate) -> float:
         """Natural logarithm of how many times as fast ``one`` is."""

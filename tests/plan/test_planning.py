@@ -274,8 +274,8 @@ def _tune_with_file(path: str, favourite: str) -> Tuned:
 END_OF_TUNING = {
     Schedule.AUTO: r"tuned: \d+ ms a step instead of 2000 with DDP as it was \(\d\.\d\d times as fast\), "
     r"in groups of \S+ MiB; \S+ ms exposed",
-    Schedule.ALLREDUCE: r"tuned: plain all-reduces, 1000 ms a step: groups of \S+ MiB took \d+ ms, which is no clear "
-    r"gain \(set fusion_mb to use the pipeline anyway\); \S+ ms exposed",
+    Schedule.ALLREDUCE: r"tuned: plain all-reduces, 1000 ms a step: groups of \S+ MiB( \(schedule dear\))? took "
+    r"\d+ ms, which is no clear gain \(set fusion_mb to use the pipeline anyway\); \S+ ms exposed",
 }
 
 
