@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ddp_crossover.torch_internals.optimizers import has_hooks
+from ddp_crossover.torch_internals.optimizers import has_hooks, move_to_front
 from ddp_crossover.watching.optimizer_snapshot import optimizer_parameters, was_skipped
 
 
@@ -67,7 +67,8 @@ class AfterUpdate:
     def _follow(self) -> None:
         for left_alone in self._left_alone:
             if (optimizer := left_alone()) is not None:
-                optimizer.register_step_post_hook(lambda stepped, *_: self.stepped(stepped, self._others_of(stepped)))
+                after = optimizer.register_step_post_hook(lambda one, *_: self.stepped(one, self._others_of(one)))
+                move_to_front(optimizer, after)  # as while it was attached: the user's hooks see what functions leave
         self._left_alone.clear()
 
     def _added(self, functions: OrderedDict[int, Any], function: Callable[..., object]) -> RemovableHandle:

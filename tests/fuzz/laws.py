@@ -111,6 +111,8 @@ def fit(program: Program) -> Program:
     _fit_trained(script)
     names_all = {event.name for event in program.events}
     for arm in arms:
+        if script.get("habit") == "counts_late":
+            arm.pop("shard_optimizer", None)  # slices are no large matrices, and nobody sees that they are not counted
         if arm.get("shard_optimizer") and script.get("local_edits") == "as_data":
             arm["strict"] = True  # else nobody sees them, as the documentation says
         if names_all & {"parameters_read_past_torch", "gradients_read_past_torch"}:

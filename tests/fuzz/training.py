@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.overrides import TorchFunctionMode
 
 from comparison import snapshot
+from ddp_crossover.torch_internals.optimizers import move_to_front
 from models import INPUTS, OUTPUTS
 from reference import rank_order_hook, wire_dtype_hook
 
@@ -228,7 +229,8 @@ class Run:
         if self.arm is None:
             if self.script.get("after_update"):
                 for optimizer in self.main.optimizers:
-                    optimizer.register_step_post_hook(self._clamp_as_attached)
+                    # Right after the update: before what the script does after each step.
+                    move_to_front(optimizer, optimizer.register_step_post_hook(self._clamp_as_attached))
             return
         import ddp_crossover as dx
 

@@ -227,6 +227,29 @@ def test_it_goes_on_after_detach(on_ranks) -> None:
     on_ranks(go_on_after_detach, 2)
 
 
+def come_before_hooks_of_the_script(schedule: str) -> None:
+    run = Run(Case(steps=6, dear={"schedule": schedule}), with_dear=True)
+    largest: list[float] = []
+
+    def look(*_: Any) -> None:
+        trained = [p for group in run.optimizer.param_groups for p in group["params"] if p.numel()]
+        largest.append(max(float(p.detach().abs().max()) for p in trained))
+
+    run.optimizer.register_step_post_hook(look)
+    run.attach()
+    run.state.after_update(clamp)
+    for x, y in run.batches():
+        train_step(run, x, y)
+    run.state.detach()
+    train_step(run, *run.batch(0))
+    assert len(largest) == 7 and max(largest) < 0.0501
+
+
+@pytest.mark.parametrize("schedule", ["dear", "allreduce"])
+def test_they_come_before_hooks_of_the_script_and_stay_there_after_detach(on_ranks, schedule) -> None:
+    on_ranks(come_before_hooks_of_the_script, 1, schedule)
+
+
 def register_after_detach(is_off: bool) -> None:
     with mock.patch.dict(os.environ, {"DDP_CROSSOVER": "off"} if is_off else {}):
         run = Run(Case(steps=4), with_dear=True)
