@@ -315,11 +315,11 @@ class ReducedGradients:
         memory.copy_(value)
         self._order.publish()
 
-    @torch.inference_mode(False)  # a touch during evaluation would make inference tensors, useless to the optimizer
     def for_update(self, slots: Iterable[Slot], edited: Collection[Slot]) -> dict[Slot, Tensor]:
         """Return complete gradients in their parameters' dtype, times the factors of clipping and loss scaling.
 
-        Gradients that were sent in that dtype are multiplied in place; the others are cast copies.
+        Gradients that were sent in that dtype are multiplied in place; the others are cast copies. Call it outside of
+        inference mode, whose tensors are useless to the optimizer.
 
         Args:
             slots: the parameters.

@@ -34,6 +34,8 @@ _BATCH_ELEMENTS = 2**16
 _TOGETHER: Mapping[str, Any] = {"foreach": True}
 _AS_SET: Mapping[str, Any] = {}
 
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
 
 class DeferredUpdate(NamedTuple):
     """The deferred update of a parameter.
@@ -214,14 +216,20 @@ def is_aligned(tensor: Tensor) -> bool:
     return not tensor.is_cpu or not tensor.data_ptr() % _ALIGNMENT_BYTES
 
 
-@contextlib.contextmanager
-def as_if_called_by_the_user() -> Iterator[None]:
+def as_if_called_by_the_user() -> contextlib.AbstractContextManager[None]:
     """Leave autocast, inference mode and grad mode: a touch may happen inside them, but ``step()`` runs outside."""
+    if torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES)):
+        return _outside_of_all()
+    return torch.no_grad()  # each update of a group comes here
+
+
+@contextlib.contextmanager
+def _outside_of_all() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
-        for device_type in ("cpu", "cuda"):
+        for device_type in _AUTOCAST_DEVICES:
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
         yield

@@ -112,8 +112,11 @@ class OptimizerSnapshot:
         self._attributes = {name: copied(value) for name, value in attributes}
         self._shared_state = shared_state(optimizer)
         self._groups = [hyperparameters(group) for group in optimizer.param_groups]
-        begun = [*self._groups, self._attributes, self._shared_state]
-        self._writes = UpdateWrites(optimizer, begun, counters, caches, add_up=state is None)
+        # Torch's own write to parameters and their state alone.
+        self._writes: UpdateWrites | None = None
+        if not is_of_torch(optimizer):
+            begun = [*self._groups, self._attributes, self._shared_state]
+            self._writes = UpdateWrites(optimizer, begun, counters, caches, add_up=state is None)
         # A step may count in a tensor, or in an object, and each update begins with the same count.
         self._written = [
             name
@@ -127,7 +130,8 @@ class OptimizerSnapshot:
 
     def leave_alone(self) -> None:
         """Let updates set nothing that the step, which has ended, has set itself: the script may change that now."""
-        self._writes.leave_alone()
+        if self._writes is not None:
+            self._writes.leave_alone()
 
     @property
     def was_skipped(self) -> bool:
@@ -148,7 +152,8 @@ class OptimizerSnapshot:
             settings: those that param groups have in this step instead of their own.
         """
         updates = [update for of_group in updates_of.values() for update in of_group]
-        stand_in = _object_like(self.optimizer, self._attributes)
+        stand_in: Optimizer = object.__new__(type(self.optimizer))
+        vars(stand_in).update(self._attributes)
         for name in STEP_HOOKS:
             setattr(stand_in, name, OrderedDict())
         vars(stand_in).update((name, copied(self._attributes[name])) for name in self._written)
@@ -163,7 +168,7 @@ class OptimizerSnapshot:
         stand_in.state.update(
             (memory, own) for (_, memory), own in zip(updates, states, strict=True) if own is not None
         )
-        before = self._writes.begin(stand_in)
+        before = None if self._writes is None else self._writes.begin(stand_in)
         try:
             vars(stand_in).update(attributes)
             with _attributes_of_then(updates, self._of_parameters):
@@ -175,7 +180,8 @@ class OptimizerSnapshot:
                 for (parameter, memory), known in zip(updates, states, strict=True):
                     if (own := stand_in.state.get(memory)) is not known:
                         dict.__setitem__(self._state, parameter, own)
-        self._writes.end(stand_in, before)
+        if self._writes is not None and before is not None:
+            self._writes.end(stand_in, before)
 
 
 def shared_state(optimizer: Optimizer) -> dict[Any, Any]:

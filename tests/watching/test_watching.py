@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from ddp_crossover.watching.optimizer_snapshot import is_of_torch
+from ddp_crossover.watching.separability import judge
 from ddp_crossover.watching.step_watch import Communicates, Seen, StepWatch
 from optimizers import OPTIMIZERS
 from own_optimizers import OwnOptimizer
@@ -160,7 +162,10 @@ def test_a_step_of_each_parameter_by_itself(update: Update, in_one_buffer: bool)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_of_torch(name: str) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
-    assert _watched(OPTIMIZERS[name](model)).why_not is None
+    optimizer = OPTIMIZERS[name](model)
+    assert _watched(optimizer).why_not is None
+    if is_of_torch(optimizer):  # so nobody looks for what an update writes beside parameters and their state
+        assert judge(optimizer).counters == frozenset()
 
 
 # Across parameters.
