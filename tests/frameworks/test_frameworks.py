@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sysconfig
-import venv
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-import torchvision
 
+import environments
 import launched
 
-INSTALL_TIMEOUT_S = 300
 LAUNCH_TIMEOUT_S = 240
 SCRIPTS = Path(__file__).parent
 
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.timeout(INSTALL_TIMEOUT_S + 2 * LAUNCH_TIMEOUT_S),
+    pytest.mark.timeout(environments.INSTALL_TIMEOUT_S + 2 * LAUNCH_TIMEOUT_S),
     pytest.mark.xdist_group("frameworks"),
 ]
 
@@ -98,40 +93,14 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Interpreter:
     def interpreter(framework: Framework) -> Path:
         key = (*framework.packages, *framework.without_dependencies)
         if key not in made:
-            made[key] = _install(framework, tmp_path_factory.mktemp("environment"))
+            folder = tmp_path_factory.mktemp("environment")
+            made[key] = environments.make(folder, framework.packages, framework.without_dependencies)
         found = made[key]
         if isinstance(found, str):
             pytest.skip(f"{' '.join(key)} cannot be installed here: {found}")
         return found
 
     return interpreter
-
-
-def _install(framework: Framework, folder: Path) -> Path | str:
-    """Return the interpreter, or why there is none."""
-    venv.create(folder, with_pip=False, symlinks=True)
-    (site_packages,) = folder.glob("lib/python*/site-packages")
-    (site_packages / "tests.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-    constraints = folder / "constraints.txt"
-    constraints.write_text(f"torch=={_release(torch)}\ntorchvision=={_release(torchvision)}\n")
-    python = folder / "bin" / "python"
-    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    for options, packages in (
-        (("-c", constraints), framework.packages),
-        (("--no-deps",), framework.without_dependencies),
-    ):
-        if packages:
-            job = subprocess.run(
-                [*map(str, (*pip, *options)), *packages], capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S
-            )
-            if job.returncode:
-                return job.stderr.strip().splitlines()[-1]
-    return python
-
-
-def _release(module: object) -> str:
-    version: str = vars(module)["__version__"]
-    return version.partition("+")[0]
 
 
 def _digests(python: Path, framework: Framework, folder: Path, *under_run: object) -> list[str]:

@@ -1,7 +1,7 @@
 """Every script in docs/recipes as its users start it: plain, with its one line, and unchanged under `run`.
 
-Each launch is a torchrun of two ranks on gloo. The final state of every rank, the optimizer's included, must be that of
-plain DDP bit for bit. One recipe runs before each change, the others at night.
+Each launch has two ranks on gloo, and most are a torchrun. The final state of every rank, the optimizer's included,
+must be that of plain DDP bit for bit. Three recipes run before each change, the others at night.
 
 Recipes that weight ranks by tokens are compared with one process that has the whole batch.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+import environments
 import launched
 from equivalence import assert_same
 from matrix import often
@@ -26,7 +28,10 @@ RANKS = 2
 LAUNCH_TIMEOUT_S = 240
 LAUNCHES_PER_TEST = 4
 
-pytestmark = [pytest.mark.timeout(LAUNCHES_PER_TEST * LAUNCH_TIMEOUT_S), pytest.mark.xdist_group("recipes")]
+pytestmark = [
+    pytest.mark.timeout(environments.INSTALL_TIMEOUT_S + LAUNCHES_PER_TEST * LAUNCH_TIMEOUT_S),
+    pytest.mark.xdist_group("recipes"),
+]
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,10 @@ class Recipe:
     script: str
     arguments: tuple[str, ...] = ()
     needs: str = "torch"
+    installs: str = ""
+    """A package that it gets in an environment of its own."""
+    starts_its_ranks: bool = False
+    """Whether it starts its ranks itself, so that neither torchrun nor `run` does."""
     defers: bool = True
     """Whether it puts updates off: not if it clips with exact norms, or averages weights after each step."""
     defers_with_sharded_norms: bool = True
@@ -58,6 +67,12 @@ RECIPES = {
     "trainer": Recipe(
         "hf_trainer", ("--save-steps", "8"), needs="transformers", defers=False, checkpoint="checkpoint-8"
     ),
+    "async_checkpoints": Recipe("async_checkpoints", checkpoint="step=8"),
+    "lr_finder": Recipe("lr_finder"),
+    "tensorboard": Recipe("loggers", ("--log-dir", "runs"), installs="tensorboard==2.21.0"),
+    "wandb": Recipe("loggers", ("--log-dir", "runs", "--logger", "wandb"), installs="wandb==0.31.0"),
+    "notebook": Recipe("notebook", needs="accelerate", starts_its_ranks=True),
+    "ray": Recipe("ray_train", installs="ray[train]==2.60.0", starts_its_ranks=True),
     "timm": Recipe("timm_like", needs="timm"),
     "timm_average": Recipe(
         "timm_like", ("--model-ema", "--clip-grad", "1"), needs="timm", defers=False, defers_with_sharded_norms=False
@@ -83,24 +98,38 @@ Launcher = Callable[..., Launch]
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
     """`launch(recipe, *flags, run=(), ranks=2)`: run a recipe, or hand out what it has left like this."""
     done: dict[tuple[object, ...], Launch] = {}
+    pythons: dict[str, Path | str] = {"": Path(sys.executable)}
+
+    def python_for(recipe: Recipe) -> Path:
+        pytest.importorskip(recipe.needs)
+        if recipe.installs not in pythons:
+            pythons[recipe.installs] = environments.make(tmp_path_factory.mktemp("environment"), [recipe.installs])
+        found = pythons[recipe.installs]
+        if isinstance(found, str):
+            pytest.skip(f"{recipe.installs} cannot be installed here: {found}")
+        return found
 
     def launch(recipe: Recipe, *flags: str, run: tuple[str, ...] = (), ranks: int = RANKS) -> Launch:
         key = (recipe, flags, run, ranks)
         if key not in done:
-            pytest.importorskip(recipe.needs)
-            done[key] = _launch(tmp_path_factory.mktemp(recipe.script), recipe, flags, run, ranks)
+            python = python_for(recipe)
+            done[key] = _launch(tmp_path_factory.mktemp(recipe.script), python, recipe, flags, run, ranks)
         return done[key]
 
     return launch
 
 
-def _launch(folder: Path, recipe: Recipe, flags: tuple[str, ...], run: tuple[str, ...], ranks: int) -> Launch:
+def _launch(
+    folder: Path, python: Path, recipe: Recipe, flags: tuple[str, ...], run: tuple[str, ...], ranks: int
+) -> Launch:
     under_run = ("-m", "ddp_crossover", "run", *run, "--stats", folder / "stats.json") if run else ()
     saving = ("--output-dir", folder) if recipe.checkpoint else ()
     script = launched.ROOT / "docs" / "recipes" / f"{recipe.script}.py"
+    launcher = () if recipe.starts_its_ranks else launched.torchrun(ranks)
     output = launched.run(
-        *(*launched.torchrun(ranks), *under_run, script, "--out", folder, *recipe.arguments, *saving, *flags),
-        variables={"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+        *(*launcher, *under_run, script, "--out", folder, *recipe.arguments, *saving, *flags),
+        python=python,
+        variables={"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"},
         cwd=folder,
         timeout_s=LAUNCH_TIMEOUT_S,
     )
@@ -121,7 +150,7 @@ def _assert_attached(recipe: Recipe, output: str) -> None:
     assert ("not deferred" not in figures[2]) == recipe.defers, figures[0]
 
 
-@pytest.mark.parametrize("name", often(RECIPES, "nanogpt_without_clipping"))
+@pytest.mark.parametrize("name", often(RECIPES, "nanogpt_without_clipping", "lr_finder", "notebook"))
 def test_with_its_line_a_recipe_trains_as_plain_ddp(launch: Launcher, name: str) -> None:
     recipe = RECIPES[name]
     attached = launch(recipe, "--dear")
@@ -130,7 +159,7 @@ def test_with_its_line_a_recipe_trains_as_plain_ddp(launch: Launcher, name: str)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if not recipe.starts_its_ranks])
 def test_under_run_a_recipe_trains_as_plain_ddp(launch: Launcher, name: str) -> None:
     recipe = RECIPES[name]
     attached = launch(recipe, run=("--fusion-mb", "0.005"))
