@@ -71,10 +71,6 @@ def _rooms_in(folder: Path) -> set[str]:
     return there - {"__init__"}
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
-
-
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 @pytest.mark.parametrize("script", sorted(DOCS.glob("*.sbatch")), ids=lambda path: path.name)
 def test_batch_scripts_are_shell(script: Path) -> None:
