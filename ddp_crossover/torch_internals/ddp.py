@@ -38,6 +38,11 @@ def has_comm_hook(ddp: DistributedDataParallel) -> bool:
     return "comm_hook" in private(ddp, "_get_ddp_logging_data")()
 
 
+def is_in_training_mode(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP or the module in it is: Lightning leaves DDP itself in evaluation mode after a validation."""
+    return ddp.training or ddp.module.training
+
+
 def may_await_backward(ddp: DistributedDataParallel) -> bool:
     """Whether the last forward has prepared a backward that reduces, as none does in ``no_grad()``."""
     return bool(private(ddp, "_lazy_init_ran")) and ddp.require_forward_param_sync

@@ -41,6 +41,10 @@ class Regression(LightningModule):
         optimizer.step()
         return None
 
+    def validation_step(self, batch, batch_index):
+        x, y = batch
+        self.log("val_loss", mse_loss(self.net(x), y), sync_dist=True)
+
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
@@ -59,7 +63,7 @@ def main() -> None:
     args = parser.parse_args()
 
     seed_everything(3, verbose=False)
-    data = TensorDataset(torch.randn(80, 16), torch.randn(80, 4))
+    data, held_out = (TensorDataset(torch.randn(size, 16), torch.randn(size, 4)) for size in (80, 16))
     module = Regression(args.manual)
     callbacks = [ModelCheckpoint(args.output_dir, filename="{epoch}", save_top_k=-1)]
     if args.dear:
@@ -76,7 +80,8 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(data, batch_size=8, shuffle=True), ckpt_path=args.resume)
+    loader = DataLoader(data, batch_size=8, shuffle=True)
+    trainer.fit(module, loader, DataLoader(held_out, batch_size=8), ckpt_path=args.resume)
 
     if args.dear and trainer.is_global_zero:
         print(dear.state.stats())

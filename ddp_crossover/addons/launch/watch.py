@@ -38,7 +38,7 @@ def watch_model(ddp: DistributedDataParallel, before_forward: BeforeForward) -> 
     """
     import torch
 
-    from ddp_crossover.torch_internals.ddp import has_comm_hook
+    from ddp_crossover.torch_internals.ddp import has_comm_hook, is_in_training_mode
 
     left_alone: WeakSet[DistributedDataParallel] = WeakSet()
 
@@ -47,7 +47,8 @@ def watch_model(ddp: DistributedDataParallel, before_forward: BeforeForward) -> 
 
     def is_trained(ddp: DistributedDataParallel) -> bool:
         # To evaluate, some scripts freeze all parameters, and do nothing else.
-        return ddp.training and torch.is_grad_enabled() and any(one.requires_grad for one in ddp.module.parameters())
+        is_training = is_in_training_mode(ddp) and torch.is_grad_enabled()
+        return is_training and any(one.requires_grad for one in ddp.module.parameters())
 
     def prepare(ddp: DistributedDataParallel) -> bool:
         if ddp in left_alone or not is_trained(ddp):

@@ -34,7 +34,7 @@ from ddp_crossover.moments import BeforeBackward, Follower
 from ddp_crossover.pending.gradient_marks import Mark, are_empty, are_same, marks_of
 from ddp_crossover.pending.lazy_params import LazyParams
 from ddp_crossover.pending.slots import Slot
-from ddp_crossover.torch_internals.ddp import runs_instead_of_model
+from ddp_crossover.torch_internals.ddp import is_in_training_mode, runs_instead_of_model
 from ddp_crossover.torch_internals.loss_scale import without_loss
 from ddp_crossover.watching.optimizer_snapshot import optimizer_parameters
 
@@ -186,7 +186,7 @@ class WeightedBatches(Follower):
         try:
             yield
             if not (count or self._has_reduced or is_unsynced):
-                if not ddp.training:
+                if not is_in_training_mode(ddp):
                     raise RuntimeError(_IS_EVALUATION)
                 self._take_part(ddp)
             if not self._has_reduced and self._announced is not None:

@@ -63,6 +63,17 @@ def _evaluated_before(auto: Callable[[], Any]) -> Any:
     return ddp, found
 
 
+def _only_the_module_goes_back_to_training(auto: Callable[[], Any]) -> Any:
+    found, ddp = auto(), _network()
+    optimizer = AdamW(ddp.parameters(), lr=0.01)
+    with torch.no_grad():
+        ddp.eval()(torch.randn(2, INPUTS))
+    ddp.module.train()  # as Lightning after a validation
+    _train(ddp, optimizer)
+    assert not ddp.training
+    return ddp, found
+
+
 def _two_optimizers(auto: Callable[[], Any]) -> Any:
     found, ddp = auto(), _network()
     parameters = list(ddp.parameters())
@@ -137,6 +148,7 @@ def _halves_take_turns(auto: Callable[[], Any]) -> Any:
 SCRIPTS = [
     _one,
     _evaluated_before,
+    _only_the_module_goes_back_to_training,
     _two_optimizers,
     _two_models,
     _optimizer_comes_late,
