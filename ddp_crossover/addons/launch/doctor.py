@@ -217,11 +217,14 @@ def _in_words(report: dict[str, Any], pairs: list[MeasuredPair]) -> str:
     if pairs:
         slowest = min(pairs, key=lambda pair: pair.bytes_per_s)
         latency = max(pairs, key=lambda pair: pair.latency_s)
-        lines.append(
-            f"Link: the slowest of {len(pairs)} pairs of ranks is {slowest.ranks[0]}-{slowest.ranks[1]}, with "
-            f"{short(8e-9 * slowest.bytes_per_s)} Gb/s; the longest latency is {duration(latency.latency_s)}, between "
-            f"{latency.ranks[0]} and {latency.ranks[1]}."
-        )
+        speed, longest = f"{short(8e-9 * slowest.bytes_per_s)} Gb/s", duration(latency.latency_s)
+        if len(pairs) == 1:
+            lines.append(f"Link: {speed} between the two ranks; the latency is {longest}.")
+        else:
+            lines.append(
+                f"Link: the slowest of {len(pairs)} pairs of ranks is {slowest.ranks[0]}-{slowest.ranks[1]}, with "
+                f"{speed}; the longest latency is {longest}, between {latency.ranks[0]} and {latency.ranks[1]}."
+            )
     for row in report.get("known_models", ()):
         lines.append(
             f"  {row['model']} ({row['parameters_m']:g} M parameters), {row['compute_s'] * 1e3:.0f} ms of compute: "

@@ -22,6 +22,8 @@ from pathlib import Path
 
 # Real in the copy as well. What is shared there are devices, sockets and memory, not a script's results.
 _REAL = (Path("/dev"), Path("/proc"), Path("/run"), Path("/sys"))
+# File systems of the kernel, real wherever they are (a chroot has its own): no overlay goes over them.
+_OF_KERNEL = ("proc", "sysfs", "devtmpfs", "devpts", "mqueue", "cgroup", "cgroup2")
 _DEPTH = 3  # of the folders that are looked through for those that can be written to, from each mount on
 # From the kernel's sched.h and mount.h; Python 3.12's os has the first two.
 _NEWNS, _NEWUSER = 0x20000, 0x10000000
@@ -106,15 +108,16 @@ def _is_mine(namespace: str) -> bool:
 def _copy(upper: Path, folder: Path) -> None:
     """Let this process see copies; ``upper`` takes what is written, and ``folder`` stays real."""
     here = Path.cwd()
-    mounts = _mounts()
+    mounts, of_kernel = _mounts()
     is_privileged = _has_own_mounts(here)
     starts = dict.fromkeys([Path("/"), *mounts, *reversed(here.parents), here, Path.home()])
     trees: list[Path] = []
-    for tree in _trees(starts, mounts, is_privileged):
+    for tree in _trees(starts, [*mounts, *of_kernel], is_privileged):
         if tree in mounts or not any(above in trees for above in (tree, *tree.parents)):
             trees.append(tree)
+    hidden = _hidden([*mounts, *of_kernel], trees)
     # Descriptors lead to what overlays will hide.
-    beneath = {path: os.open(path, os.O_PATH) for path in sorted({*trees, *_hidden(mounts, trees), folder})}
+    beneath = {path: os.open(path, os.O_PATH) for path in sorted({*trees, *hidden, folder})}
     layers = Path(f"/proc/self/fd/{os.open(upper, os.O_PATH)}")
     for number, (path, descriptor) in enumerate(beneath.items()):
         if path in trees:
@@ -144,18 +147,23 @@ def _has_own_mounts(here: Path) -> bool:
     return is_privileged
 
 
-def _mounts() -> dict[Path, int]:
-    """The mounts that are to be copied, and the options that they must keep."""
-    found = {}
+def _mounts() -> tuple[dict[Path, int], list[Path]]:
+    """The mounts that are to be copied, with the options that they must keep, and those of the kernel."""
+    found: dict[Path, int] = {}
+    of_kernel = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         _, _, _, _, point, options, *_ = line.split()
         path = Path(point.encode().decode("unicode_escape"))
-        if not any(path.is_relative_to(real) for real in _REAL) and path.exists():
+        if any(path.is_relative_to(real) for real in _REAL) or not path.exists():
+            continue
+        if line.partition(" - ")[2].split()[0] in _OF_KERNEL:
+            of_kernel.append(path)
+        else:
             found[path] = sum(_LOCKED.get(option, 0) for option in options.split(","))
-    return found
+    return found, of_kernel
 
 
-def _trees(starts: Iterable[Path], mounts: dict[Path, int], is_privileged: bool) -> Iterator[Path]:
+def _trees(starts: Iterable[Path], mounts: Sequence[Path], is_privileged: bool) -> Iterator[Path]:
     """Folders that one overlay each can cover, the largest ones that can be written to."""
 
     def can_cover(folder: Path) -> bool:

@@ -80,6 +80,20 @@ def test_sockets_are_the_real_ones(tmp_path: Path, files) -> None:
             subprocess.run(inside(pid, [sys.executable, "-c", connect, str(tmp_path / "socket")]), check=True)
 
 
+def test_a_proc_of_a_chroot_is_the_real_one(tmp_path: Path, files) -> None:
+    if not _has_copies(tmp_path) or os.geteuid() or not shutil.which("unshare"):
+        pytest.skip("needs root that can mount")
+    (tmp_path / "chroot" / "proc").mkdir(parents=True)
+    program = MAKES_ONE.format(real=str(tmp_path / "real"))
+    program = program.replace("cat log.txt;", f"cat log.txt {tmp_path}/chroot/proc/self/comm;")
+    mounts = f'mount -t proc proc {tmp_path}/chroot/proc && exec "$0" -c "$1"'
+    done = subprocess.run(
+        ["unshare", "--mount", "--propagation", "private", "sh", "-c", mounts, sys.executable, program],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.stdout == "of yesterday\nnew\ncat\n", done.stderr
+
+
 def _without_mounts(program: str) -> subprocess.CompletedProcess[str]:
     if os.geteuid() or not shutil.which("setpriv"):
         pytest.skip("needs root that can lay privileges down")
