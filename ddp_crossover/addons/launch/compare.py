@@ -87,6 +87,9 @@ def compare(
     plain_steps = sum(model["iterations"] - model["pipelined_iterations"] for model in models)
     compared = f"{steps} optimizer steps, {losses} losses; {overlapped} of {finished} steps hid their all-gathers"
     compared += f", {plain_steps} more were plain all-reduces" * bool(plain_steps)
+    left_alone = steps - sum(model["iterations"] for model in models)
+    if left_alone > 0:
+        compared += f", and DDP was left alone in the other {left_alone}: with --fusion-mb 8 it is not"
     if difference is None:
         how = "DDP that adds in rank order" if first["sums_are_in_rank_order"] else "plain DDP"
         text = f"parameters, buffers, optimizer state and losses equal {how}'s bit for bit ({compared})"

@@ -68,6 +68,10 @@ def test_it_says_when_too_few_steps_overlapped_to_mean_much(tmp_path: Path) -> N
     assert verdict.text.endswith("1 of 1 steps hid their all-gathers)")
     plain_as_well = compare(plain, _write(tmp_path / "tuned", [1.0], models=[MODEL | {"iterations": 4}]), again, {})
     assert plain_as_well.text.endswith("1 of 1 steps hid their all-gathers, 3 more were plain all-reduces)")
+    longer = [
+        _write(tmp_path / name, [1.0], before_steps=[{}] * 5) for name in ("long plain", "long tuned", "long again")
+    ]
+    assert compare(*longer, {}).text.endswith(", and DDP was left alone in the other 4: with --fusion-mb 8 it is not)")
     waits = MODEL | {"overlapped_steps": 1, "finished_steps": 3, "obstacles": {"train.py:3 clips": 2}}
     weak = compare(plain, _write(tmp_path / "waits", [1.0], models=[waits]), again, {})
     assert weak.exit_status == 0 and weak.text.endswith("a run whose steps do; train.py:3 clips (2 times)")
