@@ -56,7 +56,7 @@ class Clone:
         groups = []
         for seed, group in enumerate(optimizer.param_groups):
             chosen = [p for p in group["params"] if only is None or p is only]
-            samples = _samples(chosen, seed, shape_of)
+            samples = _samples(chosen, seed, shape_of, _scale(group))
             settings = _awake(hyperparameters(group))
             if comparisons is not None:
                 settings = {name: comparisons.noted(name, value) for name, value in settings.items()}
@@ -130,7 +130,9 @@ def is_exhausted(value: Any) -> bool:
     return isinstance(value, GeneratorType) and value.gi_frame is None
 
 
-def _samples(parameters: list[Tensor], seed: int, shape_of: Callable[[int, int], list[int]]) -> dict[Tensor, Tensor]:
+def _samples(
+    parameters: list[Tensor], seed: int, shape_of: Callable[[int, int], list[int]], scale: float
+) -> dict[Tensor, Tensor]:
     """A few tiny parameters per number of dimensions, dtype and device, each with the one that it stands for."""
     kinds: dict[tuple[Any, ...], int] = {}
     samples: dict[Tensor, Tensor] = {}
@@ -143,7 +145,7 @@ def _samples(parameters: list[Tensor], seed: int, shape_of: Callable[[int, int],
         number = min(kinds[kind], _SAMPLES_PER_KIND - 1)
         sample = torch.empty(shape_of(parameter.dim(), number), dtype=parameter.dtype, device=parameter.device)
         with torch.no_grad():
-            sample.copy_(_noise(sample, seed=100 * seed + len(samples)))
+            sample.copy_(_noise(sample, seed=100 * seed + len(samples)) * scale)
         samples[sample.requires_grad_()] = parameter
     return samples
 
@@ -162,6 +164,12 @@ def _noise(like: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(min(like.numel(), _NOISE_NUMEL), generator=generator)
     return noise.repeat(-(-like.numel() // max(len(noise), 1)))[: like.numel()].view(like.shape).to(like)
+
+
+def _scale(group: dict[str, Any]) -> float:
+    """How large samples are: with a tiny learning rate, as in a warm-up, no update would be left of larger ones."""
+    lr = group.get("lr")
+    return min(1.0, 1e3 * abs(float(lr))) if lr is not None and float(lr) else 1.0
 
 
 def _awake(group: dict[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from ddp_crossover.step.update_runner import _BATCH_ELEMENTS, _SMALL_ELEMENTS, _batches
+from ddp_crossover.watching import separability
 from ddp_crossover.watching.optimizer_snapshot import ToUpdate
 from ddp_crossover.watching.separability import judge
 
@@ -54,6 +55,14 @@ def test_bits_are_those_of_torchs_loop(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", [NAdam, ASGD])
 def test_what_a_trial_shows_to_differ_is_left_to_the_loop(kind: type[Any]) -> None:
     assert not judge(kind([Parameter(torch.ones(3, 3))], lr=0.01)).foreach
+
+
+@pytest.mark.parametrize("lr", [1e-5, 1e-7, 1e-9, 0.0])
+@pytest.mark.parametrize("kind", [NAdam, RAdam])
+def test_what_differs_is_seen_at_the_learning_rate_of_a_warm_up(kind: type[Any], lr: float) -> None:
+    """The rate rises, but the answer stays."""
+    separability._answers.clear()
+    assert not judge(kind([Parameter(torch.ones(3, 3))], lr=lr)).foreach
 
 
 @pytest.mark.parametrize(

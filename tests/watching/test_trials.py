@@ -58,6 +58,22 @@ def test_an_optimizer_that_keeps_numbers_alone_is_separable() -> None:
     assert why_not_separable(SlowsDown(_parameters(3, 2))) is None
 
 
+class ByPlace(OwnSGD):
+    """Adds signs, times a rate that depends on the place of a parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad.sign(), alpha=-group["lr"] * 0.9**place)
+
+
+@pytest.mark.parametrize("lr", [0.1, 1e-5, 1e-9, 1e-15, 0.0])
+def test_places_are_seen_at_the_learning_rate_of_a_warm_up(lr: float) -> None:
+    assert "does not update each parameter independently" in str(why_not_separable(ByPlace(_parameters(3, 2), lr=lr)))
+
+
 class Tables(OwnSGD):
     """Keeps numbers that all parameters share, in an attribute."""
 
