@@ -260,3 +260,26 @@ def test_exception_in_a_step_post_hook(run: Script) -> None:
             train_step(model, optimizer, x, y)
         except StopIteration:
             run.log([p.sum() for p in model.parameters()])
+
+
+def _number_in_whole(states: dict[int, Any]) -> None:
+    for state in states.values():
+        state["step"] = state["step"].long()
+
+
+def _count_together(states: dict[int, Any]) -> None:
+    step = torch.tensor(50.0)
+    for state in states.values():
+        state["step"] = step
+
+
+@adversarial(cases={"whole numbers": _number_in_whole, "one for all": _count_together})
+def test_numbers_of_steps_that_a_converted_checkpoint_has(run: Script, case: Any) -> None:
+    """Torch's loop takes both, and counts one that is for all once for each parameter."""
+    model, optimizer = run.train(mlp(), AdamW, lr=0.01)
+    for step, (x, y) in enumerate(run.batches(14)):
+        if step == 4:
+            checkpoint = copy.deepcopy(optimizer.state_dict())
+            case(checkpoint["state"])
+            optimizer.load_state_dict(checkpoint)
+        run.log(train_step(model, optimizer, x, y))
