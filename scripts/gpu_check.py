@@ -1,10 +1,10 @@
 """Check and measure on a GPU what can be known nowhere else, part by part, most important first.
 
-    python scripts/gpu_check.py --list                       # the parts, what each tells, how long each may take
-    python scripts/gpu_check.py --part smoke --json gpu.json
-    python scripts/gpu_check.py --json gpu.json              # all parts, one after the other
-    python scripts/gpu_check.py --only "own clipping"        # cases whose line contains this
-    python scripts/gpu_check.py --device cpu                 # no GPU needed: rehearses what can run without one
+    ddp-crossover gpu-check --list                   # the parts, what each tells, how long each may take
+    ddp-crossover gpu-check --part smoke --json gpu.json
+    ddp-crossover gpu-check --json gpu.json          # all parts, one after the other
+    ddp-crossover gpu-check --only "own clipping"    # cases whose line contains this
+    ddp-crossover gpu-check --device cpu             # no GPU needed: rehearses what can run without one
 
 Each part ends in the time that --list shows. The file is written after each case, so a run that is cut short has lost
 nothing. Exit code 0 if nothing failed (what is skipped says why), 1 if something failed or there was no time for it, 2
@@ -32,7 +32,7 @@ from gpu_check_parts.runner import Runner
 
 def parse_args(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, prog="ddp-crossover gpu-check")
     add = parser.add_argument
     add("--list", action="store_true", help="print the parts and do nothing else")
     add(

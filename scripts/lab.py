@@ -1,7 +1,7 @@
 """Several hosts on one machine: network namespaces, shaped links, one core each.
 
-    sudo python scripts/lab.py --hosts 2 --rate 1gbit -- python train.py
-    sudo python scripts/lab.py --hosts 4 --rate 500mbit --json -- python -c 'print("hello")'
+    sudo ddp-crossover lab --hosts 2 --rate 1gbit -- python train.py
+    sudo ddp-crossover lab --hosts 4 --rate 500mbit --json -- python -c 'print("hello")'
 
 Builds the hosts, runs the command on each as torchrun would (RANK, WORLD_SIZE, MASTER_ADDR, ...),
 shows its output with the host in front, and removes everything. The exit code is that of the first host
@@ -231,7 +231,9 @@ def _exit_code(error: LabError) -> int:
 
 
 def _parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="ddp-crossover lab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hosts", type=int, choices=range(2, MAX_HOSTS + 1), default=2, help="number of hosts (2)")
     parser.add_argument("--rate", default="1gbit", help="each host sends at most this fast; 'none': no limit (1gbit)")
     parser.add_argument("--burst", default="256kb", help="sent at once after a pause, see tc-tbf(8) (256kb)")

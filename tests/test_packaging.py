@@ -5,6 +5,7 @@ The wheel is installed without network into an environment of its own, which fin
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import ddp_crossover as dx
+from ddp_crossover.addons.scripts import SCRIPTS
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 240
@@ -110,12 +112,74 @@ def test_the_sdist_has_what_a_checkout_has(built: Path) -> None:
 
 
 @needs_hatchling
-def test_the_installed_wheel_runs_its_command(built: Path, others: Path, tmp_path: Path) -> None:
-    python = python_with(others, tmp_path / "venv")
+def test_the_wheel_has_all_that_its_scripts_import(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
-    install = ("-m", "pip", "install", "--no-deps", "--no-index", "--disable-pip-version-check")
-    run(python, *install, wheel, cwd=tmp_path)
-    assert "usage: ddp-crossover" in run(python.parent / "ddp-crossover", "--help", cwd=tmp_path)
-    assert "usage: python -m ddp_crossover" in run(python, "-m", "ddp_crossover", "--help", cwd=tmp_path)
-    where = run(python, "-c", "import ddp_crossover as dx; print(dx.__file__, dx.attach)", cwd=tmp_path)
-    assert where.startswith(str(tmp_path / "venv"))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    folder = tmp_path / "ddp_crossover" / "_scripts"
+    assert {path.name for path in folder.glob("*.py")} == {script.file for script in SCRIPTS.values()} | {"train.py"}
+    ours = {path.stem for path in (ROOT / "scripts").iterdir()}
+    missing = [
+        f"{path.name}: {module}"
+        for path in folder.rglob("*.py")
+        for module in _imported(path)
+        if module.partition(".")[0] in ours and not _is_module(folder, module)
+    ]
+    assert missing == []
+
+
+def _imported(path: Path) -> list[str]:
+    """Modules that a file imports; of `from package import name`, both, as `name` may be one."""
+    modules = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules.append(node.module)
+            if (ROOT / "scripts" / node.module.replace(".", "/")).is_dir():
+                modules += [f"{node.module}.{alias.name}" for alias in node.names]
+    return modules
+
+
+def _is_module(folder: Path, name: str) -> bool:
+    path = folder / name.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, others: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the commands of an environment with the wheel."""
+    folder = tmp_path_factory.mktemp("installed")
+    python = python_with(others, folder / "venv")
+    (wheel,) = built.glob("*.whl")
+    run(python, "-m", "pip", "install", "--no-deps", "--no-index", "--disable-pip-version-check", wheel, cwd=folder)
+    return python.parent
+
+
+@needs_hatchling
+def test_the_installed_wheel_runs_its_command(installed: Path, tmp_path: Path) -> None:
+    assert "usage: ddp-crossover" in run(installed / "ddp-crossover", "--help", cwd=tmp_path)
+    assert "usage: python -m ddp_crossover" in run(installed / "python", "-m", "ddp_crossover", "--help", cwd=tmp_path)
+    where = run(installed / "python", "-c", "import ddp_crossover as dx; print(dx.__file__, dx.attach)", cwd=tmp_path)
+    assert where.startswith(str(installed.parent))
+
+
+@needs_hatchling
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_installed_wheel_runs_scripts_as_commands(name: str, installed: Path, tmp_path: Path) -> None:
+    for module in SCRIPTS[name].needs:
+        pytest.importorskip(module)
+    assert f"usage: ddp-crossover {name}" in run(installed / "ddp-crossover", name, "--help", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name, script in SCRIPTS.items() if script.needs])
+def test_a_command_whose_packages_are_missing_names_the_extra(name: str) -> None:
+    program = (
+        "import importlib.util as util, sys\n"
+        "from ddp_crossover import cli\n"
+        f"util.find_spec = lambda module: None\nsys.exit(cli.main([{name!r}, '--help']))"
+    )
+    job = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert job.returncode == 2 and f"{name} needs torchvision" in job.stderr
+    extras = ",".join(dict.fromkeys(SCRIPTS[name].needs.values()))
+    assert f'pip install "ddp_crossover[{extras}]"' in job.stderr

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 
-def make_parser(description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
-    """A parser whose help begins with the script's docstring, with its lines as they are."""
+def make_parser(
+    description: str | None, epilog: str | None = None, *, prog: str | None = None
+) -> argparse.ArgumentParser:
+    """A parser whose help begins with the script's docstring, with its lines as they are. `prog`: if not the file."""
     return argparse.ArgumentParser(
+        prog=prog,
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
