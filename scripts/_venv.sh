@@ -86,16 +86,29 @@ is_reached() {
     "$PY" -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1] + "/torch/", timeout=10)' "$CPU_INDEX" 2>/dev/null
 }
 
-# Install what the arguments name, with a line for each package that is fetched. All that pip says goes to a log.
+# Show the packages whose names come in, one a line, in a single line: on a terminal, the one that is fetched now.
+in_one_line() {
+    local package count=0
+    while read -r package; do
+        count=$((count + 1))
+        if [ -t 1 ]; then printf '\r\033[K    %d packages, now %s' "$count" "$package"; fi
+    done
+    if [ -t 1 ]; then printf '\r\033[K'; fi
+    if [ "$count" -gt 0 ]; then echo "    $count packages"; fi
+}
+
+# Install what the arguments name, and tell how many packages that are. All that pip says goes to a log.
 install() {
-    local log
-    if [ -z "$HAS_TORCH" ] && command -v uv >/dev/null 2>&1; then  # uv does not see packages that a .pth file adds
-        uv pip install --python "$PY" "$@" </dev/null
-        return
-    fi
+    local log tool
     log="$(mktemp)"
-    "$PY" -m pip install --disable-pip-version-check --no-input --progress-bar off "$@" </dev/null 2>&1 | tee "$log" |
-        sed -nE 's/^ *(Downloading|Using cached) ([^ ]*\/)?([^ \/-]+-[^ \/-]+)-[^ ]*\.whl( .*)?$/    \3\4/p'
+    tool=("$PY" -m pip install --disable-pip-version-check --no-input --progress-bar off)
+    if [ -z "$HAS_TORCH" ] && command -v uv >/dev/null 2>&1; then  # uv does not see packages that a .pth file adds
+        tool=(uv pip install --python "$PY")
+    fi
+    # pip names a package when it fetches it, uv when it is installed.
+    "${tool[@]}" "$@" </dev/null 2>&1 | tee "$log" | sed -unE \
+        -e 's/^ *(Downloading|Using cached) ([^ ]*\/)?([^ \/-]+-[^ \/-]+)-[^ ]*\.whl( .*)?$/\3\4/p' \
+        -e 's/^ \+ ([^ ]+).*$/\1/p' | in_one_line
     if [ "${PIPESTATUS[0]}" -ne 0 ]; then
         tail -n 15 "$log" >&2
         rm -f "$log"

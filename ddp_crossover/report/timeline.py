@@ -30,6 +30,7 @@ from ddp_crossover.report.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import FigureBase
 
 _RED = "#d62728"
 _ROW_COLORS = {
@@ -77,12 +78,24 @@ def draw(traces: Sequence[Trace], path: Path, *, steps: int = 2) -> None:
     """
     try:
         from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
     except ImportError as error:
         raise ImportError(f"drawing needs matplotlib ({error}): pip install ddp_crossover[plot]") from error
+    figure = Figure(figsize=(13, height_in(traces, steps=steps)), dpi=130, layout="constrained")
+    draw_on(figure, traces, steps=steps)
+    figure.savefig(path)
+
+
+def height_in(traces: Sequence[Trace], *, steps: int = 2) -> float:
+    """Inches that a picture of these traces needs."""
+    return 1.3 + sum(0.42 * len(_Panel.of(trace, steps).rows) + 0.75 for trace in traces)
+
+
+def draw_on(figure: FigureBase, traces: Sequence[Trace], *, steps: int = 2) -> None:
+    """Draw what :func:`draw` writes on a figure of matplotlib, or a part of one."""
+    from matplotlib.patches import Patch
+
     panels = [_Panel.of(trace, steps) for trace in traces]
     heights = [len(panel.rows) for panel in panels]
-    figure = Figure(figsize=(13, 1.3 + sum(0.42 * height + 0.75 for height in heights)), dpi=130, layout="constrained")
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axes, panel in zip(all_axes, panels, strict=True):
         _draw_panel(axes, panel)
@@ -96,7 +109,6 @@ def draw(traces: Sequence[Trace], path: Path, *, steps: int = 2) -> None:
     if any(panel.lease for panel in panels):
         legend += [Patch(color=color, label=_LEASE_NAMES[kind]) for kind, color in _LEASE_COLORS.items()]
     figure.legend(handles=legend, loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path)
 
 
 class _Panel(NamedTuple):

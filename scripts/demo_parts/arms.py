@@ -26,9 +26,8 @@ class Images:
     """
 
     def __init__(self, image_size: int, batch_size: int) -> None:
-        train, test, self.classes = load_digits(image_size)
+        train, _, self.classes = load_digits(image_size)
         self._train: tuple[Tensor, Tensor] = train.tensors  # type: ignore[attr-defined]
-        self._test: tuple[Tensor, Tensor] = test.tensors  # type: ignore[attr-defined]
         self.batch_size = batch_size
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -40,11 +39,6 @@ class Images:
         first = place * all_ranks + dist.get_rank() * self.batch_size
         mine = order[first : first + self.batch_size]
         return images[mine], labels[mine]
-
-    def test_batches(self) -> list[tuple[Tensor, Tensor]]:
-        """This rank's share of the test images."""
-        images, labels = (part[dist.get_rank() :: dist.get_world_size()] for part in self._test)
-        return list(zip(images.split(64), labels.split(64), strict=True))
 
 
 class Course:
@@ -65,6 +59,7 @@ class Course:
         return loss
 
 
+THIS = "this (DeAR)"
 MOMENTUM = 0.9
 LEARNING_RATE = 0.02
 
@@ -147,7 +142,7 @@ class Factory:
 
     def dear(self, bytes_per_s: float | None, *, tune: bool) -> DemoArm:
         """DDP as it comes, with one line more."""
-        return self._make("DeAR", bytes_per_s, lambda ddp, optimizer: dx.attach(ddp, optimizer, tune=tune))
+        return self._make(THIS, bytes_per_s, lambda ddp, optimizer: dx.attach(ddp, optimizer, tune=tune))
 
     def compute_alone(self) -> DemoArm:
         """DDP without communication: its models differ between ranks, only its time counts."""

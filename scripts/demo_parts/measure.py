@@ -1,4 +1,4 @@
-"""What the demo measures, on all ranks together: compute, the link, the arms, what they have learned."""
+"""What the demo measures, on all ranks together: compute, the link, the arms, their losses."""
 
 import statistics
 from collections.abc import Callable
@@ -12,10 +12,8 @@ import ddp_crossover as dx
 from bench_kit.digest import digests
 from bench_kit.rounds import turns
 from bench_kit.training import all_reduces_s, mean_over_ranks
-from demo_parts.arms import DemoArm, Factory, Images
-from train import evaluate
+from demo_parts.arms import DemoArm, Images
 
-COMPUTE_S = 0.25  # a step of about this length is long against disturbances, and short enough for some hundred steps
 BATCH_SIZES = (8, 64)
 # DDP rebuilds its buckets in the second step.
 WARM_UP_STEPS = 3
@@ -27,38 +25,46 @@ class Lengths:
     """How much of everything is measured.
 
     Attributes:
+        end_s: when the demo is to end, after its start.
+        compute_s: of a step: long against disturbances, and short enough for some hundred steps.
+        compute_turns: turns of compute alone, before the link's speed is chosen.
         buckets_mb: bucket sizes of plain DDP to try; None: as it comes.
-        search_rounds: turns of the search for the best of them, and of compute alone.
-        search_steps: steps of such a turn.
-        traced_steps: steps in the picture's traces.
-        tune: whether DeAR tries group sizes, as it does by default.
+        first_rounds: rounds of all of them, and of DeAR, for the first picture.
+        traced_steps: steps in the last picture's traces.
+        tune: whether DeAR tries group sizes, as it does by default; otherwise it predicts them from measured times.
     """
 
-    buckets_mb: tuple[float | None, ...] = (None, 10.0, 4.0, 1.0)
-    search_rounds: int = 2
-    search_steps: int = 3
-    traced_steps: int = 10
-    tune: bool = True
+    end_s: float = 85.0
+    compute_s: float = 0.2
+    compute_turns: int = 2
+    buckets_mb: tuple[float | None, ...] = (None, 4.0, 2.0, 1.0)
+    first_rounds: int = 2
+    traced_steps: int = 5
+    tune: bool = False
 
 
-FULL = Lengths()
-QUICK = Lengths(buckets_mb=(None, 1.0), search_rounds=1, search_steps=1, traced_steps=3, tune=False)
+SHORT = Lengths()
+FULL = Lengths(
+    end_s=270.0, compute_turns=4, buckets_mb=(None, 10.0, 4.0, 2.0, 1.0), first_rounds=3, traced_steps=10, tune=True
+)
+QUICK = Lengths(end_s=0.0, compute_turns=1, buckets_mb=(None, 1.0), first_rounds=1, traced_steps=3)
+_SEARCH_STEPS = 3
 
-Report = Callable[[str, float], None]
-"""Called with what is done now, and the share of a phase that is over."""
+Report = Callable[[str], None]
+"""Called with what is done now."""
 
 
 def choose_batch_size(images: Images, alone: DemoArm, lengths: Lengths) -> None:
-    """Set the batch size so that a step computes for about `COMPUTE_S`. Collective."""
-    step_s = compute_s(alone, lengths)
+    """Set the batch size so that a step computes for about as long as `lengths` says. Collective."""
+    step_s = compute_s(alone, 1)
     low, high = BATCH_SIZES
-    images.batch_size = min(max(8 * round(images.batch_size * COMPUTE_S / step_s / 8), low), high)
+    images.batch_size = min(max(8 * round(images.batch_size * lengths.compute_s / step_s / 8), low), high)
 
 
-def compute_s(alone: DemoArm, lengths: Lengths) -> float:
+def compute_s(alone: DemoArm, turns_of_it: int) -> float:
     """Seconds per step without communication: the shortest of some turns, as disturbances only make it longer."""
     alone.catch_up(alone.steps + WARM_UP_STEPS)
-    return min(mean_over_ranks([alone.arm.turn_s(lengths.search_steps) for _ in range(lengths.search_rounds + 1)]))
+    return min(mean_over_ranks([alone.arm.turn_s(_SEARCH_STEPS) for _ in range(turns_of_it)]))
 
 
 def communication_s(arm: DemoArm, gradient_bytes: int) -> float:
@@ -66,26 +72,17 @@ def communication_s(arm: DemoArm, gradient_bytes: int) -> float:
     return min(all_reduces_s(torch.zeros(gradient_bytes // 4), warm_up=1, times=2, process_group=arm.group))
 
 
-def try_bucket_sizes(
-    factory: Factory, bytes_per_s: float | None, lengths: Lengths, report: Report
-) -> tuple[DemoArm, DemoArm]:
-    """Plain DDP as it comes, and with the bucket size that is the fastest over a few steps. Collective."""
-    arms, steps_s = [], []
-    for number, bucket_mb in enumerate(lengths.buckets_mb):
-        arm = factory.ddp(bucket_mb, bytes_per_s)
-        report(f"trying bucket sizes: {arm.label}", number / len(lengths.buckets_mb))
-        arm.catch_up(WARM_UP_STEPS)
-        times_s = [arm.arm.turn_s(lengths.search_steps) for _ in range(lengths.search_rounds)]
-        arms.append(arm)
-        steps_s.append(statistics.median(mean_over_ranks(times_s)))
-    return arms[0], arms[steps_s.index(min(steps_s))]
+def fastest(times_s: list[list[float]]) -> int:
+    """The number of the arm whose median turn is the shortest."""
+    medians_s = [statistics.median(of_arm) for of_arm in times_s]
+    return medians_s.index(min(medians_s))
 
 
 def time_rounds(arms: list[DemoArm], rounds: int, steps: int, report: Report) -> list[list[float]]:
     """Seconds per step of each arm in each round. Arms take turns, so a slow moment hits all of them."""
     own_s: list[list[float]] = [[] for _ in arms]
     for turn in turns(len(arms), rounds):
-        report(f"round {turn.round + 1} of {rounds}: {arms[turn.index].label}", turn.behind)
+        report(f"round {turn.round + 1} of {rounds}: {arms[turn.index].label}")
         own_s[turn.index].append(arms[turn.index].arm.turn_s(steps))
     return [mean_over_ranks(times_s) for times_s in own_s]
 
@@ -138,19 +135,11 @@ def trace_steps(demo_arm: DemoArm, steps: int) -> Traced:
     )
 
 
-class Learned(NamedTuple):
-    """What an arm has learned: the mean loss of its last steps, and the accuracy on the test images, on all ranks."""
-
-    loss: float
-    accuracy: float
-
-
-def learned(demo_arm: DemoArm, images: Images, steps: int) -> Learned:
-    """Loss over the last `steps` steps, and accuracy. Collective."""
+def last_loss(demo_arm: DemoArm, steps: int) -> float:
+    """The mean loss of its last steps, on all ranks. Collective."""
     last = torch.stack(demo_arm.course.losses[-steps:]).double().mean()
     dist.all_reduce(last)
-    accuracy = evaluate(demo_arm.ddp.module, images.test_batches(), torch.device("cpu"))  # type: ignore[arg-type]
-    return Learned(last.item() / dist.get_world_size(), accuracy)
+    return last.item() / dist.get_world_size()
 
 
 class Comparison(NamedTuple):

@@ -1,6 +1,7 @@
 """The words, the table and the record of the demo."""
 
-from pathlib import Path
+import statistics
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from rich import box
@@ -9,7 +10,7 @@ from rich.console import Console
 from bench_kit.rounds import speedup, spread
 from bench_kit.tables import print_table
 from demo_parts.arms import DemoArm
-from demo_parts.measure import Comparison, Learned, Traced
+from demo_parts.measure import Comparison, Traced
 
 # Differences below this are called none.
 NO_DIFFERENCE = 0.02
@@ -18,6 +19,10 @@ CHANGED = 1.3
 CAPTION = (
     "MB: DDP's bucket_cap_mb. Medians and quartiles of rounds in which all take turns. Speedup: over the best DDP. "
     "Exposed: part of a step in which gradients travel and nothing is computed, in the steps of the picture."
+)
+FOR_YOUR_MODEL = (
+    "For your own model: it gains most where communication takes about as long as compute, as here, "
+    "and nothing where it is hidden already. The doctor tells: torchrun ... -m ddp_crossover doctor train.py"
 )
 
 
@@ -40,44 +45,69 @@ class Arms(NamedTuple):
         return [*self.trained, self.alone]
 
 
+def whole_range(values: Sequence[float]) -> dict[str, float]:
+    """Median, lowest and highest: what a few rounds can tell."""
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def rows(
+    arms: Arms, times_s: list[list[float]], interval: Callable[[Sequence[float]], dict[str, float]]
+) -> list[dict[str, Any]]:
+    """The times of each of `arms.all`, from its seconds per step in each round. Compute alone has no speedup.
+
+    DDP at its best is what was the fastest in these rounds, also if it was another one in the first rounds.
+    """
+    best_s = min(times_s[:-2], key=statistics.median)
+    figures: list[dict[str, Any]] = []
+    for arm, seconds in zip(arms.all, times_s, strict=True):
+        label = f"{arm.label} (best)" if seconds is best_s else arm.label
+        figures.append({"label": label, "step_s": interval(seconds), "rounds_s": seconds})
+        if arm is not arms.alone:
+            ratios = [best / own for best, own in zip(best_s, seconds, strict=True)]
+            figures[-1]["speedup"] = interval(ratios)
+    return figures
+
+
+def so_far(figures: list[dict[str, Any]]) -> str:
+    """What the first rounds say of DeAR."""
+    speedup_now = figures[-2]["speedup"]
+    return (
+        f"DeAR is {speedup_now['median']:.2f} times as fast as DDP at its best "
+        f"({speedup_now['low']:.2f} to {speedup_now['high']:.2f})"
+    )
+
+
 def make_record(
-    arms: Arms, times_s: list[list[float]], traced: list[Traced], learned: list[Learned], comparison: Comparison
+    arms: Arms, times_s: list[list[float]], traced: list[Traced], losses: list[float], comparison: Comparison
 ) -> dict[str, Any]:
     """Every figure, in types that JSON has.
 
     Args:
         arms: the arms.
         times_s: seconds per step of `arms.all` in each round.
-        traced, learned: the same for `arms.trained`.
+        traced, losses: the same for `arms.trained`.
         comparison: of their models.
     """
     state = arms.dear.arm.state
     assert state is not None
-    best_s, default_s, dear_s = (times_s[arms.all.index(arm)] for arm in (arms.best, arms.default, arms.dear))
-    rows: list[dict[str, Any]] = []
-    for arm, seconds, steps, result in zip(arms.trained, times_s, traced, learned, strict=False):
-        rows.append(
-            {
-                "label": arm.label,
-                "step_s": spread(seconds),
-                "rounds_s": seconds,
-                "speedup": speedup(best_s, seconds),
-                "exposed_s": steps.exposed_s,
-                "sent_bytes_per_step": steps.sent_bytes,
-                "limits_bytes_per_s": steps.limits_bytes_per_s,
-                **result._asdict(),
-            }
-        )
-    rows.append({"label": arms.alone.label, "step_s": spread(times_s[-1]), "rounds_s": times_s[-1]})
+    default_s, dear_s = (times_s[arms.all.index(arm)] for arm in (arms.default, arms.dear))
+    figures = rows(arms, times_s, spread)
+    for row, steps, loss in zip(figures, traced, losses, strict=False):
+        row |= {
+            "exposed_s": steps.exposed_s,
+            "sent_bytes_per_step": steps.sent_bytes,
+            "limits_bytes_per_s": steps.limits_bytes_per_s,
+            "loss": loss,
+        }
     return {
-        "arms": rows,
+        "arms": figures,
         "comparison": comparison._asdict(),
         "overlapped_steps": traced[-1].overlapped,
         "of_steps": traced[-1].finished,
         "plan": str(state.plan) if state.plan else None,
         "tuning": state.tuning_progress(),
         "fallbacks": dict(state.stats().fallbacks),
-        "over_best": speedup(best_s, dear_s),
+        "over_best": figures[-2]["speedup"],
         "over_default": speedup(default_s, dear_s),
     }
 
@@ -114,7 +144,7 @@ def why_figures_mean_little(compute_at_start_s: float, compute_in_rounds_s: floa
 
 def show(console: Console, result: dict[str, Any]) -> None:
     """Print everything, for somebody who has never seen it."""
-    headings = ("", "ms/step", "quartiles", "speedup", "exposed", "loss", "accuracy")
+    headings = ("", "ms/step", "quartiles", "speedup", "exposed", "loss")
     frame: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "show_edge": False}
     console.print()
     print_table(console, headings, map(_cells, result["arms"]), caption=CAPTION, caption_justify="left", **frame)
@@ -137,7 +167,6 @@ def _cells(arm: dict[str, Any]) -> list[str]:
         f"{arm['speedup']['median']:.2f}",
         f"{arm['exposed_s'] * 1e3:.0f} ms",
         f"{arm['loss']:.5f}",
-        f"{arm['accuracy']:.1%}",
     ]
 
 
@@ -150,7 +179,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
             f"[green]Bit-identical[/] after {same['steps']} steps: every loss and all {same['tensors']} tensors of the "
             "model, with DDP and with DeAR, on both ranks."
         )
-    lines = [identical, overlap_sentence(result), verdict(result["over_best"], result["over_default"])]
+    lines = [identical, overlap_sentence(result), verdict(result["over_best"], result["over_default"]), FOR_YOUR_MODEL]
     if busy := why_figures_mean_little(result["link"]["compute_s"], result["arms"][-1]["step_s"]["median"]):
         lines.append(f"[yellow]{busy}[/]")
     return lines
@@ -173,11 +202,6 @@ def link_sentence(link: dict[str, Any]) -> str:
 def _bits(bytes_per_s: float) -> str:
     megabits = 8e-6 * bytes_per_s
     return f"{megabits / 1e3:.2g} Gb/s" if megabits >= 1e3 else f"{megabits:.0f} Mb/s"
-
-
-def picture_sentence(path: Path) -> str:
-    """Where the picture is, and why its times are others than the table's."""
-    return f"Some steps after these rounds, traced, so their times are a little different, as a picture: {path}"
 
 
 def overlap_sentence(result: dict[str, Any]) -> str:

@@ -71,15 +71,21 @@ def test_bad_input_is_refused_by_name(script: str, given: str, named: str, monke
 
 
 @pytest.mark.parametrize("left", [{}, {"LOCAL_RANK": "0"}])
-@pytest.mark.parametrize("script", ["demo", "train"])
-def test_without_torchrun_the_way_to_start_it_is_said(script: str, left: dict[str, str], monkeypatch, capsys) -> None:
+def test_without_torchrun_the_way_to_start_it_is_said(left: dict[str, str], monkeypatch, capsys) -> None:
     for name in ("LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in left.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
-        PARSERS[script]([])
+        PARSERS["train"]([])
     assert "start it with: torchrun" in capsys.readouterr().err
+
+
+def test_the_demo_refuses_to_be_started_by_torchrun_on_other_than_its_two_ranks(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(SystemExit):
+        PARSERS["demo"]([])
+    assert "leave torchrun out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("main", "way_out"), [(bench.main, "--no-lab"), (bench_lease.main, "")])
