@@ -70,7 +70,8 @@ is_complete() { [ -x "$PY" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$1" ] && "$PY
 # What pyproject.toml says of torch.
 torch_needed() { sed -nE 's/^ *"(torch>=[^"]*)",?.*$/\1/p' "$ROOT/pyproject.toml"; }
 
-# Print the site-packages of an interpreter that has a torch which fits; fail if it has none.
+# Print the site-packages of an interpreter that has a torch which fits; fail if it has none. A torch for CPUs must have
+# its torchvision beside it: that of PyPI is for CUDA, and does not load with it.
 torch_of() {
     "$1" - "$(torch_needed)" <<'PYTHON' 2>/dev/null
 import importlib.metadata, re, sys
@@ -78,6 +79,8 @@ least, limit = (tuple(map(int, number.split("."))) for number in re.findall(r"\d
 torch = importlib.metadata.distribution("torch")
 if not least <= tuple(map(int, torch.version.split(".")[:2])) < limit:
     sys.exit(1)
+if "+cpu" in torch.version:
+    importlib.metadata.distribution("torchvision")
 print(torch.locate_file(""))
 PYTHON
 }
@@ -126,7 +129,7 @@ install_torch() {
 }
 
 make_venv() {
-    local python wanted packages
+    local python wanted packages torch="${DDP_CROSSOVER_TORCH:+torch==$DDP_CROSSOVER_TORCH}"
     # Each failure is taken up by hand: `set -e` is off inside `(make_venv) || exit`.
     python="$(find_python)" || exit 1
     wanted="$(fingerprint "$python")" || die "$python could not read $ROOT/pyproject.toml."
@@ -145,12 +148,14 @@ make_venv() {
             HAS_TORCH=yes
             echo "==> taking torch and what else is there from $packages"
             echo "$packages" >"$("$PY" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth"
+            # Not another one, for the sake of a newer torchvision.
+            torch="$("$PY" -c 'from importlib.metadata import version; print("torch==" + version("torch"))')"
         else
             install_torch
         fi
     fi
     echo "==> installing ddp_crossover and what it needs"
-    install --editable "$ROOT[$EXTRAS]" ${DDP_CROSSOVER_TORCH:+"torch==$DDP_CROSSOVER_TORCH"} ||
+    install --editable "$ROOT[$EXTRAS]" ${torch:+"$torch"} ||
         die "the dependencies could not be installed; the lines above say which and why." \
             "Without a network, or behind a proxy or a mirror, set HTTPS_PROXY or PIP_INDEX_URL." \
             "If the disk is full: about 10 GB are needed. Then run this again, it starts from where it can."

@@ -151,12 +151,13 @@ class Comparison(NamedTuple):
 
 
 def compare(arms: list[DemoArm]) -> Comparison:
-    """Compare losses of all steps, parameters and buffers of the arms, and the models of the ranks. Collective."""
+    """Compare losses of all steps, parameters and buffers of the arms, and parameters of the ranks. Collective."""
     own = [digests({"model": arm.state_dict(), "losses": torch.stack(arm.course.losses)}) for arm in arms]
     ranks: list[list[dict[str, str]]] = [[]] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
-    # Each rank has losses of its own.
+    # Each rank has losses of its own, and buffers, until DDP sends those of rank 0 before the next forward.
+    parameters = {f"model.{name}" for name, _ in arms[0].ddp.module.named_parameters()}
     pairs = [(arms_of[0], other, set(arms_of[0])) for arms_of in ranks for other in arms_of[1:]]
-    pairs += [(ranks[0][0], arms_of[0], own[0].keys() - {"losses"}) for arms_of in ranks[1:]]
+    pairs += [(ranks[0][0], arms_of[0], parameters) for arms_of in ranks[1:]]
     different = (name for one, other, names in pairs for name in one if name in names and one[name] != other[name])
     return Comparison(len(arms[0].state_dict()), arms[0].steps, next(different, ""))

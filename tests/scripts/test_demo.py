@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
@@ -16,7 +18,7 @@ import launched
 from bench_kit.slow_link import why_not_here
 from demo_parts import report
 from demo_parts.arms import Factory, Images
-from demo_parts.measure import trace_steps
+from demo_parts.measure import compare, trace_steps
 from demo_parts.progress import Progress
 
 TIMEOUT_S = 280
@@ -65,6 +67,27 @@ def _trace_what_was_left_alone() -> tuple[int, int, int | None]:
     arm.arm.state.detach()
     arm.pace(None)
     return links, len(arm.sent_bytes()), trace_steps(arm, 2).overlapped
+
+
+def _compare(changed: str | None) -> str:
+    images = Images(8, 4)
+    factory = Factory(lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10), nn.BatchNorm1d(10)), images)
+    plain, dear = factory.ddp(None, None), factory.dear(None, tune=False)
+    for arm in (plain, dear):
+        arm.catch_up(4)
+    if changed is not None and dist.get_rank() == 1:
+        with torch.no_grad():
+            dear.ddp.module.state_dict()[changed].flatten()[:1] += 1e-6
+    found = compare([plain, dear]).first_difference
+    dear.arm.close()
+    return found
+
+
+@pytest.mark.parametrize("changed", [None, "1.weight", "2.running_mean"])
+def test_one_changed_number_on_one_rank_is_a_difference_and_buffers_of_two_ranks_are_none(on_ranks, changed) -> None:
+    pytest.importorskip("sklearn")
+    expected = "" if changed is None else f"model.{changed}"
+    assert on_ranks(_compare, 2, changed) == [expected, expected]
 
 
 def test_an_arm_that_the_tuner_left_alone_is_traced_as_plain_ddp(on_ranks) -> None:
