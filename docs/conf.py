@@ -18,6 +18,9 @@ myst_heading_anchors = 3  # links such as lease.md#parts, as on GitHub
 myst_enable_extensions = ["colon_fence"]
 
 autodoc_member_order = "bysource"
+# Integrations import these; pages look the same whether they are installed or not.
+_FRAMEWORKS = ("lightning", "transformers", "accelerate")
+autodoc_mock_imports = list(_FRAMEWORKS)
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 # A signature shows its defaults as they are written, not as the values that they have here.
@@ -25,7 +28,6 @@ autodoc_preserve_defaults = True
 
 # Every reference must be found. Those to other projects are left as text, so that a build needs no network.
 nitpicky = True
-_FRAMEWORKS = ("lightning", "transformers", "accelerate")
 _OTHERS = ("torch", "numpy", *_FRAMEWORKS, "collections", "contextlib", "os", "typing", "pathlib")
 nitpick_ignore_regex = [
     ("py:.*", rf"({'|'.join(_OTHERS)})\b.*"),

@@ -94,10 +94,10 @@ in_one_line() {
     local package count=0
     while read -r package; do
         count=$((count + 1))
-        if [ -t 1 ]; then printf '\r\033[K    %d packages, now %s' "$count" "$package"; fi
+        if [ -t 1 ]; then printf '\r\033[K    packages: %d, now %s' "$count" "$package"; fi
     done
     if [ -t 1 ]; then printf '\r\033[K'; fi
-    if [ "$count" -gt 0 ]; then echo "    $count packages"; fi
+    if [ "$count" -gt 0 ]; then echo "    packages: $count"; fi
 }
 
 # Install what the arguments name, and tell how many packages that are. All that pip says goes to a log.

@@ -103,12 +103,40 @@ def test_the_wheel_has_the_package_with_its_types_and_nothing_else(built: Path) 
     assert f"\nVersion: {dx.__version__}\n" in metadata and "\nProject-URL: " in metadata
 
 
+def _is_tracked(path: Path) -> bool:
+    """Whether it is part of the repository, or would be; true without git, as in an unpacked sdist."""
+    if path.name == ".git" or path.name == "PKG-INFO":
+        return False
+    ignored = subprocess.run(["git", "check-ignore", "-q", path.name], cwd=ROOT, stderr=subprocess.DEVNULL)
+    return ignored.returncode != 0
+
+
+@needs_hatchling
+@pytest.mark.parametrize("repository", ["", "https://example.invalid/owner/name/"])
+def test_links_lead_to_the_repository_that_builds_and_nowhere_if_that_is_not_known(
+    repository: str, tmp_path: Path
+) -> None:
+    program = f"import hatchling.build as b; print(b.prepare_metadata_for_build_wheel({str(tmp_path)!r}))"
+    packages = os.environ.get("PYTHONPATH", "")
+    run(sys.executable, "-c", program, cwd=ROOT, PYTHONPATH=packages, DDP_CROSSOVER_URL=repository)
+    (metadata,) = tmp_path.glob("*.dist-info/METADATA")
+    text = metadata.read_text()
+    assert "Project-URL: DeAR (paper), https://arxiv.org" in text
+    page = "https://example.invalid/owner/name/blob/main"
+    assert (f"\nProject-URL: Changelog, {page}/CHANGELOG.md\n" in text) == bool(repository)
+    assert (f"]({page}/docs/guide.md)" in text) == bool(repository) == ("](docs/" not in text)
+
+
 @needs_hatchling
 def test_the_sdist_has_what_a_checkout_has(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "README.md", "ddp_crossover/py.typed", "scripts/demo.sh", "tests/conftest.py"} <= names
+    left_out = {".gitignore"}
+    assert {path.name for path in ROOT.iterdir() if _is_tracked(path)} - {
+        name.split("/")[0] for name in names
+    } <= left_out
 
 
 @needs_hatchling

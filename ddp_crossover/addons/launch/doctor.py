@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import sys
 from dataclasses import asdict
 from datetime import timedelta
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import ddp_crossover
 from ddp_crossover.addons.codes.choice import compiled
 from ddp_crossover.addons.codes.wire import wire_of
 from ddp_crossover.addons.launch.diagnosis import (
@@ -95,9 +97,21 @@ def run(args: argparse.Namespace) -> int:
     if meeting.rank == 0:
         of_script = LinkModel.from_json(report["attached_link"]) if report.get("attached_by_script") else None
         report["connections"] = None if several is None else about_connections(link, several, _SEVERAL, of_script)
-        report = {"pairs": [asdict(pair) for pair in pairs], "link": link.to_json(), **report}
+        measured = {"pairs": [asdict(pair) for pair in pairs], "link": link.to_json()}
+        report = {"versions": _versions(), **measured, **report}
         print(json.dumps(report, indent=1) if args.json else _in_words(report, pairs))
     return 0
+
+
+def _versions() -> dict[str, str | None]:
+    """Of what an answer to a report of an error depends on."""
+    return {
+        "ddp_crossover": ddp_crossover.__version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
 
 
 def _measure_link(meeting: Meeting) -> tuple[list[MeasuredPair], LinkModel, LinkModel | None]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from scripts_of_users import TRAIN, python, torchrun, write_script
 
+import ddp_crossover as dx
 from ddp_crossover.addons.launch.diagnosis import (
     StepTime,
     about_connections,
@@ -180,6 +181,7 @@ def _report(*arguments: str) -> dict[str, Any]:
     report: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
     [pair] = report["pairs"]
     assert pair["ranks"] == [0, 1] and pair["bytes_per_s"] > 1e6 and 0 < pair["latency_s"] < 1
+    assert report["versions"]["ddp_crossover"] == dx.__version__ and report["versions"]["torch"]
     return report
 
 
