@@ -52,6 +52,7 @@ def start_ranks() -> None:
     # One thread a process: they share this machine, and sums are taken in the same order in every run.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ[STARTED_VARIABLE] = str(time.time())
+    print("Starting two processes, which takes some seconds.", flush=True)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     os.execv(sys.executable, [sys.executable, *torchrun, __file__, *sys.argv[1:]])
 

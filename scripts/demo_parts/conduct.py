@@ -39,15 +39,15 @@ def conduct(args: argparse.Namespace, started_s: float) -> int:
         with Progress(console, started_s, started_s + lengths.end_s) as progress:
             result = Demo(args, lengths, console, progress).run()
     except PacingError as error:
-        console.print(f"[red]demo.py: error[/]: {error}", highlight=False, soft_wrap=True)
+        report.tell(console, f"[red]demo: error[/]: {error}")
         return int(is_first)  # torchrun ends all ranks at the first that fails: the one that talks must be it
     except ValueError as error:  # a model that such images do not fit
-        raise SystemExit(f"demo.py: error: {error}") from error
+        raise SystemExit(f"demo: error: {error}") from error
     finally:
         dist.destroy_process_group()
     report.show(console, result)
     seconds = time.time() - started_s
-    console.print(f"The picture, after {seconds:.0f} s: {args.picture}", highlight=False, soft_wrap=True)
+    report.tell(console, f"The picture, after {seconds:.0f} s: {args.picture}")
     if is_first:
         facts = {"torch": torch.__version__, "seconds": seconds}
         record.write({"configuration": record.configuration(args, **facts)} | result, args.json)
@@ -104,6 +104,11 @@ class Demo:
         }
         if asked is not None:
             require_slow(asked, measured)
+        ddp_s = compute_s + communication_s  # at most
+        rounds = self._args.rounds or ROUNDS[0]
+        self._progress.takes_at_least(
+            measure.least_s(self._lengths, self._args.steps, rounds, ddp_s, compute_s) + LAST_S
+        )
         for line in (
             f"{self._args.model}, {self._parameters / 1e6:.1f} M parameters, {self._images.batch_size} images of "
             f"{self._args.image_size} pixels per process and step: hand-written digits. 2 processes, gloo, CPU.",
@@ -111,7 +116,7 @@ class Demo:
             f"Alone, a step's compute takes {compute_s * 1e3:.0f} ms, and its communication "
             f"{communication_s * 1e3:.0f} ms ({self._gradient_bytes / 1e6:.1f} MB of gradients).",
         ):
-            self._say(line)
+            report.tell(self._console, line)
         return link
 
     def _make_arms(self, bytes_per_s: float | None) -> tuple[list[DemoArm], DemoArm]:
@@ -139,7 +144,7 @@ class Demo:
         rows = report.rows(arms, [times_s[candidates.index(arm)] for arm in arms.all], report.whole_range)
         how = f"first {rounds} rounds, lowest to highest"
         self._draw(rows, how, [])
-        self._say(f"First picture, {how}: {self._args.picture}. So far, {report.so_far(rows)}.")
+        report.tell(self._console, f"First picture, {how}: {self._args.picture}. So far, {report.so_far(rows)}.")
         return arms
 
     def _catch_up(self, arms: report.Arms, bytes_per_s: float | None) -> None:
@@ -178,9 +183,6 @@ class Demo:
         if dist.get_rank() == 0:
             picture.draw(rows, how, [steps.trace for steps in traced], self._args.picture)
         dist.barrier()  # also, a rank that leaves closes the connections of the other
-
-    def _say(self, line: str) -> None:
-        self._console.print(line, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -72,6 +72,14 @@ def communication_s(arm: DemoArm, gradient_bytes: int) -> float:
     return min(all_reduces_s(torch.zeros(gradient_bytes // 4), warm_up=1, times=2, process_group=arm.group))
 
 
+def least_s(lengths: Lengths, steps: int, rounds: int, ddp_s: float, compute_s: float) -> float:
+    """Seconds for the warm-up, the first rounds, so many rounds more and the traces, at these times of a step."""
+    plain = len(lengths.buckets_mb)
+    warm_up = plain * WARM_UP_STEPS * ddp_s + (MOST_TUNING_STEPS / 4 if lengths.tune else 12) * ddp_s
+    first = lengths.first_rounds * (steps + 1) * ((plain + 1) * ddp_s + compute_s)
+    return warm_up + first + rounds * (steps + 1) * (3 * ddp_s + compute_s) + 3 * (lengths.traced_steps + 2) * ddp_s
+
+
 def fastest(times_s: list[list[float]]) -> int:
     """The number of the arm whose median turn is the shortest."""
     medians_s = [statistics.median(of_arm) for of_arm in times_s]

@@ -49,7 +49,7 @@ def _draw_bars(figure: FigureBase, rows: list[dict[str, Any]], how: str) -> None
         furthest_ms = max(furthest_ms, high)
     axes.set_yticks(range(len(rows)), [row["label"] for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlim(0, furthest_ms * 1.45)  # room for the words
+    axes.set_xlim(0, furthest_ms * 1.6)  # room for the words
     axes.set_xlabel("ms")
     axes.spines[["top", "right"]].set_visible(False)
 

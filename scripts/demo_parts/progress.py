@@ -64,6 +64,11 @@ class Progress:
         """Seconds until the expected end."""
         return max(0.0, self._end_s - time.time())
 
+    def takes_at_least(self, seconds: float) -> None:
+        """Expect the end later, if what is left takes longer than there is time for."""
+        if seconds > self.left_s():
+            self.ends_in(seconds)
+
     def ends_in(self, seconds: float) -> None:
         """Expect the end in so many seconds."""
         self._end_s = time.time() + seconds

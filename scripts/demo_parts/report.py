@@ -45,6 +45,11 @@ class Arms(NamedTuple):
         return [*self.trained, self.alone]
 
 
+def tell(console: Console, line: str) -> None:
+    """Print a sentence, wrapped between words on a terminal, and in one line elsewhere."""
+    console.print(line, highlight=False, soft_wrap=not console.is_terminal)
+
+
 def whole_range(values: Sequence[float]) -> dict[str, float]:
     """Median, lowest and highest: what a few rounds can tell."""
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
@@ -150,7 +155,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
     print_table(console, headings, map(_cells, result["arms"]), caption=CAPTION, caption_justify="left", **frame)
     console.print()
     for line in _lines(result):
-        console.print(line, highlight=False, soft_wrap=True)
+        tell(console, line)
 
 
 def _cells(arm: dict[str, Any]) -> list[str]:

@@ -163,8 +163,11 @@ def test_where_there_is_no_terminal_a_line_says_now_and_then_what_is_done_and_ho
     with Progress(Console(file=shown), now - 20, now + 10) as progress:
         progress.doing("first")
         progress.doing("second")
-        progress.ends_in(40.0)
+        progress.takes_at_least(5.0)  # there is time for that
+        enough_s = progress.left_s()
+        progress.takes_at_least(40.0)
         left_s = progress.left_s()
+    assert 5 < enough_s <= 10
     assert re.fullmatch(r"first, \d+ s left\n", shown.getvalue())
     assert 10 < left_s <= 40
 
@@ -175,3 +178,10 @@ def test_on_a_terminal_a_bar_has_what_is_done_and_the_seconds_left() -> None:
         progress.doing("round 1 of 3")
         progress._bar.refresh()
     assert re.search(r"round 1 of 3 .* \d{3} s left", console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def test_sentences_are_wrapped_between_words_on_a_terminal_and_stay_whole_in_a_file() -> None:
+    for is_terminal, lines in ((True, ["one two", "three"]), (False, ["one two three"])):
+        shown = io.StringIO()
+        report.tell(Console(file=shown, force_terminal=is_terminal, width=10), "one two three")
+        assert [line.rstrip() for line in shown.getvalue().splitlines()] == lines
