@@ -65,6 +65,7 @@ class LazyParam:
         shadow: a copy of the value while ``strict`` fills the memory with NaN, else None.
         is_covered: whether the parameter points to its cover, so that unobserved reads do not find the old value.
         was_covered: whether they raised an error from ``step()`` until its update was applied.
+        overlaps: whether its memory overlaps that of another parameter.
         why_never_lazy: why its updates are never deferred, or None.
     """
 
@@ -77,6 +78,7 @@ class LazyParam:
         "memory",
         "name",
         "neighbours",
+        "overlaps",
         "parameter",
         "shadow",
         "storage",
@@ -90,7 +92,7 @@ class LazyParam:
         self.index = index
         self.name = name
         self.parameter = parameter
-        self.is_waiting = self.is_covered = self.was_covered = False
+        self.is_waiting = self.is_covered = self.was_covered = self.overlaps = False
         self.shadow: Tensor | None = None
         kind = type(parameter)
         self.why_never_lazy = None if kind is Parameter else f"is a {kind.__name__}, a subclass of nn.Parameter"
@@ -151,6 +153,12 @@ class LazyParam:
             if is_armed(self.parameter):
                 params.on_use(self)
                 disarm(self.parameter)
+
+    def note_overlap(self, overlaps: bool) -> None:
+        """Note whether its memory overlaps that of another parameter: one then has to be updated before the other."""
+        self.overlaps = overlaps
+        if overlaps:
+            self.never_defer("overlaps in memory with another parameter")
 
     def end_wait(self) -> None:
         """Note that the update is being applied, or was taken back."""
@@ -409,9 +417,8 @@ class LazyParams:
         for lazy in self.all:
             lazy.share_storage(in_storage.setdefault(lazy.storage._cdata, []))
         for neighbours in in_storage.values():
-            for lazy in neighbours if len(neighbours) > 1 else ():
-                if any(_overlap(lazy, other) for other in neighbours):
-                    lazy.never_defer("overlaps in memory with another parameter")
+            for lazy in neighbours:
+                lazy.note_overlap(any(_overlap(lazy, other) for other in neighbours))
 
 
 def _references(storage: torch.UntypedStorage) -> tuple[int, int]:

@@ -179,10 +179,12 @@ def run_updates(pipeline: Pipeline, claimed: Mapping[Slot, DeferredUpdate]) -> N
             memory, gradient, key = slot.lazy.memory, gradients[slot], id(update)
             memory.grad = gradient.clone() if moves[key] and not is_aligned(gradient) else gradient
             members.setdefault(key, []).append(ToUpdate(slot.parameter, memory))
+        one_by_one = {id(update) for slot, update in claimed.items() if slot.lazy.overlaps}
         for key, to_update in members.items():
             update = updates[key]
             with guarded(update.snapshot.optimizer, update.outside):
-                together = update.foreach and is_usual((p, update.snapshot.state_of(p)) for p, _ in to_update)
+                may_be = update.foreach and key not in one_by_one
+                together = may_be and is_usual((p, update.snapshot.state_of(p)) for p, _ in to_update)
                 for batch, settings in _batches(to_update) if together else [(to_update, _AS_SET)]:
                     update.snapshot.step({update.group: batch}, settings=settings)
         for slot in edited:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adam, AdamW
 
 from adversarial import Script, adversarial
 from adversary.nets import mlp, train_step
@@ -48,11 +49,11 @@ def test_item_tolist_format_and_iteration(run: Script) -> None:
         run.log([row.sum() for row in net[0][4].weight], float(slope), int(slope * 1000), 0.2 in slope, len(slope))
 
 
-@adversarial(fallback="")
-def test_tie_is_made_in_mid_run_by_data(run: Script) -> None:
+@adversarial(fallback="", cases={"SGD": SGD, "AdamW": AdamW})
+def test_tie_is_made_in_mid_run_by_data(run: Script, case: Any) -> None:
     """Two parameters come to share memory while they train."""
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-    model, optimizer = run.train(net, SGD, lr=0.05)
+    model, optimizer = run.train(net, case, lr=0.05)
     for step, (x, y) in enumerate(run.batches()):
         run.log(train_step(model, optimizer, x, y))
         if step == 6:
