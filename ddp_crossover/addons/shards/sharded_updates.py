@@ -106,6 +106,8 @@ class ShardedUpdates(DeferredUpdates):
         table: ShardTable,
         link: Link,
     ) -> None:
+        if (reason := _why_not_sharded(params.all, table)) is not None:
+            raise ValueError(reason)
         super().__init__(
             optimizers,
             params,
@@ -268,6 +270,8 @@ class ShardedUpdates(DeferredUpdates):
         call.snapshot.leave_alone()
         lazies = [self._params.all[index] for index in call.group_of]
         self._params.follow_moved(lazies)
+        if (reason := _why_not_sharded(lazies, self._table)) is not None:
+            raise RuntimeError(reason)
         written = self._written(lazies)
         if self._are_legs_ready(call, written):
             later = lazies
@@ -443,6 +447,17 @@ class ShardedUpdates(DeferredUpdates):
         else:
             values = shaped(values, one.parameter.shape, one.stride)
         return shard_to_update(each, values, gradient.detach(), one.parameter.requires_grad)
+
+
+def _why_not_sharded(lazies: Sequence[LazyParam], table: ShardTable) -> str | None:
+    """Name two parameters in the same memory, whose shards different ranks may update, in any order; None without."""
+    names = [lazy.name for lazy in lazies if lazy.overlaps and table.parameters[lazy.index].optimizer is not None]
+    if len(names) < 2:
+        return None
+    return (
+        f"shard_optimizer=True cannot update {names[0]} and {names[1]}, because parameters overlap in memory "
+        "(q.data = p.data). Use one parameter for both (layer.weight = other.weight), or leave out shard_optimizer"
+    )
 
 
 def unwrapped(grad: Tensor | None) -> Tensor:

@@ -165,6 +165,33 @@ def _settings_of_later() -> None:
         step()
 
 
+def _memory_of_two_parameters() -> None:
+    net = nn.Sequential(nn.Linear(INPUTS, INPUTS), nn.Linear(INPUTS, INPUTS))
+    own = net[1].weight.data
+    net[1].weight.data = net[0].weight.data
+    ddp = DistributedDataParallel(net)
+    optimizer = optim.AdamW(ddp.parameters())
+    with pytest.raises(ValueError, match="overlap in memory"):
+        dx.attach(ddp, optimizer, shard_optimizer=True)
+    net[1].weight.data = own
+    state = dx.attach(ddp, optimizer, shard_optimizer=True)
+    for step in range(6):
+        optimizer.zero_grad()
+        ddp(torch.randn(3, INPUTS)).sum().backward()
+        if step != 3:
+            optimizer.step()
+            continue
+        net[1].weight.data = net[0].weight.data
+        with pytest.raises(RuntimeError, match="overlap in memory"):
+            optimizer.step()
+        net[1].weight.data = own
+    state.detach()
+
+
+def test_parameters_that_share_memory_are_refused_for_as_long_as_they_do() -> None:
+    run_ranks(_memory_of_two_parameters, 2)
+
+
 def test_refused_in_a_step() -> None:
     run_ranks(_settings_of_later, 2)
 
