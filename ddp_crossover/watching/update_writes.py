@@ -2,7 +2,8 @@
 
 Each update begins with all of that as it was at ``step()``. What a trial has seen change, each update changes alike, so
 what the first one sets counts. What no trial and no watched step has changed may be changed by a few updates only, such
-as a count of gradients that are too large. There numbers add up, and anything else must be set alike by all.
+as a count of gradients that are too large. There whole numbers add up, and anything else must be set alike by all: each
+update after the first one begins with what that has set, so that one that turns it over again is seen.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ class UpdateWrites:
         """What an update begins with, which is about to run on this stand-in."""
         made = places(stand_in)
         for place, key in self._given:
-            if not self._is_counter(place, key) and type(begun := self._begun[place].get(key)) is int:
-                made[place][key] = _Count(begun)
+            if not self._is_counter(place, key):
+                start = self._start((place, key))
+                made[place][key] = _Count(start) if type(start) is int else copied(start)
         return [dict(_readable(each)) for each in made]
 
     def end(self, stand_in: Optimizer, before: Sequence[Settings]) -> None:
@@ -103,6 +105,9 @@ class UpdateWrites:
                     self._give(own[place], (place, key), value)
                 elif self._is_written(place, key, value):
                     raise self._different((place, key))
+            for key in dict(_readable(then)).keys() - dict(_readable(made)).keys():
+                if not self._is_counter(place, key):
+                    raise self._different((place, key))
             if self._caches:
                 self._give_caches(own[place], made, place)
 
@@ -110,14 +115,13 @@ class UpdateWrites:
         place, key = at
         if at in self._kept or self._is_cache(place, key, value):
             return
-        begun = self._begun[place].get(key)
         if not self._is_counter(place, key):
-            if is_immutable(value) and same(value, begun):
+            if is_immutable(value) and same(value, self._start(at)):
                 return
             if not self._add_up:
                 raise self._different(at)
             if at in self._given:
-                value = self._joined(at, begun, value)
+                value = self._joined(at, value)
         elif at in self._given:
             return
         if dict.get(own, key) is self._given.get(at, self._originals[place].get(key)):
@@ -126,18 +130,24 @@ class UpdateWrites:
 
     def _is_written(self, place: int, key: Any, value: Any) -> bool:
         """Whether an update has written to this, in place, that is no counter."""
-        begun = self._begun[place].get(key)
+        begun = self._start((place, key))
         if value is begun or not can_be_written(value) or self._is_counter(place, key):
             return False
         return not same(value, begun)
 
-    def _joined(self, at: _Place, begun: Any, value: Any) -> Any:
-        """What two updates have set, of which the second one began with ``begun``."""
-        last = self._given[at]
-        if isinstance(value, _Count) and type(last) is int:
-            return last + int(value) - begun
-        # Floats add up as well, but their last bits depend on the order.
-        if type(value) is float or isinstance(value, _Count) or not same(value, last):
+    def _start(self, at: _Place) -> Any:
+        """What an update begins with that is no counter: numbers that may add up, all from what was there before."""
+        begun = self._begun[at[0]].get(at[1])
+        return self._given[at] if at in self._given and type(begun) is not int else begun
+
+    def _joined(self, at: _Place, value: Any) -> Any:
+        """What an update has set that began with what another one has set."""
+        last, start = self._given[at], self._start(at)
+        if isinstance(value, _Count) and type(last) is type(start) is int:
+            return last + int(value) - start
+        # Fractions add up as well, but their last bits depend on the order.
+        is_mixed = isinstance(value, (_Count, _Mixed)) or (type(start) is int and type(value) is float)
+        if is_mixed or not same(value, last):
             raise self._different(at)
         return last
 
@@ -170,18 +180,25 @@ class _Count(int):
     """A whole number that stays of this kind when something is added to it, and only then."""
 
 
-def _adds(name: str) -> Callable[[Any, Any], Any]:
+class _Mixed(int):
+    """What else was made of one, by which updates do not add up."""
+
+
+def _makes(name: str, kind: type[int]) -> Callable[..., Any]:
     original = getattr(int, name)
 
-    def method(self: Any, other: Any) -> Any:
-        value = original(self, other)
-        return _Count(value) if type(value) is int else value
+    def method(self: Any, *others: Any) -> Any:
+        value = original(self, *others)
+        return kind(value) if type(value) is int else value
 
     return method
 
 
-for _method in ("__add__", "__radd__", "__sub__"):
-    setattr(_Count, _method, _adds(_method))
+for _name in ("__add__", "__radd__", "__sub__"):
+    setattr(_Count, _name, _makes(_name, _Count))
+for _name in ("rsub", "mul", "rmul", "floordiv", "mod", "pow", "lshift", "rshift", "and", "rand", "or", "ror", "xor",
+              "rxor", "neg", "pos", "abs", "invert"):  # fmt: skip
+    setattr(_Count, f"__{_name}__", _makes(f"__{_name}__", _Mixed))
 
 
 def _readable(settings: Settings) -> Iterator[tuple[Any, Any]]:

@@ -58,6 +58,13 @@ def test_what_all_set_to_the_same_counts_once() -> None:
     assert optimizer.param_groups[0]["seen"] == 7
 
 
+def test_a_flag_that_all_set_is_set() -> None:
+    optimizer = Writes(3, lambda self, group, p: setattr(self, "flag", True))
+    optimizer.flag = False
+    _updates(optimizer)
+    assert optimizer.flag is True
+
+
 def test_an_update_that_only_reads_a_count_of_others_reads_what_it_was_at_step() -> None:
     read = []
     optimizer = Writes(3, lambda self, group, p: (read.append(group["seen"] * 2.0), _count(self, group, p)))
@@ -104,9 +111,29 @@ def _append(optimizer: Any, group: dict[str, Any], p: Any) -> None:
     group["tensor"].append(1)
 
 
+def _turn_over(optimizer: Any, group: dict[str, Any], p: Any) -> None:
+    optimizer.flag = not getattr(optimizer, "flag", False)
+
+
+def _turn_over_number(optimizer: Any, group: dict[str, Any], p: Any) -> None:
+    group["seen"] = 1 - group["seen"]
+
+
+def _negate(optimizer: Any, group: dict[str, Any], p: Any) -> None:
+    group["seen"] = -group["seen"]
+
+
+def _delete(optimizer: Any, group: dict[str, Any], p: Any) -> None:
+    optimizer.__dict__.pop("gone", None)
+
+
 @pytest.mark.parametrize(
     ("write", "tensor", "what"),
     [
+        (_turn_over, None, ".flag"),
+        (_turn_over_number, None, "seen"),
+        (_negate, None, "seen"),
+        (_delete, None, ".gone"),
         (_set_value, None, ".last"),
         (_add_fractions, None, "seen"),
         (_count_in_tensor, torch.zeros(()), "tensor"),
@@ -116,6 +143,8 @@ def _append(optimizer: Any, group: dict[str, Any], p: Any) -> None:
 def test_what_neither_adds_up_nor_is_the_same_is_an_error(write: Any, tensor: Any, what: str) -> None:
     optimizer = Writes(2, write)
     optimizer.param_groups[0]["tensor"] = tensor
+    optimizer.gone = 1
+    optimizer.param_groups[0]["seen"] = 3
     with pytest.raises(DifferentWrites, match=f"change '{what}'"):
         _updates(optimizer)
 
