@@ -37,6 +37,7 @@ from ddp_crossover.watching.caches import caches_among, why_updates_may_differ
 from ddp_crossover.watching.known_optimizers import KnownOptimizers
 from ddp_crossover.watching.lazy_state import make_state_lazy, make_state_plain, why_state_is_shared
 from ddp_crossover.watching.optimizer_snapshot import StandIn, optimizer_parameters, shared_state
+from ddp_crossover.watching.state_entries import entries_of_state, why_entries_depend
 from ddp_crossover.watching.step_watch import StepWatch
 
 _TOO_LATE = (
@@ -266,6 +267,7 @@ class DeferredUpdates:
         self._finish_last_step(optimizer, pipeline)
         user_closure = closure_of(args, kwargs)
         reason = self._optimizers.why_not(optimizer) or why_call_waits(args, kwargs) or why_state_is_shared(optimizer)
+        reason = reason or why_entries_depend(optimizer)
         if reason is None and pipeline.awaits_backward:
             reason = _TOO_LATE
         verdict = self._optimizers.verdict(optimizer)
@@ -387,8 +389,9 @@ class DeferredUpdates:
         verdict = self._optimizers.verdict(optimizer)
         # With `grad_scale` a fused optimizer unscales gradients in place.
         edits_gradient = verdict.edits_gradients or getattr(optimizer, "grad_scale", None) is not None
+        foreach = verdict.foreach and entries_of_state(optimizer).are_usual
         updates = [
-            DeferredUpdate(step.snapshot, index, edits_gradient, verdict.outside, verdict.foreach)
+            DeferredUpdate(step.snapshot, index, edits_gradient, verdict.outside, foreach)
             for index, _ in enumerate(step.later)
         ]
         self._make_pending(pipeline, list(zip(step.later, updates, strict=True)))

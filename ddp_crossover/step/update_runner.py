@@ -21,7 +21,6 @@ from ddp_crossover.pending.lazy_params import LazyParams, StaleParameterError
 from ddp_crossover.pending.slots import Slot
 from ddp_crossover.step.after_update import AfterUpdate
 from ddp_crossover.torch_internals.autograd import unrecorded
-from ddp_crossover.watching.foreach import is_usual
 from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, ToUpdate, is_of_torch
 from ddp_crossover.watching.outside_settings import Outside
 from ddp_crossover.watching.update_guard import guarded
@@ -183,8 +182,7 @@ def run_updates(pipeline: Pipeline, claimed: Mapping[Slot, DeferredUpdate]) -> N
         for key, to_update in members.items():
             update = updates[key]
             with guarded(update.snapshot.optimizer, update.outside):
-                may_be = update.foreach and key not in one_by_one
-                together = may_be and is_usual((p, update.snapshot.state_of(p)) for p, _ in to_update)
+                together = update.foreach and key not in one_by_one
                 for batch, settings in _batches(to_update) if together else [(to_update, _AS_SET)]:
                     update.snapshot.step({update.group: batch}, settings=settings)
         for slot in edited:

@@ -7,9 +7,6 @@ same order gives other bits, because ``torch._foreach_mul_`` rounds a number tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,7 +19,6 @@ from ddp_crossover.watching.values import same
 _STEPS = 6
 _STEP_OF_ZEROS = 2
 _DTYPES = (torch.float32, torch.float64)
-_OF_ANY_DTYPE = frozenset(("step", "mu_product"))
 _OTHER_WAYS = ("fused", "capturable", "differentiable")
 
 
@@ -55,26 +51,6 @@ def is_alike_with_foreach(optimizer: Optimizer, with_state: bool) -> bool:
     for group in batched.optimizer.param_groups:
         group["foreach"] = None
     return same(looped.everything(), batched.everything())
-
-
-def is_usual(states: Iterable[tuple[Tensor, Mapping[str, Any] | None]]) -> bool:
-    """Whether each of these parameters has a state of its own, in its dtype, as torch makes it.
-
-    A script may have set other state, such as whole numbers of steps, which the loop takes, and foreach refuses. Where
-    two parameters have one tensor, the loop changes it once before each of them, and foreach twice before both.
-    """
-    ids: set[int] = set()
-    count = 0
-    for parameter, state in states:
-        for name, value in state.items() if state else ():
-            if isinstance(value, Tensor):
-                if value.dtype is not parameter.dtype and not (name in _OF_ANY_DTYPE and value.dtype in _DTYPES):
-                    return False
-                ids.add(id(value))
-                count += 1
-            elif value is not None:  # as of SGD without momentum
-                return False
-    return len(ids) == count
 
 
 def _shape(dim: int, number: int) -> list[int]:

@@ -26,11 +26,13 @@ class LazyState(defaultdict[Any, Any]):
         before_look: by the model, what applies its pending updates; None while the optimizer itself steps.
         optimizer: the optimizer.
         settled: how many entries, from the first one on, are in the order of plain steps.
+        entries: what is known of all of them, see ``state_entries``; None if others may have changed some since.
     """
 
     before_look: dict[object, Callable[[], None] | None]
     optimizer: weakref.ref[Optimizer]
     settled: int
+    entries: Any
 
     def apply_pending(self) -> None:
         applies = list(self.before_look.values())
@@ -38,6 +40,7 @@ class LazyState(defaultdict[Any, Any]):
             if apply is not None:
                 apply()
         if None not in applies:
+            self.entries = None
             self.settle()
 
     def settle(self) -> None:
@@ -118,6 +121,7 @@ def make_state_lazy(optimizer: Optimizer, model: object, before_look: Callable[[
         state.optimizer = weakref.ref(optimizer)
         dict.update(state, optimizer.state)
         state.settled = dict.__len__(state)
+        state.entries = None
         optimizer.state = state
     if before_look is None:
         optimizer.state.settle()

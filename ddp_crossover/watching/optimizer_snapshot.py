@@ -133,10 +133,6 @@ class OptimizerSnapshot:
         if self._writes is not None:
             self._writes.leave_alone()
 
-    def state_of(self, parameter: Any) -> dict[str, Any] | None:
-        """The state that it has for this parameter, or None, without a wait for updates that are pending."""
-        return dict.get(self._state, parameter)  # the methods of a LazyState would apply them
-
     @property
     def was_skipped(self) -> bool:
         """Whether the step updates nothing, see :func:`was_skipped`."""
@@ -166,7 +162,8 @@ class OptimizerSnapshot:
         stand_in.param_groups = [{**own, **settings, "params": []} for own in groups]
         for group, of_group in updates_of.items():
             stand_in.param_groups[group]["params"] = [memory for _, memory in of_group]
-        states = [self.state_of(parameter) for parameter, _ in updates]
+        # `dict.get`, because the methods of a LazyState would apply pending updates.
+        states = [dict.get(self._state, parameter) for parameter, _ in updates]
         stand_in.state = defaultdict(dict, copied(self._shared_state))
         stand_in.state.update(
             (memory, own) for (_, memory), own in zip(updates, states, strict=True) if own is not None

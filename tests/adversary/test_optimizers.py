@@ -7,6 +7,7 @@ import types
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from adversarial import Script, adversarial
@@ -262,24 +263,36 @@ def test_exception_in_a_step_post_hook(run: Script) -> None:
             run.log([p.sum() for p in model.parameters()])
 
 
-def _number_in_whole(states: dict[int, Any]) -> None:
-    for state in states.values():
-        state["step"] = state["step"].long()
-
-
-def _count_together(states: dict[int, Any]) -> None:
-    step = torch.tensor(50.0)
-    for state in states.values():
-        state["step"] = step
-
-
-@adversarial(cases={"whole numbers": _number_in_whole, "one for all": _count_together})
-def test_numbers_of_steps_that_a_converted_checkpoint_has(run: Script, case: Any) -> None:
-    """Torch's loop takes both, and counts one that is for all once for each parameter."""
+@adversarial()
+def test_numbers_of_steps_that_a_converted_checkpoint_has(run: Script) -> None:
+    """Whole numbers: torch's loop takes them, foreach does not."""
     model, optimizer = run.train(mlp(), AdamW, lr=0.01)
     for step, (x, y) in enumerate(run.batches(14)):
         if step == 4:
             checkpoint = copy.deepcopy(optimizer.state_dict())
-            case(checkpoint["state"])
+            for state in checkpoint["state"].values():
+                state["step"] = state["step"].long()
+            optimizer.load_state_dict(checkpoint)
+        run.log(train_step(model, optimizer, x, y))
+
+
+class UsedInAnotherOrder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.middle, self.first = nn.Linear(16, 4), nn.Linear(16, 16), nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(x).relu()).relu())
+
+
+@adversarial(fallback="share a tensor of its state")
+def test_one_number_of_steps_for_all_parameters(run: Script) -> None:
+    """Torch's loop counts it once for each parameter, in the order of the param group."""
+    model, optimizer = run.train(UsedInAnotherOrder(), AdamW, lr=0.01)
+    for step, (x, y) in enumerate(run.batches(14)):
+        if step == 4:
+            checkpoint, count = copy.deepcopy(optimizer.state_dict()), torch.tensor(50.0)
+            for state in checkpoint["state"].values():
+                state["step"] = count
             optimizer.load_state_dict(checkpoint)
         run.log(train_step(model, optimizer, x, y))

@@ -23,6 +23,7 @@ from ddp_crossover.watching.caches import why_no_shards
 from ddp_crossover.watching.lazy_state import why_state_is_shared
 from ddp_crossover.watching.optimizer_snapshot import optimizer_parameters, reads_attributes
 from ddp_crossover.watching.separability import judge
+from ddp_crossover.watching.state_entries import why_entries_depend
 
 _WAY_OUT = "Leave out shard_optimizer to have it run on every rank"
 
@@ -131,6 +132,7 @@ def _refuse_optimizer(optimizer: Optimizer) -> None:
         )
     verdict = judge(optimizer)
     reason = verdict.why_not or why_not_shared(optimizer) or why_state_is_shared(optimizer)
+    reason = reason or why_entries_depend(optimizer)
     reason = reason or why_attributes_matter(optimizer)
     reason = reason or why_no_shards(optimizer, verdict.counters)
     if reason is None and verdict.edits_gradients:

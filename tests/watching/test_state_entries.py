@@ -1,0 +1,55 @@
+"""What a script has made of the entries of an optimizer's state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import SGD, AdamW, Optimizer
+
+from ddp_crossover.watching.lazy_state import make_state_lazy
+from ddp_crossover.watching.state_entries import Entries, entries_of_state, why_entries_depend
+
+pytestmark = pytest.mark.quick
+
+
+def _stepped(kind: Any, **settings: Any) -> Optimizer:
+    optimizer = kind([Parameter(torch.ones(3)), Parameter(torch.ones(2, 2))], lr=0.1, **settings)
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(("kind", "settings"), [(AdamW, {"amsgrad": True}), (SGD, {"momentum": 0.9}), (SGD, {})])
+def test_as_torch_makes_them(kind: Any, settings: dict[str, Any]) -> None:
+    optimizer = _stepped(kind, **settings)
+    assert entries_of_state(optimizer) == Entries(share_a_tensor=False, are_usual=True)
+    assert why_entries_depend(optimizer) is None
+
+
+def test_one_count_for_all() -> None:
+    optimizer, count = _stepped(AdamW), torch.tensor(5.0)
+    for entry in optimizer.state.values():
+        entry["step"] = count
+    assert "share a tensor" in str(why_entries_depend(optimizer))
+
+
+@pytest.mark.parametrize("count", [torch.tensor(5), 5], ids=["int64", "a number"])
+def test_counts_of_another_kind(count: Any) -> None:
+    optimizer = _stepped(AdamW)
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["step"] = count
+    assert entries_of_state(optimizer) == Entries(share_a_tensor=False, are_usual=False)
+
+
+def test_they_are_looked_at_again_after_others_have() -> None:
+    optimizer, model, count = _stepped(AdamW), object(), torch.tensor(5.0)
+    make_state_lazy(optimizer, model)
+    make_state_lazy(optimizer, model, lambda: None)
+    known = entries_of_state(optimizer)
+    assert entries_of_state(optimizer) is known
+    for p in optimizer.param_groups[0]["params"]:
+        optimizer.state[p]["step"] = count
+    assert entries_of_state(optimizer).share_a_tensor
