@@ -37,8 +37,10 @@ _NORMS_FROM_SHARDS = ("norm", "loop", "one_norm", "one_layer")
 
 def law_of(script: Choices, arm: Choices) -> Law:
     """The law of an arm."""
-    # The limit of a sparse wire, which leaves nothing out, computes what plain DDP does. Values travel as fp32.
-    is_limit = arm.get("top_k") == 1.0 and not arm.get("wire") and script.get("dtype") != "float64"
+    # The limit of a sparse wire, which leaves nothing out, computes what plain DDP does where values are fp32: as that
+    # they travel and are added up.
+    is_fp32 = script.get("dtype", "float32") == "float32" and script.get("model") != "mixed"
+    is_limit = arm.get("top_k") == 1.0 and not arm.get("wire") and is_fp32
     if arm.get("wire") == "int8" or (arm.get("top_k") and not is_limit):
         return Law.RANKS
     takes_other_norms = script.get("clip") == "own" or (
@@ -86,6 +88,8 @@ def fit(program: Program) -> Program:
             script.pop("reduce_each", None)
     if script.get("habit") in COMMUNICATING and script.get("model") in BRANCHES:
         script.pop("past_ddp", None)  # ranks have gradients of other parameters there, so plain DDP's job dies
+    if script.get("average") == "own" and script.get("habit") == "averages_in_hook":
+        script.pop("average")  # dx.Ema takes in what an update leaves, before the script averages that over ranks
     if script.get("average") == "own":
         script.pop("overflow", None)  # the script averages after a step that the scaler skips, too, dx.Ema does not
     if any(law_of(script, arm) is Law.CLOSE for arm in arms):
