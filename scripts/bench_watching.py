@@ -1,11 +1,11 @@
-"""Measure what it costs to watch the first steps of an optimizer that torch does not know.
+"""Measure what it costs to watch the first steps of an optimizer.
 
     python scripts/bench_watching.py
     python scripts/bench_watching.py --rounds 10 --json watching.json
 
-An optimizer of another library is known by watching its first steps (docs/exactness.md), so each run attaches anew: to
-ResNet-50 and to a transformer of six layers, with AdamW as a class of its own, on one rank, with a schedule that keeps
-the pipeline. Every other run trains with plain DDP. Nothing is deferred in a step that is watched.
+Whether updates may be deferred is known by watching an optimizer's first steps (docs/exactness.md), so each run
+attaches anew: to ResNet-50 and to a transformer of six layers, with AdamW, on one rank, with a schedule that keeps the
+pipeline. Every other run trains with plain DDP. Nothing is deferred in a step that is watched.
 """
 
 import argparse
@@ -27,10 +27,6 @@ from bench_kit.options import add_results, make_parser, names, positive_int
 from bench_kit.rounds import spread
 from bench_kit.tables import print_table
 from ddp_crossover.watching.step_watch import StepWatch
-
-
-class LibraryAdamW(torch.optim.AdamW):
-    """AdamW that counts as another library's: it is no class of torch."""
 
 
 class Steps(NamedTuple):
@@ -67,7 +63,7 @@ def run(build: Any, inputs: torch.Tensor, steps: int, *, attached: bool) -> Step
     """Train a fresh model."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(build())
-    optimizer = LibraryAdamW(ddp.parameters())
+    optimizer = torch.optim.AdamW(ddp.parameters())
     begin_s = time.perf_counter()
     state = dx.attach(ddp, optimizer, schedule="dear") if attached else None
     attach_ms = 1e3 * (time.perf_counter() - begin_s) if attached else 0.0

@@ -9,7 +9,7 @@ import launched
 
 
 @pytest.mark.xdist_group("bench")
-def test_two_steps_of_an_unknown_optimizer_are_watched(tmp_path: Path) -> None:
+def test_two_steps_are_watched(tmp_path: Path) -> None:
     file = tmp_path / "watching.json"
     small = ("--models", "transformer", "--rounds", "1", "--steps", "10", "--batch-size", "1")
     output = launched.run(launched.SCRIPTS / "bench_watching.py", *small, "--json", file, timeout_s=120)
