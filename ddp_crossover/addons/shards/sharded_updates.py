@@ -192,6 +192,8 @@ class ShardedUpdates(DeferredUpdates):
         reason = self._optimizers.why_not(optimizer) or why_call_waits(args, kwargs)
         reason = reason or why_attributes_matter(optimizer) or self._why_not_in_slices(optimizer)
         reason = reason or why_no_shards(optimizer, self._optimizers.verdict(optimizer).counters)
+        if user_closure is not None and not self._optimizers.verdict(optimizer).calls_closure:
+            reason = reason or "it was called with a closure, which its step() does not call exactly once"
         if reason is not None:
             raise RuntimeError(f"{type(optimizer).__name__}.step() cannot update shards, because {reason}")
         if self.pipeline is not None:

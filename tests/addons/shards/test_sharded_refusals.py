@@ -165,6 +165,42 @@ def _settings_of_later() -> None:
         step()
 
 
+class _GoesUpFirst(OwnOptimizer):
+    """Computes gradients where a first update has led, as SAM does."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+            super().step()
+        return super().step(closure)
+
+
+def _closure_called_twice() -> None:
+    ddp = _model()
+    optimizer = _GoesUpFirst(ddp.parameters())
+    dx.attach(ddp, optimizer, shard_optimizer=True)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = ddp(torch.randn(3, INPUTS)).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        closure()
+        optimizer.step()
+    before = [p.detach().clone() for p in ddp.parameters()]
+    with pytest.raises(RuntimeError, match="does not call exactly once"):
+        optimizer.step(closure)
+    assert all(torch.equal(p, then) for p, then in zip(ddp.parameters(), before, strict=True))
+
+
+def test_a_step_that_calls_its_closure_twice_is_refused_before_it_trains() -> None:
+    run_ranks(_closure_called_twice, 2)
+
+
 def _memory_of_two_parameters() -> None:
     net = nn.Sequential(nn.Linear(INPUTS, INPUTS), nn.Linear(INPUTS, INPUTS))
     own = net[1].weight.data
