@@ -120,6 +120,8 @@ class DeferredUpdates:
                 after,
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()),
+                # Torch collects the param groups before the state, and updates may count in them.
+                optimizer.register_state_dict_pre_hook(lambda _: self._flush_state()),
             ]
 
     def remove(self) -> None:

@@ -14,6 +14,15 @@ from ddp_crossover.torch_internals.private import private
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _LOAD_HOOKS = "_optimizer_load_state_dict_pre_hooks"
 
+# What `attributes_of` leaves out: a learning-rate scheduler wraps `step` on the instance, to count the calls, and a
+# lazy state sets the last one.
+NO_SETTINGS = ("param_groups", "state", "step", "__getstate__")
+
+
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Its attributes beside its param groups and its state."""
+    return {name: value for name, value in vars(optimizer).items() if name not in NO_SETTINGS}
+
 
 def was_any_built() -> bool:
     """Whether an optimizer was built in this process: the first of each class wraps the class's ``step``."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals.operations import memory_of
-from ddp_crossover.torch_internals.optimizers import has_hooks, has_raw_step
+from ddp_crossover.torch_internals.optimizers import attributes_of, has_hooks, has_raw_step
 from ddp_crossover.watching.clone import is_exhausted
 from ddp_crossover.watching.optimizer_snapshot import hyperparameters, optimizer_parameters, reads_attributes
 from ddp_crossover.watching.outside_settings import Outside
@@ -57,8 +57,8 @@ def _why_places_may_matter(optimizer: Optimizer, found: Outside) -> str | None:
         for name, value in group.items():
             if name not in ("params", "param_names") and _has_places(value, numbers, or_more=True):
                 return f"{name!r} in a param group may have an entry for each parameter, by its place"
-    for name, value in vars(optimizer).items():
-        is_setting = name not in ("param_groups", "state") and not name.startswith("_optimizer_")  # those are hooks
+    for name, value in attributes_of(optimizer).items():
+        is_setting = not name.startswith("_optimizer_")  # those are hooks
         if is_setting and _has_places(value, numbers, or_more=True):
             return f"its attribute .{name} may have an entry for each parameter, by its place"
     for what, value in found.values.items():
@@ -90,9 +90,9 @@ def _has_places(value: Any, numbers: set[int], *, or_more: bool) -> bool:
 def _unknown_attribute(optimizer: Optimizer) -> str | None:
     """Name of an attribute that may hold parameters, an optimizer, or anything that a clone would share; or None."""
     # The last two are those of a GradScaler, during a step.
-    usual = vars(torch.optim.SGD([torch.zeros(1)])).keys() | {"step", "grad_scale", "found_inf"}
+    usual = vars(torch.optim.SGD([torch.zeros(1)])).keys() | {"grad_scale", "found_inf"}
     storages = {place.storage for p in optimizer_parameters(optimizer) if (place := memory_of(p)) is not None}
-    for name, value in vars(optimizer).items():
+    for name, value in attributes_of(optimizer).items():
         if name not in usual and not is_exhausted(value) and not _is_setting(value, storages):
             return name
     return None
@@ -132,7 +132,7 @@ def _why_settings_may_change(optimizer: Optimizer, found: Outside) -> str | None
 def _knows_parameters_by_id(optimizer: Optimizer) -> bool:
     """Whether it stores ids of parameters; deferred updates use other tensors of that memory, with other ids."""
     ids = set(map(id, optimizer_parameters(optimizer)))
-    own = [value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")]
+    own = list(attributes_of(optimizer).values())
     return not ids.isdisjoint(_integers((own, [hyperparameters(group) for group in optimizer.param_groups])))
 
 

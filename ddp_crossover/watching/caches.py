@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_crossover.watching.optimizer_snapshot import attributes_of
+from ddp_crossover.watching.optimizer_snapshot import dotted_attributes
 from ddp_crossover.watching.values import CONTAINERS, writable_parts
 
 _MOST_ENTRIES = 1000  # of a cache, which is copied in each step and for each update
@@ -22,7 +22,7 @@ _MOST_ENTRIES = 1000  # of a cache, which is copied in each step and for each up
 
 def caches_among(optimizer: Optimizer, changed: Collection[str]) -> frozenset[str]:
     """Which of these settings, as param groups or ``.attributes`` have them, hold something that can be written to."""
-    settings = [*optimizer.param_groups, attributes_of(optimizer)]
+    settings = [*optimizer.param_groups, dotted_attributes(optimizer)]
     return frozenset(name for each in settings for name in changed if isinstance(each.get(name), CONTAINERS))
 
 
@@ -37,7 +37,7 @@ def why_updates_may_differ(optimizer: Optimizer, caches: Set[str]) -> str | None
     if not caches:
         return None
     groups, written = optimizer.param_groups, f"its step() writes to {min(caches)!r}"
-    for settings in [*groups, attributes_of(optimizer)]:
+    for settings in [*groups, dotted_attributes(optimizer)]:
         lists = [settings[name] for name in caches & settings.keys() if isinstance(settings[name], CONTAINERS)]
         if any(len(each) > _MOST_ENTRIES for each in lists):
             return f"{written}, which has more than {_MOST_ENTRIES} entries to copy for each update"
@@ -58,7 +58,11 @@ def why_found_twice(optimizer: Optimizer, changed: Collection[str]) -> str | Non
     """
     if ".defaults" in changed:
         return "its step() writes to its .defaults"
-    settings = [*optimizer.param_groups, {**attributes_of(optimizer), ".defaults": None}, _shared_entries(optimizer)]
+    settings = [
+        *optimizer.param_groups,
+        {**dotted_attributes(optimizer), ".defaults": None},
+        _shared_entries(optimizer),
+    ]
     named = [(name, value) for each in settings for name, value in each.items() if name != "params"]
     found = Counter(id(part) for _, value in named for part in writable_parts(value))
     for name, value in named:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_crossover.torch_internals.optimizers import raw_step
+from ddp_crossover.torch_internals.optimizers import attributes_of, raw_step
 from ddp_crossover.watching.caches import caches_among
 from ddp_crossover.watching.noted_numbers import Comparisons
 from ddp_crossover.watching.optimizer_snapshot import (
     OptimizerSnapshot,
     StandIn,
     ToUpdate,
-    attributes_of,
+    dotted_attributes,
     hyperparameters,
     reads_attributes,
     shared_state,
@@ -62,13 +62,12 @@ class Clone:
                 settings = {name: comparisons.noted(name, value) for name, value in settings.items()}
             groups.append({**settings, "params": list(samples)})
             originals |= samples
-        for name, value in vars(optimizer).items():
-            if name not in ("step", "param_groups", "state"):
-                # An OrderedDict holds step or state_dict hooks, which the clone must not run.
-                own = OrderedDict() if isinstance(value, OrderedDict) else _copy_of(value)
-                if comparisons is not None:
-                    own = comparisons.noted(f".{name}", own)
-                setattr(self.optimizer, name, own)
+        for name, value in attributes_of(optimizer).items():
+            # An OrderedDict holds step or state_dict hooks, which the clone must not run.
+            own = OrderedDict() if isinstance(value, OrderedDict) else _copy_of(value)
+            if comparisons is not None:
+                own = comparisons.noted(f".{name}", own)
+            setattr(self.optimizer, name, own)
         self.optimizer.param_groups = groups
         self.optimizer.state = defaultdict(dict)
         for sample, original in originals.items() if reads_attributes(optimizer) else ():
@@ -89,7 +88,9 @@ class Clone:
     def step_one_by_one(self) -> Any:
         """Step as ``deferred_updates`` does: once without parameters, then once for each parameter."""
         gradients = {parameter: parameter.grad for parameter in self.parameters}
-        every = attributes_of(self.optimizer).keys() | {name for group in self.optimizer.param_groups for name in group}
+        every = dotted_attributes(self.optimizer).keys() | {
+            name for group in self.optimizer.param_groups for name in group
+        }
         caches = caches_among(self.optimizer, every - {"params", ".defaults"})
         snapshot = OptimizerSnapshot(self.optimizer, caches=caches)
         stand_in = StandIn(self.optimizer, lambda _: False)
@@ -114,7 +115,7 @@ class Clone:
         }
         for index, group in enumerate(optimizer.param_groups):
             found |= {f"{name!r} in param group {index}": value for name, value in hyperparameters(group).items()}
-        for name, value in attributes_of(optimizer).items():
+        for name, value in dotted_attributes(optimizer).items():
             found[f"attribute {name}"] = value
         for name, value in shared_state(optimizer).items():
             found[f"state under {name!r}"] = value

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_crossover.torch_internals.optimizers import has_hooks
+from ddp_crossover.torch_internals.optimizers import attributes_of, has_hooks
 from ddp_crossover.watching.noted_numbers import Comparisons
 from ddp_crossover.watching.optimizer_snapshot import optimizer_parameters
 from ddp_crossover.watching.separability import Verdict, is_tested, judge
@@ -183,15 +183,13 @@ class _Look(NamedTuple):
     kind: Hashable
 
 
-# A learning-rate scheduler sets `step` and `_opt_called`, and a GradScaler the last two.
-_NOT_READ = frozenset(
-    ("params", "param_names", "param_groups", "state", "step", "_opt_called", "grad_scale", "found_inf")
-)
+# A learning-rate scheduler sets `_opt_called`, and a GradScaler the last two.
+_NOT_READ = frozenset(("params", "param_names", "_opt_called", "grad_scale", "found_inf"))
 _FIXED = frozenset((type(None), bool, int, float, str))
 _NO_COMPARISONS = Comparisons()
 
 
 def _all_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     """All that a step can read beside parameters, gradients and state, for each param group and for the optimizer."""
-    attributes = {f".{name}": value for name, value in vars(optimizer).items() if name not in _NOT_READ}
+    attributes = {f".{name}": value for name, value in attributes_of(optimizer).items() if name not in _NOT_READ}
     return [*optimizer.param_groups, attributes]

@@ -43,6 +43,16 @@ class LazyState(defaultdict[Any, Any]):
             self.entries = None
             self.settle()
 
+    def of_copies(self) -> Any:
+        """What a copy of the optimizer is made of: all as it is after pending updates.
+
+        Torch takes the defaults before the state, and they may hold a table that updates write to.
+        """
+        optimizer = self.optimizer()
+        assert optimizer is not None  # it calls this
+        self.apply_pending()
+        return type(optimizer).__getstate__(optimizer)
+
     def settle(self) -> None:
         """Put the entries that the last steps have made in the order of plain steps."""
         count, optimizer = dict.__len__(self), self.optimizer()
@@ -123,6 +133,7 @@ def make_state_lazy(optimizer: Optimizer, model: object, before_look: Callable[[
         state.settled = dict.__len__(state)
         state.entries = None
         optimizer.state = state
+        vars(optimizer)["__getstate__"] = state.of_copies
     if before_look is None:
         optimizer.state.settle()
     optimizer.state.before_look[model] = before_look
@@ -138,3 +149,4 @@ def make_state_plain(optimizer: Optimizer, model: object) -> None:
         state.before_look.pop(model, None)
         if not state.before_look and sys.getrefcount(state) <= _OWN_REFERENCES:
             optimizer.state = defaultdict(state.default_factory, state)
+            vars(optimizer).pop("__getstate__", None)

@@ -205,8 +205,8 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: copied(value) for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Its attributes that may be settings, by their names with a dot."""
+def dotted_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Its attributes that may be settings, by their names with a dot, unlike those of param groups."""
     return {f".{name}": value for name, value in vars(optimizer).items() if name not in NOT_TAKEN_OVER}
 
 

@@ -47,6 +47,7 @@ from torch.optim import Optimizer
 
 from ddp_crossover.cpython import Lookup, is_of_c, lookups, with_inner
 from ddp_crossover.torch_internals.compiled import is_compiled_function
+from ddp_crossover.torch_internals.optimizers import attributes_of
 from ddp_crossover.watching.outside_values import ABSENT, OutsideValues, Place, is_fixed, is_plain, leaves
 from ddp_crossover.watching.values import is_record
 
@@ -100,7 +101,7 @@ class _Search:
     def __init__(self, optimizer: Optimizer) -> None:
         self._own_classes = (*type(optimizer).__mro__, *type(type(optimizer)).__mro__)
         # Attributes of the instance hide class attributes of the same name.
-        self._hidden = vars(optimizer).keys() - {"step"}
+        self._hidden = {"param_groups", "state", *attributes_of(optimizer)}
         # A queue instead of recursion: chains of calls may be longer than Python's recursion limit.
         self._todo: deque[tuple[Any, str, Place | None]] = deque([(type(optimizer), "", None)])
         self._add("a function that it was given", *_functions_given_to(optimizer))
@@ -285,9 +286,7 @@ class _Search:
 
 def _functions_given_to(optimizer: Optimizer) -> Iterator[Any]:
     """Functions and classes in its attributes, its param groups and the attributes of its parameters."""
-    todo: list[Any] = [
-        value for name, value in vars(optimizer).items() if name not in ("param_groups", "state", "step")
-    ]
+    todo: list[Any] = list(attributes_of(optimizer).values())
     for group in optimizer.param_groups:
         todo += [value for name, value in group.items() if name != "params"]
         todo += [vars(parameter) for parameter in group["params"]]

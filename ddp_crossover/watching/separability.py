@@ -29,7 +29,7 @@ from ddp_crossover.watching.clone import Clone
 from ddp_crossover.watching.foreach import is_alike_with_foreach, may_use_foreach
 from ddp_crossover.watching.noted_numbers import Comparisons
 from ddp_crossover.watching.optimizer_snapshot import (
-    attributes_of,
+    dotted_attributes,
     hyperparameters,
     is_of_torch,
     optimizer_parameters,
@@ -229,7 +229,7 @@ def _make_special(parameters: list[Tensor], step: int) -> None:
 
 def _shared(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Copies of what belongs to no parameter: settings of param groups, ``.attributes``, ``[keys of the state]``."""
-    others = {**attributes_of(optimizer), **{f"[{key!r}]": value for key, value in shared_state(optimizer).items()}}
+    others = {**dotted_attributes(optimizer), **{f"[{key!r}]": value for key, value in shared_state(optimizer).items()}}
     return [*map(hyperparameters, optimizer.param_groups), hyperparameters(others)]
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals.operations import Memory, Operation, OperationWatch, memory_of, number_of
 from ddp_crossover.watching.labels import Crossing, LabelledMemory
-from ddp_crossover.watching.optimizer_snapshot import attributes_of, optimizer_parameters
+from ddp_crossover.watching.optimizer_snapshot import dotted_attributes, optimizer_parameters
 from ddp_crossover.watching.update_guard import random_states, same_states
 from ddp_crossover.watching.values import tensors_in
 
@@ -129,7 +129,7 @@ class StepWatch:
         for key, state in dict.items(entries):
             if not isinstance(key, Tensor):
                 yield from ((_called(f"[{key!r}]"), tensor) for tensor in tensors_in(state))
-        for name, value in attributes_of(self._optimizer).items():
+        for name, value in dotted_attributes(self._optimizer).items():
             yield from ((_called(name), tensor) for tensor in tensors_in(value))
         # After the attributes, because the memory of a default may be that of a setting.
         for group in self._optimizer.param_groups:

@@ -14,11 +14,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_crossover.torch_internals.optimizers import STEP_HOOKS
+from ddp_crossover.torch_internals.optimizers import NO_SETTINGS, STEP_HOOKS
 from ddp_crossover.watching.values import CONTAINERS, can_be_written, copied, is_immutable, same
 
-# Includes `step`, because a learning-rate scheduler wraps it on the instance, to count the calls.
-NOT_TAKEN_OVER = frozenset(("param_groups", "state", "step", *STEP_HOOKS))
+NOT_TAKEN_OVER = frozenset((*NO_SETTINGS, *STEP_HOOKS))
 _OF_PARAMETERS = frozenset(("params", "param_names"))
 
 Settings = dict[Any, Any]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -39,7 +41,8 @@ def _steps(run: Run) -> Iterator[Any]:
             settings["lr"] *= 0.9
         if number == 4 and hasattr(optimizer, "steps"):
             optimizer.steps = 1
-        yield loss
+        copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+        yield loss, [(each.defaults, each.state_dict()) for each in copies]
     yield optimizer.state.get("k"), {name: vars(optimizer).get(name) for name in ("steps", "has_begun")}
     yield optimizer.param_groups[0].get("table"), optimizer.defaults.get("table")
 
