@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
 from ddp_crossover.own_threads import refuse_to_wait
@@ -222,12 +223,19 @@ class PendingGrad(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Called from C++ only: AccumulateGrad adds to the gradient, DDP's reducer copies from and to it.
-        written = args[0] if args and isinstance(args[0], PendingGrad) and _writes_to_first(func) else None
-        if written is not None:
+        written = args[0] if args and _writes_to_first(func) else None
+        if isinstance(written, PendingGrad):
             written.is_added_to()
+        elif isinstance(written, (list, tuple)):
+            # DDP with batched_grad_copy=True. Torch does not raise versions there: see
+            # findings/foreach_keeps_versions_of_subclasses.sh.
+            for pending in written:
+                if isinstance(pending, PendingGrad):
+                    pending.is_added_to()
+            increment_version(written)
         plain_args, plain_kwargs = tree_map_only(PendingGrad, PendingGrad.resolve, (args, kwargs or {}))
         out = func(*plain_args, **plain_kwargs)
-        return out if written is None else written
+        return written if isinstance(written, PendingGrad) else out
 
 
 def _writes_to_first(func: Any) -> bool:

@@ -26,6 +26,7 @@ from reference import rank_order_hook, wire_dtype_hook
 
 from . import optimizers
 from .events import EVENTS
+from .features import BATCHES_COPIES
 from .neighbour import shared_device
 from .nets import NETS
 from .program import Choices, Event, Program
@@ -65,7 +66,7 @@ class Part:
             static_graph=script.get("static_graph", False),
             broadcast_buffers=script.get("broadcast_buffers", True),
             **({"bucket_cap_mb": 5e-4} if script.get("small_buckets") else {}),
-            **({"batched_grad_copy": True} if script.get("batched_grad_copy") else {}),
+            **({"batched_grad_copy": True} if BATCHES_COPIES and script.get("batched_grad_copy") else {}),
         )
         self.optimizers = optimizers.make(optimizer, self.net.parameters()) if optimizer else []
         self.state: Any = None
