@@ -59,7 +59,8 @@ class UpdateWrites:
         self._counters = counters
         self._caches = caches
         self._add_up = add_up
-        self._originals = [dict(_readable(each)) for each in places(optimizer)]
+        self._groups = list(optimizer.param_groups)
+        self._originals = [dict(_readable(each)) for each in self._own()]
         self._kept: set[_Place] = set()  # what the step has set itself
         self._given: dict[_Place, Any] = {}
         self._left: list[Settings] = []
@@ -69,7 +70,7 @@ class UpdateWrites:
 
         The script may change both from now on.
         """
-        own = places(self._optimizer)
+        own = self._own()
         self._kept |= {
             (place, key)
             for place, (now, original) in enumerate(zip(own, self._originals, strict=True))
@@ -97,7 +98,7 @@ class UpdateWrites:
             DifferentWrites: if updates have changed something that is not known to be changed alike, and that does not
                 add up.
         """
-        own = places(self._optimizer)
+        own = self._own()
         for place, (made, then) in enumerate(zip(places(stand_in), before, strict=True)):
             for key, value in _readable(made):
                 if value is not then.get(key):
@@ -109,6 +110,10 @@ class UpdateWrites:
                     raise self._different((place, key))
             if self._caches:
                 self._give_caches(own[place], made, place)
+
+    def _own(self) -> list[Settings]:
+        """The ``places`` of the optimizer, with the param groups that it had at ``step()``: scripts add some later."""
+        return [*self._groups, *places(self._optimizer)[-2:]]
 
     def _give(self, own: Settings, at: _Place, value: Any) -> None:
         place, key = at

@@ -30,9 +30,13 @@ def _updates(optimizer: Writes, counters: frozenset[str] = frozenset(), state: A
     snapshot = OptimizerSnapshot(optimizer, state, counters=counters)
     snapshot.leave_alone()
     for parameter in reversed(optimizer.param_groups[0]["params"]):
-        memory = Parameter(parameter.detach())
-        memory.grad = torch.ones(2)
-        snapshot.step({0: [ToUpdate(parameter, memory)]})
+        _update(snapshot, parameter)
+
+
+def _update(snapshot: OptimizerSnapshot, parameter: Any) -> None:
+    memory = Parameter(parameter.detach())
+    memory.grad = torch.ones(2)
+    snapshot.step({0: [ToUpdate(parameter, memory)]})
 
 
 def _count(optimizer: Any, group: dict[str, Any], p: Any) -> None:
@@ -70,6 +74,15 @@ def test_an_update_that_only_reads_a_count_of_others_reads_what_it_was_at_step()
     optimizer = Writes(3, lambda self, group, p: (read.append(group["seen"] * 2.0), _count(self, group, p)))
     _updates(optimizer)
     assert read == [0.0, 0.0, 0.0] and optimizer.param_groups[0]["seen"] == 2
+
+
+def test_a_group_that_was_added_since_step_takes_nothing() -> None:
+    optimizer = Writes(2, lambda self, group, p: setattr(self, "begun", True))
+    snapshot = OptimizerSnapshot(optimizer, counters=frozenset())
+    snapshot.leave_alone()
+    optimizer.add_param_group({"params": [Parameter(torch.ones(2))]})
+    _update(snapshot, optimizer.param_groups[0]["params"][0])
+    assert optimizer.begun and "begun" not in optimizer.param_groups[1]  # type: ignore[attr-defined]
 
 
 def test_what_a_script_has_set_since_step_stays() -> None:
