@@ -18,7 +18,7 @@ from ddp_crossover.watching.values import same
 
 _STEPS = 6
 _STEP_OF_ZEROS = 2
-_DTYPES = (torch.float32, torch.float64)
+DTYPES_ALIKE = (torch.float32, torch.float64)
 _OTHER_WAYS = ("fused", "capturable", "differentiable")
 
 
@@ -29,7 +29,7 @@ def may_use_foreach(optimizer: Optimizer) -> bool:
         and all("foreach" in group and group["foreach"] is None for group in optimizer.param_groups)
         and not any(group.get(way) for group in optimizer.param_groups for way in _OTHER_WAYS)
         and not any(isinstance(value, Tensor) for group in optimizer.param_groups for value in group.values())  # `lr`
-        and all(p.device.type == "cpu" and p.dtype in _DTYPES for p in optimizer_parameters(optimizer))
+        and all(p.device.type == "cpu" and p.dtype in DTYPES_ALIKE for p in optimizer_parameters(optimizer))
     )
 
 

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ddp_crossover.torch_internals.operations import Memory, memory_of
+from ddp_crossover.watching.foreach import DTYPES_ALIKE
 from ddp_crossover.watching.lazy_state import LazyState
+from ddp_crossover.watching.values import writable_parts
 
 _COUNTS = frozenset(("step", "mu_product"))  # of torch's own optimizers, in a dtype of their own
-_DTYPES_OF_COUNTS = (torch.float32, torch.float64)
 
 
 class Entries(NamedTuple):
     """What is known of all entries.
 
     Attributes:
-        share_a_tensor: whether two parameters have one tensor, which a step then changes once for each.
+        share_memory: whether two parameters have a part in common, which a step then changes once for each.
         are_usual: whether each holds tensors alone, in the dtype of its parameter, as torch's own optimizers make them.
             A step takes others, such as whole numbers of steps; with ``foreach=True`` it does not.
     """
 
-    share_a_tensor: bool
+    share_memory: bool
     are_usual: bool
 
 
@@ -42,23 +44,47 @@ def entries_of_state(optimizer: Optimizer) -> Entries:
 
 def why_entries_depend(optimizer: Optimizer) -> str | None:
     """Why the update of one parameter changes the state of another one; None if it does not."""
-    if not entries_of_state(optimizer).share_a_tensor:
+    if not entries_of_state(optimizer).share_memory:
         return None
-    return "parameters share a tensor of its state, which each update changes. Give each a tensor of its own"
+    return "parameters share a part of its state, which each update changes. Give each a copy of its own"
 
 
 def _look(state: dict[Any, Any]) -> Entries:
-    ids: set[int] = set()
-    count, are_usual = 0, True
-    for parameter, entry in dict.items(state):  # the methods of a LazyState would count as a look of others
-        if not isinstance(parameter, Tensor) or not isinstance(entry, dict):
-            continue
-        for name, value in entry.items():
-            if isinstance(value, Tensor):
-                ids.add(id(value))
-                count += 1
-                is_count = name in _COUNTS and value.dtype in _DTYPES_OF_COUNTS
-                are_usual = are_usual and (value.dtype is parameter.dtype or is_count)
-            elif value is not None:  # as of SGD without momentum
-                are_usual = False
-    return Entries(len(ids) < count, are_usual)
+    # The methods of a LazyState would count as a look of others.
+    entries = [(key, entry) for key, entry in dict.items(state) if isinstance(key, Tensor)]
+    return Entries(
+        share_memory=_share_memory([entry for _, entry in entries]),
+        are_usual=all(_is_usual(parameter, entry) for parameter, entry in entries if isinstance(entry, dict)),
+    )
+
+
+def _share_memory(entries: Sequence[Any]) -> bool:
+    """Whether two entries have one list, dict or object, or tensors whose memory overlaps."""
+    owner: dict[int, int] = {}
+    places: list[tuple[Memory, int]] = []
+    for number, entry in enumerate(entries):
+        for part in writable_parts(entry):
+            if owner.setdefault(id(part), number) != number:
+                return True
+            place = memory_of(part) if isinstance(part, Tensor) else None
+            if place is not None and place.storage:
+                places.append((place, number))
+    places.sort()
+    reached, by = Memory(0, 0, 0), -1
+    for place, number in places:
+        if place.storage == reached.storage and place.start < reached.stop and number != by:
+            return True
+        if place.storage != reached.storage or place.stop > reached.stop:
+            reached, by = place, number
+    return False
+
+
+def _is_usual(parameter: Tensor, entry: dict[Any, Any]) -> bool:
+    return all(
+        value is None  # as of SGD without momentum
+        or (
+            isinstance(value, Tensor)
+            and (value.dtype is parameter.dtype or (name in _COUNTS and value.dtype in DTYPES_ALIKE))
+        )
+        for name, value in entry.items()
+    )

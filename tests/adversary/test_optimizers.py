@@ -285,7 +285,7 @@ class UsedInAnotherOrder(nn.Module):
         return self.last(self.middle(self.first(x).relu()).relu())
 
 
-@adversarial(fallback="share a tensor of its state")
+@adversarial(fallback="share a part of its state")
 def test_one_number_of_steps_for_all_parameters(run: Script) -> None:
     """Torch's loop counts it once for each parameter, in the order of the param group."""
     model, optimizer = run.train(UsedInAnotherOrder(), AdamW, lr=0.01)

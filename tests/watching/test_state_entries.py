@@ -26,7 +26,7 @@ def _stepped(kind: Any, **settings: Any) -> Optimizer:
 @pytest.mark.parametrize(("kind", "settings"), [(AdamW, {"amsgrad": True}), (SGD, {"momentum": 0.9}), (SGD, {})])
 def test_as_torch_makes_them(kind: Any, settings: dict[str, Any]) -> None:
     optimizer = _stepped(kind, **settings)
-    assert entries_of_state(optimizer) == Entries(share_a_tensor=False, are_usual=True)
+    assert entries_of_state(optimizer) == Entries(share_memory=False, are_usual=True)
     assert why_entries_depend(optimizer) is None
 
 
@@ -34,14 +34,14 @@ def test_one_count_for_all() -> None:
     optimizer, count = _stepped(AdamW), torch.tensor(5.0)
     for entry in optimizer.state.values():
         entry["step"] = count
-    assert "share a tensor" in str(why_entries_depend(optimizer))
+    assert "share a part" in str(why_entries_depend(optimizer))
 
 
 @pytest.mark.parametrize("count", [torch.tensor(5), 5], ids=["int64", "a number"])
 def test_counts_of_another_kind(count: Any) -> None:
     optimizer = _stepped(AdamW)
     optimizer.state[optimizer.param_groups[0]["params"][0]]["step"] = count
-    assert entries_of_state(optimizer) == Entries(share_a_tensor=False, are_usual=False)
+    assert entries_of_state(optimizer) == Entries(share_memory=False, are_usual=False)
 
 
 def test_they_are_looked_at_again_after_others_have() -> None:
@@ -52,4 +52,43 @@ def test_they_are_looked_at_again_after_others_have() -> None:
     assert entries_of_state(optimizer) is known
     for p in optimizer.param_groups[0]["params"]:
         optimizer.state[p]["step"] = count
-    assert entries_of_state(optimizer).share_a_tensor
+    assert entries_of_state(optimizer).share_memory
+
+
+def _one_part(parts: Any) -> Optimizer:
+    """Each parameter gets the next of these parts as a further entry of its state."""
+    optimizer = _stepped(AdamW)
+    for entry, part in zip(optimizer.state.values(), parts, strict=True):
+        entry["part"] = part
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("parts", "share"),
+    [
+        (torch.tensor(7.0).expand(2).unbind(), True),
+        (torch.zeros(6).unfold(0, 4, 2).unbind(), True),
+        (torch.zeros(6).view(2, 3).unbind(), False),
+        ([[0, 1.0]] * 2, True),
+        ([[0, 1.0], [0, 1.0]], False),
+        ([(torch.zeros(0),)] * 2, True),
+        ([torch.zeros(0), torch.zeros(0)], False),
+    ],
+    ids=["expanded", "overlapping", "parts of one buffer", "a list", "lists", "one empty tensor", "empty tensors"],
+)
+def test_memory_that_two_entries_share(parts: Any, share: bool) -> None:
+    assert entries_of_state(_one_part(parts)).share_memory == share
+
+
+def test_one_entry_for_all() -> None:
+    optimizer = _stepped(AdamW)
+    entry = {"step": 7}
+    optimizer.state.update((parameter, entry) for parameter in optimizer.param_groups[0]["params"])
+    assert entries_of_state(optimizer).share_memory
+
+
+def test_one_parameter_may_have_a_part_twice() -> None:
+    optimizer = _stepped(AdamW)
+    for entry in optimizer.state.values():
+        entry["again"] = entry["exp_avg"]
+    assert not entries_of_state(optimizer).share_memory

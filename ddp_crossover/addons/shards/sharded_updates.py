@@ -51,6 +51,7 @@ from ddp_crossover.torch_internals.autograd import unrecorded
 from ddp_crossover.watching.caches import why_no_shards
 from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate
 from ddp_crossover.watching.outside_settings import Outside
+from ddp_crossover.watching.state_entries import why_entries_depend
 from ddp_crossover.watching.update_guard import UnforeseenError, guarded
 
 _AT_ONCE = (
@@ -189,7 +190,7 @@ class ShardedUpdates(DeferredUpdates):
             self.flush()
             return None
         self._optimizers.look_again(optimizer)
-        reason = self._optimizers.why_not(optimizer) or why_call_waits(args, kwargs)
+        reason = self._optimizers.why_not(optimizer) or why_call_waits(args, kwargs) or why_entries_depend(optimizer)
         reason = reason or why_attributes_matter(optimizer) or self._why_not_in_slices(optimizer)
         reason = reason or why_no_shards(optimizer, self._optimizers.verdict(optimizer).counters)
         if user_closure is not None and not self._optimizers.verdict(optimizer).calls_closure:
