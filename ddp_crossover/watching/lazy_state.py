@@ -147,6 +147,8 @@ def make_state_plain(optimizer: Optimizer, model: object) -> None:
     state = getattr(optimizer, "state", None)  # a class that skips ``Optimizer.__init__`` may have none
     if isinstance(state, LazyState):
         state.before_look.pop(model, None)
-        if not state.before_look and sys.getrefcount(state) <= _OWN_REFERENCES:
+        if state.before_look:
+            return
+        vars(optimizer).pop("__getstate__", None)  # which refers to it
+        if sys.getrefcount(state) <= _OWN_REFERENCES:
             optimizer.state = defaultdict(state.default_factory, state)
-            vars(optimizer).pop("__getstate__", None)
