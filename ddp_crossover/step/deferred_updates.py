@@ -30,7 +30,7 @@ from ddp_crossover.pending.slots import Slot
 from ddp_crossover.pipeline.gathers import Gathers, GradientGathers
 from ddp_crossover.report.stats import FallbackLog
 from ddp_crossover.step.after_update import AfterUpdate
-from ddp_crossover.step.step_call import Deferrable, StepCall, why_call_waits
+from ddp_crossover.step.step_call import Deferrable, StepCall, closure_of, why_call_waits, why_closure_waits
 from ddp_crossover.step.update_runner import DeferredUpdate, UpdateRunner, run_updates
 from ddp_crossover.torch_internals.optimizers import has_hooks, move_to_back, move_to_front, step_pre_hooks
 from ddp_crossover.watching.caches import caches_among, why_updates_may_differ
@@ -44,6 +44,7 @@ _TOO_LATE = (
     "it is called between a forward and its backward, which will overwrite the gradients. To have updates deferred, "
     "call step() before the next forward"
 )
+_CLOSURE_WITH_SHARED_STATE = "it was called with a closure, and its state has entries that belong to no parameter"
 
 
 class Reductions(Protocol):
@@ -267,18 +268,18 @@ class DeferredUpdates:
             make_state_plain(optimizer, self)
             return self._step_as_it_is(optimizer, args, kwargs)
         self._finish_last_step(optimizer, pipeline)
-        user_closure = closure_of(args, kwargs)
-        reason = self._optimizers.why_not(optimizer) or why_call_waits(args, kwargs) or why_state_is_shared(optimizer)
-        reason = reason or why_entries_depend(optimizer)
-        if reason is None and pipeline.awaits_backward:
-            reason = _TOO_LATE
-        verdict = self._optimizers.verdict(optimizer)
-        if reason is None and user_closure is not None and not verdict.calls_closure:
-            reason = "it was called with a closure, which its step() does not call exactly once"
-        if reason is None and user_closure is not None and shared_state(optimizer):
-            reason = "it was called with a closure, and its state has entries that belong to no parameter"
+        user_closure, verdict = closure_of(args, kwargs), self._optimizers.verdict(optimizer)
         caches = caches_among(optimizer, verdict.counters)
-        reason = reason or why_updates_may_differ(optimizer, caches)
+        reason = (
+            self._optimizers.why_not(optimizer)
+            or why_call_waits(args, kwargs)
+            or why_state_is_shared(optimizer)
+            or why_entries_depend(optimizer)
+            or (_TOO_LATE if pipeline.awaits_backward else None)
+            or why_closure_waits(user_closure, verdict)
+            or (_CLOSURE_WITH_SHARED_STATE if user_closure is not None and shared_state(optimizer) else None)
+            or why_updates_may_differ(optimizer, caches)
+        )
         if reason is not None:
             self._note_waits(optimizer, reason)
         # Hooks that were added since the last step run after this one, in this step only.
@@ -444,11 +445,6 @@ def _parameters_of_models(optimizer: Optimizer, but: DeferredUpdates | None = No
 def _owners_of(optimizer: Optimizer) -> list[DeferredUpdates]:
     """Those that defer updates of this optimizer: one for each attached model."""
     return [hook.__self__ for hook in step_pre_hooks(optimizer) if is_ours(hook)]
-
-
-def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The closure that ``step()`` was called with, or None."""
-    return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
 def is_ours(hook: Any) -> bool:

@@ -16,6 +16,7 @@ from ddp_crossover.torch_internals.autograd import keeps_overwritten_values
 from ddp_crossover.torch_internals.compiled import called_by_compiled_code
 from ddp_crossover.watching.lazy_state import make_state_lazy
 from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, StandIn
+from ddp_crossover.watching.separability import Verdict
 
 _KEPT = (
     "has a gradient whose memory the script keeps over backward (the tensor itself, a view of it, or a flat buffer). "
@@ -38,6 +39,18 @@ def why_call_waits(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | No
             "update overwrites. Call it outside of that context"
         )
     return None
+
+
+def closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The closure that ``step()`` was called with, or None."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
+def why_closure_waits(closure: Any, verdict: Verdict) -> str | None:
+    """Return why a step that was called with this closure cannot be divided in it, or None."""
+    if closure is None or verdict.calls_closure:
+        return None
+    return "it was called with a closure, which its step() does not call exactly once"
 
 
 class StepCall:

@@ -100,12 +100,13 @@ class UpdateWrites:
         """
         own = self._own()
         for place, (made, then) in enumerate(zip(places(stand_in), before, strict=True)):
+            deleted = dict(then)
             for key, value in _readable(made):
-                if value is not then.get(key):
+                if value is not deleted.pop(key, None):
                     self._give(own[place], (place, key), value)
                 elif self._is_written(place, key, value):
                     raise self._different((place, key))
-            for key in dict(_readable(then)).keys() - dict(_readable(made)).keys():
+            for key in deleted:
                 if not self._is_counter(place, key):
                     raise self._different((place, key))
             if self._caches:

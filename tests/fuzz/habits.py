@@ -262,6 +262,16 @@ class CountsLate(_OneByOne):
         return gradient
 
 
+class SetsLate(_OneByOne):
+    """Sets an attribute in some step, not in the first ones, and reads it in the next ones."""
+
+    def direction(self, p: Tensor, gradient: Any, state: dict[str, Any]) -> Tensor:
+        state["step"] = step = state.get("step", 0) + 1
+        if step == EACH:
+            self.late = 2.0
+        return gradient * getattr(self, "late", 1.0) if step > EACH else gradient
+
+
 class DecaysGradient(OwnOptimizer):
     """Adds weight decay to the gradient, in place."""
 
@@ -467,6 +477,7 @@ HABITS: dict[str, Callable[[Sequence[Tensor]], Optimizer]] = {
     "begins_for_all": BeginsForAll,
     "counts_in_object": CountsInObject,
     "counts_late": CountsLate,
+    "sets_late": SetsLate,
     "looks_up": LooksUp,
     "has_object": HasObject,
     "decays_gradient": DecaysGradient,

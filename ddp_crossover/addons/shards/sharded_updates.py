@@ -44,8 +44,8 @@ from ddp_crossover.pending.pending_gradient import PendingGrad
 from ddp_crossover.pending.slots import Slot
 from ddp_crossover.pipeline.gathers import Gathers
 from ddp_crossover.report.stats import FallbackLog
-from ddp_crossover.step.deferred_updates import DeferredUpdates, EarlyAnswers, Reductions, closure_of, is_ours
-from ddp_crossover.step.step_call import why_call_waits
+from ddp_crossover.step.deferred_updates import DeferredUpdates, EarlyAnswers, Reductions, is_ours
+from ddp_crossover.step.step_call import closure_of, why_call_waits, why_closure_waits
 from ddp_crossover.step.update_runner import DeferredUpdate, as_if_called_by_the_user, is_aligned
 from ddp_crossover.torch_internals.autograd import unrecorded
 from ddp_crossover.watching.caches import why_no_shards
@@ -190,11 +190,16 @@ class ShardedUpdates(DeferredUpdates):
             self.flush()
             return None
         self._optimizers.look_again(optimizer)
-        reason = self._optimizers.why_not(optimizer) or why_call_waits(args, kwargs) or why_entries_depend(optimizer)
-        reason = reason or why_attributes_matter(optimizer) or self._why_not_in_slices(optimizer)
-        reason = reason or why_no_shards(optimizer, self._optimizers.verdict(optimizer).counters)
-        if user_closure is not None and not self._optimizers.verdict(optimizer).calls_closure:
-            reason = reason or "it was called with a closure, which its step() does not call exactly once"
+        verdict = self._optimizers.verdict(optimizer)
+        reason = (
+            self._optimizers.why_not(optimizer)
+            or why_call_waits(args, kwargs)
+            or why_entries_depend(optimizer)
+            or why_attributes_matter(optimizer)
+            or self._why_not_in_slices(optimizer)
+            or why_no_shards(optimizer, verdict.counters)
+            or why_closure_waits(user_closure, verdict)
+        )
         if reason is not None:
             raise RuntimeError(f"{type(optimizer).__name__}.step() cannot update shards, because {reason}")
         if self.pipeline is not None:
@@ -220,7 +225,7 @@ class ShardedUpdates(DeferredUpdates):
             self._call = _Call(stand_in, snapshot, group_of)
             return loss
 
-        if user_closure is None and not self._optimizers.verdict(optimizer).calls_closure:
+        if user_closure is None and not verdict.calls_closure:
             closure()
             return (stand_in.optimizer,), {}
         return (stand_in.optimizer,), {"closure": closure}
