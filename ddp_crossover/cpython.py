@@ -1,11 +1,13 @@
-"""What CPython tells of code without running it: the names that bytecode looks up, and which classes C defines."""
+"""What CPython tells: the names that code looks up, without running it, which classes C defines, where threads are."""
 
 from __future__ import annotations
 
 import dis
 import enum
+import gc
+import sys
 from collections.abc import Iterator
-from types import CodeType
+from types import CodeType, FrameType
 
 # Of what a class statement makes; since Python 3.12 also of many classes of C, but these are immutable.
 _HEAP_TYPE = 1 << 9
@@ -41,3 +43,19 @@ def with_inner(code: CodeType) -> Iterator[CodeType]:
 def is_of_c(kind: type) -> bool:
     """Whether C defines this class, so that its objects may keep state that Python does not see, as files do."""
     return kind.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) != _HEAP_TYPE
+
+
+def frames_of_threads() -> dict[int, FrameType]:
+    """The frame that each thread is in, by the identifier of the thread.
+
+    CPython 3.11 holds a lock of the interpreter while it makes the dict, and may collect garbage there. A finalizer in
+    Python lets other threads run; one that begins or ends waits for that lock, and the process hangs. From 3.12 on no
+    garbage is collected inside of a function of C.
+    """
+    if sys.version_info >= (3, 12) or not gc.isenabled():
+        return sys._current_frames()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        gc.enable()

@@ -20,6 +20,7 @@ import time
 from types import CodeType
 from typing import Final, NamedTuple
 
+from ddp_crossover.cpython import frames_of_threads
 from ddp_crossover.own_threads import is_own
 
 # Threads that use no parameters: ours, those of data loaders (`multiprocessing` and pinning), tqdm and tensorboard.
@@ -106,7 +107,7 @@ class OtherThreads:
         this = threading.get_ident()
         places = {
             ident: _Place(frame.f_code, frame.f_lasti)
-            for ident, frame in sys._current_frames().items()
+            for ident, frame in frames_of_threads().items()
             if ident != this and frame.f_code not in _WAITS and not is_own(ident)
         }
         return {ident: place for ident, place in places.items() if not self._is_settled(ident)}

@@ -45,7 +45,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from ddp_crossover.cpython import Lookup, is_of_c, lookups, with_inner
+from ddp_crossover.cpython import Lookup, frames_of_threads, is_of_c, lookups, with_inner
 from ddp_crossover.torch_internals.compiled import is_compiled_function
 from ddp_crossover.torch_internals.optimizers import attributes_of
 from ddp_crossover.watching.outside_values import ABSENT, OutsideValues, Place, is_fixed, is_plain, leaves
@@ -313,7 +313,7 @@ def _codes_of_module(variables: dict[str, Any]) -> Iterator[CodeType]:
 
 def _is_script(variables: dict[str, Any]) -> bool:
     """Whether more than the functions of this module may change its globals: lines that still run, or ``globals()``."""
-    frames: Iterable[FrameType | None] = sys._current_frames().values()
+    frames: Iterable[FrameType | None] = frames_of_threads().values()
     while frames := [frame for frame in frames if frame is not None]:
         if any(frame.f_globals is variables and frame.f_code.co_name == "<module>" for frame in frames):
             return True

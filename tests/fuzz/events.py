@@ -541,7 +541,8 @@ def all_reduced(run: Run) -> Any:
 
 @event
 def attached_again(run: Run) -> None:
-    if all(part.state is not None for part in run.parts):
+    # Between a forward and its backward DDP keeps the hook.
+    if all(part.state is not None for part in run.parts) and not run.awaits_backward:
         run.detach()
         run.attach()
 

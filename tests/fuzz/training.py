@@ -123,6 +123,7 @@ class Run:
         self.draw = random.Random(program.seed)  # the same draws in all arms and on all ranks
         self.seen: list[Any] = []
         self.raises = ""
+        self.awaits_backward = False  # a loss has raised after its forward
         self.skips = False
         self.kept: list[Any] = []
         self.batches = 0
@@ -341,6 +342,7 @@ class Run:
                 output = output + self.parts[1].ddp(x)
         if self.raises == "loss":
             self.raises = ""
+            self.awaits_backward = True
             raise Boom
         loss = nn.functional.mse_loss(output.to(y.dtype), y)
         penalty = self.script.get("penalty", "")
@@ -391,6 +393,7 @@ class Run:
                     change()
         try:
             self._optimize(step)
+            self.awaits_backward = False
         except Boom:
             self.see("raised")
         self._average_edits()
