@@ -149,6 +149,7 @@ def make_state_plain(optimizer: Optimizer, model: object) -> None:
         state.before_look.pop(model, None)
         if state.before_look:
             return
-        vars(optimizer).pop("__getstate__", None)  # which refers to it
-        if sys.getrefcount(state) <= _OWN_REFERENCES:
-            optimizer.state = defaultdict(state.default_factory, state)
+    # It refers to the lazy state, also to one that a checkpoint or a script has replaced.
+    vars(optimizer).pop("__getstate__", None)
+    if isinstance(state, LazyState) and sys.getrefcount(state) <= _OWN_REFERENCES:
+        optimizer.state = defaultdict(state.default_factory, state)

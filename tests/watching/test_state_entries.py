@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
-from ddp_crossover.watching.lazy_state import make_state_lazy
+from ddp_crossover.watching.lazy_state import make_state_lazy, make_state_plain
 from ddp_crossover.watching.state_entries import Entries, entries_of_state, why_entries_depend
 
 pytestmark = pytest.mark.quick
@@ -53,6 +54,17 @@ def test_they_are_looked_at_again_after_others_have() -> None:
     for p in optimizer.param_groups[0]["params"]:
         optimizer.state[p]["step"] = count
     assert entries_of_state(optimizer).share_memory
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_plain_optimizer_keeps_nothing_of_a_lazy_state(replaces: bool) -> None:
+    optimizer, model = _stepped(AdamW), object()
+    before = set(vars(optimizer))
+    make_state_lazy(optimizer, model, lambda: None)
+    if replaces:
+        optimizer.load_state_dict(optimizer.state_dict())
+    make_state_plain(optimizer, model)
+    assert type(optimizer.state) is defaultdict and set(vars(optimizer)) == before
 
 
 def _one_part(parts: Any) -> Optimizer:
