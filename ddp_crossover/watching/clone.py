@@ -88,9 +88,7 @@ class Clone:
     def step_one_by_one(self) -> Any:
         """Step as ``deferred_updates`` does: once without parameters, then once for each parameter."""
         gradients = {parameter: parameter.grad for parameter in self.parameters}
-        every = dotted_attributes(self.optimizer).keys() | {
-            name for group in self.optimizer.param_groups for name in group
-        }
+        every = {name for each in [*self.optimizer.param_groups, dotted_attributes(self.optimizer)] for name in each}
         caches = caches_among(self.optimizer, every - {"params", ".defaults"})
         snapshot = OptimizerSnapshot(self.optimizer, caches=caches)
         stand_in = StandIn(self.optimizer, lambda _: False)

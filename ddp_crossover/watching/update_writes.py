@@ -29,9 +29,9 @@ class DifferentWrites(RuntimeError):
     """Two updates of a step have changed something that belongs to no parameter, and not in the same way."""
 
 
-def places(optimizer: Optimizer) -> list[Settings]:
-    """The dicts of what belongs to no parameter: those of the param groups, of the attributes, and of the state."""
-    return [*optimizer.param_groups, vars(optimizer), optimizer.state]
+def places(optimizer: Optimizer, groups: Sequence[Settings]) -> list[Settings]:
+    """The dicts of what belongs to no parameter: these param groups of the optimizer, its attributes, its state."""
+    return [*groups, vars(optimizer), optimizer.state]
 
 
 class UpdateWrites:
@@ -59,7 +59,7 @@ class UpdateWrites:
         self._counters = counters
         self._caches = caches
         self._add_up = add_up
-        self._groups = list(optimizer.param_groups)
+        self._groups = list(optimizer.param_groups)  # scripts may add some before the updates
         self._originals = [dict(_readable(each)) for each in self._own()]
         self._kept: set[_Place] = set()  # what the step has set itself
         self._given: dict[_Place, Any] = {}
@@ -84,7 +84,7 @@ class UpdateWrites:
 
     def begin(self, stand_in: Optimizer) -> list[Settings]:
         """What an update begins with, which is about to run on this stand-in."""
-        made = places(stand_in)
+        made = places(stand_in, stand_in.param_groups)
         for place, key in self._given:
             if not self._is_counter(place, key):
                 start = self._start((place, key))
@@ -99,7 +99,7 @@ class UpdateWrites:
                 add up.
         """
         own = self._own()
-        for place, (made, then) in enumerate(zip(places(stand_in), before, strict=True)):
+        for place, (made, then) in enumerate(zip(places(stand_in, stand_in.param_groups), before, strict=True)):
             deleted = dict(then)
             for key, value in _readable(made):
                 if value is not deleted.pop(key, None):
@@ -113,8 +113,7 @@ class UpdateWrites:
                 self._give_caches(own[place], made, place)
 
     def _own(self) -> list[Settings]:
-        """The ``places`` of the optimizer, with the param groups that it had at ``step()``: scripts add some later."""
-        return [*self._groups, *places(self._optimizer)[-2:]]
+        return places(self._optimizer, self._groups)
 
     def _give(self, own: Settings, at: _Place, value: Any) -> None:
         place, key = at
@@ -167,7 +166,7 @@ class UpdateWrites:
                     raise self._different((place, key))
 
     def _name(self, place: int, key: Any) -> str:
-        groups = len(self._begun) - 2
+        groups = len(self._groups)
         return str(key) if place < groups else f".{key}" if place == groups else f"[{key!r}]"
 
     def _is_counter(self, place: int, key: Any) -> bool:
