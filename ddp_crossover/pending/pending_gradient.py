@@ -204,8 +204,7 @@ class PendingGrad(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _ZERO_IN_PLACE:
-            targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-            for target in targets:
+            for target in _first(args):
                 if isinstance(target, PendingGrad):
                     target.overwrite_with_zeros()
                 else:
@@ -223,19 +222,22 @@ class PendingGrad(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Called from C++ only: AccumulateGrad adds to the gradient, DDP's reducer copies from and to it.
-        written = args[0] if args and _writes_to_first(func) else None
-        if isinstance(written, PendingGrad):
-            written.is_added_to()
-        elif isinstance(written, (list, tuple)):
-            # DDP with batched_grad_copy=True. Torch does not raise versions there: see
+        written = _first(args) if args and _writes_to_first(func) else ()
+        for each in written:
+            if isinstance(each, PendingGrad):
+                each.is_added_to()
+        if args and written is args[0]:
+            # A list: DDP with batched_grad_copy=True. Torch does not raise versions there: see
             # findings/foreach_keeps_versions_of_subclasses.sh.
-            for pending in written:
-                if isinstance(pending, PendingGrad):
-                    pending.is_added_to()
             increment_version(written)
         plain_args, plain_kwargs = tree_map_only(PendingGrad, PendingGrad.resolve, (args, kwargs or {}))
         out = func(*plain_args, **plain_kwargs)
-        return written if isinstance(written, PendingGrad) else out
+        return args[0] if written and isinstance(args[0], PendingGrad) else out
+
+
+def _first(args: Sequence[Any]) -> Sequence[Any]:
+    """What is in the first argument, if that is a list of tensors; else that argument alone."""
+    return args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
 
 
 def _writes_to_first(func: Any) -> bool:
@@ -245,10 +247,7 @@ def _writes_to_first(func: Any) -> bool:
 
 def _answer_early(args: Sequence[Any]) -> Callable[..., Any] | None:
     """What may answer a call of a torch function without gathered gradients: that of the first gradient in ``args``."""
-    if not args:
-        return None
-    first = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-    found = (each._answer_early for each in first if isinstance(each, PendingGrad))
+    found = (each._answer_early for each in _first(args) if isinstance(each, PendingGrad))
     return next((answer for answer in found if answer is not None), None)
 
 
