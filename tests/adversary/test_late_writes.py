@@ -10,7 +10,7 @@ from torch import nn
 
 from adversarial import Script, adversarial
 from adversary.nets import mlp
-from own_optimizers import OwnOptimizer
+from own_optimizers import OwnOptimizer, SetsLate
 
 
 class _Spikes(OwnOptimizer):
@@ -94,19 +94,6 @@ def _of_some(net: nn.Sequential) -> torch.Tensor:
 @adversarial(cases={each.__name__: each for each in (InAttribute, InGroup, InState, AsFlag)})
 def test_what_happens_to_few_parameters_is_noted_as_by_a_whole_step(run: Script, case: Callable[[Any], Any]) -> None:
     _train(run, case)
-
-
-class SetsLate(OwnOptimizer):
-    """Sets an attribute in an update, not in the first ones, and reads it in the next ones."""
-
-    def update(self, group: dict[str, Any], parameters: list[Any]) -> None:
-        for p in parameters:
-            self.state[p]["step"] = step = self.state[p].get("step", 0) + 1
-            if step == 5:
-                self.decay = 0.5
-            elif step > 5:
-                p.mul_(1 - group["lr"] * getattr(self, "decay", 0.0))
-            p.add_(p.grad, alpha=-group["lr"])
 
 
 @adversarial()

@@ -24,6 +24,7 @@ from own_optimizers import (
     HasObject,
     LooksUp,
     OwnOptimizer,
+    SetsLate,
 )
 
 MAX_NORM = 0.1
@@ -260,16 +261,6 @@ class CountsLate(_OneByOne):
 
     def direction(self, p: Tensor, gradient: Any, state: dict[str, Any]) -> Tensor:
         return gradient
-
-
-class SetsLate(_OneByOne):
-    """Sets an attribute in some step, not in the first ones, and reads it in the next ones."""
-
-    def direction(self, p: Tensor, gradient: Any, state: dict[str, Any]) -> Tensor:
-        state["step"] = step = state.get("step", 0) + 1
-        if step == EACH:
-            self.late = 2.0
-        return gradient * getattr(self, "late", 1.0) if step > EACH else gradient
 
 
 class DecaysGradient(OwnOptimizer):

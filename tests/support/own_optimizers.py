@@ -107,6 +107,19 @@ class BeginsForAll(CountsInAttribute):
             p.add_(p.grad, alpha=-group["lr"] * self.state[p]["scale"] / self.steps)
 
 
+class SetsLate(OwnOptimizer):
+    """Sets an attribute in an update, not in the first ones, and reads it in the next ones."""
+
+    def update(self, group: dict[str, Any], parameters: list[Any]) -> None:
+        for p in parameters:
+            self.state[p]["step"] = step = self.state[p].get("step", 0) + 1
+            if step == 5:
+                self.decay = 0.5
+            elif step > 5:
+                p.mul_(1 - group["lr"] * getattr(self, "decay", 0.0))
+            p.add_(p.grad, alpha=-group["lr"])
+
+
 class LooksUp(OwnOptimizer):
     """Keeps in a table of its group, which is that of the defaults, what the step decides, as RAdam does."""
 
