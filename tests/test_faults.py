@@ -5,7 +5,6 @@ garbage.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 import time
@@ -21,7 +20,7 @@ from ddp_crossover.comm.gloo_leg import GlooScatterLeg
 from ddp_crossover.comm.gloo_link import GlooLink
 from equivalence import SGD, Case, Run, check_case, snapshot
 from failing_backward import FailingBackward
-from harness import Outcome, run_faulty_ranks
+from harness import assert_lost_peer_is_named, run_faulty_ranks
 from models import DeepNet
 
 pytestmark = pytest.mark.launches
@@ -73,23 +72,12 @@ def _leave_training() -> None:
     os._exit(0)
 
 
-def _assert_lost_peer_is_named(survivors: list[Outcome], within_s: float) -> None:
-    for outcome in survivors:
-        assert outcome.error is not None, f"rank {outcome.rank}: {outcome.result}"
-        last_line = outcome.error.strip().splitlines()[-1]
-        assert re.search(r"rank \d", last_line), outcome.error
-        assert re.search(r"(scatter|gather) leg", last_line), outcome.error
-        assert re.search(r"group \d", last_line), outcome.error
-        assert outcome.exitcode == 0
-        assert outcome.seconds < within_s
-
-
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_killed_rank_ends_the_others_with_an_error_that_names_it(world_size, where) -> None:
     outcomes = run_faulty_ranks(_train, world_size, _kill_self, where, group_timeout_s=GROUP_TIMEOUT_S)
     assert outcomes[-1].exitcode == -signal.SIGKILL
-    _assert_lost_peer_is_named(outcomes[:-1], within_s=GROUP_TIMEOUT_S + GRACE_S)
+    assert_lost_peer_is_named(outcomes[:-1], within_s=GROUP_TIMEOUT_S + GRACE_S)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
@@ -102,12 +90,12 @@ def test_a_stopped_rank_ends_the_others_within_the_timeout(where) -> None:
         group_timeout_s=GROUP_TIMEOUT_S,
         stops=frozenset({1}),
     )
-    _assert_lost_peer_is_named(outcomes[:-1], within_s=GROUP_TIMEOUT_S + GRACE_S)
+    assert_lost_peer_is_named(outcomes[:-1], within_s=GROUP_TIMEOUT_S + GRACE_S)
 
 
 def test_a_rank_that_stops_training_ends_the_others_within_the_timeout() -> None:
     outcomes = run_faulty_ranks(_train, 2, _leave_training, "step", group_timeout_s=GROUP_TIMEOUT_S)
-    _assert_lost_peer_is_named(outcomes[:-1], within_s=GROUP_TIMEOUT_S + GRACE_S)
+    assert_lost_peer_is_named(outcomes[:-1], within_s=GROUP_TIMEOUT_S + GRACE_S)
 
 
 def _wait_for_a_stopped_peer_and_get_interrupted() -> str:

@@ -18,6 +18,7 @@ Functions to run are module-level (they travel by name), their results and argum
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
@@ -89,6 +90,18 @@ def run_faulty_ranks(
         return pool.outcomes_after_faults(fn, args, timeout_s, stops)
     finally:
         pool.kill()
+
+
+def assert_lost_peer_is_named(survivors: list[Outcome], within_s: float) -> None:
+    """Each survivor has raised an error whose last line says what it waited for and of whom, and has exited."""
+    for outcome in survivors:
+        assert outcome.error is not None, f"rank {outcome.rank}: {outcome.result}"
+        last_line = outcome.error.strip().splitlines()[-1]
+        assert re.search(r"rank \d", last_line), outcome.error
+        assert re.search(r"(scatter|gather) leg", last_line), outcome.error
+        assert re.search(r"group \d", last_line), outcome.error
+        assert outcome.exitcode == 0
+        assert outcome.seconds < within_s
 
 
 class RankPool:

@@ -13,55 +13,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from ddp_crossover.comm.gloo_leg import GlooGatherLeg
-from lease_processes import Actor, LeaseProcesses
-from lease_training import Job, make_lease, same
-
-STEPS = 20  # as many as are with the lease before some without it are compared with them
-APART_S = 4e-3
-
-
-def train_on_slow_legs(directory: str | None, steps: int) -> tuple[Any, Any]:
-    """Parameters and statistics; the gather leg of each group ends later than that of the group before it."""
-    complete = GlooGatherLeg._complete
-
-    def late(leg: GlooGatherLeg, number: int = 0) -> None:
-        # The last group is used first.
-        time.sleep(APART_S * max(1, GROUPS - leg.group))
-        complete(leg, number)
-
-    with mock.patch.object(GlooGatherLeg, "_complete", late):
-        job = Job(None if directory is None else make_lease(directory))
-        for _ in range(steps):
-            job.step()
-        stats = job.state.stats()
-        return job.end(), stats
-
-
-GROUPS = 8
+from held_forward import APART_S, GROUPS, STEPS, assert_bits, others, train_on_slow_legs
+from lease_processes import LeaseProcesses
 
 
 @pytest.fixture
 def expected(on_ranks: Any) -> Any:
     return on_ranks(train_on_slow_legs, 2, None, STEPS)
-
-
-def assert_bits(seen: Any, expected: Any) -> None:
-    for (parameters, stats), (plain, _) in zip(seen, expected, strict=True):
-        assert same(parameters, plain)
-        assert stats.iterations == STEPS
-
-
-def others(processes: LeaseProcesses, seconds: float = 20.0) -> list[Actor]:
-    """A job that wants both ranks' devices all the time, in turns that are shorter than what is held."""
-    actors = [processes.actor("other", resource=f"cpu:{rank}") for rank in range(2)]
-    for actor in actors:
-        actor.start("take_turns", seconds, 3e-3, 5e-4)
-    return actors
 
 
 def test_a_held_forward_leaves_one_gap_a_step_to_the_other_job(
@@ -113,8 +74,7 @@ def test_brokers_that_are_killed_in_each_moment_of_a_held_forward_change_nothing
     on_ranks, processes: LeaseProcesses, lease_directory: Path, expected: Any
 ) -> None:
     kills: list[int] = []
-    for rank in range(2):
-        processes.actor("other", resource=f"cpu:{rank}", spawn_broker=True).start("take_turns", 20.0, 3e-3, 5e-4)
+    others(processes, spawn_broker=True)
 
     def kill_broker(count: int) -> None:
         with suppress(OSError):  # there is none at the moment
