@@ -36,7 +36,6 @@ from ddp_crossover.comm.gloo_threads import GlooThreads
 from ddp_crossover.comm.leg import Failures, HostWait, Latch, Leg, ScatterLeg
 from ddp_crossover.comm.meter import LinkMeter
 from ddp_crossover.comm.nodes import Nodes
-from ddp_crossover.comm.round import Slice
 from ddp_crossover.comm.rounds import rounds_of
 from ddp_crossover.comm.sums import ScratchPool
 from ddp_crossover.own_threads import refuse_to_wait
@@ -82,7 +81,11 @@ class GlooCommContext:
 
 
 class GlooLeg(Leg):
-    """A leg whose end other threads report through a :class:`Latch`."""
+    """A leg whose end other threads report through a :class:`Latch`.
+
+    Attributes:
+        ended: set when it has ended.
+    """
 
     group = -1
     is_gather = False
@@ -91,17 +94,17 @@ class GlooLeg(Leg):
     def __init__(self, context: GlooCommContext, label: str) -> None:
         self.label = label
         self._context = context
-        self._done = Latch()
+        self.ended = Latch()
         self._ended_s = 0.0
         self._error: BaseException | None = None
 
     def wait(self, host_wait: HostWait | None = None) -> None:
         context = self._context
-        if not self._done.is_set:
+        if not self.ended.is_set:
             refuse_to_wait()
             start_s = time.perf_counter()
             context.begin_wait()
-            while not self._done.wait(-1 if host_wait is None else host_wait.poll()):
+            while not self.ended.wait(-1 if host_wait is None else host_wait.poll()):
                 pass
             context.end_wait()
             context.meter.clock.waited(start_s, self.label, self.group, for_gather=self.is_gather)
@@ -111,13 +114,13 @@ class GlooLeg(Leg):
             raise context.failures.describe(self.label, self._error) from self._error
 
     def is_done(self) -> bool:
-        return self._done.is_set
+        return self.ended.is_set
 
     def finish(self, error: BaseException | None = None) -> None:
         """End the leg and wake its waiters; with an ``error``, their waits raise."""
         self._error = error
         self._ended_s = time.perf_counter()
-        self._done.set()
+        self.ended.set()
         self._context.open_legs.discard(self)
 
     def _note_open(self) -> None:
@@ -125,7 +128,7 @@ class GlooLeg(Leg):
         # was never queued would never end.
         open_legs = self._context.open_legs
         open_legs.add(self)
-        if self._done.is_set:
+        if self.ended.is_set:
             open_legs.discard(self)
 
     def _end(self, error: BaseException | None) -> None:
@@ -243,7 +246,7 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
 
     def _end(self, error: BaseException | None) -> None:
         super()._end(error)
-        self._context.threads.posting.wake()  # its gather leg has become ready
+        self._context.threads.posting.is_ready(self.ended)
 
 
 class AnnouncedLegs:
@@ -297,6 +300,7 @@ class GlooGatherLeg(GlooLeg):
     ) -> None:
         super().__init__(context, f"gather leg of fusion group {scatter.group}")
         self.scatter = scatter
+        self.ready = scatter.ended
         self.urgency = urgency
         self.paced = paced
         self.group = scatter.group
@@ -309,9 +313,6 @@ class GlooGatherLeg(GlooLeg):
         self.times = context.meter.clock.leg_started("gather", self.group)
         context.threads.posting.put_gather(self)
         self._note_open()
-
-    def is_ready(self) -> bool:
-        return self.scatter.is_done()
 
     def post(self) -> None:
         """Send our reduced slice to all peers, or with nodes those of the first round. Runs on the posting thread."""
@@ -389,8 +390,8 @@ class GlooSmallGather(GlooLeg):
         messages = self._context.messages
         own = self.rows[messages.rank]
         try:
-            posted = messages.receive([Slice(peer, self.rows[peer]) for peer in messages.peers], self._tag)
-            posted += messages.send([Slice(peer, own) for peer in messages.peers], self._tag)
+            posted = messages.receive([(peer, self.rows[peer]) for peer in messages.peers], self._tag)
+            posted += messages.send([(peer, own) for peer in messages.peers], self._tag)
         except Exception as error:
             self.finish(error)
             return

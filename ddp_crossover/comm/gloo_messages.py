@@ -15,9 +15,9 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -122,12 +122,8 @@ class MessageKind(enum.IntEnum):
     GATHER_AGAIN = 3
 
 
-class Message(NamedTuple):
-    """A send or a receive that was posted."""
-
-    peer: int
-    work: dist.Work
-    is_send: bool
+# A send or a receive that was posted: of which peer, its work, whether it is a send. Each leg makes four or more.
+Message = tuple[int, dist.Work, bool]
 
 
 def message_tag(kind: MessageKind, iteration: int, group: int) -> int:
@@ -142,6 +138,9 @@ def small_exchange_tag(number: int) -> int:
 
 class PeerMessages:
     """Sends slices to the peers of one process group, and receives theirs. Only :meth:`wait` blocks.
+
+    Posts by methods of the groups: around these, ``isend`` and ``irecv`` call a dozen functions for each message, which
+    take longer than the message on a thread that wakes up for each leg.
 
     Args:
         process_groups: groups of the same ranks, a connection to each peer each; their backend is gloo.
@@ -159,48 +158,51 @@ class PeerMessages:
         self.peers = [rank for rank in range(self.world_size) if rank != self.rank]
         self._process_groups = tuple(process_groups)
         self._meter = meter
-        self._awaited: dict[int, Awaited] = {}  # by thread; takes no lock, since each thread has its own entry
+        # By thread, as in `Awaited`. Takes no lock, since each thread has its own entry.
+        self._awaited: dict[int, tuple[Message, str, bool, float]] = {}
 
     def receive(self, slices: Sequence[Slice], tag: int) -> list[Message]:
         """Post receives; empty slices are left out on both sides."""
-        return [
-            Message(peer, cast(dist.Work, dist.irecv(memory, group=group, group_src=peer, tag=tag)), False)
-            for group, peer, memory in self._parts(slices, tag)
-        ]
+        return [(peer, group.recv([part], peer, tag), False) for group, peer, part in self._parts(slices, tag)]
 
     def wait(self, messages: Sequence[Message], label: str, *, is_proof: bool = False) -> None:
         """Wait for messages of one leg, one after the other; ``label`` and ``is_proof`` are for :meth:`awaited`."""
         thread, since_s = threading.get_ident(), time.monotonic()
         is_proof = is_proof or self.world_size == 2
         try:
-            for peer, work, is_send in messages:
-                self._awaited[thread] = Awaited(peer, label, is_proof, is_send, since_s)
-                work.wait()
+            for message in messages:
+                self._awaited[thread] = (message, label, is_proof, since_s)
+                message[1].wait()
         finally:
             self._awaited.pop(thread, None)
 
     def awaited(self) -> list[Awaited]:
         """Return the messages for which threads wait now, at most one for each thread."""
-        return list(self._awaited.values())
+        return [
+            Awaited(peer, label, is_proof, is_send, since_s)
+            for (peer, _, is_send), label, is_proof, since_s in list(self._awaited.values())
+        ]
 
     def send(self, slices: Sequence[Slice], tag: int) -> list[Message]:
         """Post sends; empty slices are left out on both sides."""
-        self._meter.sent(sum(one.memory.nbytes for one in slices))
-        return [
-            Message(peer, cast(dist.Work, dist.isend(memory, group=group, group_dst=peer, tag=tag)), True)
-            for group, peer, memory in self._parts(slices, tag)
-        ]
+        self._meter.sent(sum([memory.nbytes for _, memory in slices]))
+        return [(peer, group.send([part], peer, tag), True) for group, peer, part in self._parts(slices, tag)]
 
-    def _parts(self, slices: Sequence[Slice], tag: int) -> Iterator[tuple[dist.ProcessGroup, int, Tensor]]:
+    def _parts(self, slices: Sequence[Slice], tag: int) -> list[tuple[dist.ProcessGroup, int, Tensor]]:
         """What travels in a message of its own: its group, its peer, its memory."""
         several = len(self._process_groups)
+        if several == 1:
+            [group] = self._process_groups
+            return [(group, peer, memory) for peer, memory in slices if memory.numel()]
+        parts = []
         for peer, memory in slices:
             if not memory.numel():
                 continue
             count = max(1, min(several, memory.nbytes // LEAST_PART_BYTES))
-            parts = memory.chunk(count) if count > 1 else (memory,)
-            for number, part in enumerate(parts, tag):  # few parts are not always those of the first connection
-                yield self._process_groups[number % several], peer, part
+            # Few parts are not always those of the first connection.
+            for number, part in enumerate(memory.chunk(count) if count > 1 else (memory,), tag):
+                parts.append((self._process_groups[number % several], peer, part))
+        return parts
 
     def abort(self) -> None:
         """End all waits in gloo on this rank and its peers: a timed-out receive closes all connections of its group."""
@@ -208,8 +210,7 @@ class PeerMessages:
         for peer in self.peers:
             for group in self._process_groups:
                 with contextlib.suppress(Exception):  # the timeout, which is intended
-                    receive = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=tag)
-                    cast(dist.Work, receive).wait(_ABORT)
+                    group.recv([torch.empty(1)], peer, tag).wait(_ABORT)
 
     def close(self) -> None:
         """Drop the references to the process groups: the last one of each closes its sockets."""

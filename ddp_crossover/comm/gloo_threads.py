@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import queue
 import threading
 import time
@@ -80,103 +81,129 @@ class GatherToPost(Protocol):
     Attributes:
         urgency: legs that are ready are posted in this order, smaller first; None: in the order of the calls.
         paced: whether to post the leg only when the link has almost nothing left to send.
+        ready: set when the leg can be posted.
     """
 
     urgency: int | None
     paced: bool
-
-    def is_ready(self) -> bool:
-        """Whether the leg can be posted."""
+    ready: Latch
 
     def post(self) -> None:
         """Post the leg."""
 
 
+_by_urgency: Callable[[GatherToPost], int] = operator.attrgetter("urgency")
+
+
 class PostQueue:
     """Queue of jobs for the posting thread. Any thread may put jobs.
 
-    Jobs go through an inbox that takes no Python lock: a signal handler may interrupt the thread that puts a job, and
-    wait for a leg that the posting thread has yet to post.
+    That takes no Python lock: a signal handler may interrupt the thread that puts a job, and wait for a leg that the
+    posting thread has yet to post. What is put is appended to a deque, then the thread is woken.
     """
 
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
-        self._inbox: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self._is_pacing = True
-        # Used by the posting thread only.
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._urgent: deque[Job] = deque()
         self._jobs: deque[Job] = deque()
-        self._in_order: deque[GatherToPost] = deque()
-        self._as_ready: list[GatherToPost] = []
+        self._gathers: deque[GatherToPost] = deque()
+        self._readied: deque[Latch] = deque()
+        self._is_pacing = True
         self._is_closed = False
+        # Used by the posting thread only. Legs with an urgency are either not ready, or ready and in their order.
+        self._in_order: deque[GatherToPost] = deque()
+        self._not_ready: dict[Latch, GatherToPost] = {}
+        self._as_ready: list[GatherToPost] = []
         self._held: tuple[GatherToPost | None, float] = (None, 0.0)
 
     def put_urgent(self, job: Job) -> None:
         """Queue ``job`` ahead of everything else."""
-        self._inbox.put(lambda: self._urgent.append(job))
+        self._urgent.append(job)
+        self._wakes.put(None)
 
     def put(self, job: Job) -> None:
         """Queue ``job`` after the jobs put before it, ahead of gather legs."""
-        self._inbox.put(lambda: self._jobs.append(job))
+        self._jobs.append(job)
+        self._wakes.put(None)
 
     def put_gather(self, leg: GatherToPost) -> None:
         """Queue a gather leg, to be posted when its scatter leg is done and the schedule allows it."""
-        self._inbox.put(lambda: self._sort_in(leg))
+        self._gathers.append(leg)
+        self._wakes.put(None)
 
-    def wake(self) -> None:
-        """Wake the posting thread: a scatter leg has ended, so a gather leg may be ready.
+    def is_ready(self, ready: Latch) -> None:
+        """Wake the posting thread: a scatter leg has ended, so the gather leg behind it, if it was put, is ready.
 
         Also while it waits for the link to run dry, when it posts nothing: without these looks at the backlog a step of
         64 groups took 2% longer.
         """
-        self._inbox.put(lambda: None)
+        self._readied.append(ready)
+        self._wakes.put(None)
 
     def stop_pacing(self) -> None:
         """Hold no leg back any more, because the link has failed: the remaining legs then fail at once."""
         self._is_pacing = False
-        self.wake()
+        self._wakes.put(None)
 
     def close(self) -> None:
         """Let the posting thread end after the jobs and gather legs that are ready."""
-        self._inbox.put(self._close)
+        self._is_closed = True
+        self._wakes.put(None)
 
     def next(self) -> Job | None:
         """Wait for the next job, which may post a gather leg; None once closed. Call it on the posting thread only."""
+        wakes, urgent, jobs = self._wakes, self._urgent, self._jobs
         while True:
-            while not self._inbox.empty():
-                self._inbox.get()()
-            for jobs in (self._urgent, self._jobs):
-                if jobs:
-                    return jobs.popleft()
-            if self._in_order and self._in_order[0].is_ready():
+            # Before a look at what was put: what is put after that look leaves a wake.
+            while not wakes.empty():
+                wakes.get()
+            is_closed = self._is_closed
+            if urgent:
+                return urgent.popleft()
+            if jobs:
+                return jobs.popleft()
+            if self._gathers or self._readied:
+                self._sort_in()
+            if self._in_order and self._in_order[0].ready.is_set:
                 return self._in_order.popleft().post
-            place = next((i for i, leg in enumerate(self._as_ready) if leg.is_ready()), None)
             wait_s = None
-            if place is not None:
-                leg = self._as_ready[place]
-                held = leg.paced and not self._is_closed and not self._held_for_long(leg)
-                wait_s = self.pace.idle_in_s(is_most_urgent=place == 0) if held else 0.0
+            if self._as_ready:
+                wait_s = self._held_for_s(self._as_ready[0])
                 if not wait_s:
                     self._held = (None, 0.0)  # drop the reference: a leg keeps its buffer alive
-                    return self._as_ready.pop(place).post
-            if self._is_closed:
+                    return self._as_ready.pop(0).post
+            if is_closed:
                 return None
-            with contextlib.suppress(queue.Empty):
-                self._inbox.get(timeout=wait_s)()
-                if self._jobs:
-                    # The training thread has just queued a job. Let it leave the hook first: this thread would compete
-                    # with it for the interpreter's lock and, on hosts with few cores, for a core. Without this nap a
-                    # step of 360 ms took 25 ms longer on one core.
-                    time.sleep(_YIELD_S)
+            try:
+                wakes.get(timeout=wait_s)
+            except queue.Empty:
+                continue
+            if jobs:
+                # The training thread has just queued a job. Let it leave the hook first: this thread would compete with
+                # it for the interpreter's lock and, on hosts with few cores, for a core. Without this nap a step of 360
+                # ms took 25 ms longer on one core.
+                time.sleep(_YIELD_S)
 
-    def _sort_in(self, leg: GatherToPost) -> None:
-        if leg.urgency is None:
-            self._in_order.append(leg)
-        else:
-            insort(self._as_ready, leg, key=lambda one: one.urgency or 0)
+    def _sort_in(self) -> None:
+        while self._gathers:
+            leg = self._gathers.popleft()
+            if leg.urgency is None:
+                self._in_order.append(leg)
+            elif leg.ready.is_set:
+                insort(self._as_ready, leg, key=_by_urgency)
+            else:
+                self._not_ready[leg.ready] = leg
+        while self._readied:
+            if (ready_leg := self._not_ready.pop(self._readied.popleft(), None)) is not None:
+                insort(self._as_ready, ready_leg, key=_by_urgency)
 
-    def _close(self) -> None:
-        self._is_closed = True
+    def _held_for_s(self, leg: GatherToPost) -> float:
+        """For how long not to post ``leg``, the most urgent of those that are ready, before asking again."""
+        if not leg.paced or self._is_closed or self._held_for_long(leg):
+            return 0.0
+        is_most_urgent = all(_by_urgency(leg) < _by_urgency(other) for other in self._not_ready.values())
+        return self.pace.idle_in_s(is_most_urgent=is_most_urgent)
 
     def _held_for_long(self, leg: GatherToPost) -> bool:
         if self._held[0] is not leg:

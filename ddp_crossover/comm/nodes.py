@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from ddp_crossover.comm.agreement import all_gather_json
 
 
-class Members(NamedTuple):
+@dataclass(frozen=True)
+class Members:
     """The ranks that exchange slices in one round of a leg. The slice of the i-th is number ``first + i`` of ``cuts``.
 
     Attributes:
@@ -28,17 +30,18 @@ class Members(NamedTuple):
     first: int
     cuts: int
 
-    @property
+    @cached_property
     def peers(self) -> list[tuple[int, int]]:
         """(rank, number of its slice) of all others."""
         return [(rank, self.first + i) for i, rank in enumerate(self.ranks) if i != self.own]
 
-    @property
+    @cached_property
     def own_slice(self) -> int:
         return self.first + self.own
 
 
-class Nodes(NamedTuple):
+@dataclass(frozen=True)
+class Nodes:
     """Where the ranks are.
 
     Attributes:
@@ -84,7 +87,7 @@ class Nodes(NamedTuple):
             shard_of=tuple(shard_of),
         )
 
-    @property
+    @cached_property
     def are_several(self) -> bool:
         """Whether legs have a round inside of each node, and one across nodes."""
         return len(self.local.ranks) > 1

@@ -10,12 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-
-class Slice(NamedTuple):
-    """Memory to send to one peer, or to fill with what one peer sends."""
-
-    peer: int
-    memory: Tensor
+# A peer, and the memory to send to it, or to fill with what it sends. Each leg makes two or more.
+Slice = tuple[int, Tensor]
 
 
 class Round(ABC):

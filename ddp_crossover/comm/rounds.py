@@ -46,13 +46,13 @@ class SumRound(Round):
         is_whole = len(numels) == 1
         self._parts = [[memory] if is_whole else list(memory.split(numels)) for memory in self.incoming]
         return [
-            Slice(peer, memory)
+            (peer, memory)
             for (peer, _), parts in zip(self._members.peers, self._parts, strict=True)
             for memory in parts
         ]
 
     def sends(self) -> list[Slice]:
-        return [Slice(peer, memory) for peer, number in self._members.peers for memory in self._slices(number)]
+        return [(peer, memory) for peer, number in self._members.peers for memory in self._slices(number)]
 
     def finish(self) -> None:
         weights = self._memory.buffer.weights if self._is_first else None
@@ -80,11 +80,11 @@ class CopyRound(Round):
         self._members = members
 
     def receives(self) -> list[Slice]:
-        return [Slice(peer, memory) for peer, number in self._members.peers for memory in self._slices(number)]
+        return [(peer, memory) for peer, number in self._members.peers for memory in self._slices(number)]
 
     def sends(self) -> list[Slice]:
         own = self._slices(self._members.own_slice)
-        return [Slice(peer, memory) for peer, _ in self._members.peers for memory in own]
+        return [(peer, memory) for peer, _ in self._members.peers for memory in own]
 
     def _slices(self, number: int) -> list[Tensor]:
         return self._memory.landing.slices(number, self._members.cuts)

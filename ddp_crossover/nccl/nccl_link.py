@@ -162,13 +162,13 @@ class LegsInRounds:
             incoming, outgoing = one.receives(), one.sends()
             _all_to_all(self._by_rank(incoming), self._by_rank(outgoing), group=self._process_group)
             one.finish()
-            sent_bytes += sum(part.memory.nbytes for part in outgoing)
+            sent_bytes += sum(memory.nbytes for _, memory in outgoing)
         return sent_bytes
 
     def _by_rank(self, slices: Sequence[Slice]) -> list[Tensor]:
         """One tensor for each rank, an empty one for this rank."""
         of_peers = dict(slices)
-        like = slices[0].memory
+        [(_, like), *_] = slices
         return [of_peers.get(rank, like[:0]) for rank in range(self._world_size)]
 
 

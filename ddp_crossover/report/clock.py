@@ -55,23 +55,24 @@ class CommSums(NamedTuple):
 NOT_MEASURED = CommSums(*[float("nan")] * 4)
 
 
-class _UnderWay(NamedTuple):
-    """Sums up the time in which at least one leg is under way. Immutable, so readers need no lock."""
+# The time in which at least one leg is under way: how many are, since when one is, and the sum before. Each leg makes
+# up to four, on threads whose caches are cold; a new one for each change, so that readers need no lock.
+_UnderWay = tuple[int, float, float]
 
-    legs: int = 0
-    since_s: float = 0.0
-    ended_s: float = 0.0
 
-    def with_one_more(self, now_s: float) -> _UnderWay:
-        return _UnderWay(self.legs + 1, self.since_s if self.legs else now_s, self.ended_s)
+def _with_one_more(under_way: _UnderWay, now_s: float) -> _UnderWay:
+    legs, since_s, ended_s = under_way
+    return legs + 1, since_s if legs else now_s, ended_s
 
-    def with_one_less(self, now_s: float) -> _UnderWay:
-        if self.legs > 1:
-            return self._replace(legs=self.legs - 1)
-        return _UnderWay(0, 0.0, self.ended_s + now_s - self.since_s)
 
-    def sum_s(self, now_s: float) -> float:
-        return self.ended_s + (now_s - self.since_s if self.legs else 0.0)
+def _with_one_less(under_way: _UnderWay, now_s: float) -> _UnderWay:
+    legs, since_s, ended_s = under_way
+    return legs - 1, since_s, ended_s if legs > 1 else ended_s + now_s - since_s
+
+
+def _sum_s(under_way: _UnderWay, now_s: float) -> float:
+    legs, since_s, ended_s = under_way
+    return ended_s + now_s - since_s if legs else ended_s
 
 
 class CommClock:
@@ -88,7 +89,8 @@ class CommClock:
         # For the link's threads only. The training thread reads without the lock: if it held it, a signal handler could
         # interrupt it and wait for a leg, which needs a thread that needs the lock.
         self._lock = threading.Lock()
-        self._legs = self._gather_legs = _UnderWay()
+        self._legs: _UnderWay = (0, 0.0, 0.0)
+        self._gather_legs: _UnderWay = (0, 0.0, 0.0)
         self._exposed_s = 0.0
         self._gather_exposed_s = 0.0
 
@@ -114,18 +116,18 @@ class CommClock:
         """Note that the leg is under way: its first bytes may leave from now on."""
         leg.post()
         with self._lock:
-            self._legs = self._legs.with_one_more(leg.posted_s)
+            self._legs = _with_one_more(self._legs, leg.posted_s)
             if leg.kind == "gather":
-                self._gather_legs = self._gather_legs.with_one_more(leg.posted_s)
+                self._gather_legs = _with_one_more(self._gather_legs, leg.posted_s)
 
     def leg_ended(self, leg: LegTimes) -> None:
         """Note that the leg has ended: its result is available, or it has failed."""
         now_s = time.perf_counter()
         if leg.posted_s == leg.posted_s:  # not NaN: the leg was posted before it ended
             with self._lock:
-                self._legs = self._legs.with_one_less(now_s)
+                self._legs = _with_one_less(self._legs, now_s)
                 if leg.kind == "gather":
-                    self._gather_legs = self._gather_legs.with_one_less(now_s)
+                    self._gather_legs = _with_one_less(self._gather_legs, now_s)
         if self.trace is not None:
             self.trace.add(leg.kind, leg.started_s, now_s, leg.group, leg.posted_s)
 
@@ -153,7 +155,7 @@ class CommClock:
     def sums(self) -> CommSums:
         """Sums up to now, including legs under way."""
         legs, gather_legs, now_s = self._legs, self._gather_legs, time.perf_counter()
-        return CommSums(legs.sum_s(now_s), self._exposed_s, gather_legs.sum_s(now_s), self._gather_exposed_s)
+        return CommSums(_sum_s(legs, now_s), self._exposed_s, _sum_s(gather_legs, now_s), self._gather_exposed_s)
 
     # All other spans, and all spans on CUDA, are recorded only while a trace is taken.
 

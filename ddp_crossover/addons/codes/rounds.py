@@ -71,7 +71,7 @@ class _CodesOfAllRound(_CodedRound):
     def receives(self) -> list[Slice]:
         numel = len(self._own().values)
         self._incoming = [self._payload(self._coding.scatter, numel) for _ in self._members.peers]
-        return [Slice(peer, payload) for (peer, _), payload in zip(self._members.peers, self._incoming, strict=True)]
+        return [(peer, payload) for (peer, _), payload in zip(self._members.peers, self._incoming, strict=True)]
 
     def _encoded(self, gradients: _BoundedSlice) -> Tensor:
         payload = self._payload(self._coding.scatter, len(gradients.values))
@@ -93,7 +93,7 @@ class CodedSumRound(_CodesOfAllRound):
     """Each member gets its slice of the sum of what the members' codes stand for, and makes the code of that."""
 
     def sends(self) -> list[Slice]:
-        return [Slice(peer, self._encoded(self._range(number))) for peer, number in self._members.peers]
+        return [(peer, self._encoded(self._range(number))) for peer, number in self._members.peers]
 
     def finish(self) -> None:
         coding, own, place = self._coding, self._own(), self._members.own
@@ -118,7 +118,7 @@ class SparseSumRound(_CodesOfAllRound):
 
     def sends(self) -> list[Slice]:
         self._own_code = self._encoded(self._own())
-        return [Slice(peer, self._own_code) for peer, _ in self._members.peers]
+        return [(peer, self._own_code) for peer, _ in self._members.peers]
 
     def finish(self) -> None:
         total = self._own().values
@@ -152,11 +152,11 @@ class CodedCopyRound(_CodedRound):
     def receives(self) -> list[Slice]:
         assert self._coding.gather is not None
         self._incoming = [(self._range(number).values, peer) for peer, number in self._members.peers]
-        return [Slice(peer, self._payload(self._coding.gather, len(values))) for values, peer in self._incoming]
+        return [(peer, self._payload(self._coding.gather, len(values))) for values, peer in self._incoming]
 
     def sends(self) -> list[Slice]:
         assert self._coding.payload is not None
-        return [Slice(peer, self._coding.payload) for peer, _ in self._members.peers]
+        return [(peer, self._coding.payload) for peer, _ in self._members.peers]
 
     def finish(self) -> None:
         for payload, (values, _) in zip(self._payloads, self._incoming, strict=True):
