@@ -180,6 +180,7 @@ class Pipeline:
         self.gathers = updater.gathers(self, memory)
         self._legs_ahead = legs_ahead(plan)
         self._same_buckets = False
+        self._legs_have_ended = False
 
     # Backward.
 
@@ -194,6 +195,7 @@ class Pipeline:
         self.awaits_backward = False
         for group in self.groups:
             group.reset()
+        self._legs_have_ended = False
         self._buckets.begin_backward()
         self._kept.forget_buckets()
         self.iteration += 1
@@ -382,6 +384,8 @@ class Pipeline:
         self.phase = Phase.IDLE
 
     def _end_legs(self, *, on_all_ranks: bool = True) -> None:
+        if self._legs_have_ended:
+            return
         if not self.link.is_closed:
             self.gathers.end_legs(on_all_ranks=on_all_ranks)
         with self.compute_waits.of("end of iteration") as host_wait:
@@ -389,6 +393,8 @@ class Pipeline:
                 if group.gather is not None:
                     # Protects peers that still receive from this buffer.
                     group.gather.wait(host_wait)
+        # On CUDA each stream that comes here has to wait.
+        self._legs_have_ended = self.link.streams is None and all(group.gather is not None for group in self.groups)
 
     def release(self) -> dict[str, Tensor]:
         """Return the arenas by name, for the next plan's pipeline, and end this one."""

@@ -63,10 +63,13 @@ class GatherWaits:
         index = group.spec.index
         # No profiler range if the leg is done, where it only costs time, or if `torch.jit.trace` would record it.
         unnamed = group.gather.is_done() or is_traced()
-        named = contextlib.nullcontext() if unnamed else named_range(f"ddp_crossover::wait[{index}]")
-        with named, self._compute_waits.of(index, self._all_have_arrived) as host_wait:
-            # Protects the optimizer and readers of `.grad` or of parameters from partly gathered values.
-            group.gather.wait(host_wait)
+        # Protects the optimizer and readers of `.grad` or of parameters from partly gathered values.
+        with self._compute_waits.of(index, self._all_have_arrived) as host_wait:
+            if unnamed:
+                group.gather.wait(host_wait)
+            else:
+                with named_range(f"ddp_crossover::wait[{index}]"):
+                    group.gather.wait(host_wait)
 
     def _all_have_arrived(self) -> bool:
         return all(group.gather is None or group.gather.is_done() for group in self._groups)

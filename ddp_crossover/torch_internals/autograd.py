@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch.autograd import Variable
@@ -31,12 +30,14 @@ def keeps_overwritten_values() -> bool:
     return bool(private(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled"))
 
 
-@contextlib.contextmanager
-def unrecorded() -> Iterator[None]:
+class unrecorded:
     """Hide operators in this context from profilers: one that records values would read from a cover's address."""
-    enable = private(torch.autograd, "_enable_record_function")
-    enable(False)
-    try:
-        yield
-    finally:
-        enable(True)
+
+    __slots__ = ("_enable",)
+
+    def __enter__(self) -> None:
+        self._enable = private(torch.autograd, "_enable_record_function")
+        self._enable(False)
+
+    def __exit__(self, *raised: object) -> None:
+        self._enable(True)

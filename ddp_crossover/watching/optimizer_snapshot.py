@@ -171,7 +171,8 @@ class OptimizerSnapshot:
         before = None if self._writes is None else self._writes.begin(stand_in)
         try:
             vars(stand_in).update(attributes)
-            with _attributes_of_then(updates, self._of_parameters):
+            of_then = self._of_parameters
+            with contextlib.nullcontext() if of_then is None else _attributes_of_then(updates, of_then):
                 raw_step(stand_in)(stand_in)
         finally:
             for name in attributes:
@@ -221,13 +222,8 @@ def is_of_torch(optimizer: Optimizer) -> bool:
 
 
 @contextlib.contextmanager
-def _attributes_of_then(
-    updates: Sequence[ToUpdate], attributes: Mapping[Tensor, dict[str, Any]] | None
-) -> Iterator[None]:
+def _attributes_of_then(updates: Sequence[ToUpdate], attributes: Mapping[Tensor, dict[str, Any]]) -> Iterator[None]:
     """Show a step the attributes that parameters had at ``step()``, and copy those that it sets to the parameters."""
-    if attributes is None:
-        yield
-        return
     before = [attributes.get(parameter, {}) for parameter, _ in updates]
     for (_, memory), own in zip(updates, before, strict=True):
         memory.__dict__ = dict(own)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,7 @@ class UnforeseenError(RuntimeError):
     """An optimizer has done in a deferred update what it has not done in any step that was watched."""
 
 
-@contextmanager
-def guarded(optimizer: Optimizer, outside: Outside) -> Iterator[None]:
+def guarded(optimizer: Optimizer, outside: Outside) -> AbstractContextManager[None]:
     """Context of a deferred update, in which its code finds values outside of the optimizer as they were at ``step()``.
 
     Args:
@@ -42,9 +41,11 @@ def guarded(optimizer: Optimizer, outside: Outside) -> Iterator[None]:
     Raises:
         UnforeseenError: before it talks to other ranks, or after it has drawn random numbers or changed such a value.
     """
-    if is_of_torch(optimizer):
-        yield
-        return
+    return nullcontext() if is_of_torch(optimizer) else _guarded(optimizer, outside)
+
+
+@contextmanager
+def _guarded(optimizer: Optimizer, outside: Outside) -> Iterator[None]:
     device = next((p.device for p in optimizer_parameters(optimizer)), torch.device("cpu"))
     before = random_states(device, outside.mentions)
     communicates = "torch.distributed" in outside.mentions
