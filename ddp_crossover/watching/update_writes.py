@@ -26,7 +26,10 @@ _Place = tuple[int, Any]
 
 
 class DifferentWrites(RuntimeError):
-    """Two updates of a step have changed something that belongs to no parameter, and not in the same way."""
+    """Updates have changed something that belongs to no parameter, and nobody can tell what a whole step would leave.
+
+    Two have changed it in different ways, or one of them is of a part of a parameter, whose rest is updated elsewhere.
+    """
 
 
 def places(optimizer: Optimizer, groups: Sequence[Settings]) -> list[Settings]:
@@ -177,7 +180,8 @@ class UpdateWrites:
 
     def _different(self, at: _Place) -> DifferentWrites:
         name = self._name(*at)
-        return DifferentWrites(f"its updates change {name!r}, which belongs to no parameter, in different ways")
+        how = "in different ways" if self._add_up else "and shards (shard_optimizer=True) cannot note that"
+        return DifferentWrites(f"its updates change {name!r}, which belongs to no parameter, {how}")
 
 
 class _Count(int):

@@ -62,8 +62,12 @@ def test_what_all_set_to_the_same_counts_once() -> None:
     assert optimizer.param_groups[0]["seen"] == 7
 
 
+def _raise_flag(optimizer: Any, group: dict[str, Any], p: Any) -> None:
+    optimizer.flag = True
+
+
 def test_a_flag_that_all_set_is_set() -> None:
-    optimizer = Writes(3, lambda self, group, p: setattr(self, "flag", True))
+    optimizer = Writes(3, _raise_flag)
     optimizer.flag = False
     _updates(optimizer)
     assert optimizer.flag is True
@@ -162,6 +166,9 @@ def test_what_neither_adds_up_nor_is_the_same_is_an_error(write: Any, tensor: An
         _updates(optimizer)
 
 
-def test_an_update_of_a_part_of_a_parameter_must_not_count() -> None:
-    with pytest.raises(DifferentWrites, match="'seen'"):
-        _updates(Writes(1, lambda _, group, p: group.update(seen=1)), state={})
+@pytest.mark.parametrize(("write", "what"), [(_count, "seen"), (_raise_flag, ".flag"), (_append, "tensor")])
+def test_an_update_of_a_part_of_a_parameter_notes_nothing(write: Any, what: str) -> None:
+    optimizer = Writes(2, write)
+    optimizer.param_groups[0]["tensor"] = []
+    with pytest.raises(DifferentWrites, match=f"change '{what}', .* and shards .* cannot note that"):
+        _updates(optimizer, state={})

@@ -26,9 +26,10 @@ class ErrorsOfRanks:
         self._error: Exception | None = None
 
     def keep(self, error: Exception) -> None:
-        """Keep an error of this rank until the next exchange."""
-        self._error = self._error or error
-        say(f"{error}. All ranks raise an error in their next step", logging.WARNING)
+        """Keep an error of this rank until the next exchange; of several, as of each fusion group, the first one."""
+        if self._error is None:
+            self._error = error
+            say(f"{error}. All ranks raise an error in their next step", logging.WARNING)
 
     def exchange_numbers(self, value: int) -> list[int]:
         """Send one number to all ranks; returns those of all in rank order.

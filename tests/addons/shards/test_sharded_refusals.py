@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -230,6 +231,46 @@ def test_parameters_that_share_memory_are_refused_for_as_long_as_they_do() -> No
 
 def test_refused_in_a_step() -> None:
     run_ranks(_settings_of_later, 2)
+
+
+class _NotesLate(OwnOptimizer):
+    """Sets a flag, each update to the same, in no step that a trial would see."""
+
+    noted = False
+
+    def update(self, group: dict[str, Any], parameters: list[Any]) -> None:
+        super().update(group, parameters)
+        for p in parameters:
+            self.state[p]["steps"] = steps = self.state[p].get("steps", 0) + 1
+            if steps == 16:
+                self.noted = True
+
+
+def _notes_late() -> tuple[str, int]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ddp_crossover").addHandler(handler)
+    ddp = _model()
+    optimizer = _NotesLate(ddp.parameters())
+    state = dx.attach(ddp, optimizer, shard_optimizer=True, fusion_mb=1e-4)
+    for _ in range(15):
+        optimizer.zero_grad()
+        ddp(torch.randn(3, INPUTS)).sum().backward()
+        optimizer.step()
+    assert state.plan is not None and len(state.plan.groups) > 1
+    with pytest.raises(RuntimeError) as error:
+        for _ in range(2):
+            optimizer.zero_grad()
+            ddp(torch.randn(3, INPUTS)).sum().backward()
+            optimizer.step()
+    return str(error.value), sum("All ranks raise an error" in line for line in said)
+
+
+def test_a_flag_that_shards_cannot_note_is_an_error_and_one_line_in_the_log() -> None:
+    for message, lines in run_ranks(_notes_late, 2):
+        assert "change '.noted', which belongs to no parameter, and shards" in message
+        assert lines == 1
 
 
 def _one_rank_reads() -> str:
