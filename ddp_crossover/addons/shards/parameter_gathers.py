@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from ddp_crossover.addons.shards.between_ranks import in_chunks, number_of, redistribute, require_same_parameters
 from ddp_crossover.addons.shards.errors_of_ranks import ErrorsOfRanks
+from ddp_crossover.addons.shards.own_shards import shard_to_update
 from ddp_crossover.addons.shards.ownership import Ownership, ParameterRange, everything
 from ddp_crossover.comm.fusion_buffer import FusionBuffer
 from ddp_crossover.comm.leg import LegError
@@ -366,13 +366,6 @@ def _gradient_memory(slot: Slot) -> Tensor:
     if slot.place is not None:
         return slot.place.memory[slot.place.low : slot.place.high]
     return flat_of(slot.view, slot.stride)
-
-
-def shard_to_update(elements: ParameterRange, values: Tensor, gradient: Tensor, requires_grad: bool) -> ToUpdate:
-    """A shard as an optimizer takes it: a parameter with a gradient."""
-    memory = Parameter(values, requires_grad)
-    memory.grad = gradient
-    return ToUpdate(elements, memory)
 
 
 def _elements(piece: ShardPiece) -> ParameterRange:

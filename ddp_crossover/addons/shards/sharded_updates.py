@@ -10,11 +10,10 @@ For the terms see [Note: DeAR's terms] in ``dear.py``.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +26,12 @@ from ddp_crossover.addons.shards.between_ranks import (
     redistribute,
     require_same_gradients,
     require_same_parameters,
-    sums_over_ranks,
 )
 from ddp_crossover.addons.shards.by_element import why_not_by_element
 from ddp_crossover.addons.shards.errors_of_ranks import ErrorsOfRanks
+from ddp_crossover.addons.shards.own_shards import OwnShards, ShardCall
 from ddp_crossover.addons.shards.ownership import Ownership, ParameterRange, everything, only
-from ddp_crossover.addons.shards.parameter_gathers import ParameterGathers, shard_to_update
+from ddp_crossover.addons.shards.parameter_gathers import ParameterGathers
 from ddp_crossover.addons.shards.shard_states import ShardedState, ShardStates
 from ddp_crossover.addons.shards.table import ShardTable, why_attributes_matter
 from ddp_crossover.comm.link import Link
@@ -46,37 +45,18 @@ from ddp_crossover.pipeline.gathers import Gathers
 from ddp_crossover.report.stats import FallbackLog
 from ddp_crossover.step.deferred_updates import DeferredUpdates, EarlyAnswers, Reductions, is_ours
 from ddp_crossover.step.step_call import closure_of, why_call_waits, why_closure_waits
-from ddp_crossover.step.update_runner import DeferredUpdate, as_if_called_by_the_user, is_aligned
+from ddp_crossover.step.update_runner import DeferredUpdate, as_if_called_by_the_user
 from ddp_crossover.torch_internals.autograd import unrecorded
 from ddp_crossover.watching.caches import why_no_shards
-from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate
+from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, StandIn
 from ddp_crossover.watching.outside_settings import Outside
 from ddp_crossover.watching.state_entries import why_entries_depend
-from ddp_crossover.watching.update_guard import UnforeseenError, guarded
 
 _AT_ONCE = (
     "gradients were read or replaced before optimizer.step(), so updated parameters are exchanged at once, and nothing "
     "is deferred",
     "To clip or unscale without a wait, attach with norms='sharded' (under run: --norms sharded)",
 )
-
-
-class _Call(NamedTuple):
-    """A call of ``step()``: the optimizer's settings, and the param group of each parameter to update."""
-
-    stand_in: StandIn
-    snapshot: OptimizerSnapshot
-    group_of: dict[int, int]
-
-    @property
-    def grad_scale(self) -> Tensor | None:
-        """The scale that a fused optimizer has been given by a GradScaler, to unscale gradients itself."""
-        return getattr(self.snapshot.optimizer, "grad_scale", None)
-
-    @property
-    def needs_all_shards(self) -> bool:
-        """Whether the update of one shard depends on the others."""
-        return isinstance(self.snapshot.optimizer, LayerSumOptimizer)
 
 
 class ShardedUpdates(DeferredUpdates):
@@ -125,12 +105,13 @@ class ShardedUpdates(DeferredUpdates):
         self._link = link
         self._errors = ErrorsOfRanks(link)
         self._device = params.all[0].memory.device
-        self._call: _Call | None = None
+        self._call: ShardCall | None = None
         self._has_begun = False
         self._steps_whole = False
         self._in_slices = {optimizer: {self._optimizers.settings(optimizer)} for optimizer in optimizers}
         self._layouts_seen = -1
         self.states = ShardStates(table, optimizers, link, self._device)
+        self._shards = OwnShards(params, table, self.states, link, self._device, self._errors)
         self._whole_since = -1  # the iteration in which all ranks got the whole state of all optimizers
 
     def remove(self) -> None:
@@ -218,11 +199,11 @@ class ShardedUpdates(DeferredUpdates):
                 for parameter in group["params"]
                 if parameter.grad is not None
             }
-            counters = self._optimizers.verdict(optimizer).counters
+            verdict = self._optimizers.verdict(optimizer)
             # Before the stand-in gives back what it has counted before it called this: each update counts that itself.
-            snapshot = OptimizerSnapshot(optimizer, state=self.states.of_ranges, counters=counters)
+            snapshot = OptimizerSnapshot(optimizer, state=self.states.of_ranges, counters=verdict.counters)
             stand_in.take([[] for _ in groups])
-            self._call = _Call(stand_in, snapshot, group_of)
+            self._call = ShardCall(stand_in, snapshot, verdict.outside, group_of)
             return loss
 
         if user_closure is None and not verdict.calls_closure:
@@ -303,7 +284,7 @@ class ShardedUpdates(DeferredUpdates):
             require_same_parameters(self._link, self._device, written, every)
             require_same_gradients(self._link, self._device, gradients)
 
-    def _are_legs_ready(self, call: _Call, written: Mapping[str, Tensor]) -> bool:
+    def _are_legs_ready(self, call: ShardCall, written: Mapping[str, Tensor]) -> bool:
         """Whether gather legs can carry this step's parameters."""
         pipeline, gathers = self.pipeline, self._gathers
         if pipeline is None or gathers is None or pipeline.phase is not Phase.REDUCED:
@@ -326,7 +307,7 @@ class ShardedUpdates(DeferredUpdates):
             self._layouts_seen = pipeline.layout.changes
         return True
 
-    def _step_between_legs(self, call: _Call, lazies: Sequence[LazyParam]) -> None:
+    def _step_between_legs(self, call: ShardCall, lazies: Sequence[LazyParam]) -> None:
         pipeline, gathers = self.pipeline, self._gathers
         assert pipeline is not None and gathers is not None
         slots = [pipeline.slots[index] for index in call.group_of]
@@ -336,27 +317,28 @@ class ShardedUpdates(DeferredUpdates):
         groups = gathers.in_order_of_updates(gradients)
         if call.needs_all_shards:
             shards = [gathers.begin_update(group, gradients) for group in groups]
-            self._update(call, [*itertools.chain.from_iterable(shards), *self._without_elements(call)])
+            # No local name for the others, which are views of parameters: it would count as an alias of these.
+            self._shards.update(
+                call, [*itertools.chain.from_iterable(shards), *self._shards.without_elements(call.group_of)]
+            )
             for group in groups:
                 gathers.send_update(group)
         else:
             for group in groups:
-                self._update(call, gathers.begin_update(group, gradients))
+                self._shards.update(call, gathers.begin_update(group, gradients))
                 gathers.send_update(group)
-            self._update(call, self._without_elements(call))
+            self._shards.update(call, self._shards.without_elements(call.group_of))
         self._unscale(call)
         self._make_pending(
             pipeline, [(lazies, DeferredUpdate(call.snapshot, 0, edits_gradient=False, outside=Outside()))]
         )
 
-    def _step_at_once(self, call: _Call, lazies: Sequence[LazyParam], written: Mapping[str, Tensor]) -> None:
+    def _step_at_once(self, call: ShardCall, lazies: Sequence[LazyParam], written: Mapping[str, Tensor]) -> None:
         """Update this rank's shards from whole gradients, and exchange the updated parameters at once."""
         gradients = {lazy.index: unwrapped(lazy.parameter.grad) for lazy in lazies}
         self._require_same(written, {lazy.name: gradients[lazy.index] for lazy in lazies})
-        updates = [
-            self._shard(each, gradients[each.parameter]) for each in self.states.mine if each.parameter in gradients
-        ]
-        self._update(call, updates)
+        updates = self._shards.of(gradients)
+        self._shards.update(call, updates)
         self._unscale(call)
         with unrecorded():
             mine = {each: flat_of(memory.detach(), memory.stride()) for each, memory in updates}
@@ -367,7 +349,7 @@ class ShardedUpdates(DeferredUpdates):
 
     def _write(self, lazies: Sequence[LazyParam], have: Ownership, mine: Mapping[ParameterRange, Tensor]) -> None:
         """Exchange updated elements, and put them into the parameters."""
-        whole = {lazy.index: self._flat(lazy.index, lazy.memory) for lazy in lazies}
+        whole = {lazy.index: self._shards.flat(lazy.index, lazy.memory) for lazy in lazies}
         want = everything(have, range(self._link.world_size))
         for part, values in redistribute(self._link, have, want, mine, lazies[0].memory.detach()):
             whole[part.parameter][part.start : part.stop] = values
@@ -378,57 +360,10 @@ class ShardedUpdates(DeferredUpdates):
                 lazy.memory.copy_(shaped(whole[lazy.index], one.parameter.shape, one.stride))
                 lazy.expect_version()
 
-    def _without_elements(self, call: _Call) -> list[ToUpdate]:
-        """The parameters without elements that this rank updates: no fusion group has a piece of them."""
-        empty = [each for each in self.states.mine if not each.numel and each.parameter in call.group_of]
-        # Without elements, the memory serves as the gradient as well.
-        return [self._shard(each, self._params.all[each.parameter].memory) for each in empty]
-
-    def _update(self, call: _Call, updates: Sequence[ToUpdate]) -> None:
-        if not updates and not call.needs_all_shards:
-            return
-        attributes = {}
-        if call.needs_all_shards:
-            parameter_of = {id(update.memory): update.parameter.parameter for update in updates}
-            attributes["layer_sums"] = functools.partial(
-                sums_over_ranks, self._link, self._device, sorted(call.group_of), parameter_of
-            )
-        if call.grad_scale is not None:  # the optimizer unscales gradients in place, which whole gradients must show
-            for update in updates:
-                update.memory.grad = update.memory.grad.clone() if update.memory.grad is not None else None
-        aligned = [(update, self._aligned(update)) for update in updates]
-        of_groups: dict[int, list[ToUpdate]] = {}
-        for _, update in aligned:
-            of_groups.setdefault(call.group_of[update.parameter.parameter], []).append(update)
-        optimizer = call.snapshot.optimizer
-        try:
-            with guarded(optimizer, self._optimizers.verdict(optimizer).outside):
-                call.snapshot.step(of_groups, attributes)
-        except UnforeseenError as error:
-            self._errors.keep(error)
-        with torch.no_grad():
-            for update, used in aligned:
-                if used is not update:
-                    update.memory.copy_(used.memory)
-
-    def _aligned(self, update: ToUpdate) -> ToUpdate:
-        """A whole parameter, for its owner, where it would be in memory under plain DDP, see ``is_aligned``."""
-        memory = update.memory
-        assert memory.grad is not None
-        is_whole = self._table.parameters[update.parameter.parameter].owner is not None
-        if not is_whole or (is_aligned(memory) and is_aligned(memory.grad)):
-            return update
-        return shard_to_update(
-            update.parameter, memory.detach().clone(), memory.grad.clone(), requires_grad=memory.requires_grad
-        )
-
-    def _unscale(self, call: _Call) -> None:
+    def _unscale(self, call: ShardCall) -> None:
         """Do with whole gradients what an optimizer has done that unscales gradients in place."""
-        if call.grad_scale is None:
+        if (factor := call.unscaling()) is None:
             return
-        factor = call.grad_scale.reciprocal()
-        if (found_inf := getattr(call.snapshot.optimizer, "found_inf", None)) is not None:
-            factor = torch.where(found_inf.bool(), 1.0, factor)
         pipeline = self.pipeline
         with torch.no_grad():
             for index in call.group_of:
@@ -436,25 +371,6 @@ class ShardedUpdates(DeferredUpdates):
                     slot.scale_by(factor)
                 else:
                     unwrapped(self._params.all[index].parameter.grad).mul_(factor)
-
-    # Shards of tensors.
-
-    def _flat(self, index: int, tensor: Tensor) -> Tensor:
-        return flat_of(tensor.detach(), self._table.parameters[index].stride)
-
-    def _elements(self, tensor: Tensor, each: ParameterRange) -> Tensor:
-        return self._flat(each.parameter, tensor)[each.start : each.stop]
-
-    def _shard(self, each: ParameterRange, gradient: Tensor) -> ToUpdate:
-        """A shard of a parameter, in its memory, and of its gradient."""
-        one = self._table.parameters[each.parameter]
-        # In place, unless that has gaps; the exchange then brings it there.
-        values = self._elements(self._params.all[each.parameter].memory, each)
-        if one.owner is None:
-            gradient = self._elements(gradient, each)
-        else:
-            values = shaped(values, one.parameter.shape, one.stride)
-        return shard_to_update(each, values, gradient.detach(), one.parameter.requires_grad)
 
 
 def _why_not_sharded(lazies: Sequence[LazyParam], table: ShardTable) -> str | None:
