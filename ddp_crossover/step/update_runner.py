@@ -169,20 +169,20 @@ class UpdateRunner:
 def run_updates(pipeline: Pipeline, claimed: Mapping[Slot, DeferredUpdate]) -> None:
     """Run these updates of parameters whose gradients are complete."""
     edited = [slot for slot, update in claimed.items() if update.edits_gradient]
-    members: dict[int, list[ToUpdate]] = {}
-    updates = {id(update): update for update in claimed.values()}  # one object for each param group of a step
+    runs: dict[int, tuple[DeferredUpdate, list[Slot]]] = {}  # by id: one object for each param group of a step
+    for slot, update in claimed.items():
+        runs.setdefault(id(update), (update, []))[1].append(slot)
     with as_if_called_by_the_user():  # also what copies gradients, which the update may write to
         gradients = pipeline.gradients.for_update(claimed, edited)
-        moves = {key: not is_of_torch(update.snapshot.optimizer) for key, update in updates.items()}
-        for slot, update in claimed.items():
-            memory, gradient, key = slot.lazy.memory, gradients[slot], id(update)
-            memory.grad = gradient.clone() if moves[key] and not is_aligned(gradient) else gradient
-            members.setdefault(key, []).append(ToUpdate(slot.parameter, memory))
-        one_by_one = {id(update) for slot, update in claimed.items() if slot.lazy.overlaps}
-        for key, to_update in members.items():
-            update = updates[key]
-            with guarded(update.snapshot.optimizer, update.outside):
-                together = update.foreach and key not in one_by_one
+        for update, slots in runs.values():
+            optimizer = update.snapshot.optimizer
+            needs_alignment = not is_of_torch(optimizer)
+            for slot in slots:
+                gradient = gradients[slot]
+                slot.lazy.memory.grad = gradient.clone() if needs_alignment and not is_aligned(gradient) else gradient
+            to_update = [ToUpdate(slot.parameter, slot.lazy.memory) for slot in slots]
+            together = update.foreach and not any(slot.lazy.overlaps for slot in slots)
+            with guarded(optimizer, update.outside):
                 for batch, settings in _batches(to_update) if together else [(to_update, _AS_SET)]:
                     update.snapshot.step({update.group: batch}, settings=settings)
         for slot in edited:
