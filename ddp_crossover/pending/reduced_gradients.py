@@ -315,38 +315,6 @@ class ReducedGradients:
         memory.copy_(value)
         self._order.publish()
 
-    def for_update(self, slots: Iterable[Slot], edited: Collection[Slot]) -> dict[Slot, Tensor]:
-        """Return complete gradients in their parameters' dtype, times the factors of clipping and loss scaling.
-
-        Gradients that were sent in that dtype are multiplied in place; the others are cast copies. Call it outside of
-        inference mode, whose tensors are useless to the optimizer.
-
-        Args:
-            slots: the parameters.
-            edited: those whose update changes the gradient, too, which later readers of ``.grad`` see.
-        """
-        shown = {
-            slot: slot.pending.current.resolve()
-            for slot in edited
-            if slot.is_cast and slot.pending.current.is_reduced_gradient
-        }
-        gradients = {
-            slot: shown[slot] if slot in shown else slot.view.to(slot.parameter.dtype) if slot.is_cast else slot.view
-            for slot in slots
-        }
-        by_factors: dict[tuple[int, ...], list[Slot]] = {}
-        for slot in gradients:
-            if slot.scales and slot not in shown:
-                by_factors.setdefault(tuple(map(id, slot.scales)), []).append(slot)
-        for alike in by_factors.values():
-            for factor in alike[0].scales:
-                self._order.keep(factor)
-                torch._foreach_mul_([gradients[slot] for slot in alike], factor)
-            for slot in alike:
-                if not slot.is_cast:
-                    slot.forget_scales()
-        return gradients
-
     def abandon(self) -> None:
         """Have reads of all gradients that are pending raise."""
         for slot in self._slots:

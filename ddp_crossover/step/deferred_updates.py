@@ -30,8 +30,9 @@ from ddp_crossover.pending.slots import Slot
 from ddp_crossover.pipeline.gathers import Gathers, GradientGathers
 from ddp_crossover.report.stats import FallbackLog
 from ddp_crossover.step.after_update import AfterUpdate
+from ddp_crossover.step.run_updates import DeferredUpdate, run_updates
 from ddp_crossover.step.step_call import Deferrable, StepCall, closure_of, why_call_waits, why_closure_waits
-from ddp_crossover.step.update_runner import DeferredUpdate, UpdateRunner, run_updates
+from ddp_crossover.step.update_runner import UpdateRunner
 from ddp_crossover.torch_internals.optimizers import has_hooks, move_to_back, move_to_front, step_pre_hooks
 from ddp_crossover.watching.caches import caches_among, why_updates_may_differ
 from ddp_crossover.watching.known_optimizers import KnownOptimizers

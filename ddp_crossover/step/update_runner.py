@@ -1,4 +1,4 @@
-"""Runs deferred updates, when the gradients of their parameters are complete, or takes them back.
+"""Applies deferred updates, when the gradients of their parameters are complete, or takes them back.
 
 A step can be taken back while none of its updates has been written. An update that breaks off in the middle leaves some
 parameters updated and others not, as a plain ``step()`` would; training does not go on after it.
@@ -6,13 +6,8 @@ parameters updated and others not, as a plain ``step()`` would; training does no
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from collections.abc import Callable, Mapping
 
 from ddp_crossover.comm.leg import LegError
 from ddp_crossover.dear import Pipeline
@@ -20,39 +15,8 @@ from ddp_crossover.log import say
 from ddp_crossover.pending.lazy_params import LazyParams, StaleParameterError
 from ddp_crossover.pending.slots import Slot
 from ddp_crossover.step.after_update import AfterUpdate
+from ddp_crossover.step.run_updates import DeferredUpdate, as_if_called_by_the_user
 from ddp_crossover.torch_internals.autograd import unrecorded
-from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, ToUpdate, is_of_torch
-from ddp_crossover.watching.outside_settings import Outside
-from ddp_crossover.watching.update_guard import guarded
-
-_ALIGNMENT_BYTES = 64  # of torch's own memory on CPU
-
-# On CPU a call of a kernel costs more than its arithmetic up to some thousand elements. An optimizer goes over a batch
-# about ten times, which stays in the cache meanwhile, with its gradients and state.
-_SMALL_ELEMENTS = 2**12
-_BATCH_ELEMENTS = 2**16
-_TOGETHER: Mapping[str, Any] = {"foreach": True}
-_AS_SET: Mapping[str, Any] = {}
-
-_AUTOCAST_DEVICES = ("cpu", "cuda")
-
-
-class DeferredUpdate(NamedTuple):
-    """The deferred update of a parameter.
-
-    Attributes:
-        snapshot: the optimizer as it was when ``step()`` was called.
-        group: index of the parameter's param group.
-        edits_gradient: whether the update also changes the gradient in place.
-        outside: what the optimizer's code refers to outside of it.
-        foreach: whether many small parameters may be updated in one call.
-    """
-
-    snapshot: OptimizerSnapshot
-    group: int
-    edits_gradient: bool
-    outside: Outside
-    foreach: bool = False
 
 
 class UpdateRunner:
@@ -164,74 +128,3 @@ class UpdateRunner:
         finally:
             for lazy in lazies:
                 lazy.memory.grad = None  # frees a copy that was cast back from the wire dtype
-
-
-def run_updates(pipeline: Pipeline, claimed: Mapping[Slot, DeferredUpdate]) -> None:
-    """Run these updates of parameters whose gradients are complete."""
-    edited = [slot for slot, update in claimed.items() if update.edits_gradient]
-    runs: dict[int, tuple[DeferredUpdate, list[Slot]]] = {}  # by id: one object for each param group of a step
-    for slot, update in claimed.items():
-        runs.setdefault(id(update), (update, []))[1].append(slot)
-    with as_if_called_by_the_user():  # also what copies gradients, which the update may write to
-        gradients = pipeline.gradients.for_update(claimed, edited)
-        for update, slots in runs.values():
-            optimizer = update.snapshot.optimizer
-            needs_alignment = not is_of_torch(optimizer)
-            for slot in slots:
-                gradient = gradients[slot]
-                slot.lazy.memory.grad = gradient.clone() if needs_alignment and not is_aligned(gradient) else gradient
-            to_update = [ToUpdate(slot.parameter, slot.lazy.memory) for slot in slots]
-            together = update.foreach and not any(slot.lazy.overlaps for slot in slots)
-            with guarded(optimizer, update.outside):
-                for batch, settings in _batches(to_update) if together else [(to_update, _AS_SET)]:
-                    update.snapshot.step({update.group: batch}, settings=settings)
-        for slot in edited:
-            if (grad := slot.lazy.memory.grad) is not None and grad is not gradients[slot]:
-                gradients[slot].copy_(grad)
-
-
-def _batches(to_update: Sequence[ToUpdate]) -> list[tuple[Sequence[ToUpdate], Mapping[str, Any]]]:
-    """What to update together in turn, and how: small parameters by as many as the cache holds, then the others."""
-    batches: list[tuple[Sequence[ToUpdate], Mapping[str, Any]]] = []
-    others: list[ToUpdate] = []
-    batch: list[ToUpdate] = []
-    elements = 0
-    for each in to_update:
-        numel = each.memory.numel()
-        if numel > _SMALL_ELEMENTS:
-            others.append(each)
-            continue
-        if not batch or elements + numel > _BATCH_ELEMENTS:
-            batch, elements = [], 0
-            batches.append((batch, _TOGETHER))
-        batch.append(each)
-        elements += numel
-    return [*batches, (others, _AS_SET)] if others else batches
-
-
-def is_aligned(tensor: Tensor) -> bool:
-    """Whether a tensor begins where torch would put a new one in memory; on CUDA that makes no difference here.
-
-    BLAS adds up in another order elsewhere (seen with MKL on AMD processors), so an optimizer that multiplies gradients
-    as matrices or vectors, such as Shampoo, would not have the bits of plain DDP. Torch's own do not do so themselves.
-    """
-    return not tensor.is_cpu or not tensor.data_ptr() % _ALIGNMENT_BYTES
-
-
-def as_if_called_by_the_user() -> contextlib.AbstractContextManager[None]:
-    """Leave autocast, inference mode and grad mode: a touch may happen inside them, but ``step()`` runs outside."""
-    if torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES)):
-        return _outside_of_all()
-    return torch.no_grad()  # each update of a group comes here
-
-
-@contextlib.contextmanager
-def _outside_of_all() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        for device_type in _AUTOCAST_DEVICES:
-            if torch.is_autocast_enabled(device_type):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from ddp_crossover.step.update_runner import _BATCH_ELEMENTS, _SMALL_ELEMENTS, _batches
+from ddp_crossover.step.run_updates import _BATCH_ELEMENTS, _SMALL_ELEMENTS, _batches
 from ddp_crossover.watching import separability
 from ddp_crossover.watching.optimizer_snapshot import ToUpdate
 from ddp_crossover.watching.separability import judge

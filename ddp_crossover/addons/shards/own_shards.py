@@ -22,7 +22,7 @@ from ddp_crossover.addons.shards.table import ShardTable
 from ddp_crossover.comm.link import Link
 from ddp_crossover.pending.flat import flat_of, shaped
 from ddp_crossover.pending.lazy_params import LazyParams
-from ddp_crossover.step.update_runner import is_aligned
+from ddp_crossover.step.run_updates import is_aligned
 from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, StandIn, ToUpdate
 from ddp_crossover.watching.outside_settings import Outside
 from ddp_crossover.watching.update_guard import UnforeseenError, guarded

@@ -44,8 +44,8 @@ from ddp_crossover.pending.slots import Slot
 from ddp_crossover.pipeline.gathers import Gathers
 from ddp_crossover.report.stats import FallbackLog
 from ddp_crossover.step.deferred_updates import DeferredUpdates, EarlyAnswers, Reductions, is_ours
+from ddp_crossover.step.run_updates import DeferredUpdate, as_if_called_by_the_user
 from ddp_crossover.step.step_call import closure_of, why_call_waits, why_closure_waits
-from ddp_crossover.step.update_runner import DeferredUpdate, as_if_called_by_the_user
 from ddp_crossover.torch_internals.autograd import unrecorded
 from ddp_crossover.watching.caches import why_no_shards
 from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, StandIn
