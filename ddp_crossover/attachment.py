@@ -140,7 +140,7 @@ class Attachment:
 
     def _take_apart(self) -> None:
         self.parts.link.shut_down()  # every leg has succeeded or failed after this, so nothing below waits for peers
-        for step in (self.parts.updates.flush, self._end_alone):
+        for step in (self.parts.params.use_all, self._end_alone):
             with contextlib.suppress(LegError):
                 step()
 
@@ -149,7 +149,7 @@ class Attachment:
     def before_fork(self) -> None:
         """Finish pending updates and gradients, because a forked child has none of our threads; take the lock."""
         self.parts.params.lock.acquire()
-        self.parts.updates.flush()
+        self.parts.params.use_all()
         self.parts.plan_in_force.deliver_gradients()
 
     def after_fork_in_parent(self) -> None:

@@ -127,7 +127,7 @@ class DearState(HookState):
         Needed only before code reads or writes the memory of parameters in a way that torch does not report, for
         example through an address that it stored earlier. Any use of a parameter from Python applies its update.
         """
-        self._updates.flush()
+        self._parts.params.use_all()
         self._parts.compute_waits.others.release()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

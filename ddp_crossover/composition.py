@@ -60,7 +60,8 @@ from ddp_crossover.report.clock import NOT_MEASURED
 from ddp_crossover.report.recording import recording
 from ddp_crossover.report.stats import DearStats, FallbackLog, in_force
 from ddp_crossover.report.trace import Trace
-from ddp_crossover.step.deferred_updates import DeferredUpdates, EarlyAnswers
+from ddp_crossover.step.deferred_updates import DeferredUpdates
+from ddp_crossover.step.update_runner import EarlyAnswers
 from ddp_crossover.torch_internals.ddp import bucket_cap_bytes, managed_parameters, process_group_timeout
 from ddp_crossover.torch_internals.gradient_calls import require_gradient_calls
 
@@ -138,7 +139,7 @@ class Parts:
             overlapped_steps=steps.overlapped,
             finished_steps=steps.finished,
             looks=dict(self.early_reads.counts),
-            deferred_steps=self.updates.deferred_steps,
+            deferred_steps=self.updates.runner.deferred_steps,
             elapsed_s=steps.elapsed_s(),
             communication_s=times.communication_s,
             exposed_s=times.exposed_s,

@@ -61,11 +61,13 @@ class Updater(GradientUser, Protocol):
     def apply(self, slots: list[Slot]) -> None:
         """Run those of these parameters, whose reduced gradients are complete, and take them out of ``updates``."""
 
-    def early_answers(self, pipeline: Pipeline) -> Callable[..., Any] | None:
-        """What answers torch functions without gathered gradients, see :meth:`PendingGrad.arm`."""
+    @property
+    def early_answers(self) -> Callable[[Pipeline], Callable[..., Any]] | None:
+        """Makes what answers torch functions without gathered gradients, see :meth:`PendingGrad.arm`; or None."""
 
-    def gathers(self, pipeline: Pipeline, memory: Mapping[str, Tensor]) -> Gathers:
-        """What the gather legs of a new pipeline carry, with memory of the previous plan's."""
+    @property
+    def gathers(self) -> Callable[[Pipeline, Mapping[str, Tensor]], Gathers]:
+        """Makes what the gather legs of a new pipeline carry, with memory of the previous plan's."""
 
 
 class Phase(enum.Enum):
@@ -167,7 +169,7 @@ class Pipeline:
             self.complete,
             self._is_overwritten,
             updater,
-            updater.early_answers(self),
+            None if updater.early_answers is None else updater.early_answers(self),
             may_leave_out=may_leave_out,
             in_buckets=in_buckets,
         )

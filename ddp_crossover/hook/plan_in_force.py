@@ -246,7 +246,7 @@ class PlanInForce:
             self._params.all,
             self._link,
             self._compute_waits,
-            self._updates,
+            self._updates.runner,
             self._kept,
             lock=self._params.lock,
             memory=self._memory,

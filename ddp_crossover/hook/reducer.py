@@ -262,13 +262,13 @@ class Reducer:
         self._guard.remove()
         if not torch.is_grad_enabled():
             # Code that runs without gradients may check a parameter's class, as TransformerEncoder's fast path does.
-            self._updates.flush()
+            self._params.use_all()
             return
         self._in_force.buckets.forward_begins()
         if self._follow_plan():
             return
         self._moments.inside.forward_begins(self.model)
-        self._updates.refuse_to_go_on()
+        self._updates.runner.refuse_to_go_on()
         self._had_begun = self._in_force.has_begun  # a plan may begin in the backward of this forward
         if self._in_force.plain_reason is None and not self._had_begun:
             self._params.arm_all()  # no update is pending yet: arm parameters only to learn the use order

@@ -1,4 +1,4 @@
-"""Deferred optimizer updates.
+"""Calls of ``optimizer.step()``: which of them wait for all gradients, and why; what the others leave for later.
 
 ``optimizer.step()`` runs as always, with its hooks, its closure and its return value, but it leaves out the parameters
 whose gradients are still on the wire. For those it takes a snapshot of the optimizer and its hyperparameters, because
@@ -20,10 +20,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from ddp_crossover.comm.leg import LegError
-from ddp_crossover.comm.stream_order import StreamOrder
 from ddp_crossover.dear import Phase, Pipeline
-from ddp_crossover.pending.early_reads import EarlyReads, is_saving
+from ddp_crossover.pending.early_reads import EarlyReads
 from ddp_crossover.pending.lazy_params import LazyParam, LazyParams
 from ddp_crossover.pending.reduced_gradients import ReducedGradients
 from ddp_crossover.pending.slots import Slot
@@ -32,7 +30,7 @@ from ddp_crossover.report.stats import FallbackLog
 from ddp_crossover.step.after_update import AfterUpdate
 from ddp_crossover.step.run_updates import DeferredUpdate, run_updates
 from ddp_crossover.step.step_call import Deferrable, StepCall, closure_of, why_call_waits, why_closure_waits
-from ddp_crossover.step.update_runner import UpdateRunner
+from ddp_crossover.step.update_runner import EarlyAnswers, UpdateRunner
 from ddp_crossover.torch_internals.optimizers import has_hooks, move_to_back, move_to_front, step_pre_hooks
 from ddp_crossover.watching.caches import caches_among, why_updates_may_differ
 from ddp_crossover.watching.known_optimizers import KnownOptimizers
@@ -60,8 +58,8 @@ class Reductions(Protocol):
         """
 
 
-# Returns what answers torch functions without gathered gradients, see `PendingGrad.arm`.
-EarlyAnswers = Callable[[Pipeline], Callable[..., Any]]
+def _gradient_gathers(pipeline: Pipeline, memory: Mapping[str, Tensor]) -> Gathers:
+    return GradientGathers(pipeline.gather_order)
 
 
 class DeferredUpdates:
@@ -77,6 +75,12 @@ class DeferredUpdates:
         early_answers: makes what answers torch's clipping and loss scaling for a pipeline, whose gradients are pending;
             None: they wait for whole gradients.
         write: puts the updated values into parameters whose gather legs have arrived.
+        gathers: makes what gather legs carry for these updates, with memory of the previous plan's.
+
+    Attributes:
+        pipeline: the pipeline whose parameters' updates are deferred; None: gradients travel by plain all-reduces.
+        after_update: told of each parameter that has been updated.
+        runner: runs the updates that are pending.
     """
 
     def __init__(
@@ -90,22 +94,21 @@ class DeferredUpdates:
         strict: bool,
         early_answers: EarlyAnswers | None,
         write: Callable[[Pipeline, Mapping[Slot, DeferredUpdate]], None] = run_updates,
+        gathers: Callable[[Pipeline, Mapping[str, Tensor]], Gathers] = _gradient_gathers,
     ) -> None:
         self.pipeline: Pipeline | None = None
         self._params = params
         self._early_reads = early_reads
         self._fallbacks = fallbacks
         self._reductions = reductions
-        self._strict = strict
-        self._early_answers = early_answers
         self._running: StepCall | None = None
         self._watch: StepWatch | None = None
         self.after_update = AfterUpdate()
-        self._runner = UpdateRunner(params, self.after_update, write, strict=strict)
+        self.runner = UpdateRunner(
+            params, self.after_update, early_reads, fallbacks, write, gathers, early_answers, strict=strict
+        )
         self._optimizers = KnownOptimizers(optimizers, self._name_of)
         self._deferrable = Deferrable(params, early_reads, fallbacks)
-        self.deferred_steps = 0
-        self._order: StreamOrder | None = None
         self._stepped_in = -1
         # This hook is global to the process, so a strong reference would keep the model alive.
         after_any = weakref.WeakMethod(self._after_any_step)
@@ -121,7 +124,7 @@ class DeferredUpdates:
             self._handles += [
                 after,
                 optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()),
+                optimizer.register_load_state_dict_pre_hook(lambda *_: params.use_all()),
                 # Torch collects the param groups before the state, and updates may count in them.
                 optimizer.register_state_dict_pre_hook(lambda _: self._flush_state()),
             ]
@@ -142,69 +145,12 @@ class DeferredUpdates:
     def use(self, pipeline: Pipeline | None) -> None:
         """Defer the updates of this pipeline's parameters from now on; None: gradients travel by plain all-reduces."""
         self.pipeline = pipeline
-        self._runner.use(pipeline)
-        if pipeline is not None:
-            self._order = pipeline.order if pipeline.link.streams is not None else None
-
-    # What parameters ask for.
-
-    def join(self) -> None:
-        """See :class:`ddp_crossover.pending.lazy_params.Deferrer`."""
-        if self._order is not None:
-            self._order.join()
-
-    def bring_up_to_date(self, lazies: Iterable[LazyParam]) -> None:
-        """Apply the pending updates of these parameters, whose values are about to be used."""
-        pipeline = self.pipeline
-        if pipeline is None or not pipeline.updates:
-            return
-        slots = [slot for lazy in lazies if (slot := pipeline.slots[lazy.index]) in pipeline.updates]
-        if not slots:
-            return
-        self._early_reads.note_parameter_read()
-        if self._early_reads.is_inside_forward:
-            pipeline.updates.apply(slots)
-            return
-        try:
-            # A checkpoint must not mix two steps: apply all pending updates, or none if a leg fails.
-            pipeline.updates.apply(list(pipeline.updates) if is_saving() else slots)
-        except LegError as error:
-            self._runner.take_back(error)
-
-    def flush(self) -> None:
-        """Apply all pending updates and make all parameters plain."""
-        self._params.use_all()
+        self.runner.use(pipeline)
 
     def _flush_state(self) -> None:
         # Also while the last update is being written, perhaps by another thread: this waits for it.
         if self.pending or self._params.updating:
-            self.flush()
-
-    # What the pipeline asks for, see `dear.Updater`.
-
-    def apply(self, slots: list[Slot]) -> None:
-        self._runner.apply(slots)
-
-    def early_answers(self, pipeline: Pipeline) -> Callable[..., Any] | None:
-        return None if self._early_answers is None else self._early_answers(pipeline)
-
-    def gathers(self, pipeline: Pipeline, memory: Mapping[str, Tensor]) -> Gathers:
-        return GradientGathers(pipeline.gather_order)
-
-    def gradient_is_read(self, slot: Slot) -> None:
-        """Apply an update that changes the gradient as well, before a script reads it."""
-        pipeline = self.pipeline
-        assert pipeline is not None
-        self._early_reads.note_gradient_read()
-        update = pipeline.updates.get(slot)
-        if isinstance(update, DeferredUpdate) and (update.edits_gradient or slot.is_shared):
-            pipeline.updates.apply([slot])
-
-    def needs_gradient(self, slot: Slot) -> bool:
-        # Updates that are being written are needed, too: a signal handler may read gradients meanwhile.
-        pipeline = self.pipeline
-        assert pipeline is not None
-        return slot in pipeline.updates or slot.lazy in self._params.updating
+            self._params.use_all()
 
     def _name_of(self, parameter: Tensor) -> str:
         lazy = self._params.of_id.get(id(parameter))
@@ -215,10 +161,6 @@ class DeferredUpdates:
         self._fallbacks.note(
             f"{type(optimizer).__name__}.step() waits for all gradients and defers nothing, because {reason}"
         )
-
-    def refuse_to_go_on(self) -> None:
-        """Raise StaleParameterError if the last ``step()`` was taken back, or if an update failed midway."""
-        self._runner.refuse_to_go_on()
 
     def consolidate(self, ranks: Iterable[int]) -> None:
         """Give the optimizers of these ranks their whole state. A collective, if it is not there already."""
@@ -286,7 +228,7 @@ class DeferredUpdates:
         # Hooks that were added since the last step run after this one, in this step only.
         is_last = is_ours(step_pre_hooks(optimizer)[-1])
         if reason is not None or self._is_to_be_watched(optimizer) or not (is_last or verdict.calls_closure):
-            self._runner.note_written()
+            self.runner.note_written()
             self._early_reads.explain()
             if pipeline.phase is Phase.REDUCED:
                 pipeline.gradients.unwrap()  # step() may pass them to a compiled function
@@ -297,7 +239,7 @@ class DeferredUpdates:
 
         def divide() -> None:
             if step.divide(self.pipeline, self._deferrable):
-                self._runner.note_written()
+                self.runner.note_written()
 
         if user_closure is None and is_last:
             # This is the last moment before the optimizer reads the gradients, after all other hooks.
@@ -339,7 +281,7 @@ class DeferredUpdates:
         return watch
 
     def _refuse_step(self, optimizer: Optimizer) -> None:
-        self._runner.refuse_to_go_on()
+        self.runner.refuse_to_go_on()
         self._reductions.refuse_unreduced(optimizer, None if self.pipeline is None else self.pipeline.gradients)
 
     def _finish_last_step(self, optimizer: Optimizer, pipeline: Pipeline) -> None:
@@ -398,38 +340,7 @@ class DeferredUpdates:
             DeferredUpdate(step.snapshot, index, edits_gradient, verdict.outside, foreach)
             for index, _ in enumerate(step.later)
         ]
-        self._make_pending(pipeline, list(zip(step.later, updates, strict=True)))
-
-    def _make_pending(self, pipeline: Pipeline, updates: Sequence[tuple[Sequence[LazyParam], DeferredUpdate]]) -> None:
-        """Make the parameters of these updates pending; those that cannot be are updated at once."""
-        self.deferred_steps += 1
-        with self._params.lock:
-            # Checked after the step, which may itself have created references to a parameter's memory.
-            why_not = self._params.why_not_lazy([lazy for lazies, _ in updates for lazy in lazies])
-            made: list[LazyParam] = []
-            for lazies, update in updates:
-
-                def note_update(lazy: LazyParam, update: DeferredUpdate = update) -> None:
-                    pipeline.updates[pipeline.slots[lazy.index]] = update
-
-                waiting = []
-                for lazy in lazies:
-                    if lazy in why_not:
-                        lazy.expect_version()
-                        note_update(lazy)
-                    else:
-                        waiting.append(lazy)
-                self._params.make_lazy(waiting, note_update, by=self, hide_values=self._strict)
-                made += waiting
-            reason = None if self._strict else self._params.cover(made)
-            # A signal handler may have read gradients since the step looked. From now on the script may change these.
-            read = [slot for slot in list(pipeline.updates) if slot.is_shared and slot.pending.current.resolved]
-            now = [*why_not, *(made if reason is not None else ())]
-            pipeline.updates.apply([*read, *(pipeline.slots[lazy.index] for lazy in now)])
-            self._deferrable.note_not_deferred(why_not)
-            if reason is not None:
-                self._early_reads.explain()
-                self._fallbacks.note_here(reason)
+        self.runner.make_pending(pipeline, list(zip(step.later, updates, strict=True)))
 
 
 def pipeline_of(optimizer: Optimizer) -> Pipeline | None:

@@ -134,20 +134,21 @@ class Deferrable:
                     never[lazy] = lazy.why_never_lazy
                 else:
                     of_group.append(lazy)
-        self.note_not_deferred(never)
+        note_not_deferred(never, self._early_reads, self._fallbacks)
         if are_read:
             self._fallbacks.note(*_why_read(self._early_reads.clipped_by))
         return later
 
-    def note_not_deferred(self, why_not: Mapping[LazyParam, str]) -> None:
-        """Record why the updates of these parameters are not deferred."""
-        names: dict[str, list[str]] = {}
-        for lazy, reason in why_not.items():
-            names.setdefault(reason, []).append(lazy.name)
-        for reason, (first, *others) in names.items():
-            self._early_reads.explain()
-            more = f" (and {len(others)} more)" if others else ""
-            self._fallbacks.note(f"the update of {first}{more} is not deferred, because the parameter {reason}")
+
+def note_not_deferred(why_not: Mapping[LazyParam, str], early_reads: EarlyReads, fallbacks: FallbackLog) -> None:
+    """Record why the updates of these parameters are not deferred."""
+    names: dict[str, list[str]] = {}
+    for lazy, reason in why_not.items():
+        names.setdefault(reason, []).append(lazy.name)
+    for reason, (first, *others) in names.items():
+        early_reads.explain()
+        more = f" (and {len(others)} more)" if others else ""
+        fallbacks.note(f"the update of {first}{more} is not deferred, because the parameter {reason}")
 
 
 def _why_read(clipped_by: str | None) -> tuple[str, str]:

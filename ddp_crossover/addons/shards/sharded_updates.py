@@ -43,9 +43,10 @@ from ddp_crossover.pending.pending_gradient import PendingGrad
 from ddp_crossover.pending.slots import Slot
 from ddp_crossover.pipeline.gathers import Gathers
 from ddp_crossover.report.stats import FallbackLog
-from ddp_crossover.step.deferred_updates import DeferredUpdates, EarlyAnswers, Reductions, is_ours
+from ddp_crossover.step.deferred_updates import DeferredUpdates, Reductions, is_ours
 from ddp_crossover.step.run_updates import DeferredUpdate, as_if_called_by_the_user
 from ddp_crossover.step.step_call import closure_of, why_call_waits, why_closure_waits
+from ddp_crossover.step.update_runner import EarlyAnswers
 from ddp_crossover.torch_internals.autograd import unrecorded
 from ddp_crossover.watching.caches import why_no_shards
 from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, StandIn
@@ -98,7 +99,9 @@ class ShardedUpdates(DeferredUpdates):
             strict=strict,
             early_answers=early_answers,
             write=self._copy_landed,
+            gathers=self._parameter_gathers,
         )
+        self._strict = strict
         self._gathers: ParameterGathers | None = None
         self._numbers = {optimizer: number for number, optimizer in enumerate(optimizers)}
         self._table = table
@@ -126,10 +129,9 @@ class ShardedUpdates(DeferredUpdates):
         if pipeline is None:
             self._gathers = None
 
-    # What the pipeline asks for, see `dear.Updater`.
+    # What the runner of updates asks for.
 
-    def gathers(self, pipeline: Pipeline, memory: Mapping[str, Tensor]) -> Gathers:
-        """What its gather legs carry: the parameters that this updates."""
+    def _parameter_gathers(self, pipeline: Pipeline, memory: Mapping[str, Tensor]) -> Gathers:
         self._gathers = ParameterGathers(pipeline, self._table.owners, memory, self._errors)
         return self._gathers
 
@@ -145,7 +147,7 @@ class ShardedUpdates(DeferredUpdates):
         """Give the optimizers of these ranks their whole state. A collective."""
         if self.pipeline is not None:
             self.pipeline.before_exchange()
-        self.flush()
+        self._params.use_all()
         self._errors.exchange_numbers(0)
         ranks = list(ranks)
         self.states.consolidate(ranks)
@@ -168,7 +170,7 @@ class ShardedUpdates(DeferredUpdates):
         # Not with a closure, which may run a backward, load another state, or consolidate this one.
         self._steps_whole = user_closure is None and self._is_whole(optimizer)
         if self._steps_whole:
-            self.flush()
+            self._params.use_all()
             return None
         self._optimizers.look_again(optimizer)
         verdict = self._optimizers.verdict(optimizer)
@@ -253,7 +255,7 @@ class ShardedUpdates(DeferredUpdates):
                 f"{type(optimizer).__name__}.step() did not call its closure, in which shard_optimizer=True divides "
                 "the step: leave out shard_optimizer"
             )
-        self._runner.note_written()  # of the state
+        self.runner.note_written()  # of the state
         later: list[LazyParam] = []
         call.stand_in.give_back()
         call.snapshot.leave_alone()
@@ -329,7 +331,7 @@ class ShardedUpdates(DeferredUpdates):
                 gathers.send_update(group)
             self._shards.update(call, self._shards.without_elements(call.group_of))
         self._unscale(call)
-        self._make_pending(
+        self.runner.make_pending(
             pipeline, [(lazies, DeferredUpdate(call.snapshot, 0, edits_gradient=False, outside=Outside()))]
         )
 
