@@ -33,7 +33,7 @@ from ddp_crossover.own_threads import refuse_to_wait
 from ddp_crossover.pending.other_threads import OtherThreads
 from ddp_crossover.pending.pending_parameter import arm, disarm, is_armed, is_armed_by, touch
 from ddp_crossover.torch_internals.autograd import unrecorded
-from ddp_crossover.torch_internals.memory import Covers, set_data, storage_use_count
+from ddp_crossover.torch_internals.memory import Covers, memory_of, set_data, storage_use_count, which_overlap
 from ddp_crossover.torch_internals.profiling import let_handlers_look_up
 
 
@@ -231,14 +231,6 @@ class LazyParam:
         """
         return len(self.neighbours) == 1 and self.memory._version != self.version
 
-    def span(self) -> tuple[int, int]:
-        """Address range [low, high) of its memory, in bytes."""
-        memory, low = self.memory, self.memory.data_ptr()
-        if not memory.numel():
-            return low, low
-        last = sum((size - 1) * stride for size, stride in zip(memory.shape, memory.stride(), strict=True))
-        return low, low + (last + 1) * memory.element_size()
-
 
 class LazyParams:
     """All parameters that DDP manages.
@@ -416,18 +408,12 @@ class LazyParams:
         in_storage: dict[int, list[LazyParam]] = {}
         for lazy in self.all:
             lazy.share_storage(in_storage.setdefault(lazy.storage._cdata, []))
-        for neighbours in in_storage.values():
-            for lazy in neighbours:
-                lazy.note_overlap(any(_overlap(lazy, other) for other in neighbours))
+        together = (lazy for lazy in self.all if len(lazy.neighbours) > 1)
+        overlapping = which_overlap((memory_of(lazy.memory), lazy.index) for lazy in together)
+        for lazy in self.all:
+            lazy.note_overlap(lazy.index in overlapping)
 
 
 def _references(storage: torch.UntypedStorage) -> tuple[int, int]:
     """Numbers of tensors and of Python variables that refer to this storage, each plus a constant."""
     return storage_use_count(storage), sys.getrefcount(storage)
-
-
-def _overlap(left: LazyParam, right: LazyParam) -> bool:
-    if left is right:
-        return False
-    (left_low, left_high), (right_low, right_high) = left.span(), right.span()
-    return left_low < right_high and right_low < left_high

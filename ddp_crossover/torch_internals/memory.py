@@ -1,17 +1,58 @@
-"""References to memory, and memory that torch refuses to access."""
+"""Where tensors are, references to their memory, and memory that torch refuses to access."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ddp_crossover.torch_internals.private import private
 
 _USE_COUNT: Callable[[torch.Tensor], int] = private(torch.Tensor, "_use_count")
 _STORAGE_USE_COUNT: Callable[[int], int] = private(torch._C, "_storage_Use_Count")
+
+
+class Memory(NamedTuple):
+    """Where a tensor is: the number of its storage, its first byte in it, and the byte after its last one."""
+
+    storage: int
+    start: int
+    stop: int
+
+
+def memory_of(tensor: torch.Tensor) -> Memory | None:
+    """Where a tensor is. A storage of 0 stands for a tensor without elements; None for one that wraps others."""
+    if not tensor.numel():
+        return Memory(0, 0, 0)
+    try:
+        storage = tensor.untyped_storage()
+        if not storage.data_ptr():
+            return None
+    except (RuntimeError, NotImplementedError):  # sparse, or a wrapper
+        return None
+    start = int(tensor.storage_offset())
+    last = start + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return Memory(private(storage, "_cdata"), start * tensor.itemsize, (last + 1) * tensor.itemsize)
+
+
+def which_overlap(places: Iterable[tuple[Memory | None, int]]) -> set[int]:
+    """The numbers of which a place overlaps one of another number; what has no known place overlaps nothing."""
+    found: set[int] = set()
+    reached, by = Memory(0, 0, 0), -1
+    for place, number in sorted((place, number) for place, number in places if place is not None and place.storage):
+        if place.storage == reached.storage and place.start < reached.stop and number != by:
+            found |= {number, by}
+        if place.storage != reached.storage or place.stop > reached.stop:
+            reached, by = place, number
+    return found
+
+
+def number_kept(tensor: torch.Tensor) -> object:
+    """While this object lives, no other storage gets the number of this tensor's, also after its memory is freed."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:

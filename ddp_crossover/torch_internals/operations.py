@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from ddp_crossover.torch_internals.private import private
@@ -139,34 +138,6 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from tensors_of(each)
-
-
-class Memory(NamedTuple):
-    """Where a tensor is: the number of its storage, its first byte in it, and the byte after its last one."""
-
-    storage: int
-    start: int
-    stop: int
-
-
-def memory_of(tensor: Tensor) -> Memory | None:
-    """Where a tensor is. A storage of 0 stands for a tensor without elements; None for one that wraps others."""
-    if not tensor.numel():
-        return Memory(0, 0, 0)
-    try:
-        storage = tensor.untyped_storage()
-        if not storage.data_ptr():
-            return None
-    except (RuntimeError, NotImplementedError):  # sparse, or a wrapper
-        return None
-    start = int(tensor.storage_offset())
-    last = start + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return Memory(private(storage, "_cdata"), start * tensor.itemsize, (last + 1) * tensor.itemsize)
-
-
-def number_kept(tensor: Tensor) -> object:
-    """While this object lives, no other storage gets the number of this tensor's, also after its memory is freed."""
-    return StorageWeakRef(tensor.untyped_storage())
 
 
 class OperationWatch:

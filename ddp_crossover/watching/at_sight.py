@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_crossover.torch_internals.operations import memory_of
+from ddp_crossover.torch_internals.memory import memory_of
 from ddp_crossover.torch_internals.optimizers import attributes_of, has_hooks, has_raw_step
 from ddp_crossover.watching.clone import is_exhausted
 from ddp_crossover.watching.optimizer_snapshot import hyperparameters, optimizer_parameters, reads_attributes

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_crossover.torch_internals.operations import Operation, memory_of, number_kept, rounds_by_place, tensors_of
+from ddp_crossover.torch_internals.memory import memory_of, number_kept
+from ddp_crossover.torch_internals.operations import Operation, rounds_by_place, tensors_of
 
 Labels = int
 """A set of labels, one bit each: that of a parameter's data, and those of its counters, which are numbers in its state

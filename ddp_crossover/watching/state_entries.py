@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_crossover.torch_internals.operations import Memory, memory_of
+from ddp_crossover.torch_internals.memory import Memory, memory_of, which_overlap
 from ddp_crossover.watching.foreach import DTYPES_ALIKE
 from ddp_crossover.watching.lazy_state import LazyState
 from ddp_crossover.watching.values import writable_parts
@@ -61,22 +61,14 @@ def _look(state: dict[Any, Any]) -> Entries:
 def _share_memory(entries: Sequence[Any]) -> bool:
     """Whether two entries have one list, dict or object, or tensors whose memory overlaps."""
     owner: dict[int, int] = {}
-    places: list[tuple[Memory, int]] = []
+    places: list[tuple[Memory | None, int]] = []
     for number, entry in enumerate(entries):
         for part in writable_parts(entry):
             if owner.setdefault(id(part), number) != number:
                 return True
-            place = memory_of(part) if isinstance(part, Tensor) else None
-            if place is not None and place.storage:
-                places.append((place, number))
-    places.sort()
-    reached, by = Memory(0, 0, 0), -1
-    for place, number in places:
-        if place.storage == reached.storage and place.start < reached.stop and number != by:
-            return True
-        if place.storage != reached.storage or place.stop > reached.stop:
-            reached, by = place, number
-    return False
+            if isinstance(part, Tensor):
+                places.append((memory_of(part), number))
+    return bool(which_overlap(places))
 
 
 def _is_usual(parameter: Tensor, entry: dict[Any, Any]) -> bool:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_crossover.torch_internals.operations import Memory, Operation, OperationWatch, memory_of, number_of
+from ddp_crossover.torch_internals.memory import Memory, memory_of
+from ddp_crossover.torch_internals.operations import Operation, OperationWatch, number_of
 from ddp_crossover.watching.labels import Crossing, LabelledMemory
 from ddp_crossover.watching.optimizer_snapshot import dotted_attributes, optimizer_parameters
 from ddp_crossover.watching.update_guard import random_states, same_states

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
+from ddp_crossover.torch_internals.memory import Memory, which_overlap
 from ddp_crossover.watching.lazy_state import make_state_lazy, make_state_plain
 from ddp_crossover.watching.state_entries import Entries, entries_of_state, why_entries_depend
 
@@ -104,3 +107,22 @@ def test_one_parameter_may_have_a_part_twice() -> None:
     for entry in optimizer.state.values():
         entry["again"] = entry["exp_avg"]
     assert not entries_of_state(optimizer).share_memory
+
+
+_PLACES = st.builds(
+    lambda storage, start, size: Memory(storage, start, start + size),
+    st.integers(1, 2),
+    st.integers(0, 9),
+    st.integers(1, 5),
+)
+
+
+@given(st.lists(st.tuples(st.none() | st.just(Memory(0, 0, 0)) | _PLACES, st.integers(0, 4)), max_size=9))
+def test_what_overlaps_is_what_a_look_at_each_pair_finds(places: list[tuple[Memory | None, int]]) -> None:
+    known = [(place, number) for place, number in places if place is not None]
+    assert which_overlap(places) == {
+        number
+        for one, number in known
+        for other, another in known
+        if number != another and one.storage == other.storage and one.start < other.stop and other.start < one.stop
+    }
