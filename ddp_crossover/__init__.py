@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ddp_crossover.comm_hook import DearState, dear_hook
     from ddp_crossover.fusion import FusionPlan
     from ddp_crossover.options import Options
-    from ddp_crossover.pending.lazy_params import StaleParameterError
+    from ddp_crossover.pending.lazy_param import StaleParameterError
     from ddp_crossover.report.stats import DearStats, LeaseUse, StepStats
     from ddp_crossover.report.trace import Trace
     from ddp_crossover.top_k import TopK
@@ -49,7 +49,7 @@ _MODULES = {
     "LeaseUse": "report.stats",
     "LegError": "comm.leg",
     "Options": "options",
-    "StaleParameterError": "pending.lazy_params",
+    "StaleParameterError": "pending.lazy_param",
     "StepStats": "report.stats",
     "TopK": "top_k",
     "Trace": "report.trace",

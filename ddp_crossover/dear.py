@@ -42,7 +42,7 @@ from ddp_crossover.comm.wire import Wire
 from ddp_crossover.compute_waits import ComputeWaits
 from ddp_crossover.fusion import FusionPlan
 from ddp_crossover.pending.kept_gradients import KeptGradients
-from ddp_crossover.pending.lazy_params import LazyParam
+from ddp_crossover.pending.lazy_param import LazyParam
 from ddp_crossover.pending.reduced_gradients import GradientUser, ReducedGradients
 from ddp_crossover.pending.slots import Group, Slot
 from ddp_crossover.pipeline.announcements import legs_ahead

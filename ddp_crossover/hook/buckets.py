@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_crossover import device as gpu
 from ddp_crossover.log import short
 from ddp_crossover.moments import ForwardWatch
-from ddp_crossover.pending.lazy_params import LazyParam
+from ddp_crossover.pending.lazy_param import LazyParam
 from ddp_crossover.torch_internals.ddp import bucket_cap_bytes, may_await_backward, rebuild_buckets, rebuild_under_hook
 
 _BACKWARDS_UNTIL_REBUILT = 3

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from ddp_crossover.pending.early_reads import EarlyReads
-from ddp_crossover.pending.lazy_params import LazyParam, LazyParams
+from ddp_crossover.pending.lazy_param import LazyParam
+from ddp_crossover.pending.lazy_params import LazyParams
 from ddp_crossover.report.stats import FallbackLog
 from ddp_crossover.torch_internals.compiled import (
     call_around_compiled,

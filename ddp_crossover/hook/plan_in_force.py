@@ -29,7 +29,8 @@ from ddp_crossover.hook.reduction import Reduction
 from ddp_crossover.hook.weighing import Weighing
 from ddp_crossover.moments import Moments
 from ddp_crossover.pending.kept_gradients import KeptGradients
-from ddp_crossover.pending.lazy_params import LazyParam, LazyParams
+from ddp_crossover.pending.lazy_param import LazyParam
+from ddp_crossover.pending.lazy_params import LazyParams
 from ddp_crossover.pending.reduced_gradients import ReducedGradients
 from ddp_crossover.pipeline.codes import NO_CODES, Codes
 from ddp_crossover.plan.compute_profiler import ComputeProfiler

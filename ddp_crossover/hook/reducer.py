@@ -23,7 +23,8 @@ from ddp_crossover.hook.refusals import allow_methods, refuse_methods
 from ddp_crossover.hook.unreduced_steps import UnreducedSteps
 from ddp_crossover.hook.weighing import Weighing
 from ddp_crossover.moments import Moments, call_before_backward
-from ddp_crossover.pending.lazy_params import LazyParam, LazyParams, StaleParameterError
+from ddp_crossover.pending.lazy_param import LazyParam, StaleParameterError
+from ddp_crossover.pending.lazy_params import LazyParams
 from ddp_crossover.pending.reduced_gradients import unwrap_gradients
 from ddp_crossover.pending.stale_reads import StaleReadGuard
 from ddp_crossover.step.deferred_updates import DeferredUpdates

@@ -17,7 +17,7 @@ from ddp_crossover.comm.fusion_buffer import FusionBuffer
 from ddp_crossover.comm.leg import Leg, ScatterLeg
 from ddp_crossover.comm.link import Link
 from ddp_crossover.fusion import FusionGroup
-from ddp_crossover.pending.lazy_params import LazyParam
+from ddp_crossover.pending.lazy_param import LazyParam
 from ddp_crossover.pending.pending_gradient import PendingGradPool
 
 

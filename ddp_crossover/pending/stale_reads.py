@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_crossover import device as gpu
 from ddp_crossover.hooks import Hook
-from ddp_crossover.pending.lazy_params import LazyParam, LazyParams
+from ddp_crossover.pending.lazy_param import LazyParam
+from ddp_crossover.pending.lazy_params import LazyParams
 from ddp_crossover.pending.pending_parameter import is_armed
 from ddp_crossover.torch_internals.autograd import is_in_backward
 

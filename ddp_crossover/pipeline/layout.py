@@ -11,7 +11,7 @@ from ddp_crossover.comm.link import Link
 from ddp_crossover.comm.sums import RankWeights
 from ddp_crossover.comm.wire import Wire
 from ddp_crossover.fusion import FusionGroup, FusionPlan
-from ddp_crossover.pending.lazy_params import LazyParam
+from ddp_crossover.pending.lazy_param import LazyParam
 from ddp_crossover.pending.slots import Group, Slot
 from ddp_crossover.pipeline.arenas import dtypes_of_arenas, lay_out, lay_out_in_arena, whole_of, zeros
 from ddp_crossover.pipeline.codes import CodedSteps

@@ -22,7 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.pending.early_reads import EarlyReads
-from ddp_crossover.pending.lazy_params import LazyParam, LazyParams
+from ddp_crossover.pending.lazy_param import LazyParam
+from ddp_crossover.pending.lazy_params import LazyParams
 from ddp_crossover.pending.reduced_gradients import ReducedGradients
 from ddp_crossover.pending.slots import Slot
 from ddp_crossover.pipeline.gathers import Gathers, GradientGathers

@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.pending.early_reads import EarlyReads
-from ddp_crossover.pending.lazy_params import LazyParam, LazyParams
+from ddp_crossover.pending.lazy_param import LazyParam
+from ddp_crossover.pending.lazy_params import LazyParams
 from ddp_crossover.report.stats import FallbackLog
 from ddp_crossover.torch_internals.autograd import keeps_overwritten_values
 from ddp_crossover.torch_internals.compiled import called_by_compiled_code

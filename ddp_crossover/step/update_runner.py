@@ -17,7 +17,8 @@ from ddp_crossover.comm.stream_order import StreamOrder
 from ddp_crossover.dear import Pipeline
 from ddp_crossover.log import say
 from ddp_crossover.pending.early_reads import EarlyReads, is_saving
-from ddp_crossover.pending.lazy_params import LazyParam, LazyParams, StaleParameterError
+from ddp_crossover.pending.lazy_param import LazyParam, StaleParameterError
+from ddp_crossover.pending.lazy_params import LazyParams
 from ddp_crossover.pending.slots import Slot
 from ddp_crossover.pipeline.gathers import Gathers
 from ddp_crossover.report.stats import FallbackLog
@@ -126,7 +127,7 @@ class UpdateRunner:
                 self._early_reads.explain()
                 self._fallbacks.note_here(reason)
 
-    # What parameters ask for, see `lazy_params.Deferrer`.
+    # What parameters ask for, see `lazy_param.Deferrer`.
 
     def join(self) -> None:
         if self._order is not None:

@@ -38,7 +38,8 @@ from ddp_crossover.comm.link import Link
 from ddp_crossover.dear import Phase, Pipeline
 from ddp_crossover.pending.early_reads import EarlyReads
 from ddp_crossover.pending.flat import flat_of, shaped
-from ddp_crossover.pending.lazy_params import LazyParam, LazyParams
+from ddp_crossover.pending.lazy_param import LazyParam
+from ddp_crossover.pending.lazy_params import LazyParams
 from ddp_crossover.pending.pending_gradient import PendingGrad
 from ddp_crossover.pending.slots import Slot
 from ddp_crossover.pipeline.gathers import Gathers
