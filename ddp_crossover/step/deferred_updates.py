@@ -30,7 +30,14 @@ from ddp_crossover.pipeline.gathers import Gathers, GradientGathers
 from ddp_crossover.report.stats import FallbackLog
 from ddp_crossover.step.after_update import AfterUpdate
 from ddp_crossover.step.run_updates import DeferredUpdate, run_updates
-from ddp_crossover.step.step_call import Deferrable, StepCall, closure_of, why_call_waits, why_closure_waits
+from ddp_crossover.step.step_call import (
+    Deferrable,
+    StepCall,
+    closure_of,
+    why_call_waits,
+    why_closure_waits,
+    why_surroundings_wait,
+)
 from ddp_crossover.step.update_runner import EarlyAnswers, UpdateRunner
 from ddp_crossover.torch_internals.optimizers import has_hooks, move_to_back, move_to_front, step_pre_hooks
 from ddp_crossover.watching.caches import caches_among, why_updates_may_differ
@@ -217,6 +224,7 @@ class DeferredUpdates:
         reason = (
             self._optimizers.why_not(optimizer)
             or why_call_waits(args, kwargs)
+            or why_surroundings_wait()
             or why_state_is_shared(optimizer)
             or why_entries_depend(optimizer)
             or (_TOO_LATE if pipeline.awaits_backward else None)

@@ -14,6 +14,7 @@ from ddp_crossover.dear import Pipeline
 from ddp_crossover.pending.slots import Slot
 from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, ToUpdate, is_of_torch
 from ddp_crossover.watching.outside_settings import Outside
+from ddp_crossover.watching.surroundings import AUTOCAST_DEVICES
 from ddp_crossover.watching.update_guard import guarded
 
 _ALIGNMENT_BYTES = 64  # of torch's own memory on CPU
@@ -24,9 +25,6 @@ _SMALL_ELEMENTS = 2**12
 _BATCH_ELEMENTS = 2**16
 _TOGETHER: Mapping[str, Any] = {"foreach": True}
 _AS_SET: Mapping[str, Any] = {}
-
-_AUTOCAST_DEVICES = ("cpu", "cuda")
-
 
 class DeferredUpdate(NamedTuple):
     """The deferred update of a parameter.
@@ -133,8 +131,11 @@ def is_aligned(tensor: Tensor) -> bool:
 
 
 def as_if_called_by_the_user() -> contextlib.AbstractContextManager[None]:
-    """Leave autocast, inference mode and grad mode: a touch may happen inside them, but ``step()`` runs outside."""
-    if torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES)):
+    """Leave autocast, inference mode and grad mode: a touch may happen inside them.
+
+    An update finds those of ``step()`` again, see ``Surroundings``.
+    """
+    if torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, AUTOCAST_DEVICES)):
         return _outside_of_all()
     return torch.no_grad()  # each update of a group comes here
 
@@ -145,7 +146,7 @@ def _outside_of_all() -> Iterator[None]:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
-        for device_type in _AUTOCAST_DEVICES:
+        for device_type in AUTOCAST_DEVICES:
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
         yield

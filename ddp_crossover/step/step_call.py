@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -15,6 +16,7 @@ from ddp_crossover.pending.lazy_params import LazyParams
 from ddp_crossover.report.stats import FallbackLog
 from ddp_crossover.torch_internals.autograd import keeps_overwritten_values
 from ddp_crossover.torch_internals.compiled import called_by_compiled_code
+from ddp_crossover.torch_internals.dispatch import is_inside_of_modes
 from ddp_crossover.watching.lazy_state import make_state_lazy
 from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, StandIn
 from ddp_crossover.watching.separability import Verdict
@@ -38,6 +40,16 @@ def why_call_waits(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | No
         return (
             "it is called inside of torch.autograd.graph.allow_mutation_on_saved_tensors(), which clones what an "
             "update overwrites. Call it outside of that context"
+        )
+    return None
+
+
+def why_surroundings_wait() -> str | None:
+    """Return why what this call of ``step()`` computes cannot be computed elsewhere, or None."""
+    if is_inside_of_modes() or torch.is_inference_mode_enabled():
+        return (
+            "it is called inside of torch.inference_mode(), or of a TorchFunctionMode or TorchDispatchMode that may "
+            "change what it does. Call it outside of that context"
         )
     return None
 

@@ -35,6 +35,13 @@ def allow_foreach(tensor_class: type[torch.Tensor]) -> None:
             supported.append(tensor_class)
 
 
+def is_inside_of_modes() -> bool:
+    """Whether functions or operators go through a mode of the caller's; ``with torch.device(...)`` is none here."""
+    modes = private(torch.overrides, "_get_current_function_mode_stack")()
+    is_usual = all(type(mode).__module__ == "torch.utils._device" for mode in modes)
+    return not is_usual or private(torch._C, "_len_torch_dispatch_stack")() > 0
+
+
 def outside_of_modes(job: Callable[[], T]) -> T:
     """Return ``job()``, run out of sight of the caller's modes, functorch transforms and ``torch.jit.trace``.
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals.optimizers import STEP_HOOKS, raw_step
+from ddp_crossover.watching.surroundings import Surroundings
 from ddp_crossover.watching.update_writes import NOT_TAKEN_OVER, UpdateWrites
 from ddp_crossover.watching.values import can_be_written, copied
 
@@ -93,7 +94,7 @@ class OptimizerSnapshot:
 
     Args:
         optimizer: the optimizer. Its attributes, its hyperparameters and the attributes that users have set on its
-            parameters are copied; its state is shared.
+            parameters are copied; its state is shared. Updates find what surrounds this call, see ``Surroundings``.
         state: the state to use instead of the optimizer's own, of parts of parameters; None: of whole ones.
         counters: what each update changes alike, see ``update_writes``.
         caches: lists and dicts among these, see ``caches``.
@@ -107,6 +108,7 @@ class OptimizerSnapshot:
         caches: Set[str] = frozenset(),
     ) -> None:
         self.optimizer = optimizer
+        self._surroundings = Surroundings.now(is_of_torch=is_of_torch(optimizer))
         self._state = optimizer.state if state is None else state
         attributes = ((name, value) for name, value in vars(optimizer).items() if name not in NOT_TAKEN_OVER)
         self._attributes = {name: copied(value) for name, value in attributes}
@@ -172,7 +174,8 @@ class OptimizerSnapshot:
         try:
             vars(stand_in).update(attributes)
             of_then = self._of_parameters
-            with contextlib.nullcontext() if of_then is None else _attributes_of_then(updates, of_then):
+            attributes_of_then = contextlib.nullcontext() if of_then is None else _attributes_of_then(updates, of_then)
+            with attributes_of_then, self._surroundings.restored():
                 raw_step(stand_in)(stand_in)
         finally:
             for name in attributes:

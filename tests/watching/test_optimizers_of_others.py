@@ -4,9 +4,11 @@ their own and with lists that their param groups share.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddp_crossover as dx
 import gradient_loops
 from ddp_crossover.watching.separability import why_not_separable
-from equivalence import SGD, Case, Run, check_case, plain_loop
+from equivalence import SGD, Case, Run, check_case, optimizer, plain_loop, train_step, until_step
 from models import DeepNet
 from own_optimizers import OwnOptimizer
 
@@ -216,6 +220,70 @@ def _autocast(run: Run) -> Iterator[Any]:
 
 def test_an_update_inside_of_autocast_is_computed_outside_of_it(on_ranks) -> None:
     check_case(Case(_autocast, DeepNet, multiplying), on_ranks)
+
+
+class InDefaultDtype(OwnOptimizer):
+    """Computes in the dtype that torch gives new tensors."""
+
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        for p in parameters:
+            p.sub_(p.grad * torch.full_like(p, 1 / 3, dtype=torch.get_default_dtype()), alpha=group["lr"])
+
+
+class Halving(TorchFunctionMode):
+    """Halves what a step adds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.add_:
+            kwargs["alpha"] = kwargs.get("alpha", 1) / 2
+        return func(*args, **kwargs)
+
+
+class Rounding(TorchDispatchMode):
+    """Rounds what a step adds to."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out.mul_(64).round_().div_(64) if func.overloadpacket is torch.ops.aten.add_ else out
+
+
+@contextlib.contextmanager
+def _in_fp64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _steps_inside(context: Callable[[], Any], run: Run) -> Iterator[Any]:
+    for loss in until_step(run):
+        with context():
+            run.optimizer.step()
+        yield loss
+
+
+def _all_in_autocast(run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        with torch.autocast("cpu", torch.bfloat16):
+            yield train_step(run, x, y)
+
+
+# Exact, and deferred if what is set around step() can be set around an update as well.
+SURROUNDINGS = {
+    "autocast": Case(partial(_steps_inside, partial(torch.autocast, "cpu", torch.bfloat16)), DeepNet, multiplying),
+    "autocast everywhere": Case(_all_in_autocast, DeepNet, multiplying),
+    "default dtype": Case(partial(_steps_inside, _in_fp64), DeepNet, optimizer(InDefaultDtype)),
+    "inference mode": Case(partial(_steps_inside, torch.inference_mode), DeepNet, pipelined=False),
+    "function mode": Case(partial(_steps_inside, Halving), DeepNet, optimizer(OwnOptimizer), pipelined=False),
+    "dispatch mode": Case(partial(_steps_inside, Rounding), DeepNet, optimizer(OwnOptimizer), pipelined=False),
+}
+
+
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_an_update_computes_what_the_surroundings_of_step_make_of_it(name: str, on_ranks) -> None:
+    check_case(SURROUNDINGS[name], on_ranks)
 
 
 def _begins(run: Run) -> Iterator[Any]:
