@@ -36,7 +36,7 @@ def why_not_at_sight(optimizer: Optimizer, found: Outside) -> str | None:
         return "a param group has differentiable=True"
     if name is not None:
         return f"its attribute .{name} may hold parameters or another optimizer"
-    if _knows_parameters_by_id(optimizer):
+    if _knows_parameters_by_id(optimizer, found):
         return (
             "it stores the id() of parameters, and deferred updates run on other tensor objects. Keep what belongs to "
             "a parameter in optimizer.state"
@@ -129,15 +129,16 @@ def _why_settings_may_change(optimizer: Optimizer, found: Outside) -> str | None
     return None
 
 
-def _knows_parameters_by_id(optimizer: Optimizer) -> bool:
-    """Whether it stores ids of parameters; deferred updates use other tensors of that memory, with other ids."""
+def _knows_parameters_by_id(optimizer: Optimizer, found: Outside) -> bool:
+    """Whether it knows ids of parameters; deferred updates use other tensors of that memory, with other ids."""
     ids = set(map(id, optimizer_parameters(optimizer)))
     own = list(attributes_of(optimizer).values())
-    return not ids.isdisjoint(_integers((own, [hyperparameters(group) for group in optimizer.param_groups])))
+    elsewhere = [value for _, value in found.values.items()]
+    return not ids.isdisjoint(_integers((own, list(map(hyperparameters, optimizer.param_groups)), elsewhere)))
 
 
 def _integers(value: Any) -> Iterator[int]:
-    """All integers in nested containers, including keys of dicts."""
+    """All integers in nested containers, including keys of dicts, and those that are written as strings."""
     if is_record(value):
         value = vars(value)
     if isinstance(value, dict):
@@ -145,5 +146,5 @@ def _integers(value: Any) -> Iterator[int]:
     if isinstance(value, (list, tuple, set, frozenset)):
         for item in value:
             yield from _integers(item)
-    elif isinstance(value, int):
-        yield value
+    elif isinstance(value, int) or (isinstance(value, str) and value.isdecimal()):
+        yield int(value)

@@ -155,6 +155,8 @@ def _shown(value: Any) -> Any:
     """What is the same for equal values of the same types only."""
     if type(value) is dict:
         return dict, tuple((_shown(key), _shown(each)) for key, each in value.items())
+    if type(value) in (set, frozenset):  # a copy may have another order
+        return type(value), frozenset(map(_shown, value))
     if type(value) in _CONTAINERS:
         return type(value), tuple(map(_shown, value))
     return id(value) if isinstance(value, _THEMSELVES) else (type(value), repr(value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from types import GeneratorType
@@ -12,7 +13,7 @@ import torch
 from torch.optim import SGD, Adam, Optimizer
 
 from ddp_crossover.watching.separability import ask, why_not_separable
-from own_optimizers import SlowsDown
+from own_optimizers import OwnOptimizer, SlowsDown
 
 
 class OwnSGD(SGD):
@@ -137,3 +138,26 @@ def test_a_trial_that_fails_without_state_is_made_with_it_and_not_remembered() -
         assert ask(question, optimizer, str) is None
     assert seen == [False, True] * 2
     assert ask(lambda *_: 1 / 0, optimizer, lambda error: type(error).__name__) == "ZeroDivisionError"  # type: ignore[arg-type,return-value]
+
+
+def _reads(names: Any, parameters: list[torch.Tensor]) -> Optimizer:
+    class Reads(OwnOptimizer):
+        def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+            for p in parameters:
+                p.add_(p.grad, alpha=-0.1 if id(p) in names or str(id(p)) in names else -0.5)
+
+    return Reads(parameters)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, set, frozenset, lambda ids: list(map(str, ids))])
+def test_ids_of_parameters_are_found_outside_of_the_optimizer(kind: Callable[[list[int]], Any]) -> None:
+    parameters = _parameters(3, 3, 3, 3)
+    assert "stores the id() of parameters" in (why_not_separable(_reads(kind([id(parameters[0])]), parameters)) or "")
+    assert why_not_separable(_reads(kind([1, 2]), parameters)) is None
+
+
+def test_a_copy_of_a_set_that_has_another_order_is_no_change() -> None:
+    draws = random.Random(0)
+    sets = ({draws.randrange(2**40) for _ in range(9)} for _ in range(1000))
+    names = next(each for each in sets if list(copy.deepcopy(each)) != list(each))
+    assert why_not_separable(_reads(names, _parameters(3, 3, 3, 3))) is None
