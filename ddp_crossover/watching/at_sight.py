@@ -34,6 +34,9 @@ def why_not_at_sight(optimizer: Optimizer, found: Outside) -> str | None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "a param group has differentiable=True"
+    parameters = optimizer_parameters(optimizer)
+    if len(set(map(id, parameters))) < len(parameters):
+        return "a parameter is more than once in its param groups, and each step updates it as often"
     if name is not None:
         return f"its attribute .{name} may hold parameters or another optimizer"
     if _knows_parameters_by_id(optimizer, found):

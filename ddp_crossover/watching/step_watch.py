@@ -219,6 +219,15 @@ class StepWatch:
             yield "its step() gives parameters other memory"
         if any(p.grad is not grad for p, grad in zip(self._parameters, self._gradients, strict=True)):
             yield "its step() replaces or drops gradients"
+        if self._keeps_gradients():
+            yield "its state keeps gradients, whose memory the next backward uses. Keep clones"
+
+    def _keeps_gradients(self) -> bool:
+        kept = [tensor for state in dict.values(self._optimizer.state) for tensor in tensors_in(state)]
+        kept += [tensor for _, tensor in self._shared_tensors()]
+        places = [memory_of(grad) for grad in self._gradients if grad is not None]
+        storages = {place.storage for place in places if place is not None} - {0}
+        return any((place := memory_of(tensor)) is not None and place.storage in storages for tensor in kept)
 
 
 class _EndsWatch(tuple[Any, ...]):

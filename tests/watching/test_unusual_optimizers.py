@@ -165,3 +165,30 @@ def test_coupling_is_found_where_it_hides_and_is_exact(on_ranks, make, name) -> 
 def test_counters_in_param_groups_are_deferred(on_ranks) -> None:
     assert on_ranks(_why_waits, 1, _counting) == [""]
     check_case(Case(model=DeepNet, optimizer=_counting), on_ranks)
+
+
+class KeepsGradients(OwnOptimizer):
+    """Adds the difference to the last gradient, as optimistic SGD does, and keeps that without a clone."""
+
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        for p in parameters:
+            p.add_(2 * p.grad - self.state[p].get("last", p.grad), alpha=-group["lr"])
+            self.state[p]["last"] = p.grad.detach()
+
+
+def _keeps_gradients(model: nn.Module) -> Optimizer:
+    return KeepsGradients(model.parameters())
+
+
+def _some_twice(model: nn.Module) -> Optimizer:
+    parameters = list(model.parameters())
+    return SGD(parameters + parameters[:2], lr=0.05, momentum=0.9)  # a warning of torch
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"), [(_keeps_gradients, "keeps gradients"), (_some_twice, "more than once in its param groups")]
+)
+def test_what_a_later_update_would_not_find_waits_and_is_exact(on_ranks, make, reason: str) -> None:
+    [why] = on_ranks(_why_waits, 1, make)
+    assert reason in why, why
+    check_case(Case(model=DeepNet, optimizer=make, pipelined=False), on_ranks)
