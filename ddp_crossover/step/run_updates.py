@@ -26,6 +26,7 @@ _BATCH_ELEMENTS = 2**16
 _TOGETHER: Mapping[str, Any] = {"foreach": True}
 _AS_SET: Mapping[str, Any] = {}
 
+
 class DeferredUpdate(NamedTuple):
     """The deferred update of a parameter.
 

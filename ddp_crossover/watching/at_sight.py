@@ -140,6 +140,9 @@ def _knows_parameters_by_id(optimizer: Optimizer, found: Outside) -> bool:
     return not ids.isdisjoint(_integers((own, list(map(hyperparameters, optimizer.param_groups)), elsewhere)))
 
 
+_ID_DIGITS = 20  # of an address of 64 bits
+
+
 def _integers(value: Any) -> Iterator[int]:
     """All integers in nested containers, including keys of dicts, and those that are written as strings."""
     if is_record(value):
@@ -149,5 +152,5 @@ def _integers(value: Any) -> Iterator[int]:
     if isinstance(value, (list, tuple, set, frozenset)):
         for item in value:
             yield from _integers(item)
-    elif isinstance(value, int) or (isinstance(value, str) and value.isdecimal()):
+    elif isinstance(value, int) or (isinstance(value, str) and value.isdecimal() and len(value) <= _ID_DIGITS):
         yield int(value)

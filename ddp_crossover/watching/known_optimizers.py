@@ -89,14 +89,21 @@ class _Known:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.verdict = judge(optimizer)
         self._has_changed_outside = False
+        self._meet(optimizer)
+
+    def _meet(self, optimizer: Optimizer) -> None:
+        self._code = _code_of(optimizer)
+        self.verdict = judge(optimizer)
         self._look_at(optimizer)
         # By settings: what is known, and how often each parameter was watched.
         self._counts: dict[int, int] = {}
         self._of_settings = {self.settings: (self.verdict, self._counts)}
 
     def look_again(self, optimizer: Optimizer) -> None:
+        if self._code != _code_of(optimizer):
+            self._meet(optimizer)
+            return
         if self._has_changed_outside or not has_hooks(optimizer):
             return
         if (what := self.verdict.outside.values.changed()) is not None:
@@ -176,6 +183,11 @@ class _Known:
         edits_gradients = self.verdict.edits_gradients or seen.edits_gradients
         self.verdict = self.verdict._replace(why_not=seen.why_not, edits_gradients=edits_gradients)
         self._of_settings[self.settings] = (self.verdict, counts)
+
+
+def _code_of(optimizer: Optimizer) -> tuple[Any, ...]:
+    """Its class and its ``step()``, either of which a script may replace."""
+    return type(optimizer), type(optimizer).step
 
 
 class _Look(NamedTuple):

@@ -108,6 +108,8 @@ class OptimizerSnapshot:
         caches: Set[str] = frozenset(),
     ) -> None:
         self.optimizer = optimizer
+        # Of now: a script may replace both.
+        self._class, self._step = type(optimizer), raw_step(optimizer)
         self._surroundings = Surroundings.now(is_of_torch=is_of_torch(optimizer))
         self._state = optimizer.state if state is None else state
         attributes = ((name, value) for name, value in vars(optimizer).items() if name not in NOT_TAKEN_OVER)
@@ -154,7 +156,7 @@ class OptimizerSnapshot:
             settings: those that param groups have in this step instead of their own.
         """
         updates = [update for of_group in updates_of.values() for update in of_group]
-        stand_in: Optimizer = object.__new__(type(self.optimizer))
+        stand_in: Optimizer = object.__new__(self._class)
         vars(stand_in).update(self._attributes)
         for name in STEP_HOOKS:
             setattr(stand_in, name, OrderedDict())
@@ -176,7 +178,7 @@ class OptimizerSnapshot:
             of_then = self._of_parameters
             attributes_of_then = contextlib.nullcontext() if of_then is None else _attributes_of_then(updates, of_then)
             with attributes_of_then, self._surroundings.restored():
-                raw_step(stand_in)(stand_in)
+                self._step(stand_in)
         finally:
             for name in attributes:
                 del vars(stand_in)[name]

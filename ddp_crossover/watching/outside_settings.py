@@ -192,6 +192,8 @@ class _Search:
                 self.mentions.add(f"torch.{name}")
             if name in _STATES_OF_GENERATORS:
                 self._add(f"a state of a random number generator ({name})", _UNKNOWN)
+            if name == "_version":
+                self._add("the versions of tensors (_version), which deferred updates do not raise alike", _UNKNOWN)
             for holder in self._holders.values():
                 self._look_up(holder, name)
 

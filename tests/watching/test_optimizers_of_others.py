@@ -286,6 +286,84 @@ def test_an_update_computes_what_the_surroundings_of_step_make_of_it(name: str, 
     check_case(SURROUNDINGS[name], on_ranks)
 
 
+class Differentiating(Optimizer):
+    """Has autograd differentiate a penalty: its step() is no part of a no_grad() block."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                [of_penalty] = torch.autograd.grad(p.pow(3).sum(), p)
+                with torch.no_grad():
+                    p.sub_(p.grad + 1e-3 * of_penalty, alpha=group["lr"])
+
+
+def test_a_step_that_differentiates_is_deferred_exactly(on_ranks) -> None:
+    check_case(Case(_begins, DeepNet, optimizer(Differentiating)), on_ranks)
+
+
+class Slower(OwnOptimizer):
+    """Steps half as far."""
+
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        for p in parameters:
+            p.add_(p.grad, alpha=-group["lr"] / 2)
+
+
+def _changes_class(run: Run) -> Iterator[Any]:
+    for step, (x, y) in enumerate(run.batches()):
+        loss = train_step(run, x, y)
+        if step == 4:
+            run.optimizer.__class__ = Slower
+        yield loss
+
+
+def _half_a_step(self: Optimizer, closure: Any = None) -> None:
+    with torch.no_grad():
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"] / 2)
+
+
+def _replaces_step(run: Run) -> Iterator[Any]:
+    for step, (x, y) in enumerate(run.batches()):
+        loss = train_step(run, x, y)
+        if step == 4:
+            type(run.optimizer).step = _half_a_step  # type: ignore[method-assign]
+        yield loss
+
+
+def of_a_class_of_its_own(model: nn.Module) -> Optimizer:
+    own: type[OwnOptimizer] = type("Own", (OwnOptimizer,), {})
+    return own(model.parameters())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(_changes_class, DeepNet, optimizer(OwnOptimizer), pipelined=False),
+        Case(_replaces_step, DeepNet, of_a_class_of_its_own, pipelined=False),
+    ],
+    ids=["class", "step"],
+)
+def test_updates_that_are_pending_run_the_code_that_the_optimizer_had(case: Case, on_ranks) -> None:
+    check_case(case, on_ranks)
+
+
+class ByVersion(OwnOptimizer):
+    """Steps further with a parameter that has been written to often."""
+
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        for p in parameters:
+            p.add_(p.grad, alpha=-group["lr"] * (1 + p._version % 3))
+
+
+def test_an_optimizer_that_reads_versions_of_parameters_waits(on_ranks) -> None:
+    check_case(Case(plain_loop, DeepNet, optimizer(ByVersion), pipelined=False), on_ranks)
+
+
 def _begins(run: Run) -> Iterator[Any]:
     yield from plain_loop(run)
     if run.with_dear:
