@@ -40,6 +40,7 @@ from ddp_crossover.hook.refusals import (
     refuse_model,
     refuse_optimizers,
     refuse_shared_statistics,
+    refuse_unseen_steps,
     statistics_of_a_rank,
     why_plain_all_reduce,
 )
@@ -217,6 +218,7 @@ def _compose_on(
     require_same_setup(link, named, optimizers, asked)
     if asked.weighted:
         refuse_shared_statistics(ddp.module)
+        refuse_unseen_steps(optimizers)
     if not switched_off():
         say_what_trains_apart(ddp, link)
     options = asked

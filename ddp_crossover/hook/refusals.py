@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +30,7 @@ from ddp_crossover.torch_internals.ddp import (
     no_comm_hooks,
     sparse_modules,
 )
+from ddp_crossover.torch_internals.optimizers import has_hooks
 
 _DDP_ONLY = (
     "wrap the plain model in DistributedDataParallel, if a whole replica fits on each device, or train this model "
@@ -184,6 +185,17 @@ def refuse_shared_statistics(model: nn.Module) -> None:
                 f"weighted=True weights each rank's gradients after its backward, and {name} (SyncBatchNorm) adds up "
                 "those of all ranks in backward, as if they weighed the same: use BatchNorm, GroupNorm or LayerNorm, "
                 "or leave out weighted=True and multiply each rank's mean loss by its samples * ranks / all samples"
+            )
+
+
+def refuse_unseen_steps(optimizers: Iterable[Optimizer]) -> None:
+    """Raise TypeError for optimizers whose ``step()`` may use gradients that are not weighted, and nobody sees it."""
+    for optimizer in optimizers:
+        if not has_hooks(optimizer):
+            raise TypeError(
+                f"weighted=True cannot follow {type(optimizer).__name__}, whose class skips Optimizer.__init__ and "
+                "takes no hooks, so its step() could use gradients that DDP has not reduced, which are not weighted: "
+                "attach the optimizer inside of it, or have its class call Optimizer.__init__"
             )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch.nn.parallel import DistributedDataParallel
 
-from .habits import HABITS, WRAPPERS
+from .habits import HABITS, WITHOUT_HOOKS, WRAPPERS
 from .program import Choices
 
 Without = Callable[[Choices], bool]
@@ -137,6 +137,7 @@ SCRIPT = (
     # Ranks that run other hooks than others go apart.
     Feature("hooks_write", (False, True), has(model=("recurrent", "by_rank"), sizes="zeros")),
     Feature("mode", ("", "device", "function")),
+    Feature("step_in", ("", "autocast", "fp64", "inference_mode", "function_mode"), has("closure", "scaler")),
     # Right after an attach in the middle of training, a backward past DDP is taken for that of a forward before it.
     Feature("attach_at", (0, 3), has("weighted", "past_ddp", sizes="zeros")),
     Feature("dropped", (False, True)),
@@ -154,7 +155,7 @@ ARM = (
     Feature("strict", (False, True)),
     Feature("norms", ("exact", "sharded"), has("past_ddp"), often=1.5),  # takes what is not reduced for shared
     Feature("shard_optimizer", (False, True), has(schedule="allreduce"), often=2),
-    Feature("weighted", (False, True)),
+    Feature("weighted", (False, True), has(habit=WITHOUT_HOOKS)),  # refused
     Feature("wire", ("", "bfloat16", "float16", "int8")),  # codes and shards: see `laws.fit`
     Feature("top_k", (0, 0.3, 1.0), has("shard_optimizer", schedule="allreduce")),
     Feature("groups", ("", "node"), has("shard_optimizer", schedule="allreduce")),
@@ -164,7 +165,7 @@ ARM = (
     # As `run` does: a script that has no state in its hands.
     Feature("by_auto", (False, True), has("weighted", "own_group", "after_update", average="own"), often=2),
     Feature("lease", (False, True), has("by_auto")),  # beside another job on the device
-    Feature("trace", (False, True), has(habit=("wraps_without_init", "wraps_and_forwards"))),  # refused
+    Feature("trace", (False, True), has(habit=WITHOUT_HOOKS)),  # refused
 )
 
 STEPS = 9
@@ -215,7 +216,8 @@ EVENTS = (
     EventFeature("gradient_dropped"),
     EventFeature("second_backward", ("gradients",), has("static_graph", model=(*BRANCHES, "batch_norm", "dropout"))),
     EventFeature("gradients_kept", by_one=True),
-    EventFeature("gradients_taken", without=_adds_to_views),
+    # Torch writes to the gradient of a step that its state keeps, if another backward adds to it.
+    EventFeature("gradients_taken", without=either(_adds_to_views, has(habit="keeps_gradients"))),
     EventFeature("parameters_read", by_one=True),
     EventFeature("parameters_read_past_torch", by_one=True),
     EventFeature("gradients_read_past_torch"),
@@ -246,7 +248,7 @@ EVENTS = (
     EventFeature("func_grad", OUTSIDE, NOT_IN_TRANSFORMS),
     EventFeature("func_grad_of_input", OUTSIDE, NOT_IN_TRANSFORMS),
     EventFeature("autograd_grad", OUTSIDE, has("static_graph", model=("batch_norm", "by_rank"))),
-    EventFeature("micro_batch_dropped", OUTSIDE, has("static_graph", model=BRANCHES)),
+    EventFeature("micro_batch_dropped", OUTSIDE, has("static_graph", model=BRANCHES, habit="keeps_gradients")),
     EventFeature("random_numbers", by_one=False),
     EventFeature("garbage", by_one=True),
     EventFeature("group_made"),

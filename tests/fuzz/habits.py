@@ -419,6 +419,54 @@ class WrapsAndForwards(_Wrapper):
         return getattr(self.inner, name)
 
 
+class KeepsGradients(_OneByOne):
+    """Steps along the difference from the last gradient, too, which it keeps as it is."""
+
+    def direction(self, p: Tensor, gradient: Any, state: dict[str, Any]) -> Tensor:
+        before = state.get("before", gradient)
+        state["before"] = p.grad
+        return gradient + 0.1 * (gradient - before)
+
+
+class Differentiates(Optimizer):
+    """Has autograd differentiate a penalty in a `step()` that is not in `no_grad()`."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    [of_penalty] = torch.autograd.grad(p.pow(3).sum(), p)
+                    with torch.no_grad():
+                        p.sub_(p.grad + 1e-3 * of_penalty, alpha=group["lr"])
+        return loss
+
+
+class ReadsVersions(_OneByOne):
+    """Steps further with a parameter that has been written to often."""
+
+    def direction(self, p: Tensor, gradient: Any, state: dict[str, Any]) -> Tensor:
+        return gradient * (1 + p._version % 3)
+
+
+class Multiplies(_OneByOne):
+    """Multiplies gradients as matrices, which autocast rounds."""
+
+    def direction(self, p: Tensor, gradient: Any, state: dict[str, Any]) -> Tensor:
+        return (gradient @ gradient.t() @ gradient).to(p.dtype) if gradient.dim() == 2 else gradient
+
+
+class UsesDefaultDtype(_OneByOne):
+    """Computes with a number in the dtype of new tensors."""
+
+    def direction(self, p: Tensor, gradient: Any, state: dict[str, Any]) -> Tensor:
+        third = torch.full(p.shape, 1 / 3, dtype=torch.get_default_dtype(), device=p.device)
+        return (gradient * third).to(p.dtype)
+
+
 class CallsClosureTwice(OwnOptimizer):
     """Goes up, computes gradients there, and comes back, as SAM does; without a closure it is plain SGD."""
 
@@ -483,9 +531,15 @@ HABITS: dict[str, Callable[[Sequence[Tensor]], Optimizer]] = {
     "wraps": Wraps,
     "wraps_without_init": WrapsWithoutInit,
     "wraps_and_forwards": WrapsAndForwards,
+    "keeps_gradients": KeepsGradients,
+    "differentiates": Differentiates,
+    "reads_versions": ReadsVersions,
+    "multiplies": Multiplies,
+    "uses_default_dtype": UsesDefaultDtype,
     "calls_closure_twice": CallsClosureTwice,
     "takes_no_closure": TakesNoClosure,
 }
-WRAPPERS = ("wraps", "wraps_without_init", "wraps_and_forwards")
+WITHOUT_HOOKS = ("wraps_without_init", "wraps_and_forwards")
+WRAPPERS = ("wraps", *WITHOUT_HOOKS)
 COMMUNICATING = ("votes", "all_reduces_all", "all_reduces_numbers", "broadcasts", "averages_sometimes",
                  "averages_in_hook")  # fmt: skip

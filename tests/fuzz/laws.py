@@ -102,6 +102,7 @@ def fit(program: Program) -> Program:
             script["optimizer"] = "momentum"
         script |= {"dtype": "float64"}
         script.pop("autocast", None)
+        script.pop("step_in", None)
         for arm in arms:
             if arm.get("wire") in ("bfloat16", "float16"):
                 arm.pop("wire")

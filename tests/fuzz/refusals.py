@@ -8,7 +8,7 @@ REFUSALS = {
     "sharded: an optimizer that cannot be": r"shard_optimizer=True cannot shard|step\(\) cannot update shards, b",
     "an optimizer that begins to do what forbids to defer": r"which it did not do in the steps that were watched"
     r"|the optimizer's update of its shards has failed on rank",
-    "after_update, Ema: an optimizer without hooks": r"cannot follow \w+, whose class skips Optimizer\.__init__",
+    "what follows steps: an optimizer without hooks": r"cannot follow \w+, whose class skips Optimizer\.__init__",
     "sharded: ranks whose parameters differ": r"is not the same on all ranks before optimizer\.step\(\)",
     "sharded: a parameter of another model": r"trains a parameter of shape .* that this DDP model does not reduce",
     "sharded: a parameter given after attach": r"after attach, and shard_optimizer=True shares only those that it had",

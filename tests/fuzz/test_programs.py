@@ -27,6 +27,7 @@ CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.json"))
 ALONE_STEPS = 14
 ALONE_AT = 7  # in the pipeline
 CLIPS = "torch's clipping at .* needs all gradients before optimizer.step"
+MODES = "it is called inside of torch.inference_mode"
 READS = "gradients were read or replaced before optimizer.step"
 # Why updates wait, or are not deferred, with one feature only; all others must cost nothing.
 REASONS = {
@@ -43,6 +44,9 @@ REASONS = {
     "scaler=stock": "torch's GradScaler at .* needs all gradients before optimizer.step",
     "overflow": "torch's GradScaler at .* needs all gradients before optimizer.step",
     "schedule=allreduce": "as asked for",
+    "mode=function": MODES,
+    "step_in=inference_mode": MODES,
+    "step_in=function_mode": MODES,
     "parameters_kept_as_data": "shares its memory with another",
     "thread_reads_gradients": READS,
     "to_double_and_back": "between a forward and its backward",

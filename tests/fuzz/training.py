@@ -7,7 +7,7 @@ import gc
 import random
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -375,6 +375,22 @@ class Run:
             return torch.device("cpu")
         return PassingMode() if mode == "function" else contextlib.nullcontext()
 
+    @contextlib.contextmanager
+    def _around_step(self) -> Iterator[None]:
+        how = self.script.get("step_in", "")
+        if how == "fp64":
+            torch.set_default_dtype(torch.float64)
+        around = {
+            "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+            "inference_mode": torch.inference_mode,
+            "function_mode": PassingMode,
+        }
+        try:
+            with around.get(how, contextlib.nullcontext)():
+                yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+
     def _traced(self, step: int) -> contextlib.AbstractContextManager[Any]:
         is_traced = self.arm is not None and self.arm.get("trace") and step == self.program.steps // 2
         return self.main.state.trace() if is_traced and self.main.state is not None else contextlib.nullcontext()
@@ -489,7 +505,8 @@ class Run:
                         self.scaler.unscale_(optimizer)
             else:
                 for optimizer in self._stepping:
-                    self.scaler.step(optimizer)
+                    with self._around_step():
+                        self.scaler.step(optimizer)
             self.scaler.update()
             self._clip("late")
             if zero.endswith("after"):

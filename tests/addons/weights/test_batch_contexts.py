@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -302,6 +303,32 @@ def test_layers_that_add_up_losses_in_backward_are_refused(on_ranks) -> None:
     for said in on_ranks(_synchronized_statistics, 2):
         assert "1 (SyncBatchNorm)" in said
         assert "multiply each rank's mean loss by its samples * ranks / all samples" in said
+
+
+class _WithoutHooks(torch.optim.Optimizer):
+    """Wraps an optimizer, and skips `Optimizer.__init__`, on purpose."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        self.inside = inside
+        self.param_groups, self.state, self.defaults = inside.param_groups, inside.state, inside.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inside.step(closure)
+
+
+def _unseen_steps() -> str:
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    wrapper = _WithoutHooks(sgd(ddp.parameters()))
+    with pytest.raises(TypeError) as refused:
+        dx.attach(ddp, wrapper, weighted=True)
+    dx.attach(ddp, wrapper.inside, weighted=True).detach()
+    return str(refused.value)
+
+
+def test_optimizers_whose_steps_nobody_sees_are_refused_but_not_the_one_inside(on_ranks) -> None:
+    for said in on_ranks(_unseen_steps, 2):
+        assert "_WithoutHooks" in said
+        assert "attach the optimizer inside of it" in said
 
 
 def _attach_with_batch_norm() -> list[str]:
