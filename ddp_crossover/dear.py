@@ -395,8 +395,9 @@ class Pipeline:
                 if group.gather is not None:
                     # Protects peers that still receive from this buffer.
                     group.gather.wait(host_wait)
-        # On CUDA each stream that comes here has to wait.
-        self._legs_have_ended = self.link.streams is None and all(group.gather is not None for group in self.groups)
+        # On CUDA each stream that comes here has to wait. And ranks with shards agree once more after backward.
+        is_last = self.phase is Phase.REDUCED and self.link.streams is None
+        self._legs_have_ended = is_last and all(group.gather is not None for group in self.groups)
 
     def release(self) -> dict[str, Tensor]:
         """Return the arenas by name, for the next plan's pipeline, and end this one."""

@@ -246,7 +246,7 @@ class GlooScatterLeg(GlooLeg, ScatterLeg):
 
     def _end(self, error: BaseException | None) -> None:
         super()._end(error)
-        self._context.threads.posting.is_ready(self.ended)
+        self._context.threads.posting.note_ready(self.ended)
 
 
 class AnnouncedLegs:

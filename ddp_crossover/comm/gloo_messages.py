@@ -172,7 +172,8 @@ class PeerMessages:
         try:
             for message in messages:
                 self._awaited[thread] = (message, label, is_proof, since_s)
-                message[1].wait()
+                _, work, _ = message
+                work.wait()
         finally:
             self._awaited.pop(thread, None)
 

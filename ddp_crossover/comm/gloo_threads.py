@@ -99,7 +99,8 @@ class PostQueue:
     """Queue of jobs for the posting thread. Any thread may put jobs.
 
     That takes no Python lock: a signal handler may interrupt the thread that puts a job, and wait for a leg that the
-    posting thread has yet to post. What is put is appended to a deque, then the thread is woken.
+    posting thread has yet to post. What is put is appended to a deque, then the thread is woken. If a signal handler
+    raises in between, the thread comes to it with the next wake.
     """
 
     def __init__(self, pace: Pace) -> None:
@@ -132,7 +133,7 @@ class PostQueue:
         self._gathers.append(leg)
         self._wakes.put(None)
 
-    def is_ready(self, ready: Latch) -> None:
+    def note_ready(self, ready: Latch) -> None:
         """Wake the posting thread: a scatter leg has ended, so the gather leg behind it, if it was put, is ready.
 
         Also while it waits for the link to run dry, when it posts nothing: without these looks at the backlog a step of

@@ -31,9 +31,9 @@ class Members:
     cuts: int
 
     @cached_property
-    def peers(self) -> list[tuple[int, int]]:
+    def peers(self) -> tuple[tuple[int, int], ...]:
         """(rank, number of its slice) of all others."""
-        return [(rank, self.first + i) for i, rank in enumerate(self.ranks) if i != self.own]
+        return tuple((rank, self.first + i) for i, rank in enumerate(self.ranks) if i != self.own)
 
     @cached_property
     def own_slice(self) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ddp_crossover.comm.stream_order import StreamOrder
 from ddp_crossover.dear import Pipeline
 from ddp_crossover.pending.slots import Slot
-from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, ToUpdate, is_of_torch
+from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, ToUpdate
 from ddp_crossover.watching.outside_settings import Outside
 from ddp_crossover.watching.surroundings import AUTOCAST_DEVICES
 from ddp_crossover.watching.update_guard import guarded
@@ -54,14 +54,13 @@ def run_updates(pipeline: Pipeline, claimed: Mapping[Slot, DeferredUpdate]) -> N
     with as_if_called_by_the_user():  # also what copies gradients, which the update may write to
         gradients = _gradients(claimed, edited, pipeline.order)
         for update, slots in runs.values():
-            optimizer = update.snapshot.optimizer
-            needs_alignment = not is_of_torch(optimizer)
+            needs_alignment = not update.snapshot.is_of_torch
             for slot in slots:
                 gradient = gradients[slot]
                 slot.lazy.memory.grad = gradient.clone() if needs_alignment and not is_aligned(gradient) else gradient
             to_update = [ToUpdate(slot.parameter, slot.lazy.memory) for slot in slots]
             together = update.foreach and not any(slot.lazy.overlaps for slot in slots)
-            with guarded(optimizer, update.outside):
+            with guarded(update.snapshot, update.outside):
                 for batch, settings in _batches(to_update) if together else [(to_update, _AS_SET)]:
                     update.snapshot.step({update.group: batch}, settings=settings)
         for slot in edited:

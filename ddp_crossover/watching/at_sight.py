@@ -145,12 +145,16 @@ _ID_DIGITS = 20  # of an address of 64 bits
 
 def _integers(value: Any) -> Iterator[int]:
     """All integers in nested containers, including keys of dicts, and those that are written as strings."""
-    if is_record(value):
-        value = vars(value)
-    if isinstance(value, dict):
-        value = [*value.keys(), *value.values()]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from _integers(item)
-    elif isinstance(value, int) or (isinstance(value, str) and value.isdecimal() and len(value) <= _ID_DIGITS):
-        yield int(value)
+    todo, seen = [value], set()
+    while todo:
+        value = todo.pop()
+        if isinstance(value, int) or (isinstance(value, str) and value.isdecimal() and len(value) <= _ID_DIGITS):
+            yield int(value)
+            continue
+        is_record_ = is_record(value)
+        if not (is_record_ or isinstance(value, (dict, list, tuple, set, frozenset))) or id(value) in seen:
+            continue
+        seen.add(id(value))  # a record may lead back to itself
+        if is_record_:
+            value = vars(value)
+        todo += [*value.keys(), *value.values()] if isinstance(value, dict) else value

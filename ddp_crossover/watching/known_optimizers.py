@@ -85,25 +85,18 @@ class _Known:
 
     Attributes:
         verdict: under the settings that it had last.
-        settings: those settings, numbers by how its step compares them.
+        settings: those settings, numbers by how its step compares them, and the code that goes by them.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._has_changed_outside = False
-        self._meet(optimizer)
-
-    def _meet(self, optimizer: Optimizer) -> None:
-        self._code = _code_of(optimizer)
         self.verdict = judge(optimizer)
+        self._has_changed_outside = False
         self._look_at(optimizer)
         # By settings: what is known, and how often each parameter was watched.
         self._counts: dict[int, int] = {}
         self._of_settings = {self.settings: (self.verdict, self._counts)}
 
     def look_again(self, optimizer: Optimizer) -> None:
-        if self._code != _code_of(optimizer):
-            self._meet(optimizer)
-            return
         if self._has_changed_outside or not has_hooks(optimizer):
             return
         if (what := self.verdict.outside.values.changed()) is not None:
@@ -128,12 +121,14 @@ class _Known:
             {name: _Look(value, self._kind(name, value)) for name, value in self._readable(each)}
             for each in _all_settings(optimizer)
         ]
-        self.settings = tuple(tuple((name, look.kind) for name, look in each.items()) for each in self._looks)
+        self._code = _code_of(optimizer)
+        kinds = tuple(tuple((name, look.kind) for name, look in each.items()) for each in self._looks)
+        self.settings = (self._code, kinds)
 
     def _looks_changed(self, optimizer: Optimizer) -> bool:
         """Whether to look at all settings: called in each step, so it compares those that are other objects only."""
         settings = _all_settings(optimizer)
-        if len(settings) != len(self._looks):
+        if len(settings) != len(self._looks) or self._code != _code_of(optimizer):
             return True
         for looks, each in zip(self._looks, settings, strict=True):
             count = 0

@@ -98,6 +98,10 @@ class OptimizerSnapshot:
         state: the state to use instead of the optimizer's own, of parts of parameters; None: of whole ones.
         counters: what each update changes alike, see ``update_writes``.
         caches: lists and dicts among these, see ``caches``.
+
+    Attributes:
+        optimizer: the optimizer.
+        is_of_torch: whether its class was one of torch's own then.
     """
 
     def __init__(
@@ -110,7 +114,8 @@ class OptimizerSnapshot:
         self.optimizer = optimizer
         # Of now: a script may replace both.
         self._class, self._step = type(optimizer), raw_step(optimizer)
-        self._surroundings = Surroundings.now(is_of_torch=is_of_torch(optimizer))
+        self.is_of_torch = is_of_torch(optimizer)
+        self._surroundings = Surroundings.now(is_of_torch=self.is_of_torch)
         self._state = optimizer.state if state is None else state
         attributes = ((name, value) for name, value in vars(optimizer).items() if name not in NOT_TAKEN_OVER)
         self._attributes = {name: copied(value) for name, value in attributes}
@@ -118,7 +123,7 @@ class OptimizerSnapshot:
         self._groups = [hyperparameters(group) for group in optimizer.param_groups]
         # Torch's own write to parameters and their state alone.
         self._writes: UpdateWrites | None = None
-        if not is_of_torch(optimizer):
+        if not self.is_of_torch:
             begun = [*self._groups, self._attributes, self._shared_state]
             self._writes = UpdateWrites(optimizer, begun, counters, caches, add_up=state is None)
         # A step may count in a tensor, or in an object, and each update begins with the same count.

@@ -40,15 +40,14 @@ class Surroundings(NamedTuple):
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
         default_dtype = torch.get_default_dtype()
-        torch.set_default_dtype(self.default_dtype)
-        try:
-            with contextlib.ExitStack() as stack:
-                for device, dtype in self.autocast:
-                    stack.enter_context(torch.autocast(device, dtype))
-                stack.enter_context(torch.set_grad_enabled(self.records_gradients))
-                yield
-        finally:
-            torch.set_default_dtype(default_dtype)
+        with contextlib.ExitStack() as stack:
+            if default_dtype is not self.default_dtype:  # of all threads, so no oftener than needed
+                stack.callback(torch.set_default_dtype, default_dtype)
+                torch.set_default_dtype(self.default_dtype)
+            for device, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype))
+            stack.enter_context(torch.set_grad_enabled(self.records_gradients))
+            yield
 
 
 def _has_autocast(device: str) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals.operations import Operation, OperationWatch
-from ddp_crossover.watching.optimizer_snapshot import is_of_torch, optimizer_parameters
+from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, optimizer_parameters
 from ddp_crossover.watching.outside_settings import Outside
 from ddp_crossover.watching.update_writes import DifferentWrites
 
@@ -31,17 +31,17 @@ class UnforeseenError(RuntimeError):
     """An optimizer has done in a deferred update what it has not done in any step that was watched."""
 
 
-def guarded(optimizer: Optimizer, outside: Outside) -> AbstractContextManager[None]:
+def guarded(snapshot: OptimizerSnapshot, outside: Outside) -> AbstractContextManager[None]:
     """Context of a deferred update, in which its code finds values outside of the optimizer as they were at ``step()``.
 
     Args:
-        optimizer: the optimizer; torch's own are not guarded.
+        snapshot: the optimizer at ``step()``; torch's own are not guarded.
         outside: what its code refers to. To look at each operation, or at all generators, takes time.
 
     Raises:
         UnforeseenError: before it talks to other ranks, or after it has drawn random numbers or changed such a value.
     """
-    return nullcontext() if is_of_torch(optimizer) else _guarded(optimizer, outside)
+    return nullcontext() if snapshot.is_of_torch else _guarded(snapshot.optimizer, outside)
 
 
 @contextmanager

@@ -69,7 +69,7 @@ class Posting(NamedTuple):
     def end(self, scatter: GlooScatterLeg) -> None:
         """Its gather leg is ready."""
         scatter.finish()
-        self.queue.is_ready(scatter.ended)
+        self.queue.note_ready(scatter.ended)
 
     def nothing_taken(self) -> bool:
         """Whether the thread waits."""

@@ -140,7 +140,7 @@ class OwnShards:
         for _, update in aligned:
             of_groups.setdefault(call.group_of[update.parameter.parameter], []).append(update)
         try:
-            with guarded(call.snapshot.optimizer, call.outside):
+            with guarded(call.snapshot, call.outside):
                 call.snapshot.step(of_groups, attributes)
         except UnforeseenError as error:
             self._errors.keep(error)
