@@ -93,18 +93,21 @@ def test_what_blocks_the_host_is_noticed(blocks) -> None:
 def updates_in_a_step(legs_end: bool) -> tuple[int, int]:
     """How often the optimizer is called to update, and the number of groups."""
     torch.manual_seed(0)
-    with fake_gpu(), mock.patch.object(_NcclLeg, "is_done", lambda leg: legs_end):
+    # Patched for as long as the pipeline lives, which keeps the method that it calls.
+    counted = mock.patch.object(UpdateRunner, "apply", autospec=True, side_effect=UpdateRunner.apply)
+    with fake_gpu(), mock.patch.object(_NcclLeg, "is_done", lambda leg: legs_end), counted as apply:
         ddp = DistributedDataParallel(DeepNet(), gradient_as_bucket_view=True)
         optimizer = torch.optim.SGD(ddp.parameters(), **SGD)
         state = dx.attach(ddp, optimizer, fusion_mb=0.002)
         for _ in range(WARM_STEPS):
             optimizer.zero_grad()
-            with mock.patch.object(UpdateRunner, "apply", autospec=True, side_effect=UpdateRunner.apply) as apply:
-                ddp(torch.randn(8, INPUTS)).square().mean().backward()
+            apply.reset_mock()
+            ddp(torch.randn(8, INPUTS)).square().mean().backward()
+            calls = apply.call_count
             optimizer.step()
         groups = len(state.plan.groups)
         state.detach()
-    return apply.call_count, groups
+    return calls, groups
 
 
 def test_groups_whose_legs_have_ended_are_updated_together(on_ranks) -> None:

@@ -32,6 +32,7 @@ from ddp_crossover.hook import reducer
 from ddp_crossover.nccl import make_link, nccl_link
 from ddp_crossover.pending.pending_gradient import PendingGrad
 from ddp_crossover.pipeline import pending_updates
+from ddp_crossover.step import step_call
 from ddp_crossover.torch_internals.autograd import call_after_backward
 from ddp_crossover.torch_internals.current_streams import CurrentStreams
 from virtual_time import Hosts, Instant
@@ -405,6 +406,7 @@ def fake_gpu(
         (reducer.Reducer, "reduce", waited_for(reducer.Reducer.reduce)),
         (dear.Pipeline, "__init__", watched_pipeline),
         (pending_updates, "outside_of_modes", lambda job: job()),  # this mode is to see updates
+        (step_call, "is_inside_of_modes", lambda: False),  # which are deferred beside it
     ]
     with ExitStack() as stack:
         for owner, name, replacement in replacements:
