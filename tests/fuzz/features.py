@@ -216,8 +216,7 @@ EVENTS = (
     EventFeature("gradient_dropped"),
     EventFeature("second_backward", ("gradients",), has("static_graph", model=(*BRANCHES, "batch_norm", "dropout"))),
     EventFeature("gradients_kept", by_one=True),
-    # Torch writes to the gradient of a step that its state keeps, if another backward adds to it.
-    EventFeature("gradients_taken", without=either(_adds_to_views, has(habit="keeps_gradients"))),
+    EventFeature("gradients_taken", without=_adds_to_views),
     EventFeature("parameters_read", by_one=True),
     EventFeature("parameters_read_past_torch", by_one=True),
     EventFeature("gradients_read_past_torch"),
@@ -248,7 +247,7 @@ EVENTS = (
     EventFeature("func_grad", OUTSIDE, NOT_IN_TRANSFORMS),
     EventFeature("func_grad_of_input", OUTSIDE, NOT_IN_TRANSFORMS),
     EventFeature("autograd_grad", OUTSIDE, has("static_graph", model=("batch_norm", "by_rank"))),
-    EventFeature("micro_batch_dropped", OUTSIDE, has("static_graph", model=BRANCHES, habit="keeps_gradients")),
+    EventFeature("micro_batch_dropped", OUTSIDE, has("static_graph", model=BRANCHES)),
     EventFeature("random_numbers", by_one=False),
     EventFeature("garbage", by_one=True),
     EventFeature("group_made"),
