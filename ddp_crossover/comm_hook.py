@@ -26,8 +26,8 @@ from ddp_crossover.pending.pending_values import introduce_pending_values
 from ddp_crossover.plan.model_profile import ModelProfile
 from ddp_crossover.report.stats import DearStats, about, summary
 from ddp_crossover.report.trace import Trace
-from ddp_crossover.step.after_update import require_hooks
 from ddp_crossover.torch_internals.ddp import GradBucket
+from ddp_crossover.torch_internals.optimizers import require_hooks
 
 if TYPE_CHECKING:
     from ddp_crossover.addons.lease.client import GpuLease
@@ -269,7 +269,7 @@ class DearState(HookState):
 
             state.after_update(lambda parameters: [p.clamp_(-1, 1) for p in parameters])
         """
-        require_hooks(self._optimizers)
+        require_hooks(self._optimizers, "after_update()", ": call the function yourself after optimizer.step()")
         return self._updates.after_update.add(function)
 
     def after_step(self, function: Callable[[Optimizer, Sequence[Tensor]], object]) -> RemovableHandle:

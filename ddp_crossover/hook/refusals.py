@@ -30,7 +30,7 @@ from ddp_crossover.torch_internals.ddp import (
     no_comm_hooks,
     sparse_modules,
 )
-from ddp_crossover.torch_internals.optimizers import has_hooks
+from ddp_crossover.torch_internals.optimizers import require_hooks
 
 _DDP_ONLY = (
     "wrap the plain model in DistributedDataParallel, if a whole replica fits on each device, or train this model "
@@ -190,13 +190,12 @@ def refuse_shared_statistics(model: nn.Module) -> None:
 
 def refuse_unseen_steps(optimizers: Iterable[Optimizer]) -> None:
     """Raise TypeError for optimizers whose ``step()`` may use gradients that are not weighted, and nobody sees it."""
-    for optimizer in optimizers:
-        if not has_hooks(optimizer):
-            raise TypeError(
-                f"weighted=True cannot follow {type(optimizer).__name__}, whose class skips Optimizer.__init__ and "
-                "takes no hooks, so its step() could use gradients that DDP has not reduced, which are not weighted: "
-                "attach the optimizer inside of it, or have its class call Optimizer.__init__"
-            )
+    require_hooks(
+        optimizers,
+        "weighted=True",
+        ", so its step() could use gradients that DDP has not reduced, which are not weighted: attach the optimizer "
+        "inside of it, or have its class call Optimizer.__init__",
+    )
 
 
 def refuse_model(ddp: DistributedDataParallel) -> None:

@@ -12,18 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ddp_crossover.torch_internals.optimizers import has_hooks, move_to_front
+from ddp_crossover.torch_internals.optimizers import move_to_front
 from ddp_crossover.watching.optimizer_snapshot import optimizer_parameters, was_skipped
-
-
-def require_hooks(optimizers: Iterable[Optimizer]) -> None:
-    """Raise TypeError unless all of these optimizers can be followed."""
-    for optimizer in optimizers:
-        if not has_hooks(optimizer):
-            raise TypeError(
-                f"after_update() cannot follow {type(optimizer).__name__}, whose class skips Optimizer.__init__ "
-                "and takes no hooks: call the function yourself after optimizer.step()"
-            )
 
 
 class AfterUpdate:

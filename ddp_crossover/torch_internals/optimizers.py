@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -36,6 +36,22 @@ def has_hooks(optimizer: Optimizer) -> bool:
     """Whether the optimizer takes hooks; one whose class skips ``Optimizer.__init__`` does not."""
     # Not by `hasattr`: some wrappers forward unknown attributes to the optimizer that they hold.
     return all(name in vars(optimizer) for name in (*STEP_HOOKS, _LOAD_HOOKS))
+
+
+def require_hooks(optimizers: Iterable[Optimizer], who: str, and_so: str) -> None:
+    """Raise TypeError unless all of these optimizers take hooks.
+
+    Args:
+        optimizers: the optimizers.
+        who: begins the message: what needs to follow their steps.
+        and_so: ends it: what follows from that, and the way out.
+    """
+    for optimizer in optimizers:
+        if not has_hooks(optimizer):
+            raise TypeError(
+                f"{who} cannot follow {type(optimizer).__name__}, whose class skips Optimizer.__init__ and takes no "
+                f"hooks{and_so}"
+            )
 
 
 def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
