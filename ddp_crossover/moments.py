@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_iter
 
 from ddp_crossover.hooks import Hook
 from ddp_crossover.torch_internals.compiled import call_around_compiled, is_compiled
+from ddp_crossover.torch_internals.dispatch import parts_of_output
 from ddp_crossover.torch_internals.optimizers import has_hooks
+from ddp_crossover.walks import walk
 
 # Takes what is to be called whenever a backward comes to the output of a forward.
 BeforeBackward = Callable[[Callable[[], None]], object]
@@ -271,14 +272,19 @@ def call_before_backward(output: Any, callback: Callable[[], None]) -> bool:
 
 
 def _nodes(output: Any) -> Iterator[Node]:
-    for leaf in tree_iter(output):
+    for leaf in walk(output, _parts_of):
         if isinstance(leaf, Tensor):
             # An operator that works in place on a view gives it another node, but not what it is a view of.
             for tensor in (leaf, leaf._base if leaf._is_view() else None):
                 if tensor is not None and tensor.grad_fn is not None:
                     yield tensor.grad_fn
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _nodes([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
+
+
+def _parts_of(output: Any) -> list[Any]:
+    found = parts_of_output(output)
+    if not found and dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return [getattr(output, field.name, None) for field in dataclasses.fields(output)]
+    return found
 
 
 def call_before_module(module: nn.Module, run: Callable[[], None]) -> Callable[[], None]:

@@ -10,7 +10,9 @@ from torch.optim import Optimizer
 from ddp_crossover.comm.agreement import require_equal
 from ddp_crossover.comm.link import Link
 from ddp_crossover.options import Options
+from ddp_crossover.walks import is_tree
 from ddp_crossover.watching.optimizer_snapshot import hyperparameters
+from ddp_crossover.watching.values import parts_of
 
 
 def require_same_setup(
@@ -49,6 +51,6 @@ def _comparable(value: object) -> object:
         return str(value.tolist())
     if value is None or isinstance(value, (bool, int, float, str)):
         return str(value)
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)) and is_tree(value, parts_of):
         return [_comparable(item) for item in value]
     return type(value).__name__  # functions and objects differ between ranks, at least in their address

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -13,14 +14,24 @@ import torch
 from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals.private import private
+from ddp_crossover.walks import walk
 
 T = TypeVar("T")
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:
     """Return all tensors in a module's output, inside tuples, lists and dicts of any depth."""
-    leaves = private(private(torch.utils, "_pytree"), "tree_leaves")(output)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [each for each in walk(output, parts_of_output) if isinstance(each, torch.Tensor)]
+
+
+def parts_of_output(output: Any) -> list[Any]:
+    """What is directly in a tuple, list or dict, or in another container that torch knows."""
+    if isinstance(output, torch.Tensor):
+        return []
+    are_parts = itertools.chain((False,), itertools.repeat(True))  # after the first call, which is for the container
+    leaves = private(private(torch.utils, "_pytree"), "tree_leaves")
+    found: list[Any] = leaves(output, is_leaf=lambda _: next(are_parts))
+    return [] if len(found) == 1 and found[0] is output else found
 
 
 def allow_foreach(tensor_class: type[torch.Tensor]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Collection, Iterator, Set
 from typing import Any
 
 import torch
@@ -12,10 +13,16 @@ from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals.memory import memory_of
 from ddp_crossover.torch_internals.optimizers import attributes_of, has_hooks, has_raw_step
+from ddp_crossover.walks import walk
 from ddp_crossover.watching.clone import is_exhausted
-from ddp_crossover.watching.optimizer_snapshot import hyperparameters, optimizer_parameters, reads_attributes
+from ddp_crossover.watching.optimizer_snapshot import (
+    dotted_attributes,
+    hyperparameters,
+    optimizer_parameters,
+    reads_attributes,
+)
 from ddp_crossover.watching.outside_settings import Outside
-from ddp_crossover.watching.values import copyable, is_record, same, tensors_in
+from ddp_crossover.watching.values import copyable, parts_of, same, tensors_in
 
 _MOST_COEFFICIENTS = 3
 _MOST_ELEMENTS = 4096  # of a tensor, because it is copied in each step
@@ -64,21 +71,27 @@ def _why_places_may_matter(optimizer: Optimizer, found: Outside) -> str | None:
         is_setting = not name.startswith("_optimizer_")  # those are hooks
         if is_setting and _has_places(value, numbers, or_more=True):
             return f"its attribute .{name} may have an entry for each parameter, by its place"
+    seen: dict[int, Any] = {}  # each of the attributes of an object out there is one of the values by itself
     for what, value in found.values.items():
-        if _has_places(value, numbers, or_more=False):
+        if _has_places(value, numbers, or_more=False, seen=seen):
             return f"{what}, which its step() reads, may have an entry for each parameter, by its place"
     return None
 
 
-def _has_places(value: Any, numbers: set[int], *, or_more: bool) -> bool:
+def _has_places(value: Any, numbers: set[int], *, or_more: bool, seen: dict[int, Any] | None = None) -> bool:
     """Whether a value is, or holds, a list of some length in ``numbers``, or a dict with numbers as keys."""
+    return any(_is_by_place(each, numbers, or_more) for each in walk(value, _in_lists_and_records, seen))
+
+
+def _in_lists_and_records(value: Any) -> Collection[Any]:
+    return () if isinstance(value, (set, frozenset, deque)) else parts_of(value)
+
+
+def _is_by_place(value: Any, numbers: set[int], or_more: bool) -> bool:
+    if isinstance(value, dict):
+        return any(isinstance(key, (int, tuple)) for key in value)
     if isinstance(value, Tensor):
         value = value.flatten().tolist() if 1 < value.numel() <= _MOST_ELEMENTS else [0.0] * value.numel()
-    if is_record(value):
-        value = vars(value)
-    if isinstance(value, dict):
-        has_numbers = any(isinstance(key, (int, tuple)) for key in value)
-        return has_numbers or any(_has_places(each, numbers, or_more=or_more) for each in value.values())
     if not isinstance(value, (list, tuple)):
         return False
     # Not a pair of betas for a pair of parameters.
@@ -86,8 +99,7 @@ def _has_places(value: Any, numbers: set[int], *, or_more: bool) -> bool:
     is_as_long = len(value) in numbers and (isinstance(value, list) or len(value) > _MOST_COEFFICIENTS)
     # A trial shows whether entries that differ belong to places.
     are_alike = any(same(*pair) for pair in itertools.pairwise(value[:3]))
-    has_entries = (is_long or is_as_long) and (are_alike or len(value) == 1)
-    return has_entries or any(_has_places(each, numbers, or_more=or_more) for each in value)
+    return (is_long or is_as_long) and (are_alike or len(value) == 1)
 
 
 def _unknown_attribute(optimizer: Optimizer) -> str | None:
@@ -132,6 +144,33 @@ def _why_settings_may_change(optimizer: Optimizer, found: Outside) -> str | None
     return None
 
 
+def why_no_copy(optimizer: Optimizer, counters: Set[str]) -> str | None:
+    """Why deferred updates could not begin with what steps change, as it is in this step; None if they can.
+
+    Args:
+        optimizer: the optimizer.
+        counters: what its steps change, by the names that ``separability`` gives it. A change of others is seen.
+    """
+    changed = [
+        (f"its attribute {name}" if name.startswith(".") else f"{name!r} in a param group", settings[name])
+        for settings in (*optimizer.param_groups, dotted_attributes(optimizer))
+        for name in sorted(counters)
+        if name in settings
+    ]
+    # Not what a LazyState does, which would apply pending updates.
+    entries = dict.items(optimizer.state)
+    changed += [(f"its state under {key!r}", value) for key, value in entries if not isinstance(key, Tensor)]
+    changed += [
+        (f"the attribute .{name} of a parameter", value)
+        for parameter in (optimizer_parameters(optimizer) if reads_attributes(optimizer) else ())
+        for name, value in vars(parameter).items()
+    ]
+    for what, value in changed:
+        if not copyable(value, Tensor):
+            return f"{what} holds a {type(value).__name__} that cannot be copied for a deferred update"
+    return None
+
+
 def _knows_parameters_by_id(optimizer: Optimizer, found: Outside) -> bool:
     """Whether it knows ids of parameters; deferred updates use other tensors of that memory, with other ids."""
     ids = set(map(id, optimizer_parameters(optimizer)))
@@ -145,16 +184,10 @@ _ID_DIGITS = 20  # of an address of 64 bits
 
 def _integers(value: Any) -> Iterator[int]:
     """All integers in nested containers, including keys of dicts, and those that are written as strings."""
-    todo, seen = [value], set()
-    while todo:
-        value = todo.pop()
-        if isinstance(value, int) or (isinstance(value, str) and value.isdecimal() and len(value) <= _ID_DIGITS):
-            yield int(value)
-            continue
-        is_record_ = is_record(value)
-        if not (is_record_ or isinstance(value, (dict, list, tuple, set, frozenset))) or id(value) in seen:
-            continue
-        seen.add(id(value))  # a record may lead back to itself
-        if is_record_:
-            value = vars(value)
-        todo += [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    for each in walk(value, _with_keys):
+        if isinstance(each, int) or (isinstance(each, str) and each.isdecimal() and len(each) <= _ID_DIGITS):
+            yield int(each)
+
+
+def _with_keys(value: Any) -> Collection[Any]:
+    return [*dict.keys(value), *dict.values(value)] if isinstance(value, dict) else parts_of(value)

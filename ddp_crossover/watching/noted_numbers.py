@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ddp_crossover.watching.values import copyable, is_record
+from ddp_crossover.walks import is_tree
+from ddp_crossover.watching.values import copyable, is_record, parts_of
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "pow")
 _COMPARISONS = {f"__{name}__": getattr(operator, name) for name in ("lt", "le", "eq", "ne", "gt", "ge")}
@@ -65,15 +66,20 @@ class Comparisons:
 
     def kind(self, name: str, value: Any) -> Hashable:
         """What is the same for all values of a setting that code cannot tell apart."""
+        return self._kind(name, value) if is_tree(value, parts_of) else _Itself(value)
+
+    def _kind(self, name: str, value: Any) -> Hashable:
         if type(value) in (tuple, list):
-            return tuple(self.kind(f"{name}[{index}]", each) for index, each in enumerate(value))
+            return tuple(self._kind(f"{name}[{index}]", each) for index, each in enumerate(value))
         if type(value) is dict:
-            return tuple((key, self.kind(f"{name}[{key!r}]", each)) for key, each in value.items())
-        if is_record(value) and copyable(value, Tensor):  # others, as a hook's handle, count as themselves
-            return type(value), tuple((key, self.kind(f"{name}.{key}", each)) for key, each in vars(value).items())
+            return tuple((key, self._kind(f"{name}[{key!r}]", each)) for key, each in value.items())
         if isinstance(value, Tensor):
             return value.dtype, value.dim()
         if not isinstance(value, (float, np.floating)):
+            if not copyable(value, Tensor):  # as a hook's handle
+                return _Itself(value)
+            if is_record(value):
+                return type(value), tuple((key, self._kind(f"{name}.{key}", each)) for key, each in vars(value).items())
             return type(value), value if isinstance(value, Hashable) else repr(value)
         sign = int(value > 0) - int(value < 0)  # of numpy, too: its booleans cannot be subtracted
         compared = self.by_name.get(name, set())
@@ -81,6 +87,19 @@ class Comparisons:
             return value
         outcomes = tuple(sorted((c.__name__, other, bool(c(value, other))) for c, other in compared))
         return type(value), sign, math.isfinite(value), outcomes
+
+
+class _Itself:
+    """Equals what stands for the same object, whatever comparing two such objects would do."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
 
 
 class NotedNumber(float):

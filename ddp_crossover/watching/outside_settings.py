@@ -21,7 +21,7 @@ import gc
 import logging
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from numbers import Number
 from types import (
@@ -48,8 +48,9 @@ from torch.optim import Optimizer
 from ddp_crossover.cpython import Lookup, frames_of_threads, is_of_c, lookups, with_inner
 from ddp_crossover.torch_internals.compiled import is_compiled_function
 from ddp_crossover.torch_internals.optimizers import attributes_of
+from ddp_crossover.walks import walk
 from ddp_crossover.watching.outside_values import ABSENT, OutsideValues, Place, is_fixed, is_plain, leaves
-from ddp_crossover.watching.values import is_record
+from ddp_crossover.watching.values import is_record, parts_of
 
 # Not `os`: environment variables are settings, too.
 _TRUSTED = (sys.stdlib_module_names | {"numpy", "torch", "triton", "typing_extensions"}) - {"os"}
@@ -70,6 +71,7 @@ _CONSTANTS = (
 )
 _AT_BIRTH = ("__init__", "__new__", "__init_subclass__")  # run when an optimizer or its class is made, not in `step()`
 _UNKNOWN = object()
+_LONGEST_NAME = 200
 _STATES_OF_GENERATORS = ("default_generator", "default_generators", "get_rng_state", "initial_seed")
 _MENTIONED = ("torch.distributed", "random", "numpy")
 
@@ -106,17 +108,23 @@ class _Search:
         self._todo: deque[tuple[Any, str, Place | None]] = deque([(type(optimizer), "", None)])
         self._add("a function that it was given", *_functions_given_to(optimizer))
         self._names = {"step": None}  # a dict keeps its order, so that all ranks name the same reason
-        self._holders: dict[int, Any] = {}
+        self._holders: dict[int, Any] = {}  # of which the attributes that the code reads are followed
+        self._records: dict[int, Any] = {}  # of which all are
         self._functions: set[FunctionType] = set()
         self.mentions: set[str] = set()
         self._private: list[tuple[str, dict[str, Any]]] = []
         self._places: dict[tuple[int, str], Place] = {}
+        self._met: dict[int, Any] = {}  # values without a place, by id: one may lead back to itself
         self._asked: dict[str, None] = {}
 
     def first_unknown(self) -> str | None:
         """The first setting that may change and cannot be followed, or None."""
         while self._todo:
             value, what, place = self._todo.popleft()
+            if place is None:
+                if id(value) in self._met:
+                    continue
+                self._met[id(value)] = value
             self._note_mentions(getattr(value, "__name__", ""), getattr(value, "__module__", ""))
             self._note_mentions(type(value).__module__)
             if value is torch.compile or is_compiled_function(value):
@@ -205,11 +213,11 @@ class _Search:
 
     def _record(self, record: Any, what: str) -> None:
         """Follow all attributes of an object, also those that may come to hide those of its class."""
-        if id(record) not in self._holders:
-            self._holders[id(record)] = record
+        if id(record) not in self._records:
+            self._records[id(record)] = record
             of_class = [name for kind in type(record).__mro__ for name in vars(kind) if not name.startswith("__")]
             for name in dict.fromkeys([*vars(record), *of_class]):
-                self._add_place(record, name, f"{what}.{name}")
+                self._add_place(record, name, f"{_shortened(what)}.{name}")
 
     def _look_up(self, holder: Any, name: str) -> None:
         if name not in vars(holder):
@@ -288,22 +296,19 @@ class _Search:
 
 def _functions_given_to(optimizer: Optimizer) -> Iterator[Any]:
     """Functions and classes in its attributes, its param groups and the attributes of its parameters."""
-    todo: list[Any] = list(attributes_of(optimizer).values())
+    given: list[Any] = list(attributes_of(optimizer).values())
     for group in optimizer.param_groups:
-        todo += [value for name, value in group.items() if name != "params"]
-        todo += [vars(parameter) for parameter in group["params"]]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, OrderedDict):
-            continue  # hooks, which an update does not run
-        if isinstance(value, dict):
-            todo += value.values()
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            todo += value
-        elif is_record(value):
-            todo += [type(value), vars(value)]
+        given += [value for name, value in group.items() if name != "params"]
+        given += [vars(parameter) for parameter in group["params"]]
+    for value in walk(given, _but_hooks):
+        if is_record(value):
+            yield type(value)
         elif isinstance(value, (FunctionType, BuiltinFunctionType, type)):
             yield value
+
+
+def _but_hooks(value: Any) -> Collection[Any]:
+    return () if isinstance(value, OrderedDict) else parts_of(value)  # hooks, which an update does not run
 
 
 def _codes_of_module(variables: dict[str, Any]) -> Iterator[CodeType]:
@@ -322,6 +327,11 @@ def _is_script(variables: dict[str, Any]) -> bool:
         frames = [frame.f_back for frame in frames]
     is_main = variables.get("__name__") == "__main__"
     return is_main or any("globals" in code.co_names for code in _codes_of_module(variables))
+
+
+def _shortened(what: str) -> str:
+    """What to call a place. In a long chain of objects, names would be as long as the chain."""
+    return what if len(what) <= _LONGEST_NAME else f"{what[:_LONGEST_NAME]}..."
 
 
 def _is_trusted(module: str | None) -> bool:

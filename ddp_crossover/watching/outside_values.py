@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, CellType, FunctionType, NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from ddp_crossover.walks import is_tree
 
 _SIMPLE = frozenset((NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout))
 _CONTAINERS = (tuple, list, dict, set, frozenset)
@@ -124,25 +126,30 @@ class OutsideValues:
 
 
 def leaves(value: Any) -> list[Any]:
-    """What a value holds that is no container, up to a number of them that takes too long to compare."""
+    """What a tree of containers holds that is none, up to a number of them that takes too long to compare."""
     left: list[Any] = [value]
     found: list[Any] = []
     while left and len(found) <= _MOST_LEAVES:
         each = left.pop()
-        if type(each) is dict:
-            left += [*each.keys(), *each.values()]
-        elif type(each) in _CONTAINERS:
-            left += each
+        if type(each) in _CONTAINERS:
+            left += _parts_of(each)
         else:
             found.append(each)
     return found
 
 
+def _parts_of(value: Any) -> Collection[Any]:
+    if type(value) is dict:
+        return [*value.keys(), *value.values()]
+    return value if type(value) in _CONTAINERS else ()
+
+
 def is_plain(value: Any) -> bool:
     """Whether a value consists of some numbers, strings, functions, classes and the like."""
-    found = leaves(value)
-    return len(found) <= _MOST_LEAVES and all(
-        type(each) in _SIMPLE or isinstance(each, (np.generic, enum.Enum, *_THEMSELVES)) for each in found
+    return (
+        is_tree(value, _parts_of)
+        and len(found := leaves(value)) <= _MOST_LEAVES
+        and all(type(each) in _SIMPLE or isinstance(each, (np.generic, enum.Enum, *_THEMSELVES)) for each in found)
     )
 
 

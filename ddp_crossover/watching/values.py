@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from numbers import Number
 from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
@@ -15,47 +15,81 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_crossover.cpython import is_of_c
+from ddp_crossover.walks import is_tree, walk
 
 _IMMUTABLE = frozenset((NoneType, bool, int, float, str))
 CONTAINERS = (list, dict)
 _PLAIN = (Number, str, enum.Enum, torch.dtype, torch.device, FunctionType, BuiltinFunctionType, type)
 
 
+def parts_of(value: Any) -> Collection[Any]:
+    """What is directly in a container, without keys of dicts, or in the attributes of a record."""
+    if type(value) in _IMMUTABLE:  # the common case: most optimizers have a dozen in each group
+        return ()
+    if isinstance(value, dict):
+        return dict.values(value)  # not what a LazyState does, which would apply pending updates
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return value
+    return vars(value).values() if is_record(value) else ()
+
+
+def all_in(value: Any) -> Iterator[Any]:
+    """A value, and all that its containers and records hold, see ``walk``."""
+    return walk(value, parts_of)
+
+
 def same(left: Any, right: Any) -> bool:
     """Whether two values are equal bit for bit; NaN equals NaN, and objects are equal if their attributes are."""
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        return (
-            left.dtype == right.dtype
-            and left.shape == right.shape
-            and bool(torch.all((left == right) | (left.isnan() & right.isnan())))
-        )
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
-    if isinstance(left, (list, tuple, deque)) and isinstance(right, (list, tuple, deque)):
-        return len(left) == len(right) and all(map(same, left, right))
-    if type(left) is type(right) and hasattr(left, "__dict__") and not isinstance(left, _PLAIN):
-        return same(vars(left), vars(right))
-    return bool(left == right or (left != left and right != right))
+    todo, seen = [(left, right)], set()
+    while todo:
+        left, right = todo.pop()
+        if isinstance(left, Tensor) and isinstance(right, Tensor):
+            if not _same_tensors(left, right):
+                return False
+            continue
+        if type(left) is type(right) and not isinstance(left, (*_PLAIN, *_COMPARED)) and hasattr(left, "__dict__"):
+            left, right = vars(left), vars(right)
+        if isinstance(left, dict) and isinstance(right, dict):
+            if left.keys() != right.keys():
+                return False
+            pairs = [(left[key], right[key]) for key in left]
+        elif isinstance(left, _ROWS) and isinstance(right, _ROWS):
+            if len(left) != len(right):
+                return False
+            pairs = list(zip(left, right, strict=True))
+        elif left == right or (left != left and right != right):
+            continue
+        else:
+            return False
+        if (id(left), id(right)) not in seen:  # else they lead back to themselves
+            seen.add((id(left), id(right)))
+            todo += reversed(pairs)
+    return True
+
+
+_ROWS = (list, tuple, deque)
+_COMPARED = (dict, *_ROWS)  # by what is in them, and not by their attributes
+
+
+def _same_tensors(left: Tensor, right: Tensor) -> bool:
+    return (
+        left.dtype == right.dtype
+        and left.shape == right.shape
+        and bool(torch.all((left == right) | (left.isnan() & right.isnan())))
+    )
 
 
 def copyable(value: Any, *also: type) -> bool:
     """Whether a value consists of numbers, strings, enums, functions and the like, and instances of ``also`` only."""
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(copyable(each, *also) for each in value)
-    if isinstance(value, dict):
-        return all(copyable(each, *also) for each in value.values())
-    if is_record(value):
-        # Not if there are records in it: one of them may be itself.
-        return not any(map(is_record, _leaves(vars(value)))) and copyable(vars(value), *also)
-    return value is None or isinstance(value, (*_PLAIN, *also))
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple, set, frozenset, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(each)
-    else:
-        yield value
+    if type(value) in _IMMUTABLE:
+        return True
+    known: tuple[Any, ...] = (NoneType, list, tuple, set, frozenset, dict, *_PLAIN, *also)
+    return is_tree(value, parts_of) and all(
+        isinstance(each, known)
+        # Not if there are records in it.
+        or (is_record(each) and not any(map(is_record, all_in(vars(each)))))
+        for each in all_in(value)
+    )
 
 
 def is_record(value: Any) -> bool:
@@ -77,18 +111,14 @@ def is_immutable(value: Any) -> bool:
 
 def can_be_written(value: Any) -> bool:
     """Whether it, or something in it, can be changed in place."""
-    return next(writable_parts(value), None) is not None
+    return type(value) not in _IMMUTABLE and next(writable_parts(value), None) is not None
 
 
 def writable_parts(value: Any) -> Iterator[Any]:
-    """Everything in a setting that can be changed in place, itself included."""
-    if type(value) in _IMMUTABLE:
-        return
-    if isinstance(value, (Tensor, set, *CONTAINERS)) or is_record(value):
-        yield value
-    parts: Any = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    for each in vars(value).values() if is_record(value) else parts:
-        yield from writable_parts(each)
+    """Everything in a setting that can be changed in place, itself included, as often as it is there."""
+    for each in all_in(value):
+        if type(each) not in _IMMUTABLE and (isinstance(each, (Tensor, set, *CONTAINERS)) or is_record(each)):
+            yield each
 
 
 def entries_of(name: str, setting: Any) -> dict[str, Any]:
@@ -99,34 +129,36 @@ def entries_of(name: str, setting: Any) -> dict[str, Any]:
 
 
 def copied(value: Any) -> Any:
-    """A copy, also of what it consists of; of tensors without their graph."""
-    if type(value) in _IMMUTABLE:  # the common case: most optimizers have a dozen in each group
+    """A copy, also of what it consists of; of tensors without their graph. What is not copyable stays as it is."""
+    if type(value) in _IMMUTABLE:
         return value
+    return _copied(value) if is_tree(value, parts_of) else value
+
+
+def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
         made = copy.copy(value)
-        made.update((key, copied(each)) for key, each in value.items())
+        made.update((key, _copied(each)) for key, each in value.items())
         return made
     if isinstance(value, (list, tuple)):
-        items = map(copied, value)
+        items = map(_copied, value)
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if is_record(value):
         record = object.__new__(type(value))
-        vars(record).update(copied(vars(value)))
+        vars(record).update(_copied(vars(value)))
         return record
     return copy.copy(value) if isinstance(value, set) else value
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """All tensors in nested containers, and in attributes of what is in them."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in dict.values(value):
-            yield from tensors_in(each)
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        for each in value:
-            yield from tensors_in(each)
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)) and not callable(value):
-        yield from tensors_in(vars(value))
+    return (each for each in walk(value, _parts_or_attributes) if isinstance(each, Tensor))
+
+
+def _parts_or_attributes(value: Any) -> Collection[Any]:
+    if isinstance(value, (*_COMPARED, set, frozenset)):
+        return parts_of(value)
+    is_opaque = isinstance(value, (Tensor, type, torch.nn.Module)) or callable(value)
+    return () if is_opaque or not hasattr(value, "__dict__") else vars(value).values()

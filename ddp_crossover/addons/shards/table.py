@@ -19,6 +19,7 @@ from ddp_crossover.addons.shards.ownership import Ownership, ParameterRange, in_
 from ddp_crossover.comm.link import Link
 from ddp_crossover.pipeline.staging import gradient_stride
 from ddp_crossover.plan.gradient_specs import ShardKind
+from ddp_crossover.watching.at_sight import why_no_copy
 from ddp_crossover.watching.caches import why_no_shards
 from ddp_crossover.watching.lazy_state import why_state_is_shared
 from ddp_crossover.watching.optimizer_snapshot import optimizer_parameters, reads_attributes
@@ -132,7 +133,7 @@ def _refuse_optimizer(optimizer: Optimizer) -> None:
         )
     verdict = judge(optimizer)
     reason = verdict.why_not or why_not_shared(optimizer) or why_state_is_shared(optimizer)
-    reason = reason or why_entries_depend(optimizer)
+    reason = reason or why_entries_depend(optimizer) or why_no_copy(optimizer, verdict.counters)
     reason = reason or why_attributes_matter(optimizer)
     reason = reason or why_no_shards(optimizer, verdict.counters)
     if reason is None and verdict.edits_gradients:
