@@ -87,7 +87,6 @@ class DeferredUpdates:
         gathers: makes what gather legs carry for these updates, with memory of the previous plan's.
 
     Attributes:
-        pipeline: the pipeline whose parameters' updates are deferred; None: gradients travel by plain all-reduces.
         after_update: told of each parameter that has been updated.
         runner: runs the updates that are pending.
     """
@@ -105,7 +104,6 @@ class DeferredUpdates:
         write: Callable[[Pipeline, Mapping[Slot, DeferredUpdate]], None] = run_updates,
         gathers: Callable[[Pipeline, Mapping[str, Tensor]], Gathers] = _gradient_gathers,
     ) -> None:
-        self.pipeline: Pipeline | None = None
         self._params = params
         self._early_reads = early_reads
         self._fallbacks = fallbacks
@@ -153,8 +151,12 @@ class DeferredUpdates:
 
     def use(self, pipeline: Pipeline | None) -> None:
         """Defer the updates of this pipeline's parameters from now on; None: gradients travel by plain all-reduces."""
-        self.pipeline = pipeline
         self.runner.use(pipeline)
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The pipeline whose parameters' updates are deferred; None: gradients travel by plain all-reduces."""
+        return self.runner.pipeline
 
     def _flush_state(self) -> None:
         # Also while the last update is being written, perhaps by another thread: this waits for it.

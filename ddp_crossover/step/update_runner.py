@@ -46,6 +46,7 @@ class UpdateRunner:
 
     Attributes:
         gathers, early_answers: as above.
+        pipeline: the pipeline with whose gradients it applies updates; None: gradients travel by plain all-reduces.
         deferred_steps: number of steps that have left updates to it.
     """
 
@@ -70,22 +71,22 @@ class UpdateRunner:
         self.early_answers = early_answers
         self._strict = strict
         self.deferred_steps = 0
-        self._pipeline: Pipeline | None = None
+        self.pipeline: Pipeline | None = None
         self._order: StreamOrder | None = None
         self._broken = ""
         self._written_in = 0  # the latest iteration of which any update has been written
 
     def use(self, pipeline: Pipeline | None) -> None:
         """Apply updates with the gradients of this pipeline from now on."""
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._written_in = 0
         if pipeline is not None:
             self._order = pipeline.order if pipeline.link.streams is not None else None
 
     def note_written(self) -> None:
         """Note that an update of this iteration has been or is being written, so that the step cannot be taken back."""
-        if self._pipeline is not None:
-            self._written_in = self._pipeline.iteration
+        if self.pipeline is not None:
+            self._written_in = self.pipeline.iteration
 
     def refuse_to_go_on(self) -> None:
         """Raise if the last ``step()`` was taken back, or if an update failed midway.
@@ -135,7 +136,7 @@ class UpdateRunner:
 
     def bring_up_to_date(self, lazies: Iterable[LazyParam]) -> None:
         """Apply the pending updates of these parameters, whose values are about to be used."""
-        pipeline = self._pipeline
+        pipeline = self.pipeline
         if pipeline is None or not pipeline.updates:
             return
         slots = [slot for lazy in lazies if (slot := pipeline.slots[lazy.index]) in pipeline.updates]
@@ -157,7 +158,7 @@ class UpdateRunner:
         Raises:
             LegError: ``error``, if one of the updates has been written already.
         """
-        pipeline = self._pipeline
+        pipeline = self.pipeline
         assert pipeline is not None
         if self._written_in == pipeline.iteration:
             raise error
@@ -178,7 +179,7 @@ class UpdateRunner:
 
     def gradient_is_read(self, slot: Slot) -> None:
         """Apply an update that changes the gradient as well, before a script reads it."""
-        pipeline = self._pipeline
+        pipeline = self.pipeline
         assert pipeline is not None
         self._early_reads.note_gradient_read()
         update = pipeline.updates.get(slot)
@@ -187,13 +188,13 @@ class UpdateRunner:
 
     def needs_gradient(self, slot: Slot) -> bool:
         # Updates that are being written are needed, too: a signal handler may read gradients meanwhile.
-        pipeline = self._pipeline
+        pipeline = self.pipeline
         assert pipeline is not None
         return slot in pipeline.updates or slot.lazy in self._params.updating
 
     def apply(self, slots: list[Slot]) -> None:
         """Run the deferred updates of these parameters, whose reduced gradients are complete."""
-        pipeline = self._pipeline
+        pipeline = self.pipeline
         assert pipeline is not None
         self.note_written()
         slots.sort(key=lambda slot: slot.index)  # the usual order, which matters for parameters that share memory
