@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ddp_crossover.comm.fusion_buffer import Memory
+from ddp_crossover.comm.fusion_buffer import FusionBuffer, Memory
 from ddp_crossover.comm.nodes import Members, Nodes
 from ddp_crossover.comm.round import Round, Rounds, Slice
 from ddp_crossover.comm.sums import ScratchPool, add_in_rank_order
@@ -40,7 +40,7 @@ class SumRound(Round):
         self._parts: list[list[Tensor]] = []
 
     def receives(self) -> list[Slice]:
-        own = self._slices(self._members.own_slice)
+        own = self._own_slices()
         numels = [part.numel() for part in own]
         self.incoming = [self._scratch.allocate(sum(numels), own[0].dtype) for _ in self._members.peers]
         is_whole = len(numels) == 1
@@ -52,19 +52,19 @@ class SumRound(Round):
         ]
 
     def sends(self) -> list[Slice]:
-        return [(peer, memory) for peer, number in self._members.peers for memory in self._slices(number)]
+        return _slices_of_peers(self._memory.buffer, self._members)
 
     def finish(self) -> None:
         weights = self._memory.buffer.weights if self._is_first else None
         factors = None if weights is None else [weights.of_ranks[rank] for rank in self._members.ranks]
-        for own, *incoming in zip(self._slices(self._members.own_slice), *self._parts, strict=True):
+        for own, *incoming in zip(self._own_slices(), *self._parts, strict=True):
             add_in_rank_order(own, self._members.own, incoming, factors, in_fp32=self._in_fp32)
         self._parts = []
         self._scratch.free(self.incoming)
         self.incoming = []
 
-    def _slices(self, number: int) -> list[Tensor]:
-        return self._memory.buffer.slices(number, self._members.cuts)
+    def _own_slices(self) -> list[Tensor]:
+        return self._memory.buffer.slices(self._members.own_slice, self._members.cuts)
 
 
 class CopyRound(Round):
@@ -80,14 +80,16 @@ class CopyRound(Round):
         self._members = members
 
     def receives(self) -> list[Slice]:
-        return [(peer, memory) for peer, number in self._members.peers for memory in self._slices(number)]
+        return _slices_of_peers(self._memory.landing, self._members)
 
     def sends(self) -> list[Slice]:
-        own = self._slices(self._members.own_slice)
+        own = self._memory.landing.slices(self._members.own_slice, self._members.cuts)
         return [(peer, memory) for peer, _ in self._members.peers for memory in own]
 
-    def _slices(self, number: int) -> list[Tensor]:
-        return self._memory.landing.slices(number, self._members.cuts)
+
+def _slices_of_peers(buffer: FusionBuffer, members: Members) -> list[Slice]:
+    """What of a buffer is of each other member, with its rank."""
+    return [(peer, part) for peer, number in members.peers for part in buffer.slices(number, members.cuts)]
 
 
 def rounds_of(memory: Memory, nodes: Nodes, scratch: ScratchPool, *, sums_in_fp32: bool) -> Rounds:
