@@ -19,7 +19,7 @@ With nodes each leg has two rounds. Between them, ``_post_again()`` posts the se
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -30,7 +30,6 @@ from ddp_crossover.comm.gloo_messages import (
     MessageKind,
     PeerMessages,
     message_tag,
-    small_exchange_tag,
 )
 from ddp_crossover.comm.gloo_threads import GlooThreads
 from ddp_crossover.comm.leg import Failures, HostWait, Latch, Leg, ScatterLeg
@@ -367,41 +366,3 @@ class GlooGatherLeg(GlooLeg):
         if self._on_done is not None:
             self._on_done(error)
             self._on_done = None  # close() may finish a leg again if a signal handler interrupted its start
-
-
-class GlooSmallGather(GlooLeg):
-    """An all-gather of small tensors, which overtakes all other legs."""
-
-    def __init__(self, context: GlooCommContext, number: int, value: Tensor, label: str = "exchange of norms") -> None:
-        super().__init__(context, label)
-        messages = context.messages
-        self.rows = value.new_empty((messages.world_size, *value.shape))
-        self.rows[messages.rank] = value
-        self._tag = small_exchange_tag(number)
-
-    def start(self) -> None:
-        """Queue the exchange for the posting thread. Runs on the training thread."""
-        self._context.failures.check()
-        self._context.threads.posting.put_urgent(self._post)
-        self._note_open()
-
-    def _post(self) -> None:
-        """Post all messages. Runs on the posting thread."""
-        messages = self._context.messages
-        own = self.rows[messages.rank]
-        try:
-            posted = messages.receive([(peer, self.rows[peer]) for peer in messages.peers], self._tag)
-            posted += messages.send([(peer, own) for peer in messages.peers], self._tag)
-        except Exception as error:
-            self.finish(error)
-            return
-        self._context.threads.wait_for_exchange(lambda: self._complete(posted))
-
-    def _complete(self, posted: Sequence[Message]) -> None:
-        """Wait for all messages. Runs on a waiting thread of its own."""
-        try:
-            self._context.messages.wait(posted, self.label)
-        except Exception as error:
-            self.finish(error)
-        else:
-            self.finish()

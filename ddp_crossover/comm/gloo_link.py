@@ -20,9 +20,9 @@ from ddp_crossover.comm.gloo_leg import (
     GlooCommContext,
     GlooGatherLeg,
     GlooScatterLeg,
-    GlooSmallGather,
 )
 from ddp_crossover.comm.gloo_messages import LatePeers, PeerMessages
+from ddp_crossover.comm.gloo_small_gather import GlooSmallGather
 from ddp_crossover.comm.gloo_threads import GlooThreads, StagingQueue
 from ddp_crossover.comm.leg import Failures, ScatterLeg
 from ddp_crossover.comm.link import Link

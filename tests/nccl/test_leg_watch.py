@@ -8,8 +8,8 @@ import weakref
 
 import pytest
 
-from ddp_crossover.nccl import nccl_link
-from ddp_crossover.nccl.nccl_link import LegWatch
+from ddp_crossover.nccl import leg_watch
+from ddp_crossover.nccl.leg_watch import LegWatch
 
 TIMEOUT_S = 100.0
 
@@ -83,7 +83,7 @@ def test_few_legs_are_kept_while_they_end(watched) -> None:
 
 
 def test_its_thread_ends_with_it(monkeypatch) -> None:
-    monkeypatch.setattr(nccl_link, "_POLL_S", 0.01)
+    monkeypatch.setattr(leg_watch, "_POLL_S", 0.01)
 
     def threads() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name == "ddp_crossover-leg-watch"]
