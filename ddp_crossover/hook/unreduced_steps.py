@@ -125,7 +125,8 @@ class UnreducedSteps:
             self._say_what_thawed()
         was_reduced = self._reductions != self._reductions_at_step.get(optimizer, 0)
         self._reductions_at_step[optimizer] = self._reductions
-        if self._is_asked_for or not self._synchronizes:
+        # Gradients that are to be weighted have to be reduced, whatever earlier micro-batches of the step asked for.
+        if not self._weighing.needs_reduction and (self._is_asked_for or not self._synchronizes):
             return
         if self._watched is not None:
             self._judge(optimizer, self._watched, gradients, was_reduced=was_reduced)
