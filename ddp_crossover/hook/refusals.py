@@ -30,6 +30,8 @@ from ddp_crossover.torch_internals.ddp import (
     no_comm_hooks,
     sparse_modules,
 )
+from ddp_crossover.torch_internals.dispatch import tensors_in
+from ddp_crossover.torch_internals.memory import memory_of
 from ddp_crossover.torch_internals.optimizers import require_hooks
 
 _DDP_ONLY = (
@@ -261,7 +263,7 @@ def _refuse_parameters(ddp: DistributedDataParallel) -> None:
 
 
 def refuse_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
-    """Raise ValueError unless ``deferred_updates`` can drive every optimizer."""
+    """Raise ValueError unless ``deferred_updates`` can drive every optimizer, in other buckets of DDP."""
     if not optimizers:
         raise ValueError("optimizer is an empty list: pass the optimizer of the model, or a list of all its optimizers")
     managed = {id(parameter) for _, parameter in managed_parameters(ddp)}
@@ -276,6 +278,19 @@ def refuse_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[Optimiz
             raise ValueError(
                 f"none of the parameters of {kind} belong to this DDP model: build the optimizer from ddp.parameters()"
             )
+        if ddp.gradient_as_bucket_view and _keeps_gradients(optimizer):
+            raise ValueError(
+                f"the state of {kind} keeps gradients that are views of DDP's buckets, which are other buckets from "
+                "now on: keep clones (p.grad.clone()), attach before the first step, or leave out "
+                "gradient_as_bucket_view"
+            )
+
+
+def _keeps_gradients(optimizer: Optimizer) -> bool:
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    places = {place.storage for gradient in gradients if (place := memory_of(gradient)) is not None} - {0}
+    kept = (memory_of(tensor) for tensor in tensors_in(list(dict.values(optimizer.state))))
+    return any(place is not None and place.storage in places for place in kept)
 
 
 def why_plain_all_reduce(ddp: DistributedDataParallel, schedule: Schedule) -> str | None:

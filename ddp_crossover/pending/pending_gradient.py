@@ -273,15 +273,21 @@ class PendingGradPool:
         self.current = self._make()
         self._unshared_references = sys.getrefcount(self.current)
 
-    def take(self, grad: Tensor) -> PendingGrad:
-        """The object for ``param.grad``, which now holds ``grad``. Drops any other gradient from that object."""
+    def take(self, grad: Tensor, *, is_in_bucket: bool) -> PendingGrad:
+        """The object for ``param.grad``, which now holds ``grad``. Drops any other gradient from that object.
+
+        Args:
+            grad: what is in ``param.grad``.
+            is_in_bucket: whether DDP puts what backward has added to ``param.grad`` into its bucket, and leaves that
+                there. Else ``param.grad`` is still the object if it was that when backward came to it.
+        """
         pending = self.current
         if grad is pending:
             return pending
         if type(grad) is PendingGrad and grad.stride() == self._stride:
             self.current = grad  # made under the last plan; its holders expect it to follow `param.grad`
         elif not pending.is_free:
-            follows = pending.was_added_to  # as a part of the bucket, where DDP has put the sum
+            follows = is_in_bucket and pending.was_added_to  # as a part of the bucket, where DDP has put the sum
             del pending  # this name would count as a reference
             if not follows and self.held_elsewhere():
                 self.current = self._make()

@@ -162,7 +162,7 @@ class ReducedGradients:
                 self.unassigned.append(slot)
                 continue
             slot.forget_scales()
-            pending = slot.pending.take(grad)
+            pending = slot.pending.take(grad, is_in_bucket=self._in_buckets)
             if self._kept.excess(grad):
                 self._link.finish_staging()  # staging jobs hold references to DDP's buckets, which count here
                 if self._kept.excess(grad):

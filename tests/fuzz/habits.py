@@ -419,6 +419,15 @@ class WrapsAndForwards(_Wrapper):
         return getattr(self.inner, name)
 
 
+class KeepsGradients(_OneByOne):
+    """Steps along the difference from the last gradient, too, which it keeps as it is."""
+
+    def direction(self, p: Tensor, gradient: Any, state: dict[str, Any]) -> Tensor:
+        before = state.get("before", gradient)
+        state["before"] = p.grad
+        return gradient + 0.1 * (gradient - before)
+
+
 class Differentiates(Optimizer):
     """Has autograd differentiate a penalty in a `step()` that is not in `no_grad()`."""
 
@@ -522,6 +531,7 @@ HABITS: dict[str, Callable[[Sequence[Tensor]], Optimizer]] = {
     "wraps": Wraps,
     "wraps_without_init": WrapsWithoutInit,
     "wraps_and_forwards": WrapsAndForwards,
+    "keeps_gradients": KeepsGradients,
     "differentiates": Differentiates,
     "reads_versions": ReadsVersions,
     "multiplies": Multiplies,

@@ -112,6 +112,15 @@ def _lbfgs() -> None:
     _attach(model, torch.optim.LBFGS(model.parameters()))
 
 
+def _keeps_views_of_buckets() -> None:
+    model = _ddp(gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _backward(model)
+    for p in model.parameters():
+        optimizer.state[p]["before"] = p.grad
+    _attach(model, optimizer)
+
+
 class _Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -151,6 +160,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "optimizer in backward": (_optimizer_in_backward, "(scalar|first|second).*backward", r"step\(\)"),
     "inside of join": (_inside_of_join, "join", "drop_last|without the hook"),
     "LBFGS": (_lbfgs, "LBFGS", "first-order|without"),
+    "state that keeps views of buckets": (_keeps_views_of_buckets, "state of SGD keeps gradients", r"grad\.clone\(\)"),
     "no optimizer": (lambda: _attach(optimizer=[]), "optimizer", "none|list"),
     "optimizer of another model": (
         lambda: _attach(optimizer=torch.optim.SGD(OddNet().parameters(), lr=0.1)),
