@@ -8,20 +8,7 @@ buckets, not who calls the hook and when (``hook.reducer``), nor how updates are
 Source: DeAR, arXiv 2302.12445, section III. Unlike in the paper, gather legs carry gradients, not parameters, so they
 need no optimizer and may start before ``step()``. What else they may carry, and when they leave, ``gathers`` says.
 
-[Note: DeAR's terms]
-bucket: DDP's ``GradBucket``, the unit in which gradients arrive in backward.
-fusion group: the unit in which gradients travel. One reduce-scatter and one all-gather carry it.
-fusion buffer: the memory of a fusion group: parts of DDP's buckets where a link takes these, else a range of an arena.
-arena: flat memory for copies of all gradients of one dtype and device, in the wire dtype.
-shard: this rank's slice of a fusion buffer, or of each of its parts. After the scatter leg it holds the sum over ranks.
-scatter leg, gather leg: the reduce-scatter and the all-gather of a fusion group.
-arrival order, use order: the order in which backward produces gradients, and in which forward first uses parameters.
-slot: one parameter, the place of its gradient in the fusion buffers, and what is still to be done with it.
-pending gradient: a ``PendingGrad`` in ``.grad``, whose value is still on the way.
-pending parameter: a parameter whose update was asked for by ``step()`` and has not been applied.
-touch: the first use of a pending parameter, which applies its update.
-stand-in: an optimizer of the same class and settings, over some of the parameters; it computes deferred updates.
-exposed communication: time in which the training thread waits for a leg.
+For the terms see [Note: DeAR's terms] in ``pipeline``.
 """
 
 from __future__ import annotations
@@ -61,13 +48,11 @@ class Updater(GradientUser, Protocol):
     def apply(self, slots: list[Slot]) -> None:
         """Run those of these parameters, whose reduced gradients are complete, and take them out of ``updates``."""
 
-    @property
-    def early_answers(self) -> Callable[[Pipeline], Callable[..., Any]] | None:
-        """Makes what answers torch functions without gathered gradients, see :meth:`PendingGrad.arm`; or None."""
+    def early_answer(self, pipeline: Pipeline) -> Callable[..., Any] | None:
+        """Return what answers torch functions without gathered gradients, see :meth:`PendingGrad.arm`; or None."""
 
-    @property
-    def gathers(self) -> Callable[[Pipeline, Mapping[str, Tensor]], Gathers]:
-        """Makes what the gather legs of a new pipeline carry, with memory of the previous plan's."""
+    def gathers(self, pipeline: Pipeline, memory: Mapping[str, Tensor]) -> Gathers:
+        """Return what the gather legs of a new pipeline carry, with memory of the previous plan's."""
 
 
 class Phase(enum.Enum):
@@ -169,7 +154,7 @@ class Pipeline:
             self.complete,
             self._is_overwritten,
             updater,
-            None if updater.early_answers is None else updater.early_answers(self),
+            updater.early_answer(self),
             may_leave_out=may_leave_out,
             in_buckets=in_buckets,
         )

@@ -11,7 +11,7 @@ parameter needs padding, and a parameter's own elements always stay contiguous.
 With a :class:`Taper`, groups are small at both ends of an arena. The first group to arrive lets the link start early.
 The last group to arrive is the first that the forward needs, so no compute hides its two legs.
 
-For the terms see [Note: DeAR's terms] in ``dear.py``.
+For the terms see [Note: DeAR's terms] in ``pipeline``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Asks ``plan`` for a plan once DDP's buckets have settled and the use order of parameters is known, switches plans
 between iterations, and has DDP's buckets follow the plan.
 
-For the terms see [Note: DeAR's terms] in ``dear.py``.
+For the terms see [Note: DeAR's terms] in ``pipeline``.
 """
 
 from __future__ import annotations

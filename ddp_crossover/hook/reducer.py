@@ -3,7 +3,7 @@
 Knows DDP's hook contract. What reduces the buckets is another object (``plan_in_force``); users hold a
 ``comm_hook.DearState``.
 
-For the terms see [Note: DeAR's terms] in ``dear.py``.
+For the terms see [Note: DeAR's terms] in ``pipeline``.
 """
 # No `from __future__ import annotations`: DDP checks the annotations of what it calls, and expects types.
 

@@ -7,7 +7,7 @@ overrides nothing, and the operator continues with the updated value.
 
 This module knows no optimizers and no communication: it is given an owner object to call for each pending parameter.
 
-For the terms see [Note: DeAR's terms] in ``dear.py``.
+For the terms see [Note: DeAR's terms] in ``pipeline``.
 """
 
 from __future__ import annotations

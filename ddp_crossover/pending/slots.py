@@ -1,6 +1,6 @@
 """State of each parameter and each fusion group during an iteration.
 
-For the terms see [Note: DeAR's terms] in ``dear.py``.
+For the terms see [Note: DeAR's terms] in ``pipeline``.
 """
 
 from __future__ import annotations

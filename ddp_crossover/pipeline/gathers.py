@@ -3,7 +3,7 @@
 After the scatter leg each rank has the reduced gradients of its shard. The gather leg brings every shard to every rank:
 as gradients, or, with a sharded optimizer, as the parameters that their owners have updated (``addons.shards``).
 
-For the terms see [Note: DeAR's terms] in ``dear.py``.
+For the terms see [Note: DeAR's terms] in ``pipeline``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Updates that ``step()`` was asked for and that wait for their gradients: who waits for what, before one is applied.
 
-For the terms see [Note: DeAR's terms] in ``dear.py``.
+For the terms see [Note: DeAR's terms] in ``pipeline``.
 """
 
 from __future__ import annotations

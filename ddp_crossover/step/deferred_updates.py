@@ -6,7 +6,7 @@ schedulers change them right after ``step()``. The first touch of such a paramet
 parameters of its fusion group. This works for optimizers that update each parameter independently of the others, as
 ``separability`` tries on a clone and ``watching`` sees in the first steps.
 
-For the terms see [Note: DeAR's terms] in ``dear.py``.
+For the terms see [Note: DeAR's terms] in ``pipeline``.
 """
 
 from __future__ import annotations

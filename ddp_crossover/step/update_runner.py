@@ -45,7 +45,6 @@ class UpdateRunner:
         strict: fill pending parameters with NaN until they are updated.
 
     Attributes:
-        gathers, early_answers: as above.
         pipeline: the pipeline with whose gradients it applies updates; None: gradients travel by plain all-reduces.
         deferred_steps: number of steps that have left updates to it.
     """
@@ -67,8 +66,8 @@ class UpdateRunner:
         self._early_reads = early_reads
         self._fallbacks = fallbacks
         self._write = write
-        self.gathers = gathers
-        self.early_answers = early_answers
+        self._gathers = gathers
+        self._early_answers = early_answers
         self._strict = strict
         self.deferred_steps = 0
         self.pipeline: Pipeline | None = None
@@ -82,6 +81,14 @@ class UpdateRunner:
         self._written_in = 0
         if pipeline is not None:
             self._order = pipeline.order if pipeline.link.streams is not None else None
+
+    def gathers(self, pipeline: Pipeline, memory: Mapping[str, Tensor]) -> Gathers:
+        """See ``dear.Updater``."""
+        return self._gathers(pipeline, memory)
+
+    def early_answer(self, pipeline: Pipeline) -> Callable[..., Any] | None:
+        """See ``dear.Updater``."""
+        return None if self._early_answers is None else self._early_answers(pipeline)
 
     def note_written(self) -> None:
         """Note that an update of this iteration has been or is being written, so that the step cannot be taken back."""

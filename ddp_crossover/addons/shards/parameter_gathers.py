@@ -10,7 +10,7 @@ exchanged at once in that step. A read after ``step()`` is a collective, which e
 applied first.
 
 A group whose gather leg carries parameters has its reduced shards in ``Group.put_aside``, which tells it from
-one whose gradients are on the way. For the terms see [Note: DeAR's terms] in ``dear.py``.
+one whose gradients are on the way. For the terms see [Note: DeAR's terms] in ``pipeline``.
 """
 
 from __future__ import annotations

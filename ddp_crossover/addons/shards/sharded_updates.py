@@ -5,7 +5,7 @@ this rank's shards are updated by a snapshot of the optimizer, and gather legs c
 are pending until their first use. Where no gather leg can carry them, before the first plan and in a step whose
 gradients were read, they are exchanged at once.
 
-For the terms see [Note: DeAR's terms] in ``dear.py``.
+For the terms see [Note: DeAR's terms] in ``pipeline``.
 """
 
 from __future__ import annotations
