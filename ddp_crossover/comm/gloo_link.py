@@ -79,7 +79,8 @@ class PeerLink(Link):
 
     def exchange_numbers(self, value: int) -> Callable[[], list[int]]:
         self._small_gathers += 1
-        leg = GlooSmallGather(self._context, self._small_gathers, torch.tensor([value]), "agreement about gradients")
+        number = torch.tensor([value], device="cpu")
+        leg = GlooSmallGather(self._context, self._small_gathers, number, "agreement about gradients")
         leg.start()
 
         def wait() -> list[int]:

@@ -18,8 +18,9 @@ from ddp_crossover.torch_internals.autograd import keeps_overwritten_values
 from ddp_crossover.torch_internals.compiled import called_by_compiled_code
 from ddp_crossover.torch_internals.dispatch import is_inside_of_modes
 from ddp_crossover.watching.lazy_state import make_state_lazy
-from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, StandIn
+from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, StandIn, is_of_torch
 from ddp_crossover.watching.separability import Verdict
+from ddp_crossover.watching.surroundings import Surroundings
 
 _KEPT = (
     "has a gradient whose memory the script keeps over backward (the tensor itself, a view of it, or a flat buffer). "
@@ -93,6 +94,7 @@ class StepCall:
         self.snapshot: OptimizerSnapshot | None = None
         self._counters = counters
         self._caches = caches
+        self._surroundings = Surroundings.now(is_of_torch=is_of_torch(optimizer))
 
     def divide(self, pipeline: Pipeline | None, deferrable: Deferrable) -> bool:
         """Decide which parameters this call updates now; returns whether there are any.
@@ -105,7 +107,9 @@ class StepCall:
         groups: list[list[Tensor]] = [group["params"] for group in self.stand_in.original.param_groups]
         if pipeline is not None and pipeline.phase is Phase.REDUCED:
             self.pipeline = pipeline
-            self.snapshot = OptimizerSnapshot(self.optimizer, counters=self._counters, caches=self._caches)
+            self.snapshot = OptimizerSnapshot(
+                self.optimizer, counters=self._counters, caches=self._caches, surroundings=self._surroundings
+            )
             self.later = deferrable.among(groups, pipeline)
             groups = [_without(group, later) for group, later in zip(groups, self.later, strict=True)]
         self.stand_in.take(groups)

@@ -17,6 +17,7 @@ from ddp_crossover.torch_internals.private import private
 from ddp_crossover.walks import walk
 
 T = TypeVar("T")
+_CPU = torch.device("cpu")
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:
@@ -51,6 +52,14 @@ def is_inside_of_modes() -> bool:
     modes = private(torch.overrides, "_get_current_function_mode_stack")()
     is_usual = all(type(mode).__module__ == "torch.utils._device" for mode in modes)
     return not is_usual or private(torch._C, "_len_torch_dispatch_stack")() > 0
+
+
+def default_device() -> torch.device:
+    """The default device of this thread, as it was set; ``torch.get_default_device()`` makes a tensor for its index."""
+    if private(torch._C, "_len_torch_function_stack")() == 0:
+        return _CPU
+    modes = private(torch.overrides, "_get_current_function_mode_stack")()
+    return next((mode.device for mode in reversed(modes) if type(mode).__module__ == "torch.utils._device"), _CPU)
 
 
 def outside_of_modes(job: Callable[[], T]) -> T:

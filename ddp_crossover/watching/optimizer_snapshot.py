@@ -94,10 +94,11 @@ class OptimizerSnapshot:
 
     Args:
         optimizer: the optimizer. Its attributes, its hyperparameters and the attributes that users have set on its
-            parameters are copied; its state is shared. Updates find what surrounds this call, see ``Surroundings``.
+            parameters are copied; its state is shared.
         state: the state to use instead of the optimizer's own, of parts of parameters; None: of whole ones.
         counters: what each update changes alike, see ``update_writes``.
         caches: lists and dicts among these, see ``caches``.
+        surroundings: those of ``step()``; None if it was called where this is made.
 
     Attributes:
         optimizer: the optimizer.
@@ -110,12 +111,13 @@ class OptimizerSnapshot:
         state: dict[Any, dict[str, Any]] | None = None,
         counters: Set[str] | None = None,
         caches: Set[str] = frozenset(),
+        surroundings: Surroundings | None = None,
     ) -> None:
         self.optimizer = optimizer
         # Of now: a script may replace both.
         self._class, self._step = type(optimizer), raw_step(optimizer)
         self.is_of_torch = is_of_torch(optimizer)
-        self._surroundings = Surroundings.now(is_of_torch=self.is_of_torch)
+        self._surroundings = surroundings or Surroundings.now(is_of_torch=self.is_of_torch)
         self._state = optimizer.state if state is None else state
         attributes = ((name, value) for name, value in vars(optimizer).items() if name not in NOT_TAKEN_OVER)
         self._attributes = {name: copied(value) for name, value in attributes}

@@ -230,6 +230,34 @@ class InDefaultDtype(OwnOptimizer):
             p.sub_(p.grad * torch.full_like(p, 1 / 3, dtype=torch.get_default_dtype()), alpha=group["lr"])
 
 
+class OnDefaultDevice(OwnOptimizer):
+    """Goes by the device that torch gives new tensors."""
+
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        for p in parameters:
+            p.sub_(p.grad, alpha=group["lr"] * (2 if torch.get_default_device().type == "meta" else 1))
+
+
+class EntersAutocast(OwnOptimizer):
+    """Multiplies under an autocast of its own, which casts to what is set around it."""
+
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        for p in parameters:
+            with torch.autocast("cpu"):
+                direction = p.grad @ p.grad.t() @ p.grad if p.grad.dim() == 2 else p.grad
+            p.add_(direction.float(), alpha=-group["lr"])
+
+
+class ClosureOutside(Multiplying):
+    """Calls its closure outside of autocast."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.autocast("cpu", enabled=False), torch.enable_grad():
+            loss = None if closure is None else closure()
+        super().step()
+        return loss
+
+
 class Halving(TorchFunctionMode):
     """Halves what a step adds."""
 
@@ -264,6 +292,40 @@ def _steps_inside(context: Callable[[], Any], run: Run) -> Iterator[Any]:
         yield loss
 
 
+@contextlib.contextmanager
+def _on_meta() -> Iterator[None]:
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+def _forward_inside(context: Callable[[], Any], run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        run.optimizer.zero_grad()
+        with context():
+            output = run.model(x)
+        loss = run.loss(output.float(), y)
+        loss.backward()
+        run.optimizer.step()
+        yield loss
+
+
+def _closure_inside(context: Callable[[], Any], run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            run.optimizer.zero_grad()
+            loss = run.loss(run.model(x), y)
+            loss.backward()
+            return loss
+
+        with context():
+            loss = run.optimizer.step(closure)
+        yield loss
+
+
 def _all_in_autocast(run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         with torch.autocast("cpu", torch.bfloat16):
@@ -275,6 +337,22 @@ SURROUNDINGS = {
     "autocast": Case(partial(_steps_inside, partial(torch.autocast, "cpu", torch.bfloat16)), DeepNet, multiplying),
     "autocast everywhere": Case(_all_in_autocast, DeepNet, multiplying),
     "default dtype": Case(partial(_steps_inside, _in_fp64), DeepNet, optimizer(InDefaultDtype)),
+    "device": Case(partial(_steps_inside, partial(torch.device, "meta")), DeepNet, optimizer(OnDefaultDevice)),
+    "device on shards": Case(
+        partial(_steps_inside, partial(torch.device, "meta")),
+        DeepNet,
+        optimizer(OnDefaultDevice),
+        dear={"shard_optimizer": True},
+    ),
+    "device of forward": Case(partial(_forward_inside, _on_meta), DeepNet, optimizer(OnDefaultDevice)),
+    "autocast of forward": Case(
+        partial(_forward_inside, partial(torch.autocast, "cpu", torch.float16)), DeepNet, optimizer(EntersAutocast)
+    ),
+    "autocast, not of the closure": Case(
+        partial(_closure_inside, partial(torch.autocast, "cpu", torch.bfloat16)),
+        DeepNet,
+        optimizer(ClosureOutside, lr=0.01),
+    ),
     "inference mode": Case(partial(_steps_inside, torch.inference_mode), DeepNet, pipelined=False),
     "function mode": Case(partial(_steps_inside, Halving), DeepNet, optimizer(OwnOptimizer), pipelined=False),
     "dispatch mode": Case(partial(_steps_inside, Rounding), DeepNet, optimizer(OwnOptimizer), pipelined=False),

@@ -50,9 +50,10 @@ from ddp_crossover.step.step_call import closure_of, why_call_waits, why_closure
 from ddp_crossover.step.update_runner import EarlyAnswers
 from ddp_crossover.torch_internals.autograd import unrecorded
 from ddp_crossover.watching.caches import why_no_shards
-from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, StandIn
+from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, StandIn, is_of_torch
 from ddp_crossover.watching.outside_settings import Outside
 from ddp_crossover.watching.state_entries import why_entries_depend
+from ddp_crossover.watching.surroundings import Surroundings
 
 _AT_ONCE = (
     "gradients were read or replaced before optimizer.step(), so updated parameters are exchanged at once, and nothing "
@@ -190,6 +191,7 @@ class ShardedUpdates(DeferredUpdates):
             self._finish_last_step(optimizer, self.pipeline)
         stand_in = StandIn(args[0], is_ours)
         stand_in.use_state(defaultdict(dict))
+        surroundings = Surroundings.now(is_of_torch=is_of_torch(optimizer))
 
         def closure() -> Any:
             # The last moment before the optimizer reads gradients.
@@ -204,7 +206,9 @@ class ShardedUpdates(DeferredUpdates):
             }
             verdict = self._optimizers.verdict(optimizer)
             # Before the stand-in gives back what it has counted before it called this: each update counts that itself.
-            snapshot = OptimizerSnapshot(optimizer, state=self.states.of_ranges, counters=verdict.counters)
+            snapshot = OptimizerSnapshot(
+                optimizer, state=self.states.of_ranges, counters=verdict.counters, surroundings=surroundings
+            )
             stand_in.take([[] for _ in groups])
             self._call = ShardCall(stand_in, snapshot, verdict.outside, group_of)
             return loss
