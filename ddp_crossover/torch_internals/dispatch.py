@@ -63,7 +63,7 @@ def default_device() -> torch.device:
 
 
 def outside_of_modes(job: Callable[[], T]) -> T:
-    """Return ``job()``, run out of sight of the caller's modes, functorch transforms and ``torch.jit.trace``.
+    """Return ``job()``, out of sight of the caller's modes, transforms, hooks on saved tensors and ``torch.jit.trace``.
 
     All of these belong to this thread, and are taken off it meanwhile. Another thread would have none of them, but it
     could not take the locks that the caller holds, and ``job`` may call functions of users, which need them. The
@@ -77,7 +77,9 @@ def outside_of_modes(job: Callable[[], T]) -> T:
         is_usual = depth == 1 and private(torch._C, "_get_function_stack_at")(0) is default
     is_dispatched = private(torch._C, "_len_torch_dispatch_stack")() > 0
     is_in_transform = private(torch._C._functorch, "peek_interpreter_stack")() is not None
-    if is_usual and not (is_dispatched or is_in_transform or is_traced()):
+    hooks_on_saved = private(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    has_hooks = hooks_on_saved(False) is not None  # as in a checkpoint, which counts what autograd saves
+    if is_usual and not (is_dispatched or is_in_transform or is_traced() or has_hooks):
         return job()
     with contextlib.ExitStack() as taken_off:
         if not is_usual:
@@ -92,7 +94,13 @@ def outside_of_modes(job: Callable[[], T]) -> T:
             set_trace = private(torch._C, "_set_tracing_state")
             taken_off.callback(set_trace, private(torch._C, "_get_tracing_state")())
             set_trace(None)
+        if has_hooks:
+            taken_off.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
         return job()
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 @contextlib.contextmanager

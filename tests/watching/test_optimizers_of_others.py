@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import ddp_crossover as dx
 import gradient_loops
@@ -380,6 +381,30 @@ class Differentiating(Optimizer):
 
 def test_a_step_that_differentiates_is_deferred_exactly(on_ranks) -> None:
     check_case(Case(_begins, DeepNet, optimizer(Differentiating)), on_ranks)
+
+
+class Checkpointed(nn.Module):
+    """Computes some of its activations again in backward, and checks that it saves what it saved in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = DeepNet()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Coarse(Checkpointed):
+    """Keeps activations in 16 bits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (t.dtype, t.half()), lambda kept: kept[1].to(kept[0])):
+            return self.inner(x)
+
+
+@pytest.mark.parametrize("model", [Checkpointed, Coarse])
+def test_hooks_on_what_forward_saves_see_no_update(model: Callable[[], nn.Module], on_ranks) -> None:
+    check_case(Case(_begins, model, optimizer(Differentiating)), on_ranks)
 
 
 class Slower(OwnOptimizer):
