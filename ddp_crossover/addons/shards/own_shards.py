@@ -163,6 +163,7 @@ class OwnShards:
 
 def shard_to_update(elements: ParameterRange, values: Tensor, gradient: Tensor, requires_grad: bool) -> ToUpdate:
     """A shard as an optimizer takes it: a parameter with a gradient."""
-    memory = Parameter(values, requires_grad)
-    memory.grad = gradient
+    # With versions of their own: legs write to other parts of that memory while an update differentiates.
+    memory = Parameter(values.data, requires_grad)
+    memory.grad = gradient.data
     return ToUpdate(elements, memory)
