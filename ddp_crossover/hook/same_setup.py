@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -22,7 +22,7 @@ def require_same_setup(
     options: Options,
 ) -> None:
     """Raise :class:`DisagreementError` on every rank unless model, optimizers and options are the same on all."""
-    name_of = {id(parameter): name for name, parameter in named}
+    name_of = {str(id(parameter)): name for name, parameter in named}
     setup = {
         "options": options.shared_by_ranks(),
         "parameters": {name: f"{tuple(parameter.shape)} {parameter.dtype}" for name, parameter in named},
@@ -33,8 +33,8 @@ def require_same_setup(
                 "param_groups": [
                     {
                         # In any order: some optimizers make a set of them.
-                        "params": sorted(name_of.get(id(p), "not in the model") for p in group["params"]),
-                        **{key: _comparable(value) for key, value in hyperparameters(group).items()},
+                        "params": sorted(name_of.get(str(id(p)), "not in the model") for p in group["params"]),
+                        **{key: _comparable(value, name_of) for key, value in hyperparameters(group).items()},
                     }
                     for group in optimizer.param_groups
                 ],
@@ -45,12 +45,12 @@ def require_same_setup(
     require_equal("setup", setup, link.process_group, named[0][1].device)
 
 
-def _comparable(value: object) -> object:
-    """Convert a hyperparameter to a value that is equal on two ranks if it means the same."""
+def _comparable(value: object, name_of: Mapping[str, str]) -> object:
+    """Convert a hyperparameter to a value that is equal on two ranks if it means the same: an ``id()`` to the name."""
     if isinstance(value, torch.Tensor):
         return str(value.tolist())
     if value is None or isinstance(value, (bool, int, float, str)):
-        return str(value)
+        return name_of.get(str(value), str(value))
     if isinstance(value, (list, tuple)) and is_tree(value, parts_of):
-        return [_comparable(item) for item in value]
+        return [_comparable(item, name_of) for item in value]
     return type(value).__name__  # functions and objects differ between ranks, at least in their address

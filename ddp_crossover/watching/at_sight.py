@@ -41,9 +41,8 @@ def why_not_at_sight(optimizer: Optimizer, found: Outside) -> str | None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "a param group has differentiable=True"
-    parameters = optimizer_parameters(optimizer)
-    if len(set(map(id, parameters))) < len(parameters):
-        return "a parameter is more than once in its param groups, and each step updates it as often"
+    if (reason := why_parameters_repeat(optimizer)) is not None:
+        return reason
     if name is not None:
         return f"its attribute .{name} may hold parameters or another optimizer"
     if _knows_parameters_by_id(optimizer, found):
@@ -54,6 +53,14 @@ def why_not_at_sight(optimizer: Optimizer, found: Outside) -> str | None:
     if (reason := _why_settings_may_change(optimizer, found)) is not None:
         return reason
     return _why_places_may_matter(optimizer, found)
+
+
+def why_parameters_repeat(optimizer: Optimizer) -> str | None:
+    """Why its parameters cannot be updated one by one, or None: asked in each step, since a script may add to lists."""
+    parameters = optimizer_parameters(optimizer)
+    if len(set(map(id, parameters))) == len(parameters):
+        return None
+    return "a parameter is more than once in its param groups, and each step updates it as often"
 
 
 def _why_places_may_matter(optimizer: Optimizer, found: Outside) -> str | None:
@@ -139,6 +146,8 @@ def _why_settings_may_change(optimizer: Optimizer, found: Outside) -> str | None
     if found.unknown is not None:
         reads = f"its step() reads {found.unknown}"
         return f"{reads}, which may change before a deferred update runs. Pass it in a param group"
+    if "param_names" in found.mentions and any("param_names" in group for group in optimizer.param_groups):
+        return "its step() goes by the names of parameters (param_names), which a deferred update of some has not"
     if "torch.compile" in found.mentions:
         return "its step() runs compiled functions, which cannot be watched: torch runs them uncompiled then"
     return None

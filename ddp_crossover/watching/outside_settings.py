@@ -82,7 +82,7 @@ class Outside(NamedTuple):
     Attributes:
         unknown: something that may change and cannot be followed, or None.
         values: what else may change.
-        mentions: which of these it mentions: torch.distributed, torch.compile, random, numpy.
+        mentions: which of these it mentions: torch.distributed, torch.compile, random, numpy, param_names.
     """
 
     unknown: str | None = None
@@ -198,6 +198,8 @@ class _Search:
             self._names[name] = None
             if name in ("distributed", "compile"):
                 self.mentions.add(f"torch.{name}")
+            if name == "param_names":
+                self.mentions.add(name)
             if name in _STATES_OF_GENERATORS:
                 self._add(f"a state of a random number generator ({name})", _UNKNOWN)
             if name == "_version":

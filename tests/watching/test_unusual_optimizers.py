@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from equivalence import Case, Run, check_case, plain_loop
+from equivalence import Case, Run, check_case, optimizer, plain_loop
 from loops import every_optimizer_steps
 from models import DeepNet
 from own_optimizers import OwnOptimizer
@@ -185,10 +185,74 @@ def _some_twice(model: nn.Module) -> Optimizer:
     return SGD(parameters + parameters[:2], lr=0.05, momentum=0.9)  # a warning of torch
 
 
+class ByName(OwnOptimizer):
+    """Goes by the names of parameters, if it was given any."""
+
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        names = group.get("param_names") or [""] * len(parameters)
+        for name, p in zip(names, parameters, strict=True):
+            p.add_(p.grad, alpha=-group["lr"] * (0.1 if "bias" in name else 1))
+
+
+def _by_name(model: nn.Module) -> Optimizer:
+    return ByName(model.named_parameters())
+
+
+class ByIds(OwnOptimizer):
+    """Goes by numbers of parameters in its param groups, which each rank has of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        biases = [id(p) for name, p in model.named_parameters() if "bias" in name]
+        super().__init__(model.parameters(), biases=biases)
+
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        for p in parameters:
+            p.add_(p.grad, alpha=-group["lr"] * (0.1 if id(p) in group["biases"] else 1))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}  # nor has each arm of the comparison the same
+
+
 @pytest.mark.parametrize(
-    ("make", "reason"), [(_keeps_gradients, "keeps gradients"), (_some_twice, "more than once in its param groups")]
+    ("make", "reason"),
+    [
+        (_keeps_gradients, "keeps gradients"),
+        (_some_twice, "more than once in its param groups"),
+        (_by_name, "goes by the names of parameters"),
+        (ByIds, "stores the id() of parameters"),
+    ],
 )
 def test_what_a_later_update_would_not_find_waits_and_is_exact(on_ranks, make, reason: str) -> None:
     [why] = on_ranks(_why_waits, 1, make)
     assert reason in why, why
     check_case(Case(model=DeepNet, optimizer=make, pipelined=False), on_ranks)
+
+
+def _begins_to_repeat(run: Run) -> Iterator[Any]:
+    for index, loss in enumerate(plain_loop(run)):
+        if index == 7:
+            parameters = run.optimizer.param_groups[0]["params"]
+            parameters.append(parameters[0])
+        yield loss
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_parameter_that_is_added_again_in_training_waits_or_is_refused(shard: bool, on_ranks) -> None:
+    case = Case(
+        _begins_to_repeat,
+        DeepNet,
+        optimizer(SGD, lr=0.05, momentum=0.9),
+        dear={"shard_optimizer": shard},
+        pipelined=False,
+    )
+    if not shard:
+        check_case(case, on_ranks)
+        return
+    on_ranks(_is_refused, 2, case, "cannot update shards, because a parameter is more than once")
+
+
+def _is_refused(case: Case, reason: str) -> None:
+    run = Run(case, with_dear=True)
+    with pytest.raises(RuntimeError, match=reason):
+        list(case.loop(run))
+    run.detach()
