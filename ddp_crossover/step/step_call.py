@@ -64,7 +64,7 @@ def why_closure_waits(closure: Any, verdict: Verdict) -> str | None:
     """Return why a step that was called with this closure cannot be divided in it, or None."""
     if closure is None or verdict.calls_closure:
         return None
-    return "it was called with a closure, which its step() does not call exactly once"
+    return "it was called with a closure, which its step() does not call exactly once, or goes by what that returns"
 
 
 class StepCall:

@@ -102,7 +102,7 @@ class Verdict(NamedTuple):
     Attributes:
         why_not: why its updates must not be deferred; None if they may be.
         edits_gradients: whether its step writes to gradients.
-        calls_closure: whether its step calls its closure exactly once.
+        calls_closure: whether its step calls its closure exactly once, and does not go by what that returns.
         counters: what its step changes that belongs to no parameter, see :func:`_shared`.
         constants: what it leaves as it is in dicts and plain objects among these.
         comparisons: how its step compares settings.
@@ -254,17 +254,31 @@ def _unchanged_in(then: list[dict[str, Any]], optimizer: Optimizer, counters: Se
     return frozenset(name for name in entries if all(same(before.get(name), now.get(name)) for before, now in pairs))
 
 
+# Of a closure, in the trial: some optimizers go by it, or skip the step.
+_LOSSES = (1.0, 1e-6, 1e6, float("nan"))
+
+
 def _calls_closure(optimizer: Optimizer, with_state: bool) -> bool:
-    clone, calls = Clone(optimizer, with_state), 0
-    clone.set_gradients(0)
+    """Whether a step calls its closure once, and does then what it does without: a deferred update has no closure."""
+    given, without = Clone(optimizer, with_state), Clone(optimizer, with_state)
+    calls = 0
+    for step, loss in enumerate(_LOSSES):
 
-    def closure() -> Tensor:
-        nonlocal calls
-        calls += 1
-        return torch.ones(())
+        def closure(loss: float = loss) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return torch.tensor(loss)
 
-    try:
-        raw_step(clone.optimizer)(clone.optimizer, closure=closure)
-    except Exception:
-        return False
-    return calls == 1
+        given.set_gradients(step)
+        without.set_gradients(step)
+        try:
+            raw_step(given.optimizer)(given.optimizer, closure=closure)
+        except Exception:
+            return False
+        raw_step(without.optimizer)(without.optimizer)
+        # Not what it keeps of the loss elsewhere: `step()` itself does so.
+        of_given, of_without = given.everything(), without.everything()
+        is_alike = all(same(of_given[what], of_without[what]) for what in ("parameters", "gradients", "state"))
+        if calls != step + 1 or not is_alike:
+            return False
+    return True

@@ -495,6 +495,23 @@ class TakesNoClosure(OwnOptimizer):
         super().step()
 
 
+class GoesByLoss(OwnOptimizer):
+    """Steps half as far if its closure returns a loss that is a number, as some skip a step without one."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            lr = group["lr"] if loss is None or loss.isnan() else group["lr"] / 2
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-lr)
+        return loss
+
+
 HABITS: dict[str, Callable[[Sequence[Tensor]], Optimizer]] = {
     "factors_large": FactorsLarge,
     "draws": Draws,
@@ -538,6 +555,7 @@ HABITS: dict[str, Callable[[Sequence[Tensor]], Optimizer]] = {
     "uses_default_dtype": UsesDefaultDtype,
     "calls_closure_twice": CallsClosureTwice,
     "takes_no_closure": TakesNoClosure,
+    "goes_by_loss": GoesByLoss,
 }
 WITHOUT_HOOKS = ("wraps_without_init", "wraps_and_forwards")
 WRAPPERS = ("wraps", *WITHOUT_HOOKS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Optimizer
 
@@ -256,3 +257,47 @@ def _is_refused(case: Case, reason: str) -> None:
     with pytest.raises(RuntimeError, match=reason):
         list(case.loop(run))
     run.detach()
+
+
+class Polyak(OwnOptimizer):
+    """Steps as far as the loss says that its closure returns, if it has one, and not at all if that is not finite."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            if not loss.isfinite():
+                return loss
+        for group in self.param_groups:
+            for p in group["params"]:
+                most = float("inf") if loss is None else 0.01 * float(loss) / float(p.grad.square().sum())
+                p.add_(p.grad, alpha=-min(group["lr"], most))
+        return loss
+
+
+class KeepsLoss(OwnOptimizer):
+    """Keeps the loss for a log."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.last = super().step(closure)
+        return self.last
+
+
+def _with_closure(run: Run) -> Iterator[Any]:
+    for index, (x, y) in enumerate(run.batches()):
+
+        def closure(index: int = index, x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            run.optimizer.zero_grad()
+            loss = run.loss(run.model(x), y)
+            loss.backward()
+            dist.all_reduce(of_all := loss.detach().clone())
+            return of_all * (float("nan") if index == 9 else 1)
+
+        yield run.optimizer.step(closure)
+
+
+@pytest.mark.parametrize(("make", "is_deferred"), [(Polyak, False), (KeepsLoss, True)])
+def test_an_optimizer_that_goes_by_the_loss_of_its_closure_waits(on_ranks, make, is_deferred: bool) -> None:
+    check_case(Case(_with_closure, DeepNet, optimizer(make), pipelined=is_deferred), on_ranks)
