@@ -51,8 +51,11 @@ class Surroundings(NamedTuple):
             if here.default_dtype is not self.default_dtype:  # of all threads, so no oftener than needed
                 stack.callback(torch.set_default_dtype, here.default_dtype)
                 torch.set_default_dtype(self.default_dtype)
-            stack.enter_context(self.default_device)
-            for device, (is_enabled, dtype) in zip(AUTOCAST_DEVICES, self.autocast, strict=True):
-                stack.enter_context(torch.autocast(device, dtype, is_enabled))
+            if here.default_device != self.default_device:  # a mode, which sees each operation
+                stack.enter_context(self.default_device)
+            for device, then, now in zip(AUTOCAST_DEVICES, self.autocast, here.autocast, strict=True):
+                if now != then:
+                    is_enabled, dtype = then
+                    stack.enter_context(torch.autocast(device, dtype, is_enabled))
             stack.enter_context(torch.set_grad_enabled(self.records_gradients))
             yield
