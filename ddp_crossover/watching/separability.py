@@ -255,7 +255,7 @@ def _unchanged_in(then: list[dict[str, Any]], optimizer: Optimizer, counters: Se
 
 
 # Of a closure, in the trial: some optimizers go by it, or skip the step.
-_LOSSES = (1.0, 1e-6, 1e6, float("nan"))
+_LOSSES = (1.0, 1e-6, 1e6, -1.0, float("inf"), float("nan"))
 
 
 def _calls_closure(optimizer: Optimizer, with_state: bool) -> bool:
