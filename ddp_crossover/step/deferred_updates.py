@@ -239,9 +239,9 @@ class DeferredUpdates:
         )
         if reason is not None:
             self._note_waits(optimizer, reason)
-        # Hooks that were added since the last step run after this one, in this step only.
-        is_last = is_ours(step_pre_hooks(optimizer)[-1])
-        if reason is not None or self._is_to_be_watched(optimizer) or not (is_last or verdict.calls_closure):
+        # Where a script gives no closure, one of ours would return no loss to a step that may use it.
+        can_divide = self._runs_last(optimizer) or (user_closure is not None and verdict.calls_closure)
+        if reason is not None or self._is_to_be_watched(optimizer) or not can_divide:
             self.runner.note_written()
             self._early_reads.explain()
             if pipeline.phase is Phase.REDUCED:
@@ -255,14 +255,14 @@ class DeferredUpdates:
             if step.divide(self.pipeline, self._deferrable):
                 self.runner.note_written()
 
-        if user_closure is None and is_last:
+        if user_closure is None:
             # This is the last moment before the optimizer reads the gradients, after all other hooks.
             divide()
             return (step.stand_in.optimizer,), {}
 
         def closure() -> Any:
             # It may run a forward and backward, as in Lightning.
-            loss = user_closure() if user_closure is not None else None
+            loss = user_closure()
             divide()
             return loss
 
@@ -315,6 +315,14 @@ class DeferredUpdates:
             slots = [pipeline.slot_of.get(parameter) for parameter in optimizer_parameters(optimizer)]
             pipeline.updates.apply([slot for slot in slots if slot is not None])
 
+    def _runs_last(self, optimizer: Optimizer) -> bool:
+        """Whether no hook that a script has added since the last step runs after ours, in this step."""
+        return is_ours(step_pre_hooks(optimizer)[-1])
+
+    def _run_last_again(self, optimizer: Optimizer) -> None:
+        if not self._runs_last(optimizer):
+            move_to_back(optimizer, self._before_step)
+
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step, self._running = self._running, None
         later: list[LazyParam] = []
@@ -322,8 +330,7 @@ class DeferredUpdates:
             for owner in _owners_of(optimizer):
                 owner._optimizers.learn(optimizer, watch.seen)
             watch.forget()
-        if not is_ours(step_pre_hooks(optimizer)[-1]):
-            move_to_back(optimizer, self._before_step)
+        self._run_last_again(optimizer)
         if step is not None:
             step.stand_in.give_back()
             if step.snapshot is not None:

@@ -277,6 +277,21 @@ class Polyak(OwnOptimizer):
         return loss
 
 
+class SkipsNegative(OwnOptimizer):
+    """Steps only if the loss is not negative."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            if loss < 0:
+                return loss
+        super().step()
+        return loss
+
+
 class KeepsLoss(OwnOptimizer):
     """Keeps the loss for a log."""
 
@@ -293,11 +308,39 @@ def _with_closure(run: Run) -> Iterator[Any]:
             loss = run.loss(run.model(x), y)
             loss.backward()
             dist.all_reduce(of_all := loss.detach().clone())
-            return of_all * (float("nan") if index == 9 else 1)
+            return of_all * {9: float("nan"), 10: -1, 11: float("inf")}.get(index, 1)
 
         yield run.optimizer.step(closure)
 
 
-@pytest.mark.parametrize(("make", "is_deferred"), [(Polyak, False), (KeepsLoss, True)])
+@pytest.mark.parametrize(("make", "is_deferred"), [(Polyak, False), (SkipsNegative, False), (KeepsLoss, True)])
 def test_an_optimizer_that_goes_by_the_loss_of_its_closure_waits(on_ranks, make, is_deferred: bool) -> None:
     check_case(Case(_with_closure, DeepNet, optimizer(make), pipelined=is_deferred), on_ranks)
+
+
+class DetachesLoss(OwnOptimizer):
+    """Returns the loss without its graph."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure().detach()
+        super().step()
+        return loss
+
+
+def _adds_a_hook(run: Run) -> Iterator[Any]:
+    for index, loss in enumerate(plain_loop(run)):
+        if index == 7:
+            run.optimizer.register_step_pre_hook(lambda *_: None)
+        yield loss
+
+
+def test_a_step_without_a_closure_is_given_none_also_behind_a_new_hook(on_ranks) -> None:
+    check_case(Case(_adds_a_hook, DeepNet, optimizer(DetachesLoss)), on_ranks)
+
+
+def test_nor_is_a_step_of_shards(on_ranks) -> None:
+    check_case(Case(plain_loop, DeepNet, optimizer(DetachesLoss), dear={"shard_optimizer": True}), on_ranks)
